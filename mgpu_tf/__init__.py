@@ -1,0 +1,1 @@
+"""Distributed training for Keras 3 on TensorFlow."""

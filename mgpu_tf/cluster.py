@@ -1,0 +1,261 @@
+"""Who am I, and who else is there: the cluster as one frozen value.
+
+    config = ClusterConfig.from_environment()
+    if config is None:
+        ...                                  # a single process
+    elif config.is_chief:
+        ...                                  # the task that writes files
+
+`TF_CONFIG` is read once and validated here; nothing below parses it again.
+This module does not import TensorFlow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mgpu_tf.errors import ClusterError, unknown_name
+
+TASK_TYPES = ("chief", "worker", "ps", "evaluator")
+TF_CONFIG = "TF_CONFIG"
+
+_ADDRESS = re.compile(r"^(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):(\d+)$")
+_EXAMPLE = (
+    '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
+    '"task": {"type": "worker", "index": 0}}'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterConfig:
+    """The tasks of a cluster and the place of this process among them.
+
+    Example:
+        >>> config = ClusterConfig.from_json(
+        ...     '{"cluster": {"worker": ["a:1", "b:1"]},'
+        ...     ' "task": {"type": "worker", "index": 1}}')
+        >>> config.num_workers, config.worker_index, config.is_chief
+        (2, 1, False)
+
+    Attributes:
+        chief: Address of the chief as "host:port", at most one.
+        worker: Addresses of the workers.
+        ps: Addresses of the parameter servers.
+        evaluator: Addresses of the side-car evaluator, at most one.
+        task_type: The type of this process, one of `TASK_TYPES`.
+        task_index: The index of this process among the tasks of its type.
+    """
+
+    task_type: str
+    task_index: int
+    chief: tuple[str, ...] = ()
+    worker: tuple[str, ...] = ()
+    ps: tuple[str, ...] = ()
+    evaluator: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_addresses(self)
+        _check_task(self)
+
+    @classmethod
+    def from_environment(
+        cls, environ: Mapping[str, str] | None = None
+    ) -> ClusterConfig | None:
+        """Reads `TF_CONFIG`.
+
+        Args:
+            environ: The environment; `os.environ` by default.
+
+        Returns:
+            The configuration, or None where `TF_CONFIG` is absent or empty
+            or names no cluster, which means a single process.
+
+        Raises:
+            ClusterError: `TF_CONFIG` is not valid.
+        """
+        text = (os.environ if environ is None else environ).get(TF_CONFIG, "")
+        if not text.strip() or text.strip() == "{}":
+            return None
+        return cls.from_json(text)
+
+    @classmethod
+    def from_json(cls, text: str) -> ClusterConfig:
+        """Parses the text of `TF_CONFIG`.
+
+        Args:
+            text: A JSON object with the members "cluster" and "task".
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ClusterError: The text is not JSON, lacks a member, or names
+                tasks, addresses or an index that cannot be.
+        """
+        cluster, task = _parse(text)
+        tasks: dict[str, tuple[str, ...]] = {}
+        for name, addresses in cluster.items():
+            if name not in TASK_TYPES:
+                raise ClusterError(
+                    "TF_CONFIG: " + unknown_name("task type", name, TASK_TYPES)
+                )
+            tasks[name] = _as_addresses(name, addresses)
+        return cls(task_type=task[0], task_index=task[1], **tasks)
+
+    def to_json(self) -> str:
+        """Returns the text for `TF_CONFIG`; `from_json` reads it back."""
+        return json.dumps(
+            {
+                "cluster": self.tasks,
+                "task": {"type": self.task_type, "index": self.task_index},
+            }
+        )
+
+    @property
+    def tasks(self) -> dict[str, list[str]]:
+        """Addresses by task type, without the types that have none."""
+        every = {name: list(getattr(self, name)) for name in TASK_TYPES}
+        return {name: addresses for name, addresses in every.items() if addresses}
+
+    @property
+    def task_name(self) -> str:
+        """This task in words, such as "worker 1"."""
+        return f"{self.task_type} {self.task_index}"
+
+    @property
+    def num_workers(self) -> int:
+        """How many tasks compute: the chief, if there is one, and workers."""
+        return len(self.chief) + len(self.worker)
+
+    @property
+    def worker_index(self) -> int:
+        """The position among the tasks that compute; the chief comes first.
+
+        Raises:
+            ClusterError: This task does not compute (ps, evaluator).
+        """
+        if self.task_type == "chief":
+            return 0
+        if self.task_type == "worker":
+            return len(self.chief) + self.task_index
+        raise ClusterError(
+            "Only chief and worker tasks train in a synchronous cluster. "
+            f"Received: task={self.task_name!r}. Use a cluster of chief and "
+            "worker tasks."
+        )
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this task writes files: the chief, else worker 0."""
+        if self.chief:
+            return self.task_type == "chief"
+        return self.task_type == "worker" and self.task_index == 0
+
+    @property
+    def address(self) -> str:
+        """The address of this task as "host:port"."""
+        return getattr(self, self.task_type)[self.task_index]
+
+
+def _parse(text: str) -> tuple[dict[str, Any], tuple[str, int]]:
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ClusterError(
+            f"TF_CONFIG must be JSON. Received: {_shorten(text)} ({error}). "
+            f"Example: {_EXAMPLE}"
+        ) from None
+    if not isinstance(config, dict):
+        raise ClusterError(
+            f"TF_CONFIG must be a JSON object. Received: {_shorten(text)}. "
+            f"Example: {_EXAMPLE}"
+        )
+    for member in ("cluster", "task"):
+        if not isinstance(config.get(member), dict) or not config[member]:
+            raise ClusterError(
+                f"TF_CONFIG must have the member {member!r}, an object that "
+                f"is not empty. Received: {_shorten(text)}. "
+                f"Example: {_EXAMPLE}"
+            )
+    task_type, index = config["task"].get("type"), config["task"].get("index")
+    if isinstance(index, str) and index.isdecimal():
+        index = int(index)
+    if not isinstance(task_type, str):
+        raise ClusterError(
+            'TF_CONFIG: "task" must have a "type". Received: '
+            f"{config['task']!r}. Example: {_EXAMPLE}"
+        )
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise ClusterError(
+            'TF_CONFIG: "task" must have an "index", an integer. Received: '
+            f"{config['task']!r}. Example: {_EXAMPLE}"
+        )
+    return config["cluster"], (task_type, index)
+
+
+def _as_addresses(name: str, addresses: object) -> tuple[str, ...]:
+    if isinstance(addresses, str):
+        addresses = [addresses]
+    if not isinstance(addresses, list) or not all(
+        isinstance(address, str) for address in addresses
+    ):
+        raise ClusterError(
+            f'TF_CONFIG: the addresses of {name!r} must be a list of '
+            f'"host:port". Received: {addresses!r}. Example: {_EXAMPLE}'
+        )
+    return tuple(addresses)
+
+
+def _check_addresses(config: ClusterConfig) -> None:
+    seen: dict[str, str] = {}
+    for task_type in TASK_TYPES:
+        for index, address in enumerate(getattr(config, task_type)):
+            where = f"{task_type} {index}"
+            match = _ADDRESS.match(address)
+            if match is None or not 0 < int(match[2]) < 65536:
+                raise ClusterError(
+                    'TF_CONFIG: an address must be "host:port" with a port '
+                    f"of 1 to 65535. Received: {address!r} for {where}."
+                )
+            if address in seen:
+                raise ClusterError(
+                    "TF_CONFIG: every task needs an address of its own. "
+                    f"Received: {address!r} for {seen[address]} and {where}. "
+                    "Give one of them another port."
+                )
+            seen[address] = where
+    for task_type in ("chief", "evaluator"):
+        count = len(getattr(config, task_type))
+        if count > 1:
+            raise ClusterError(
+                f"TF_CONFIG: a cluster has at most one {task_type}. "
+                f"Received: {count}."
+            )
+
+
+def _check_task(config: ClusterConfig) -> None:
+    if config.task_type not in TASK_TYPES:
+        raise ClusterError(
+            "TF_CONFIG: "
+            + unknown_name("task type", config.task_type, TASK_TYPES)
+        )
+    addresses = getattr(config, config.task_type)
+    if not addresses:
+        raise ClusterError(
+            "TF_CONFIG: this task's type must be in the cluster. Received: "
+            f"task type {config.task_type!r}, cluster {sorted(config.tasks)}."
+        )
+    if not 0 <= config.task_index < len(addresses):
+        raise ClusterError(
+            f"TF_CONFIG: the index of a {config.task_type} must be 0 to "
+            f"{len(addresses) - 1}. Received: {config.task_index}."
+        )
+
+
+def _shorten(text: str, limit: int = 80) -> str:
+    return repr(text if len(text) <= limit else text[: limit - 3] + "...")

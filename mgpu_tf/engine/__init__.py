@@ -1,0 +1,1 @@
+"""The engine: what one execution of training, evaluation, prediction does."""

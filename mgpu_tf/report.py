@@ -1,0 +1,107 @@
+"""The report of a run: what was trained, how fast, and to which weights.
+
+`report.json`, a stable format; fields may be added, none is removed:
+
+    strategy            name of the strategy
+    num_workers         processes that trained
+    num_replicas        replicas in all of them
+    global_batch_size   examples in a step
+    global_step         steps done
+    examples_seen       examples trained on, each counted once
+    epochs              one object for each: epoch (from 1), loss, metrics,
+                        seconds, examples_per_second
+    test                loss and metrics on the test data
+    weights_sha256      SHA-256 over `model.get_weights()` in order, each as
+                        C-contiguous little-endian bytes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+REPORT_FILE = "report.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochReport:
+    """One epoch.
+
+    Attributes:
+        epoch: From 1.
+        loss: Mean over the examples of the epoch.
+        metrics: The compiled metrics by name.
+        seconds: Time of the steps, tracing included.
+        examples_per_second: Examples over seconds.
+    """
+
+    epoch: int
+    loss: float
+    metrics: dict[str, float]
+    seconds: float
+    examples_per_second: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A run; the fields are those of `report.json`."""
+
+    strategy: str
+    num_workers: int
+    num_replicas: int
+    global_batch_size: int
+    global_step: int
+    examples_seen: int
+    epochs: list[EpochReport]
+    test: dict[str, float]
+    weights_sha256: str
+
+    def write(self, folder: str) -> str:
+        """Writes `report.json`, whole or not at all.
+
+        Args:
+            folder: An existing folder.
+
+        Returns:
+            The path of the file.
+        """
+        path = os.path.join(folder, REPORT_FILE)
+        text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        with tempfile.NamedTemporaryFile(
+            "w", dir=folder, suffix=".tmp", delete=False, encoding="utf-8"
+        ) as file:
+            file.write(text)
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+        return path
+
+    @classmethod
+    def read(cls, folder: str) -> Report:
+        """Reads `report.json` from a folder."""
+        path = os.path.join(folder, REPORT_FILE)
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+        epochs = [EpochReport(**epoch) for epoch in values.pop("epochs")]
+        return cls(epochs=epochs, **values)
+
+
+def weights_sha256(weights: Iterable[Any]) -> str:
+    """Returns the SHA-256 of a model's weights.
+
+    Args:
+        weights: NumPy arrays, such as `model.get_weights()`.
+
+    Returns:
+        The hexadecimal digest over all arrays in order, each as C-contiguous
+        little-endian bytes.
+    """
+    digest = hashlib.sha256()
+    for weight in weights:
+        little = weight.astype(weight.dtype.newbyteorder("<"), copy=False)
+        digest.update(little.tobytes(order="C"))
+    return digest.hexdigest()

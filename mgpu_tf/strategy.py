@@ -1,0 +1,615 @@
+"""Factories for `tf.distribute` strategies, one for each, and a selector.
+
+    strategy = create_strategy("auto")                    # the situation decides
+    strategy = create_mirrored_strategy(devices=2)        # GPU 0 and GPU 1
+    strategy = create_mirrored_strategy(num_virtual_devices=4)  # no GPU needed
+    strategy = create_multi_worker_mirrored_strategy()    # TF_CONFIG decides
+
+What comes back is TensorFlow's own strategy. The factories add what is easy
+to forget: memory growth on, GPUs that were not selected left alone, the
+communication checked against the devices, and errors that name the remedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy
+
+from mgpu_tf.cluster import ClusterConfig
+from mgpu_tf.errors import ConfigurationError, unknown_name
+
+Devices = int | Sequence[int | str] | None
+
+COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy")
+
+_log = logging.getLogger("mgpu_tf")
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyOptions:
+    """What `create_strategy` hands to the factory that it selects.
+
+    Attributes:
+        devices: A number of GPUs, or GPUs by index or name ("GPU:1"); all
+            visible GPUs by default.
+        communication: How replicas reduce, one of `COMMUNICATIONS`.
+        num_virtual_devices: Splits the CPU into so many devices, to try
+            several replicas without GPUs.
+        tpu: Name or address of a TPU, "" for the local one.
+    """
+
+    devices: Devices = None
+    communication: str = "auto"
+    num_virtual_devices: int | None = None
+    tpu: str = ""
+
+
+def create_strategy(
+    name: str = "auto",
+    *,
+    devices: Devices = None,
+    communication: str = "auto",
+    num_virtual_devices: int | None = None,
+    tpu: str = "",
+) -> tf.distribute.Strategy:
+    """Creates a strategy by name.
+
+    `auto` takes `multi_worker_mirrored` where `TF_CONFIG` names a cluster,
+    `mirrored` where there are several GPUs or virtual devices, and
+    `one_device` otherwise. It logs one line with its choice and the reason.
+
+    Example:
+        strategy = mgpu_tf.create_strategy("mirrored", devices=[0, 2])
+
+    Args:
+        name: One of `auto`, `one_device`, `mirrored`,
+            `multi_worker_mirrored`, `central_storage`, `tpu`.
+        devices: A number of GPUs, or GPUs by index or name; all visible
+            GPUs by default.
+        communication: `auto`, `nccl`, `ring` or `hierarchical_copy`.
+        num_virtual_devices: Splits the CPU into so many devices.
+        tpu: Name or address of the TPU, "" for the local one.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigurationError: The name is unknown, or an argument cannot work
+            with the strategy or on this machine.
+    """
+    options = StrategyOptions(devices, communication, num_virtual_devices, tpu)
+    if name == "auto":
+        name, reason = _choose(options)
+        _log.info("strategy %s: %s", name, reason)
+    try:
+        factory = _FACTORIES[name]
+    except KeyError:
+        raise ConfigurationError(
+            unknown_name("strategy", name, ["auto", *_FACTORIES])
+        ) from None
+    return factory(options)
+
+
+def create_one_device_strategy(
+    device: int | str | None = None,
+) -> tf.distribute.Strategy:
+    """Creates a strategy with one replica.
+
+    Args:
+        device: A GPU by index, or a device by name ("GPU:1", "CPU:0"); by
+            default the first GPU, or the CPU where there is none.
+
+    Returns:
+        A `tf.distribute.OneDeviceStrategy`.
+
+    Raises:
+        ConfigurationError: There is no such device.
+    """
+    if device is None:
+        device = "GPU:0" if _gpus() else "CPU:0"
+    if isinstance(device, str) and device.upper().startswith("CPU"):
+        _select_gpus([])
+        return tf.distribute.OneDeviceStrategy("/cpu:0")
+    _select_gpus(_gpu_indices([device]))
+    return tf.distribute.OneDeviceStrategy("/gpu:0")
+
+
+def create_mirrored_strategy(
+    devices: Devices = None,
+    *,
+    communication: str = "auto",
+    num_virtual_devices: int | None = None,
+) -> tf.distribute.Strategy:
+    """Creates a strategy for several devices of one machine.
+
+    Args:
+        devices: A number of GPUs, or GPUs by index or name; all visible
+            GPUs by default, or the CPU where there is none.
+        communication: `auto`, `nccl` (GPUs only) or `hierarchical_copy`.
+        num_virtual_devices: Splits the CPU into so many devices.
+
+    Returns:
+        A `tf.distribute.MirroredStrategy`.
+
+    Raises:
+        ConfigurationError: A device does not exist, or the communication
+            cannot work on these devices.
+    """
+    names = _local_devices(devices, num_virtual_devices)
+    return _MirroredStrategy(names, _cross_device_ops(communication, names))
+
+
+def create_multi_worker_mirrored_strategy(
+    cluster: ClusterConfig | None = None,
+    *,
+    devices: Devices = None,
+    communication: str = "auto",
+    num_virtual_devices: int | None = None,
+) -> tf.distribute.Strategy:
+    """Creates a strategy for several machines that step together.
+
+    It returns once every task of the cluster has been reached, so all tasks
+    must be started.
+
+    Args:
+        cluster: The cluster; from `TF_CONFIG` by default. Where there is
+            none, the strategy has this process as its only worker.
+        devices: A number of GPUs of this task, or GPUs by index or name; all
+            visible GPUs by default.
+        communication: `auto`, `nccl` (GPUs only) or `ring`.
+        num_virtual_devices: Splits the CPU of each task into so many
+            replicas.
+
+    Returns:
+        A `tf.distribute.MultiWorkerMirroredStrategy`.
+
+    Raises:
+        ConfigurationError: An argument cannot work here, or an op ran before
+            the strategy was created.
+        ClusterError: `TF_CONFIG` is not valid.
+    """
+    cluster = cluster or ClusterConfig.from_environment()
+    if cluster is not None:
+        _check_synchronous(cluster)
+    _check_communication(
+        "multi_worker_mirrored", communication, ("auto", "nccl", "ring")
+    )
+    if communication == "nccl" and not _gpus():
+        raise ConfigurationError(_no_gpu_for("nccl", "ring"))
+    names = _local_devices(devices, num_virtual_devices)
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=_IMPLEMENTATIONS[communication]
+    )
+    with _strategy_first():
+        return _MultiWorkerStrategy(cluster, options, len(names))
+
+
+def create_central_storage_strategy(
+    devices: Devices = None,
+    *,
+    num_virtual_devices: int | None = None,
+) -> tf.distribute.Strategy:
+    """Creates a strategy that keeps the variables once, on the CPU.
+
+    Args:
+        devices: A number of GPUs, or GPUs by index or name; all visible
+            GPUs by default, or the CPU where there is none.
+        num_virtual_devices: Splits the CPU into so many devices.
+
+    Returns:
+        A `tf.distribute.experimental.CentralStorageStrategy`.
+
+    Raises:
+        ConfigurationError: A device does not exist.
+    """
+    names = _local_devices(devices, num_virtual_devices)
+    return tf.distribute.experimental.CentralStorageStrategy(
+        compute_devices=names, parameter_device="/cpu:0"
+    )
+
+
+def create_tpu_strategy(tpu: str = "") -> tf.distribute.Strategy:
+    """Creates a strategy for the cores of a TPU. Untested on hardware.
+
+    Args:
+        tpu: Name or address of the TPU, "" for the local one.
+
+    Returns:
+        A `tf.distribute.TPUStrategy`.
+
+    Raises:
+        ConfigurationError: No TPU was found.
+    """
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=tpu)
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (ValueError, RuntimeError, OSError, tf.errors.OpError) as error:
+        raise ConfigurationError(
+            f"The strategy 'tpu' needs a TPU. Received: tpu={tpu!r}, and "
+            f"none was found ({_first_line(error)}). Name one, or use "
+            "'mirrored' or 'one_device'."
+        ) from None
+    return tf.distribute.TPUStrategy(resolver)
+
+
+def local_replica_count(strategy: tf.distribute.Strategy) -> int:
+    """Returns how many replicas of the strategy run in this process."""
+    return len(strategy.extended.worker_devices)
+
+
+def worker_count(strategy: tf.distribute.Strategy) -> int:
+    """Returns how many processes the strategy's replicas are spread over."""
+    return strategy.num_replicas_in_sync // local_replica_count(strategy)
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether this process writes the files of a run."""
+    resolver = strategy.cluster_resolver
+    if worker_count(strategy) == 1 or resolver is None:
+        return True
+    chief = resolver.cluster_spec().as_dict().get("chief")
+    task = (resolver.task_type, resolver.task_id)
+    return task == (("chief", 0) if chief else ("worker", 0))
+
+
+def strategy_name(strategy: tf.distribute.Strategy) -> str:
+    """Returns the name under which `create_strategy` knows a strategy."""
+    for name, kind in _KINDS.items():
+        if isinstance(strategy, kind):
+            return name
+    return type(strategy).__name__
+
+
+def _choose(options: StrategyOptions) -> tuple[str, str]:
+    cluster = ClusterConfig.from_environment()
+    if cluster is not None:
+        return (
+            "multi_worker_mirrored",
+            f"TF_CONFIG names {cluster.num_workers} workers, "
+            f"this is {cluster.task_name}",
+        )
+    if options.num_virtual_devices:
+        count = options.num_virtual_devices
+        return "mirrored", f"the CPU is split into {count} virtual devices"
+    gpus = len(_gpu_indices(options.devices))
+    if gpus > 1:
+        return "mirrored", f"{gpus} GPUs on this machine"
+    if gpus == 1:
+        return "one_device", "one GPU on this machine"
+    return "one_device", "no GPU on this machine, so the CPU"
+
+
+def _one_device(options: StrategyOptions) -> tf.distribute.Strategy:
+    _refuse_virtual_devices("one_device", options.num_virtual_devices)
+    _check_communication("one_device", options.communication, ("auto",))
+    chosen = options.devices
+    if isinstance(chosen, int):
+        if chosen != 1:
+            raise ConfigurationError(
+                "The strategy 'one_device' takes one device. Received: "
+                f"devices={chosen}. Use 'mirrored' for several."
+            )
+        chosen = None
+    if chosen is not None and len(chosen) != 1:
+        raise ConfigurationError(
+            "The strategy 'one_device' takes one device. Received: "
+            f"devices={list(chosen)}. Use 'mirrored' for several."
+        )
+    return create_one_device_strategy(chosen[0] if chosen else None)
+
+
+def _central_storage(options: StrategyOptions) -> tf.distribute.Strategy:
+    _check_communication("central_storage", options.communication, ("auto",))
+    return create_central_storage_strategy(
+        options.devices, num_virtual_devices=options.num_virtual_devices
+    )
+
+
+def _tpu(options: StrategyOptions) -> tf.distribute.Strategy:
+    _refuse_virtual_devices("tpu", options.num_virtual_devices)
+    _check_communication("tpu", options.communication, ("auto",))
+    return create_tpu_strategy(options.tpu)
+
+
+_FACTORIES: dict[str, Callable[[StrategyOptions], tf.distribute.Strategy]] = {
+    "one_device": _one_device,
+    "mirrored": lambda options: create_mirrored_strategy(
+        options.devices,
+        communication=options.communication,
+        num_virtual_devices=options.num_virtual_devices,
+    ),
+    "multi_worker_mirrored": lambda options: (
+        create_multi_worker_mirrored_strategy(
+            devices=options.devices,
+            communication=options.communication,
+            num_virtual_devices=options.num_virtual_devices,
+        )
+    ),
+    "central_storage": _central_storage,
+    "tpu": _tpu,
+}
+
+_KINDS = {
+    "one_device": tf.distribute.OneDeviceStrategy,
+    "multi_worker_mirrored": tf.distribute.MultiWorkerMirroredStrategy,
+    "mirrored": tf.distribute.MirroredStrategy,
+    "central_storage": tf.distribute.experimental.CentralStorageStrategy,
+    "tpu": tf.distribute.TPUStrategy,
+}
+
+_IMPLEMENTATIONS = {
+    "auto": tf.distribute.experimental.CommunicationImplementation.AUTO,
+    "ring": tf.distribute.experimental.CommunicationImplementation.RING,
+    "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
+}
+
+
+class _MirroredStrategy(tf.distribute.MirroredStrategy):
+    """`MirroredStrategy` of which a process may have several, of any size.
+
+    TensorFlow numbers the groups that communicate from 1 in each strategy,
+    and a second strategy over other devices then fails at its first step.
+    """
+
+    _groups = itertools.count(start=1000, step=1000)
+
+    def __init__(
+        self,
+        devices: list[str],
+        cross_device_ops: tf.distribute.CrossDeviceOps | None,
+    ) -> None:
+        self._collective_key_base = next(self._groups)
+        super().__init__(devices, cross_device_ops=cross_device_ops)
+
+
+class _MultiWorkerExtended(
+    collective_all_reduce_strategy.CollectiveAllReduceExtended
+):
+    """TensorFlow fixes one CPU replica to a worker; this one has several.
+
+    With GPUs TensorFlow counts the visible ones itself, and nothing differs.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        options: tf.distribute.experimental.CommunicationOptions,
+        num_local_devices: int,
+    ) -> None:
+        self._num_cpu_replicas = num_local_devices
+        super().__init__(
+            strategy, cluster_resolver=resolver, communication_options=options
+        )
+
+    def _initialize_local_devices(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        worker_device: str,
+    ) -> tuple[tuple[str, ...], str]:
+        devices, kind = super()._initialize_local_devices(
+            cluster_resolver, worker_device
+        )
+        if kind != "CPU":
+            return devices, kind
+        count = self._num_cpu_replicas
+        return tuple(f"{worker_device}/device:CPU:{i}" for i in range(count)), kind
+
+
+class _MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """`MultiWorkerMirroredStrategy` with a settable count of CPU replicas."""
+
+    def __init__(
+        self,
+        cluster: ClusterConfig | None,
+        options: tf.distribute.experimental.CommunicationOptions,
+        num_local_devices: int,
+    ) -> None:
+        extended = _MultiWorkerExtended(
+            self, _resolver(cluster), options, num_local_devices
+        )
+        tf.distribute.Strategy.__init__(self, extended)
+
+
+def _resolver(
+    cluster: ClusterConfig | None,
+) -> tf.distribute.cluster_resolver.ClusterResolver:
+    if cluster is None:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({}), task_type=None, task_id=None
+        )
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(
+            {
+                name: addresses
+                for name, addresses in cluster.tasks.items()
+                if name in ("chief", "worker")
+            }
+        ),
+        task_type=cluster.task_type,
+        task_id=cluster.task_index,
+        num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
+        rpc_layer="grpc",
+    )
+
+
+def _check_synchronous(cluster: ClusterConfig) -> None:
+    _ = cluster.worker_index  # Refuses ps and evaluator tasks by name.
+    if cluster.ps:
+        raise ConfigurationError(
+            "The strategy 'multi_worker_mirrored' has no parameter servers. "
+            f"Received: TF_CONFIG with {len(cluster.ps)} ps tasks. Use a "
+            "cluster of chief and worker tasks."
+        )
+
+
+@contextlib.contextmanager
+def _strategy_first() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "program startup" not in str(error):
+            raise
+        raise ConfigurationError(
+            "A multi-worker strategy must be created before TensorFlow runs "
+            "its first op. Received: an op ran earlier in this process. "
+            "Move create_strategy() to the top of the script."
+        ) from None
+
+
+def _cross_device_ops(
+    communication: str, names: list[str]
+) -> tf.distribute.CrossDeviceOps | None:
+    _check_communication(
+        "mirrored", communication, ("auto", "nccl", "hierarchical_copy")
+    )
+    on_gpu = all("GPU" in name for name in names)
+    if communication == "auto":
+        return None
+    if not on_gpu:
+        raise ConfigurationError(_no_gpu_for(communication, "auto"))
+    if communication == "nccl":
+        return tf.distribute.NcclAllReduce()
+    return tf.distribute.HierarchicalCopyAllReduce()
+
+
+def _check_communication(
+    strategy: str, communication: str, valid: tuple[str, ...]
+) -> None:
+    if communication not in COMMUNICATIONS:
+        raise ConfigurationError(
+            unknown_name("communication", communication, COMMUNICATIONS)
+        )
+    if communication not in valid:
+        raise ConfigurationError(
+            f"The strategy {strategy!r} communicates by {_either(valid)}. "
+            f"Received: communication={communication!r}."
+        )
+
+
+def _either(valid: tuple[str, ...]) -> str:
+    return " or ".join(repr(name) for name in valid)
+
+
+def _no_gpu_for(communication: str, instead: str) -> str:
+    return (
+        f"communication={communication!r} works between GPUs only. Received: "
+        f"a machine or a selection without GPUs. Use {instead!r}."
+    )
+
+
+def _refuse_virtual_devices(strategy: str, count: int | None) -> None:
+    if count is not None:
+        raise ConfigurationError(
+            f"The strategy {strategy!r} takes no virtual devices. Received: "
+            f"num_virtual_devices={count}. Use 'mirrored'."
+        )
+
+
+def _local_devices(
+    devices: Devices, num_virtual_devices: int | None
+) -> list[str]:
+    """Selects this process's devices and returns their logical names."""
+    if num_virtual_devices is not None:
+        if devices is not None:
+            raise ConfigurationError(
+                "Give `devices` (GPUs) or `num_virtual_devices` (parts of "
+                f"the CPU), not both. Received: devices={devices!r}, "
+                f"num_virtual_devices={num_virtual_devices}."
+            )
+        _select_gpus([])
+        _split_cpu(num_virtual_devices)
+        return [f"CPU:{i}" for i in range(num_virtual_devices)]
+    indices = _gpu_indices(devices)
+    _select_gpus(indices)
+    if not indices:
+        return ["CPU:0"]
+    return [f"GPU:{i}" for i in range(len(indices))]
+
+
+def _gpus() -> list[tf.config.PhysicalDevice]:
+    return tf.config.list_physical_devices("GPU")
+
+
+def _gpu_indices(devices: Devices) -> list[int]:
+    available = len(_gpus())
+    if devices is None:
+        return list(range(available))
+    if isinstance(devices, int):
+        if devices < 1:
+            raise ConfigurationError(
+                f"A number of devices must be 1 or more. Received: {devices}."
+            )
+        wanted = list(range(devices))
+    else:
+        wanted = [_gpu_index(device) for device in devices]
+    if not wanted or len(set(wanted)) != len(wanted):
+        raise ConfigurationError(
+            "`devices` must name one GPU or more, each once. Received: "
+            f"{devices!r}."
+        )
+    if max(wanted) >= available:
+        raise ConfigurationError(
+            f"There are {available} GPUs on this machine. Received: "
+            f"devices={devices!r}. Use fewer, or num_virtual_devices="
+            f"{len(wanted)} to try the same on the CPU."
+        )
+    return wanted
+
+
+def _gpu_index(device: int | str) -> int:
+    text = str(device).upper().removeprefix("/").removeprefix("DEVICE:")
+    number = text.removeprefix("GPU:")
+    if not number.isdecimal():
+        raise ConfigurationError(
+            'A device must be a GPU by index or name, such as 1 or "GPU:1". '
+            f"Received: {device!r}."
+        )
+    return int(number)
+
+
+def _select_gpus(indices: list[int]) -> None:
+    gpus = _gpus()
+    chosen = [gpus[i] for i in indices]
+    if not gpus:
+        return
+    try:
+        tf.config.set_visible_devices(chosen, "GPU")
+        for gpu in chosen:
+            tf.config.experimental.set_memory_growth(gpu, True)
+    except RuntimeError:
+        if tf.config.get_visible_devices("GPU") != chosen:
+            raise ConfigurationError(
+                "GPUs must be selected before TensorFlow runs its first op. "
+                "Received: an op ran earlier in this process. Move "
+                "create_strategy() to the top of the script."
+            ) from None
+
+
+def _split_cpu(count: int) -> None:
+    if count < 1:
+        raise ConfigurationError(
+            f"num_virtual_devices must be 1 or more. Received: {count}."
+        )
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    wanted = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+    try:
+        tf.config.set_logical_device_configuration(cpu, wanted)
+    except RuntimeError:
+        if len(tf.config.list_logical_devices("CPU")) < count:
+            raise ConfigurationError(
+                "The CPU must be split before TensorFlow runs its first op. "
+                "Received: an op ran earlier in this process. Move "
+                "create_strategy() to the top of the script."
+            ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
