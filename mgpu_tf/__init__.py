@@ -1,1 +1,81 @@
-"""Distributed training for Keras 3 on TensorFlow."""
+"""Write a Keras 3 model once; train it anywhere, get the same numbers.
+
+    strategy = mgpu_tf.create_strategy("auto")
+    trainer = mgpu_tf.Trainer(build_model, strategy)
+    history = trainer.fit(x, y, batch_size=64, epochs=5)
+
+Names are loaded when they are first used, so that `import mgpu_tf` imports
+neither TensorFlow nor Keras.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from mgpu_tf._version import __version__
+
+if TYPE_CHECKING:
+    from mgpu_tf import flags
+    from mgpu_tf.cluster import ClusterConfig
+    from mgpu_tf.config import RunConfig
+    from mgpu_tf.errors import ClusterError, ConfigurationError
+    from mgpu_tf.report import Report
+    from mgpu_tf.run import run
+    from mgpu_tf.strategy import (
+        create_central_storage_strategy,
+        create_mirrored_strategy,
+        create_multi_worker_mirrored_strategy,
+        create_one_device_strategy,
+        create_strategy,
+        create_tpu_strategy,
+    )
+    from mgpu_tf.trainer import Trainer
+
+_HOMES = {
+    "ClusterConfig": "mgpu_tf.cluster",
+    "ClusterError": "mgpu_tf.errors",
+    "ConfigurationError": "mgpu_tf.errors",
+    "Report": "mgpu_tf.report",
+    "RunConfig": "mgpu_tf.config",
+    "Trainer": "mgpu_tf.trainer",
+    "create_central_storage_strategy": "mgpu_tf.strategy",
+    "create_mirrored_strategy": "mgpu_tf.strategy",
+    "create_multi_worker_mirrored_strategy": "mgpu_tf.strategy",
+    "create_one_device_strategy": "mgpu_tf.strategy",
+    "create_strategy": "mgpu_tf.strategy",
+    "create_tpu_strategy": "mgpu_tf.strategy",
+    "run": "mgpu_tf.run",
+}
+
+__all__ = [
+    "ClusterConfig",
+    "ClusterError",
+    "ConfigurationError",
+    "Report",
+    "RunConfig",
+    "Trainer",
+    "__version__",
+    "create_central_storage_strategy",
+    "create_mirrored_strategy",
+    "create_multi_worker_mirrored_strategy",
+    "create_one_device_strategy",
+    "create_strategy",
+    "create_tpu_strategy",
+    "flags",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "flags":
+        return importlib.import_module("mgpu_tf.flags")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mgpu_tf' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

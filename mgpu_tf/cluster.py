@@ -120,7 +120,9 @@ class ClusterConfig:
     def tasks(self) -> dict[str, list[str]]:
         """Addresses by task type, without the types that have none."""
         every = {name: list(getattr(self, name)) for name in TASK_TYPES}
-        return {name: addresses for name, addresses in every.items() if addresses}
+        return {
+            name: addresses for name, addresses in every.items() if addresses
+        }
 
     @property
     def task_name(self) -> str:
@@ -205,7 +207,7 @@ def _as_addresses(name: str, addresses: object) -> tuple[str, ...]:
         isinstance(address, str) for address in addresses
     ):
         raise ClusterError(
-            f'TF_CONFIG: the addresses of {name!r} must be a list of '
+            f"TF_CONFIG: the addresses of {name!r} must be a list of "
             f'"host:port". Received: {addresses!r}. Example: {_EXAMPLE}'
         )
     return tuple(addresses)

@@ -83,12 +83,8 @@ class RunConfig:
     learning_rate: float | None = _field(
         None, "The learning rate; one that suits the optimizer by default."
     )
-    seed: int = _field(
-        0, "Decides initial weights and the order of examples."
-    )
-    output_dir: str | None = _field(
-        None, "Gets model.keras and report.json."
-    )
+    seed: int = _field(0, "Decides initial weights and the order of examples.")
+    output_dir: str | None = _field(None, "Gets model.keras and report.json.")
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -114,8 +110,7 @@ class RunConfig:
             )
         if not 0 <= self.seed < 2**32:
             raise ConfigurationError(
-                "seed must be 0 to 4294967295. Received: "
-                f"seed={self.seed}."
+                f"seed must be 0 to 4294967295. Received: seed={self.seed}."
             )
         _check_workers(self)
 

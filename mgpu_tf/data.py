@@ -104,7 +104,8 @@ class ArraySource(Source):
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
-        self.steps = -(-self._examples // batch_size)
+        self._steps = -(-self._examples // batch_size)
+        self.steps = self._steps
 
     def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
         """Returns pass `index`; the order comes from (seed, index) alone."""
@@ -112,8 +113,9 @@ class ArraySource(Source):
         if self._shuffle:
             order = tf.random.experimental.stateless_shuffle(
                 tf.range(self._examples, dtype=tf.int64),
-                seed=tf.stack([tf.cast(self._seed, tf.int64),
-                               tf.cast(index, tf.int64)]),
+                seed=tf.stack(
+                    [tf.cast(self._seed, tf.int64), tf.cast(index, tf.int64)]
+                ),
             )
 
         def element(position: tf.Tensor) -> tuple[Any, tf.Tensor, tf.Tensor]:
@@ -133,7 +135,7 @@ class ArraySource(Source):
                 )
             return data, high - low, size
 
-        return tf.data.Dataset.range(self.steps * part.local).map(element)
+        return tf.data.Dataset.range(self._steps * part.local).map(element)
 
     def example(self) -> Any:
         """Returns the spec of a batch."""

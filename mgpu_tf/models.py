@@ -59,9 +59,9 @@ def cnn(input_shape: Shape, num_classes: int) -> keras.Model:
     inputs = keras.Input(input_shape)
     hidden = inputs
     for filters in (32, 32):
-        hidden = layers.Conv2D(
-            filters, 3, padding="same", activation="relu"
-        )(hidden)
+        hidden = layers.Conv2D(filters, 3, padding="same", activation="relu")(
+            hidden
+        )
     hidden = layers.MaxPooling2D()(hidden)
     hidden = layers.Conv2D(64, 3, padding="same", activation="relu")(hidden)
     hidden = layers.Flatten()(hidden)

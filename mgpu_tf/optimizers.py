@@ -1,6 +1,8 @@
 """Keras's optimizers by name, with a learning rate that suits each.
 
     optimizer = create_optimizer("adam")
+
+The update rules are Keras's; nothing here changes them.
 """
 
 from __future__ import annotations

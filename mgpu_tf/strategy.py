@@ -1,9 +1,9 @@
 """Factories for `tf.distribute` strategies, one for each, and a selector.
 
-    strategy = create_strategy("auto")                    # the situation decides
-    strategy = create_mirrored_strategy(devices=2)        # GPU 0 and GPU 1
-    strategy = create_mirrored_strategy(num_virtual_devices=4)  # no GPU needed
-    strategy = create_multi_worker_mirrored_strategy()    # TF_CONFIG decides
+    create_strategy("auto")                          # the situation decides
+    create_mirrored_strategy(devices=2)              # GPU 0 and GPU 1
+    create_mirrored_strategy(num_virtual_devices=4)  # no GPU needed
+    create_multi_worker_mirrored_strategy()          # TF_CONFIG decides
 
 What comes back is TensorFlow's own strategy. The factories add what is easy
 to forget: memory growth on, GPUs that were not selected left alone, the
@@ -22,11 +22,10 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
 
 from mgpu_tf.cluster import ClusterConfig
+from mgpu_tf.config import COMMUNICATIONS
 from mgpu_tf.errors import ConfigurationError, unknown_name
 
 Devices = int | Sequence[int | str] | None
-
-COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy")
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -399,8 +398,11 @@ class _MultiWorkerExtended(
         )
         if kind != "CPU":
             return devices, kind
-        count = self._num_cpu_replicas
-        return tuple(f"{worker_device}/device:CPU:{i}" for i in range(count)), kind
+        devices = tuple(
+            f"{worker_device}/device:CPU:{i}"
+            for i in range(self._num_cpu_replicas)
+        )
+        return devices, kind
 
 
 class _MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):

@@ -186,8 +186,9 @@ class Trainer:
         self._model.stop_training = False
         hooks.on_train_begin()
         logs: Logs = {}
-        epoch_data = self._epochs(source, initial_epoch, epochs, steps_per_epoch)
-        for epoch, iterator in epoch_data:
+        for epoch, iterator in self._epochs(
+            source, initial_epoch, epochs, steps_per_epoch
+        ):
             hooks.on_epoch_begin(epoch)
             steps = steps_per_epoch or source.steps
             record = self._train_epoch(
@@ -354,25 +355,22 @@ class Trainer:
     ) -> EpochRecord:
         engine = self._engine
         engine.reset_metrics()
+
+        def train(wanted: int) -> Execution:
+            result = engine.train(iterator, wanted, source, pace.seconds)
+            self.global_step += result.steps
+            self.examples_seen += result.examples
+            return result
+
         started = time.perf_counter()
-        done = examples = 0
-        logs: Logs = {}
-        while steps is None or done < steps:
-            wanted = pace.steps if steps is None else min(pace.steps, steps - done)
-            hooks.on_train_batch_begin(done)
-            result = pace.time(
-                lambda: engine.train(iterator, wanted, source, pace.seconds),
-                wanted,
-            )
-            if result.steps:
-                done += result.steps
-                examples += result.examples
-                self.global_step += result.steps
-                self.examples_seen += result.examples
-                logs = result.logs
-                hooks.on_train_batch_end(done - 1, logs)
-            if result.steps < wanted or self._model.stop_training:
-                break
+        done, examples, logs = self._run_steps(
+            train,
+            steps,
+            pace,
+            hooks.on_train_batch_begin,
+            hooks.on_train_batch_end,
+            lambda: self._model.stop_training,
+        )
         seconds = time.perf_counter() - started
         return EpochRecord(epoch, done, examples, seconds, logs)
 
@@ -388,25 +386,51 @@ class Trainer:
         engine.reset_metrics()
         pace = _Pace(self._fixed_steps())
         iterator = iter(data_lib.distribute(source, self._strategy))
-        limit = steps or source.steps
-        done = 0
-        logs: Logs = {}
+        self._model.stop_evaluating = False
         hooks.on_test_begin()
-        while limit is None or done < limit:
-            wanted = pace.steps if limit is None else min(pace.steps, limit - done)
-            hooks.on_test_batch_begin(done)
-            result = pace.time(
-                lambda: engine.evaluate(iterator, wanted, source, pace.seconds),
-                wanted,
-            )
-            if result.steps:
-                done += result.steps
-                logs = result.logs
-                hooks.on_test_batch_end(done - 1, logs)
-            if result.steps < wanted:
-                break
+        _, _, logs = self._run_steps(
+            lambda wanted: engine.evaluate(
+                iterator, wanted, source, pace.seconds
+            ),
+            steps or source.steps,
+            pace,
+            hooks.on_test_batch_begin,
+            hooks.on_test_batch_end,
+            lambda: self._model.stop_evaluating,
+        )
         hooks.on_test_end(logs)
         return logs
+
+    def _run_steps(
+        self,
+        execute: Callable[[int], Execution],
+        limit: int | None,
+        pace: _Pace,
+        begin: Callable[[int], None],
+        end: Callable[[int, Logs], None],
+        stopped: Callable[[], bool],
+    ) -> tuple[int, int, Logs]:
+        """Executes up to `limit` steps, or until the data ends.
+
+        Returns:
+            The steps, the examples in them, and the last logs.
+        """
+        done = examples = 0
+        logs: Logs = {}
+        while limit is None or done < limit:
+            wanted = pace.steps
+            if limit is not None:
+                wanted = min(wanted, limit - done)
+            begin(done)
+            result = pace.time(execute, wanted)
+            if result.steps:
+                done += result.steps
+                examples += result.examples
+                logs = result.logs
+                end(done - 1, logs)
+            if result.steps < wanted or stopped():
+                break
+        return done, examples, logs
 
     def _fixed_steps(self) -> int | None:
         if self._steps_per_execution != "auto":
@@ -459,14 +483,16 @@ class _Pace:
         self._timed = 0
         self._calls = 0
 
-    def time(self, execute: Callable[[], Execution], steps: int) -> Execution:
+    def time(
+        self, execute: Callable[[int], Execution], steps: int
+    ) -> Execution:
         """Runs an execution and settles the size of the next one.
 
         The mean time that comes back belongs to the call before; the time
         of the first call is dropped, since it traces the function.
         """
         started = time.perf_counter()
-        result = execute()
+        result = execute(steps)
         before = self._timed
         self._timed = steps
         self.seconds = time.perf_counter() - started

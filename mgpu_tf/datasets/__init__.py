@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import io
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -79,7 +80,11 @@ def _prepare(
     import tensorflow_datasets as tfds
 
     try:
-        with _locked(data_dir or tfds.core.constants.DATA_DIR):
+        with (
+            _locked(data_dir or tfds.core.constants.DATA_DIR),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            tfds.disable_progress_bar()
             builder = builder_class(data_dir=data_dir)
             builder.download_and_prepare(
                 download_config=tfds.download.DownloadConfig(

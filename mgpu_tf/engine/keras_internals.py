@@ -17,8 +17,6 @@ import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 from keras.src.utils.python_utils import is_default
 
-Optimizer = keras.optimizers.Optimizer
-
 
 def build(model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
     """Creates the variables of a model, its metrics and its optimizer.
@@ -137,17 +135,11 @@ def sees_every_batch(callback: keras.callbacks.Callback) -> bool:
 
     Keras's own callbacks are made for several steps in one execution.
     """
-    if isinstance(callback, keras.callbacks.LambdaCallback):
-        hooks = ("on_train_batch_begin", "on_train_batch_end")
-    elif type(callback).__module__.startswith("keras."):
-        return False
-    else:
-        hooks = (
-            "on_batch_begin",
-            "on_batch_end",
-            "on_train_batch_begin",
-            "on_train_batch_end",
-        )
+    hooks = ["on_train_batch_begin", "on_train_batch_end"]
+    if not isinstance(callback, keras.callbacks.LambdaCallback):
+        if type(callback).__module__.startswith("keras."):
+            return False
+        hooks += ["on_batch_begin", "on_batch_end"]
     return not all(is_default(getattr(callback, hook)) for hook in hooks)
 
 
@@ -157,7 +149,9 @@ def mask_of(tensor: Any) -> Any | None:
 
 
 @contextlib.contextmanager
-def gradients_already_reduced(optimizer: Optimizer) -> Iterator[None]:
+def gradients_already_reduced(
+    optimizer: keras.optimizers.Optimizer,
+) -> Iterator[None]:
     """Makes the optimizer take gradients as they are while a step is traced.
 
     In a replica Keras's TensorFlow optimizer sums gradients over replicas as
@@ -181,7 +175,9 @@ def _hand_back(grads_and_vars: Any) -> Any:
     return grads_and_vars
 
 
-def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:
+def _parts(
+    optimizer: keras.optimizers.Optimizer,
+) -> Iterator[keras.optimizers.Optimizer]:
     yield optimizer
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:

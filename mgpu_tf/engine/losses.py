@@ -191,8 +191,10 @@ class _Term:
         if mask is None:
             return tf.cast(share.total, values.dtype) * per_example
         kept = tf.reduce_sum(tf.cast(mask, values.dtype))
-        return share.sum_over_replicas(kept) * per_example / _elements(
-            tf.cast(mask, values.dtype)
+        return (
+            share.sum_over_replicas(kept)
+            * per_example
+            / _elements(tf.cast(mask, values.dtype))
         )
 
 

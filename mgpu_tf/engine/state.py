@@ -32,10 +32,16 @@ class ReplicaState:
     def __init__(self, model: keras.Model, replicas: int) -> None:
         self._replicas = replicas
         self.metrics = _unique(
-            variable for metric in model.metrics for variable in metric.variables
+            variable
+            for metric in model.metrics
+            for variable in metric.variables
         )
-        self.variables = _unique([*model.non_trainable_variables, *self.metrics])
-        self._moving = [v for v in model.non_trainable_variables if _is_float(v)]
+        self.variables = _unique(
+            [*model.non_trainable_variables, *self.metrics]
+        )
+        self._moving = [
+            v for v in model.non_trainable_variables if _is_float(v)
+        ]
         synchronized = keras_internals.synchronized_statistics(model)
         self._agreed = {id(v) for v in synchronized} | {
             id(v) for v in model.non_trainable_variables if not _is_float(v)

@@ -69,8 +69,9 @@ class SynchronousEngine:
         self._compiled = keras_internals.compiled_state(model)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._has_gradient: list[bool] = []
-        self._loss: GlobalLoss | None = None
-        self._state: ReplicaState | None = None
+        self._prepared = False
+        self._loss: GlobalLoss
+        self._state: ReplicaState
 
     def is_current(self) -> bool:
         """Returns whether the model is compiled as when this was made."""
@@ -126,20 +127,26 @@ class SynchronousEngine:
         Args:
             source: Tells the shapes and types of a batch.
         """
-        if self._state is not None:
+        if self._prepared:
             return
         batch = keras.utils.unpack_x_y_sample_weight(source.example())
         with self._strategy.scope():
             keras_internals.build(self._model, batch)
         self._loss = GlobalLoss(self._model)
         self._state = state_for(self._model, self._strategy)
+        self._prepared = True
 
     def reset_metrics(self) -> None:
         """Sets every metric of the model to its beginning."""
         self._model.reset_metrics()
 
     def _execute(
-        self, kind: str, iterator: Any, steps: int, source: Source, seconds: float
+        self,
+        kind: str,
+        iterator: Any,
+        steps: int,
+        source: Source,
+        seconds: float,
     ) -> Execution:
         self.prepare(source)
         step = self._train_step if kind == "train" else self._evaluate_step
@@ -193,9 +200,7 @@ class SynchronousEngine:
                 step(data, local, total)
                 return tf.constant(1, tf.int64)
 
-            more = tf.cond(
-                total > 0, go_on, lambda: tf.constant(0, tf.int64)
-            )
+            more = tf.cond(total > 0, go_on, lambda: tf.constant(0, tf.int64))
             return done + more, examples + total, total == 0
 
         zero = tf.constant(0, tf.int64)

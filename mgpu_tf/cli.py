@@ -1,0 +1,183 @@
+"""The command `mgpu-tf`.
+
+A mistake in a flag is told in one line, with status 2, before TensorFlow,
+Keras or NumPy is imported; `--help` needs none of them either.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import flags
+
+from mgpu_tf import flags as run_flags
+from mgpu_tf import quiet
+from mgpu_tf._version import __version__
+from mgpu_tf.cluster import ClusterConfig
+from mgpu_tf.config import RunConfig
+from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.launch import local
+
+USAGE_ERROR = 2
+
+_TRAIN = """mgpu-tf train [--flags]
+
+Trains and tests a model. With --num_workers above 1 and no TF_CONFIG, the
+worker processes are started on this machine.
+
+Example:
+  mgpu-tf train --strategy=mirrored --num_virtual_devices=4 --model=cnn
+"""
+
+_LAUNCH = """mgpu-tf launch --num_workers=N [--flags] -- COMMAND [ARGUMENTS]
+
+Starts N processes of a command on this machine as a cluster: each gets its
+TF_CONFIG. Ends all when one fails and returns its exit code.
+
+Example:
+  mgpu-tf launch --num_workers=2 -- python experiments/train.py --epochs=5
+"""
+
+_TOP = """mgpu-tf COMMAND [--flags]
+
+Distributed training for Keras 3 on TensorFlow.
+
+Commands:
+  train     train and test a model on a strategy
+  launch    start a script as a cluster of local processes
+  version   print the version
+
+mgpu-tf COMMAND --help lists a command's flags.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: The arguments without the program; `sys.argv[1:]` by default.
+
+    Returns:
+        The exit status: 0, 2 for a mistake of the user, or what the
+        processes of a cluster returned.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("help", "--help", "-h", "-help"):
+        print(_TOP, end="")
+        return 0 if arguments else USAGE_ERROR
+    if arguments[0] in ("version", "--version"):
+        print(f"mgpu_tf {__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    try:
+        if name not in _COMMANDS:
+            raise ConfigurationError(
+                unknown_name("command", name, [*_COMMANDS, "version"])
+            )
+        return _COMMANDS[name](rest)
+    except (ConfigurationError, flags.Error) as error:
+        message = " ".join(str(error).split())
+        print(f"mgpu-tf: {message}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def _train(arguments: list[str]) -> int:
+    values = flags.FlagValues()
+    run_flags.define(values)
+    rest = _parse(values, arguments, _TRAIN)
+    if rest is None:
+        return 0
+    if rest:
+        raise ConfigurationError(
+            f"train takes flags only. Received: {rest[0]!r}. Write "
+            "--name=value."
+        )
+    config = run_flags.config(values)
+    cluster = ClusterConfig.from_environment()
+    if config.num_workers > 1 and cluster is None:
+        command = [sys.executable, "-m", "mgpu_tf", "train", *arguments]
+        return local.launch(
+            command, config.num_workers, chief_has_terminal=True
+        )
+    return _run(config)
+
+
+def _run(config: RunConfig) -> int:
+    quiet.import_tensorflow()
+    logging.basicConfig(format="mgpu-tf: %(message)s")
+    logging.getLogger("mgpu_tf").setLevel(logging.INFO)
+    from mgpu_tf import display
+    from mgpu_tf.run import run
+
+    report = run(config)
+    cluster = ClusterConfig.from_environment()
+    if cluster is None or cluster.is_chief:
+        display.show(report)
+    return 0
+
+
+def _launch(arguments: list[str]) -> int:
+    values = flags.FlagValues()
+    flags.DEFINE_integer(
+        "num_workers", None, "Processes to start.", flag_values=values
+    )
+    flags.DEFINE_float(
+        "startup_seconds",
+        local.STARTUP_SECONDS,
+        "How long a process may take until it serves its port; 0 for no limit.",
+        flag_values=values,
+    )
+    own, command = arguments, []
+    if "--" in arguments:
+        split = arguments.index("--")
+        own, command = arguments[:split], arguments[split + 1 :]
+    rest = _parse(values, own, _LAUNCH)
+    if rest is None:
+        return 0
+    if rest or not command:
+        raise ConfigurationError(
+            "launch takes flags, then -- and the command. Received: "
+            f"{' '.join(arguments) or 'nothing'!r}. Write mgpu-tf launch "
+            "--num_workers=2 -- python script.py."
+        )
+    if values.num_workers is None:
+        raise ConfigurationError(
+            "launch needs the number of processes. Received: no "
+            "--num_workers. Write --num_workers=2."
+        )
+    if ClusterConfig.from_environment() is not None:
+        raise ConfigurationError(
+            "launch makes the cluster itself. Received: TF_CONFIG is set. "
+            "Unset it, or run the command without launch."
+        )
+    return local.launch(
+        command, values.num_workers, startup_seconds=values.startup_seconds
+    )
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "launch": _launch,
+}
+
+
+def _parse(
+    values: flags.FlagValues, arguments: list[str], usage: str
+) -> list[str] | None:
+    """Parses flags; prints the help and returns None where it is wanted.
+
+    Returns:
+        What is no flag.
+    """
+    if any(a in ("--help", "-h", "-help") for a in arguments):
+        print(f"{usage}\n{_flags_help(values)}")
+        return None
+    return values(["mgpu-tf", *arguments])[1:]
+
+
+def _flags_help(values: flags.FlagValues) -> str:
+    module = next(iter(values.flags_by_module_dict()))
+    text = values.get_help(include_special_flags=False)
+    return text.replace(f"{module}:\n", "Flags:\n")

@@ -1,0 +1,71 @@
+"""The flags of a run, for the command line and for scripts of one's own.
+
+    from absl import app
+    import mgpu_tf
+
+    mgpu_tf.flags.define()
+
+    def main(argv):
+        config = mgpu_tf.flags.config()      # a RunConfig
+
+    app.run(main)
+
+Each flag is a field of `RunConfig`, in which its default and help stand.
+This module does not import TensorFlow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+from absl import flags
+
+from mgpu_tf.config import RunConfig
+
+
+def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines a flag for each field of `RunConfig`.
+
+    Args:
+        flag_values: Where to define them; absl's own by default.
+
+    Raises:
+        absl.flags.DuplicateFlagError: A flag of the same name exists.
+    """
+    types = typing.get_type_hints(RunConfig)
+    for field in dataclasses.fields(RunConfig):
+        text, choices = field.metadata["help"], field.metadata["choices"]
+        common = {"flag_values": flag_values}
+        kind = types[field.name]
+        if choices:
+            flags.DEFINE_enum(
+                field.name, field.default, list(choices), text, **common
+            )
+        elif int in (kind, *typing.get_args(kind)):
+            flags.DEFINE_integer(field.name, field.default, text, **common)
+        elif float in (kind, *typing.get_args(kind)):
+            flags.DEFINE_float(field.name, field.default, text, **common)
+        else:
+            flags.DEFINE_string(field.name, field.default, text, **common)
+
+
+def config(flag_values: flags.FlagValues = flags.FLAGS) -> RunConfig:
+    """Returns the run that the parsed flags describe.
+
+    Args:
+        flag_values: Where the flags were defined.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ConfigurationError: A value is out of range, or two do not go
+            together.
+    """
+    return RunConfig(
+        **{
+            field.name: flag_values[field.name].value
+            for field in dataclasses.fields(RunConfig)
+        }
+    )

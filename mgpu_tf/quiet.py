@@ -1,0 +1,34 @@
+"""Importing TensorFlow without what it prints about missing devices."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+
+
+def import_tensorflow() -> None:
+    """Imports TensorFlow and drops what its C++ side writes meanwhile.
+
+    Before its logging is set up TensorFlow writes to the standard error
+    directly, whatever TF_CPP_MIN_LOG_LEVEL says. Where the import fails, all
+    of it is shown. With TF_CPP_MIN_LOG_LEVEL set to 0 nothing is dropped.
+    """
+    level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if level == "0":
+        import tensorflow
+
+        return
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), 2)
+        try:
+            import tensorflow  # noqa: F401
+        except BaseException:
+            captured.seek(0)
+            os.write(kept, captured.read())
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
