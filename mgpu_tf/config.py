@@ -79,7 +79,7 @@ class RunConfig:
     steps_per_epoch: int | None = _field(
         None, "Steps in an epoch; one pass by default."
     )
-    optimizer: str = _field("momentum", "The optimizer.", OPTIMIZERS)
+    optimizer: str = _field("adam", "The optimizer.", OPTIMIZERS)
     learning_rate: float | None = _field(
         None, "The learning rate; one that suits the optimizer by default."
     )

@@ -1,0 +1,54 @@
+# make setup   the environment, in .venv
+# make demo    the main job: two worker processes, then one device
+# make test    the default test suite
+# make lint    ruff and mypy
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+METADATA := setup.cfg pyproject.toml
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+.PHONY: setup demo test lint format clean
+
+setup: $(VENV)/.base
+
+demo: $(VENV)/.base
+	$(BIN)/python experiments/demo.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# uv from the PATH, else from PyPI into the environment itself.
+$(VENV)/.uv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "mgpu_tf needs Python 3.11 or newer. Received: $$($(PYTHON) --version). Use make PYTHON=python3.12" >&2; exit 2; }
+	@if command -v uv >/dev/null; then \
+	  uv venv --quiet --allow-existing --python "$$(command -v $(PYTHON))" $(VENV) && ln -sf "$$(command -v uv)" $(BIN)/uv; \
+	else \
+	  $(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make environments. Run: apt-get install python3-venv" >&2; exit 2; }; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check uv; \
+	fi
+	@touch $@
+
+$(VENV)/.base: $(VENV)/.uv $(METADATA)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base $(METADATA)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[test]'
+	@touch $@
