@@ -38,6 +38,7 @@ def build_model():
 
 def main(argv):
     del argv
+    logging.set_verbosity(logging.WARNING)
     config = mgpu_tf.flags.config()
     strategy = mgpu_tf.create_strategy(
         config.strategy, num_virtual_devices=config.num_virtual_devices
@@ -47,7 +48,8 @@ def main(argv):
     batch_size = config.global_batch_size
     trainer.fit(*splits.train, batch_size=batch_size, epochs=config.epochs)
     loss, accuracy = trainer.evaluate(*splits.test, batch_size=batch_size)
-    logging.info("test loss %.6f, test accuracy %.4f", loss, accuracy)
+    if mgpu_tf.is_chief(strategy):
+        print(f"test loss {loss:.6f}, test accuracy {accuracy:.4f}")
 
 
 if __name__ == "__main__":

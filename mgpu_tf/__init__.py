@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         create_one_device_strategy,
         create_strategy,
         create_tpu_strategy,
+        is_chief,
     )
     from mgpu_tf.trainer import Trainer
 
@@ -45,6 +46,7 @@ _HOMES = {
     "create_one_device_strategy": "mgpu_tf.strategy",
     "create_strategy": "mgpu_tf.strategy",
     "create_tpu_strategy": "mgpu_tf.strategy",
+    "is_chief": "mgpu_tf.strategy",
     "run": "mgpu_tf.run",
 }
 
@@ -63,6 +65,7 @@ __all__ = [
     "create_strategy",
     "create_tpu_strategy",
     "flags",
+    "is_chief",
     "run",
 ]
 

@@ -24,7 +24,8 @@ from mgpu_tf.errors import ClusterError, unknown_name
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 TF_CONFIG = "TF_CONFIG"
 
-_ADDRESS = re.compile(r"^(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):(\d+)$")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):([0-9]{1,5})")
+_INDEX = re.compile(r"[0-9]{1,9}")
 _EXAMPLE = (
     '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
     '"task": {"type": "worker", "index": 0}}'
@@ -167,7 +168,7 @@ class ClusterConfig:
 def _parse(text: str) -> tuple[dict[str, Any], tuple[str, int]]:
     try:
         config = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ClusterError(
             f"TF_CONFIG must be JSON. Received: {_shorten(text)} ({error}). "
             f"Example: {_EXAMPLE}"
@@ -185,7 +186,7 @@ def _parse(text: str) -> tuple[dict[str, Any], tuple[str, int]]:
                 f"Example: {_EXAMPLE}"
             )
     task_type, index = config["task"].get("type"), config["task"].get("index")
-    if isinstance(index, str) and index.isdecimal():
+    if isinstance(index, str) and _INDEX.fullmatch(index):
         index = int(index)
     if not isinstance(task_type, str):
         raise ClusterError(
@@ -218,7 +219,7 @@ def _check_addresses(config: ClusterConfig) -> None:
     for task_type in TASK_TYPES:
         for index, address in enumerate(getattr(config, task_type)):
             where = f"{task_type} {index}"
-            match = _ADDRESS.match(address)
+            match = _ADDRESS.fullmatch(address)
             if match is None or not 0 < int(match[2]) < 65536:
                 raise ClusterError(
                     'TF_CONFIG: an address must be "host:port" with a port '

@@ -9,6 +9,7 @@ This module does not import TensorFlow, so that a mistake is told at once.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from mgpu_tf.errors import ConfigurationError, unknown_name
@@ -103,10 +104,11 @@ class RunConfig:
             "steps_per_epoch",
         ):
             _check_at_least_one(name, getattr(self, name))
-        if self.learning_rate is not None and not self.learning_rate > 0:
+        rate = self.learning_rate
+        if rate is not None and not 0 < rate < math.inf:
             raise ConfigurationError(
-                "learning_rate must be above 0. Received: "
-                f"learning_rate={self.learning_rate}."
+                "learning_rate must be above 0 and finite. Received: "
+                f"learning_rate={rate}."
             )
         if not 0 <= self.seed < 2**32:
             raise ConfigurationError(

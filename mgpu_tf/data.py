@@ -76,13 +76,21 @@ class Source(abc.ABC):
     Attributes:
         steps: Global batches in a pass, None where only a pass can tell.
         endless: Whether a pass never ends by itself.
+        seekable: Whether the number of a pass alone decides its order, so
+            that passes can be chained.
         totals_known: Whether elements carry the size of the global batch;
             otherwise `total` is -1 and the replicas add up `local`.
     """
 
     steps: int | None
     endless: bool = False
+    seekable: bool = False
     totals_known: bool = True
+
+    @property
+    def may_end(self) -> bool:
+        """Whether a step may find that the data has ended."""
+        return self.steps is None and not self.endless
 
     @abc.abstractmethod
     def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
@@ -95,6 +103,8 @@ class Source(abc.ABC):
 
 class ArraySource(Source):
     """Arrays in memory; every worker gathers only the rows that it needs."""
+
+    seekable = True
 
     def __init__(
         self, data: Any, batch_size: int, shuffle: bool, seed: int
@@ -437,3 +447,47 @@ def _refuse_array_arguments(
             f"Received: {', '.join(names)} beside it. Leave out "
             f"{', '.join(names)}."
         )
+
+
+class Feed:
+    """Where the epochs of a run read from.
+
+    Passes are chained into one iterator where they can be, since making an
+    iterator costs as much as many small steps.
+
+    Args:
+        source: The global batches.
+        strategy: Who takes them.
+        first: The first pass.
+        chain: Whether every pass is read to its end, or goes on into the
+            next epoch.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        strategy: tf.distribute.Strategy,
+        first: int = 0,
+        *,
+        chain: bool,
+    ) -> None:
+        self.source = source
+        self._strategy = strategy
+        self._first = first
+        self._chain = chain
+        self._iterator: Any = None
+
+    def iterator(self, epoch: int) -> Any:
+        """Returns an iterator at the beginning of an epoch."""
+        if not self._chain:
+            return iter(distribute(self.source, self._strategy, epoch))
+        if self._iterator is None:
+            chained = distribute(
+                self.source, self._strategy, self._first, continuous=True
+            )
+            self._iterator = iter(chained)
+        return self._iterator
+
+    def restart(self) -> None:
+        """Forgets where an epoch that was cut short has stopped."""
+        self._iterator = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -171,11 +171,14 @@ class Trainer:
         _check_epochs(epochs, initial_epoch, steps_per_epoch, source)
         validation = None
         if validation_data is not None:
-            validation = self._source(
-                validation_data,
-                batch_size=_array_batch(
-                    validation_data, validation_batch_size or batch_size
+            validation = self._feed_once(
+                self._source(
+                    validation_data,
+                    batch_size=_array_batch(
+                        validation_data, validation_batch_size or batch_size
+                    ),
                 ),
+                validation_steps,
             )
         engine = self._current_engine()
         engine.prepare(source)
@@ -186,13 +189,16 @@ class Trainer:
         self._model.stop_training = False
         hooks.on_train_begin()
         logs: Logs = {}
-        for epoch, iterator in self._epochs(
-            source, initial_epoch, epochs, steps_per_epoch
-        ):
+        feed = data_lib.Feed(
+            source,
+            self._strategy,
+            initial_epoch,
+            chain=steps_per_epoch is not None or source.seekable,
+        )
+        for epoch in range(initial_epoch, epochs):
             hooks.on_epoch_begin(epoch)
-            steps = steps_per_epoch or source.steps
             record = self._train_epoch(
-                epoch, iterator, source, steps, pace, hooks
+                epoch, feed, steps_per_epoch, pace, hooks
             )
             logs = dict(record.logs)
             if validation and (epoch + 1) % validation_freq == 0:
@@ -243,7 +249,7 @@ class Trainer:
         hooks = self._callback_list(
             callbacks, verbose, 1, steps or source.steps, False
         )
-        scores = self._evaluate(source, steps, hooks)
+        scores = self._evaluate(self._feed_once(source, steps), steps, hooks)
         if return_dict:
             return scores
         values = list(scores.values())
@@ -324,36 +330,25 @@ class Trainer:
             self._engine = SynchronousEngine(self._model, self._strategy)
         return self._engine
 
-    def _epochs(
-        self,
-        source: data_lib.Source,
-        initial_epoch: int,
-        epochs: int,
-        steps_per_epoch: int | None,
-    ) -> Iterator[tuple[int, Any]]:
-        """Yields each epoch with the iterator that it reads from."""
-        if steps_per_epoch:
-            chain = data_lib.distribute(
-                source, self._strategy, initial_epoch, continuous=True
-            )
-            iterator = iter(chain)
-        for epoch in range(initial_epoch, epochs):
-            if not steps_per_epoch:
-                iterator = iter(
-                    data_lib.distribute(source, self._strategy, epoch)
-                )
-            yield epoch, iterator
+    def _feed_once(
+        self, source: data_lib.Source, steps: int | None
+    ) -> data_lib.Feed:
+        """Returns a feed of whole passes, for evaluations."""
+        whole = steps is None or steps == source.steps
+        return data_lib.Feed(
+            source, self._strategy, chain=source.seekable and whole
+        )
 
     def _train_epoch(
         self,
         epoch: int,
-        iterator: Any,
-        source: data_lib.Source,
+        feed: data_lib.Feed,
         steps: int | None,
         pace: _Pace,
         hooks: keras.callbacks.CallbackList,
     ) -> EpochRecord:
-        engine = self._engine
+        engine, source = self._engine, feed.source
+        iterator = feed.iterator(epoch)
         engine.reset_metrics()
 
         def train(wanted: int) -> Execution:
@@ -365,7 +360,7 @@ class Trainer:
         started = time.perf_counter()
         done, examples, logs = self._run_steps(
             train,
-            steps,
+            steps or source.steps,
             pace,
             hooks.on_train_batch_begin,
             hooks.on_train_batch_end,
@@ -376,28 +371,32 @@ class Trainer:
 
     def _evaluate(
         self,
-        source: data_lib.Source,
+        feed: data_lib.Feed,
         steps: int | None,
         hooks: keras.callbacks.CallbackList,
     ) -> Logs:
+        source = feed.source
         _check_finite("evaluate", source, steps)
         engine = self._current_engine()
         engine.prepare(source)
         engine.reset_metrics()
         pace = _Pace(self._fixed_steps())
-        iterator = iter(data_lib.distribute(source, self._strategy))
+        iterator = feed.iterator(0)
         self._model.stop_evaluating = False
         hooks.on_test_begin()
-        _, _, logs = self._run_steps(
+        limit = steps or source.steps
+        done, _, logs = self._run_steps(
             lambda wanted: engine.evaluate(
                 iterator, wanted, source, pace.seconds
             ),
-            steps or source.steps,
+            limit,
             pace,
             hooks.on_test_batch_begin,
             hooks.on_test_batch_end,
             lambda: self._model.stop_evaluating,
         )
+        if done != limit:
+            feed.restart()
         hooks.on_test_end(logs)
         return logs
 

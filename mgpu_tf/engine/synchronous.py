@@ -168,7 +168,7 @@ class SynchronousEngine:
     def _function(
         self, kind: str, source: Source, python: Callable[..., Any]
     ) -> Callable[..., Any]:
-        key = (kind, source.steps is None, source.totals_known)
+        key = (kind, source.may_end, source.totals_known)
         if key not in self._functions:
             self._functions[key] = tf.function(
                 python, autograph=False, reduce_retracing=True
@@ -186,13 +186,11 @@ class SynchronousEngine:
         seconds: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
         """Runs up to `steps` steps and sums the metrics over replicas."""
-        may_end = source.steps is None and not source.endless
-
         def body(
             done: tf.Tensor, examples: tf.Tensor, ended: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             data, local, total = self._next(iterator, source)
-            if not may_end:
+            if not source.may_end:
                 step(data, local, total)
                 return done + 1, examples + total, ended
 

@@ -61,11 +61,17 @@ def launch(
         128 + signal for one ended by a signal, 1 for a start-up limit.
 
     Raises:
-        ConfigurationError: The program does not exist.
+        ConfigurationError: The program does not exist, or a number is out
+            of range.
     """
     if num_workers < 1:
         raise ConfigurationError(
             f"num_workers must be 1 or more. Received: {num_workers}."
+        )
+    if not startup_seconds >= 0:
+        raise ConfigurationError(
+            "startup_seconds must be 0 or more, 0 for no limit. Received: "
+            f"{startup_seconds}."
         )
     with ports.ReservedPorts(num_workers) as reserved:
         addresses = tuple(f"127.0.0.1:{port}" for port in reserved.numbers)
@@ -88,6 +94,7 @@ class _Task:
     process: subprocess.Popen[bytes]
     reader: threading.Thread | None
     ready: bool = False
+    ended: bool = False
 
     @property
     def alive(self) -> bool:
@@ -143,7 +150,9 @@ class _Supervisor:
         reader = None
         if process.stdout is not None:
             reader = threading.Thread(
-                target=_copy_lines, args=(process.stdout, name), daemon=True
+                target=_copy_lines,
+                args=(process.stdout, name, self._output_closed),
+                daemon=True,
             )
             reader.start()
         port = int(cluster.address.rpartition(":")[2])
@@ -170,6 +179,7 @@ class _Supervisor:
                 code = _exit_code(task.process.returncode)
                 if code:
                     return self._failed(task, code)
+                task.ended = True
             missing = self._missing(time.monotonic() - started)
             if missing:
                 return self._not_started(missing)
@@ -186,17 +196,18 @@ class _Supervisor:
         return [task for task in waiting if not task.ready]
 
     def _interrupted(self) -> int:
-        name = signal.Signals(self._signal).name
+        number = self._signal
+        name = signal.Signals(number).name
         _say(f"{name} received, ending {len(self._tasks)} tasks")
-        self._end_all(self._signal)
-        return 128 + self._signal
+        self._end_all(number if number in _SIGNALS else signal.SIGTERM)
+        return 128 + number
 
     def _failed(self, task: _Task, code: int) -> int:
         others = [t for t in self._tasks if t.alive]
         self._end_all()
         cause = f"exit code {code}"
         if task.process.returncode < 0:
-            cause = signal.Signals(-task.process.returncode).name
+            cause = _signal_name(-task.process.returncode)
         ended = f"; ended {_names(others)}" if others else ""
         _say(f"{task.name} failed with {cause}{ended}")
         return code
@@ -212,16 +223,23 @@ class _Supervisor:
         return 1
 
     def _end_all(self, number: int = signal.SIGTERM) -> None:
-        """Ends what still runs: by the signal, after a while by SIGKILL."""
-        for task in self._tasks:
+        """Ends what still runs: by the signal, after a while by SIGKILL.
+
+        A task that failed is included, for it may have left children.
+        """
+        tasks = [task for task in self._tasks if not task.ended]
+        for task in tasks:
             _signal_group(task.process, number)
         deadline = time.monotonic() + GRACE_SECONDS
-        for task in self._tasks:
-            try:
+        for task in tasks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 task.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                _signal_group(task.process, signal.SIGKILL)
-                task.process.wait()
+            if task.reader is not None:  # Its children may still write.
+                task.reader.join(max(0.0, deadline - time.monotonic()))
+        for task in tasks:
+            _signal_group(task.process, signal.SIGKILL)
+            task.process.wait()
+            task.ended = True
         self._join_readers()
 
     def _join_readers(self) -> None:
@@ -237,26 +255,44 @@ class _Supervisor:
         del frame
         self._signal = number
 
+    def _output_closed(self) -> None:
+        self._signal = self._signal or signal.SIGPIPE
 
-def _copy_lines(stream: IO[bytes], name: str) -> None:
+
+def _copy_lines(
+    stream: IO[bytes], name: str, on_closed: Callable[[], None]
+) -> None:
     """Copies whole lines to this process's output, the task in front."""
     prefix = f"[{name}] ".encode()
     for line in stream:
         line = _COLOUR.sub(b"", line)
         line = _REDRAWN.sub(b"", line.rstrip(b"\r\n\b"))
-        sys.stdout.buffer.write(prefix + line + b"\n")
-        sys.stdout.buffer.flush()
+        try:
+            sys.stdout.buffer.write(prefix + line + b"\n")
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            # As in `mgpu-tf launch ... | head`. What follows goes nowhere, so
+            # that no task waits for a reader.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
+            on_closed()
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    if process.poll() is not None:
-        return
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
 
 
 def _exit_code(returncode: int) -> int:
     return 128 - returncode if returncode < 0 else returncode
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # A real-time signal.
+        return f"signal {number}"
 
 
 def _names(tasks: list[_Task]) -> str:

@@ -1,0 +1,66 @@
+"""Starting real clusters of processes on this machine for tests."""
+
+import os
+import re
+import subprocess
+import sys
+
+# Guards against a hang; on a starved machine a start takes minutes.
+LIMIT_SECONDS = 900
+
+PYTHON = sys.executable
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def environment(**extra):
+    """The environment for a child: no cluster of its own, this package."""
+    inherited = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    path = os.pathsep.join(p for p in (ROOT, os.environ.get("PYTHONPATH")) if p)
+    return inherited | {"PYTHONPATH": path} | extra
+
+
+def mgpu_tf(*arguments, **kwargs):
+    """Runs `python -m mgpu_tf` to its end."""
+    return run(["-m", "mgpu_tf", *arguments], **kwargs)
+
+
+def run(arguments, **kwargs):
+    """Runs Python with arguments to its end."""
+    return subprocess.run(
+        [PYTHON, *arguments],
+        env=environment(**kwargs.pop("env", {})),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+        **kwargs,
+    )
+
+
+def run_parity_cases(num_workers, num_virtual_devices, floatx, names, folder):
+    """Runs cases on a cluster; their results are then in the folder.
+
+    Returns:
+        For each case the set of weight hashes that the workers ended with.
+    """
+    done = mgpu_tf(
+        "launch",
+        f"--num_workers={num_workers}",
+        "--startup_seconds=0",
+        "--",
+        PYTHON,
+        "-m",
+        "tests.parity.worker",
+        f"--folder={folder}",
+        f"--floatx={floatx}",
+        f"--cases={','.join(names)}",
+        f"--num_virtual_devices={num_virtual_devices}",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    hashes = {name: [] for name in names}
+    pattern = r"^\[worker \d+\] RESULT (\S+) (\S+)$"
+    for name, digest in re.findall(pattern, done.stdout, re.MULTILINE):
+        hashes[name].append(digest)
+    assert all(len(found) == num_workers for found in hashes.values())
+    assert "auto-shard" not in (done.stdout + done.stderr).lower()
+    return {name: set(found) for name, found in hashes.items()}

@@ -1,0 +1,40 @@
+"""Fixtures of all tests: strategies on parts of the CPU, float64."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def strategies():
+    """Strategies in this process by name.
+
+    For every test, since the CPU can be split before the first op only.
+    """
+    import mgpu_tf
+
+    return {
+        "mirrored_x4": mgpu_tf.create_mirrored_strategy(num_virtual_devices=4),
+        "mirrored_x2": mgpu_tf.create_mirrored_strategy(num_virtual_devices=2),
+        "one_device": mgpu_tf.create_one_device_strategy("CPU:0"),
+        "central_storage_x2": mgpu_tf.create_central_storage_strategy(
+            num_virtual_devices=2
+        ),
+    }
+
+
+@pytest.fixture
+def float64():
+    from tests.parity import cases
+
+    cases.set_floatx("float64")
+    yield
+    cases.set_floatx("float32")
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """A folder for prepared data sets, new in each session."""
+    return str(tmp_path_factory.mktemp("data"))

@@ -1,0 +1,107 @@
+"""The main job through the command line, with real processes."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+
+from mgpu_tf.report import Report, weights_sha256
+from tests import clusters
+
+STRATEGIES = {
+    "one_device": (),
+    "mirrored": ("--num_virtual_devices=4",),
+    "multi_worker_mirrored": ("--num_workers=2",),
+}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory, data_dir):
+    """The folders of a run of the small network on each strategy."""
+    folders = {}
+    for name, flags in STRATEGIES.items():
+        folder = str(tmp_path_factory.mktemp(name))
+        done = clusters.mgpu_tf(
+            "train",
+            f"--strategy={name}",
+            "--epochs=2",
+            f"--data_dir={data_dir}",
+            f"--output_dir={folder}",
+            *flags,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        folders[name] = (folder, done)
+    return folders
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_report(name, outputs):
+    folder, _ = outputs[name]
+    report = Report.read(folder)
+    assert report.strategy == name
+    assert report.num_workers == (2 if "multi" in name else 1)
+    assert report.num_replicas == {"one_device": 1, "mirrored": 4}.get(name, 2)
+    assert report.global_batch_size == 64
+    assert report.global_step == 2 * 23
+    assert report.examples_seen == 2 * 1437
+    assert [epoch.epoch for epoch in report.epochs] == [1, 2]
+    assert list(report.epochs[0].metrics) == ["accuracy"]
+    assert set(report.test) == {"loss", "accuracy"}
+    assert report.test["accuracy"] > 0.8
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_model_is_the_one_reported(name, outputs):
+    folder, _ = outputs[name]
+    model = keras.saving.load_model(os.path.join(folder, "model.keras"))
+    weights = model.get_weights()
+    assert weights_sha256(weights) == Report.read(folder).weights_sha256
+
+
+@pytest.mark.parametrize("name", ["mirrored", "multi_worker_mirrored"])
+def test_same_numbers_as_one_device(name, outputs):
+    ours = Report.read(outputs[name][0])
+    theirs = Report.read(outputs["one_device"][0])
+    np.testing.assert_allclose(
+        [epoch.loss for epoch in ours.epochs],
+        [epoch.loss for epoch in theirs.epochs],
+        rtol=1e-5,
+    )
+    assert ours.test == pytest.approx(theirs.test, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_terminal_is_quiet(name, outputs):
+    """Progress and tables on standard output, nothing on the other."""
+    _, done = outputs[name]
+    assert done.stderr == ""
+    assert "Epoch 1/2" in done.stdout
+    assert done.stdout.count("test accuracy") == 1
+    assert "TensorFlow" not in done.stdout
+
+
+def test_output_dir_that_cannot_be(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    done = clusters.mgpu_tf("train", f"--output_dir={blocked}/x")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "output_dir must be" in done.stderr
+
+
+def test_example_script_on_its_own_and_under_launch(data_dir):
+    """`experiments/train.py` is the same file in both."""
+    script = os.path.join(clusters.ROOT, "experiments", "train.py")
+    command = [script, "--epochs=1", f"--data_dir={data_dir}"]
+    alone = clusters.run(command)
+    cluster = clusters.mgpu_tf(
+        "launch", "--num_workers=2", "--", clusters.PYTHON, *command
+    )
+    lines = []
+    for done in (alone, cluster):
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = [line for line in done.stdout.splitlines() if "test" in line]
+        assert len(found) == 1, done.stdout
+        lines.append(found[0].removeprefix("[worker 0] "))
+    assert lines[0][:16] == lines[1][:16]

@@ -1,0 +1,296 @@
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import mgpu_tf
+from mgpu_tf.trainer import Execution, _Pace
+
+SIZE = 45
+COLUMNS = ["one_device", "mirrored_x2", "mirrored_x4", "central_storage_x2"]
+
+
+def arrays():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(SIZE, 6)).astype("float32")
+    return x, generator.integers(0, 3, size=SIZE)
+
+
+def build():
+    model = keras.Sequential(
+        [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
+    )
+    model.compile(
+        keras.optimizers.SGD(0.1),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def dataset(batch_size=8):
+    return tf.data.Dataset.from_tensor_slices(arrays()).batch(batch_size)
+
+
+def sharded(context):
+    whole = tf.data.Dataset.from_tensor_slices(arrays())
+    whole = whole.shard(context.num_input_pipelines, context.input_pipeline_id)
+    return whole.batch(context.get_per_replica_batch_size(8))
+
+
+KINDS = {
+    "arrays": (lambda: arrays(), {"batch_size": 8, "shuffle": False}),
+    "dataset": (lambda: (dataset(),), {}),
+    "unknown_length": (lambda: (dataset().filter(lambda *_: True),), {}),
+    "dataset_fn": (lambda: (sharded,), {}),
+}
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_example_once_whatever_the_data(kind, column, strategies):
+    make, options = KINDS[kind]
+    trainer = mgpu_tf.Trainer(build, strategies[column])
+    history = trainer.fit(*make(), epochs=2, verbose=0, **options)
+    assert trainer.examples_seen == 2 * SIZE
+    assert [record.examples for record in trainer.records] == [SIZE, SIZE]
+    if kind != "dataset_fn":
+        assert trainer.global_step == 2 * 6
+        expected = one_device_losses()
+        np.testing.assert_allclose(history.history["loss"], expected, rtol=1e-5)
+
+
+def one_device_losses():
+    keras.utils.set_random_seed(0)
+    with tf.device("CPU:0"):
+        model = build()
+        x, y = arrays()
+        history = model.fit(
+            x, y, batch_size=8, epochs=2, shuffle=False, verbose=0
+        )
+    return history.history["loss"]
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_evaluate_and_predict(column, strategies):
+    trainer = mgpu_tf.Trainer(build, strategies[column])
+    x, y = arrays()
+    predictions = trainer.predict(x, batch_size=7, verbose=0)
+    assert predictions.shape == (SIZE, 3)
+    with tf.device("CPU:0"):
+        expected = trainer.model(x, training=False).numpy()
+    np.testing.assert_allclose(predictions, expected, rtol=1e-4, atol=1e-6)
+    from_dataset = trainer.predict(dataset(11), verbose=0)
+    np.testing.assert_allclose(from_dataset, expected, rtol=1e-4, atol=1e-6)
+    scores = trainer.evaluate(x, y, batch_size=7, verbose=0, return_dict=True)
+    hits = np.mean(predictions.argmax(-1) == y)
+    assert scores["accuracy"] == pytest.approx(hits, rel=1e-6)
+    assert trainer.evaluate(dataset(), verbose=0) == pytest.approx(
+        list(scores.values()), rel=1e-5
+    )
+
+
+def test_steps_per_epoch_goes_on_where_it_stopped(strategies):
+    """Three epochs of 4 steps are two passes of 6, in order."""
+    x = np.arange(12.0)[:, None]
+    trainer = mgpu_tf.Trainer(build_mean, strategies["mirrored_x2"])
+    history = trainer.fit(
+        x,
+        x,
+        batch_size=2,
+        epochs=3,
+        steps_per_epoch=4,
+        shuffle=False,
+        verbose=0,
+    )
+    assert trainer.global_step == 12
+    rows = [
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [8, 9, 10, 11, 0, 1, 2, 3],
+        [4, 5, 6, 7, 8, 9, 10, 11],
+    ]
+    expected = [np.mean(part) for part in rows]
+    np.testing.assert_allclose(history.history["loss"], expected, rtol=1e-6)
+
+
+def build_mean():
+    """A model whose loss is the mean of its targets."""
+    inputs = keras.Input((1,))
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(
+        keras.optimizers.SGD(0.0),
+        lambda y, p: tf.reduce_mean(y + 0.0 * p, axis=-1),
+    )
+    return model
+
+
+def test_infinite_dataset(strategies):
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    trainer.fit(dataset().repeat(), epochs=2, steps_per_epoch=5, verbose=0)
+    assert trainer.global_step == 10
+    with pytest.raises(mgpu_tf.ConfigurationError, match="steps_per_epoch"):
+        trainer.fit(dataset().repeat(), verbose=0)
+    with pytest.raises(mgpu_tf.ConfigurationError, match="steps=N"):
+        trainer.evaluate(dataset().repeat(), verbose=0)
+
+
+def test_callbacks_and_validation(strategies):
+    calls = []
+
+    class Recorder(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            calls.append(("batch", batch, sorted(logs)))
+
+        def on_epoch_end(self, epoch, logs=None):
+            calls.append(("epoch", epoch, sorted(logs)))
+
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    x, y = arrays()
+    history = trainer.fit(
+        x,
+        y,
+        batch_size=15,
+        epochs=2,
+        verbose=0,
+        validation_data=(x, y),
+        callbacks=[Recorder()],
+    )
+    names = ["accuracy", "loss"]
+    epoch_names = [*names, "val_accuracy", "val_loss"]
+    one_epoch = [("batch", i, names) for i in range(3)]
+    assert calls == [
+        *one_epoch,
+        ("epoch", 0, epoch_names),
+        *one_epoch,
+        ("epoch", 1, epoch_names),
+    ]
+    assert sorted(history.history) == epoch_names
+
+
+def test_early_stop_evaluates_all(strategies):
+    """A stop in the middle of an epoch leaves the validation whole."""
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 1
+
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    x, y = arrays()
+    history = trainer.fit(
+        x,
+        y,
+        batch_size=5,
+        epochs=3,
+        verbose=0,
+        validation_data=(x, y),
+        callbacks=[Stop()],
+    )
+    assert trainer.global_step == 2
+    expected = trainer.evaluate(x, y, verbose=0)
+    assert history.history["val_loss"] == [pytest.approx(expected[0])]
+
+
+def test_recompiled_model(strategies):
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    x, y = arrays()
+    trainer.fit(x, y, verbose=0)
+    frozen = trainer.model.layers[0].get_weights()
+    trainer.model.layers[0].trainable = False
+    with trainer.strategy.scope():
+        trainer.model.compile(
+            keras.optimizers.SGD(0.1),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    history = trainer.fit(x, y, verbose=0)
+    assert len(history.history["loss"]) == 1
+    for before, after in zip(
+        frozen, trainer.model.layers[0].get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_progress_bar_is_keras_own(strategies, capsys):
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    trainer.fit(*arrays(), epochs=2, verbose=2)
+    output = capsys.readouterr().out
+    assert "Epoch 1/2" in output
+    assert "2/2" in output
+    assert "accuracy" in output
+
+
+def uncompiled():
+    return keras.Sequential([keras.layers.Dense(1)])
+
+
+def unreduced():
+    model = uncompiled()
+    model.compile("sgd", keras.losses.MeanSquaredError(reduction="none"))
+    return model
+
+
+BAD_MODELS = [
+    (uncompiled, "must return a compiled model"),
+    (lambda: None, "must return a compiled keras.Model"),
+    (unreduced, "must be reduced"),
+]
+
+
+@pytest.mark.parametrize(("build_model", "rule"), BAD_MODELS)
+def test_refused_models(build_model, rule, strategies):
+    with pytest.raises(mgpu_tf.ConfigurationError, match=rule) as error:
+        trainer = mgpu_tf.Trainer(build_model, strategies["mirrored_x2"])
+        trainer.fit(np.zeros([4, 2]), np.zeros([4, 1]), verbose=0)
+    assert "\n" not in str(error.value)
+
+
+def test_refused_model_of_another_strategy(strategies):
+    with strategies["one_device"].scope():
+        model = build()
+    with pytest.raises(mgpu_tf.ConfigurationError, match="strategy's scope"):
+        mgpu_tf.Trainer(lambda: model, strategies["mirrored_x2"])
+
+
+BAD_ARGUMENTS = [
+    ({"epochs": 0}, "epochs must be"),
+    ({"epochs": 2.0}, "epochs must be"),
+    ({"initial_epoch": -1}, "initial_epoch must be"),
+    ({"steps_per_epoch": 0}, "steps_per_epoch must be"),
+    ({"batch_size": -1}, "global batch size"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "rule"), BAD_ARGUMENTS)
+def test_refused_arguments(arguments, rule, strategies):
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    with pytest.raises(mgpu_tf.ConfigurationError, match=rule):
+        trainer.fit(*arrays(), verbose=0, **arguments)
+
+
+def test_predict_refuses_dataset_fn(strategies):
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    with pytest.raises(mgpu_tf.ConfigurationError, match="order of rows"):
+        trainer.predict(sharded, verbose=0)
+
+
+def test_pace_follows_the_agreed_time():
+    """Workers with different clocks ask for the same number of steps."""
+    pace = _Pace(None)
+    asked = []
+
+    def execute(steps):
+        asked.append(steps)
+        return Execution(steps, steps, {}, seconds=0.01 * (asked[-2:][0]))
+
+    for _ in range(8):
+        pace.time(execute, pace.steps)
+    assert asked[:3] == [1, 1, 1]
+    assert asked[-1] == 50
+    assert all(b <= 8 * a for a, b in itertools.pairwise(asked))
+
+
+def test_fixed_pace():
+    assert [_Pace(7).steps, _Pace(1).steps] == [7, 1]
+    with pytest.raises(mgpu_tf.ConfigurationError, match="1 or more"):
+        mgpu_tf.Trainer(build, steps_per_execution=0)
