@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mgpu_tf import flags
     from mgpu_tf.cluster import ClusterConfig
     from mgpu_tf.config import RunConfig
+    from mgpu_tf.engine.update import apply_gradients
     from mgpu_tf.errors import ClusterError, ConfigurationError
     from mgpu_tf.report import Report
     from mgpu_tf.run import run
@@ -40,6 +41,7 @@ _HOMES = {
     "Report": "mgpu_tf.report",
     "RunConfig": "mgpu_tf.config",
     "Trainer": "mgpu_tf.trainer",
+    "apply_gradients": "mgpu_tf.engine.update",
     "create_central_storage_strategy": "mgpu_tf.strategy",
     "create_mirrored_strategy": "mgpu_tf.strategy",
     "create_multi_worker_mirrored_strategy": "mgpu_tf.strategy",
@@ -58,6 +60,7 @@ __all__ = [
     "RunConfig",
     "Trainer",
     "__version__",
+    "apply_gradients",
     "create_central_storage_strategy",
     "create_mirrored_strategy",
     "create_multi_worker_mirrored_strategy",

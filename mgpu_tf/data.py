@@ -236,6 +236,76 @@ class FunctionSource(Source):
         return self._spec
 
 
+class _MappedSource(Source):
+    """Another source with a function over its batches."""
+
+    def __init__(self, source: Source, function: Callable[[Any], Any]) -> None:
+        self._source = source
+        self._function = function
+        self.steps, self.endless = source.steps, source.endless
+        self.seekable = source.seekable
+        self.totals_known = source.totals_known
+
+    def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
+        """Returns pass `index` of the source, mapped."""
+        return self._source.pass_dataset(index, part).map(
+            lambda data, local, total: (self._function(data), local, total)
+        )
+
+    def example(self) -> Any:
+        """Returns the spec of a mapped batch."""
+        concrete = tf.function(self._function).get_concrete_function(
+            self._source.example()
+        )
+        return tf.nest.map_structure(
+            lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype),
+            concrete.structured_outputs,
+        )
+
+
+def with_class_weight(source: Source, class_weight: dict[int, float]) -> Source:
+    """Weights each example by its class, as Keras's `class_weight` does.
+
+    Args:
+        source: Batches of `(x, y)`; y integers `[batch]` or `[batch, 1]`, or
+            one-hot `[batch, classes]`.
+        class_weight: Weight by class; 1 for a class that is not there.
+
+    Returns:
+        A source of `(x, y, sample_weight)`.
+
+    Raises:
+        ConfigurationError: There are weights already, or no single target.
+    """
+    data = source.example()
+    if (
+        not isinstance(data, tuple)
+        or len(data) != 2
+        or tf.nest.is_nested(data[1])
+    ):
+        raise ConfigurationError(
+            "class_weight needs data of (x, y) with one target and no "
+            "sample_weight. Received: "
+            f"{len(data) if isinstance(data, tuple) else 1} parts. Pass "
+            "sample_weight instead."
+        )
+    largest = max(class_weight, default=0)
+    table = [class_weight.get(index, 1.0) for index in range(largest + 1)]
+
+    def weigh(data: tuple[Any, Any]) -> tuple[Any, Any, tf.Tensor]:
+        x, y = data
+        rank = y.shape.rank
+        if rank is not None and rank > 1 and y.shape[-1] != 1:
+            indices = tf.argmax(y, axis=-1)
+        else:
+            indices = tf.cast(tf.reshape(y, [-1]), tf.int64)
+        known = tf.minimum(indices, largest)
+        weights = tf.gather(tf.constant(table, keras.config.floatx()), known)
+        return x, y, tf.where(indices > largest, tf.ones_like(weights), weights)
+
+    return _MappedSource(source, weigh)
+
+
 def as_source(
     x: Any,
     y: Any = None,

@@ -131,6 +131,7 @@ class Trainer:
         callbacks: Sequence[keras.callbacks.Callback] | None = None,
         validation_data: Any = None,
         shuffle: bool = True,
+        class_weight: dict[int, float] | None = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
@@ -152,6 +153,8 @@ class Trainer:
             validation_data: `(x, y)`, `(x, y, sample_weight)`, a dataset or
                 a dataset_fn, evaluated at the end of epochs.
             shuffle: Whether arrays come in a new order each epoch.
+            class_weight: The weight of the examples of each class, for
+                integer targets or one-hot ones; a class left out weighs 1.
             sample_weight: Weights, for arrays.
             initial_epoch: Index of the epoch to start at.
             steps_per_epoch: Steps in an epoch; data then goes on from one
@@ -168,6 +171,8 @@ class Trainer:
             ConfigurationError: An argument breaks a rule.
         """
         source = self._source(x, y, sample_weight, batch_size, shuffle)
+        if class_weight is not None:
+            source = data_lib.with_class_weight(source, class_weight)
         _check_epochs(epochs, initial_epoch, steps_per_epoch, source)
         validation = None
         if validation_data is not None:
@@ -252,8 +257,7 @@ class Trainer:
         scores = self._evaluate(self._feed_once(source, steps), steps, hooks)
         if return_dict:
             return scores
-        values = list(scores.values())
-        return values[0] if len(values) == 1 else values
+        return keras_internals.in_order(self._model, scores)
 
     def predict(
         self,

@@ -26,11 +26,11 @@ def strategies():
 
 
 @pytest.fixture
-def float64():
+def floatx_of():
+    """Sets the type that a case is run in, for the length of a test."""
     from tests.parity import cases
 
-    cases.set_floatx("float64")
-    yield
+    yield lambda case: cases.set_floatx(case.floatx)
     cases.set_floatx("float32")
 
 

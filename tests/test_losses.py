@@ -60,7 +60,7 @@ def test_parts_add_up(reduction, masked, weighted):
         object.__setattr__(share, "queue", list(whole))
         part = None if weight is None else weight[low:high]
         contribution, [term] = loss(
-            y[low:high], model(x[low:high]), part, [], share
+            None, y[low:high], model(x[low:high]), part, [], share
         )
         assert float(contribution) == float(term)
         total += float(contribution)
@@ -85,7 +85,7 @@ def _local_sums(loss, model, x, y, weight):
     rows = tf.constant(ROWS, tf.int64)
     share = _Recording(rows, rows, 1)
     object.__setattr__(share, "record", [])
-    loss(y, model(x), weight, [], share)
+    loss(None, y, model(x), weight, [], share)
     return share.record
 
 
@@ -108,7 +108,12 @@ def test_regularizers_and_added_losses_count_once():
             tf.constant(high - low, tf.int64), tf.constant(4, tf.int64), 2
         )
         contribution, _ = loss(
-            y[low:high], model(x[low:high]), None, [tf.constant(6.0)], share
+            None,
+            y[low:high],
+            model(x[low:high]),
+            None,
+            [tf.constant(6.0)],
+            share,
         )
         total += float(contribution)
     assert total == pytest.approx(expected, rel=1e-6)
@@ -120,6 +125,6 @@ def test_empty_part_is_dropped():
     x, y, _ = batch()
     nothing = tf.constant(float("nan"))
     contribution, _ = GlobalLoss(model)(
-        y[:0], model(x[:0]), None, [nothing], share
+        None, y[:0], model(x[:0]), None, [nothing], share
     )
     assert float(contribution) == 0.0

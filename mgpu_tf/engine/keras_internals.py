@@ -70,6 +70,22 @@ def shallow_copy(loss: Any) -> Any:
     return twin
 
 
+def compute_loss(model: keras.Model, *arguments: Any) -> tf.Tensor:
+    """Calls `compute_loss(x, y, y_pred, sample_weight[, training])`."""
+    return model._compute_loss(*arguments)
+
+
+@contextlib.contextmanager
+def compiled_loss_replaced(model: keras.Model, other: Any) -> Iterator[None]:
+    """Lets a model use another container of losses while it is traced."""
+    own = vars(model)["_compile_loss"]
+    vars(model)["_compile_loss"] = other
+    try:
+        yield
+    finally:
+        vars(model)["_compile_loss"] = own
+
+
 def with_losses_replaced(
     compile_loss: Any, replace: Callable[[keras.losses.Loss], Any]
 ) -> Any:
@@ -124,7 +140,7 @@ def synchronized_statistics(model: keras.Model) -> list[keras.Variable]:
     """Returns the moving statistics that layers compute over all replicas."""
     return [
         variable
-        for layer in model._flatten_layers()
+        for layer in layers_of(model)
         if getattr(layer, "synchronized", False)
         for variable in layer.non_trainable_variables
     ]
@@ -143,44 +159,211 @@ def sees_every_batch(callback: keras.callbacks.Callback) -> bool:
     return not all(is_default(getattr(callback, hook)) for hook in hooks)
 
 
+def communicates(model: keras.Model) -> bool:
+    """Returns whether replicas exchange values in a forward pass.
+
+    Statistics over all replicas do, and losses whose denominator is known
+    only when weights or masks are summed.
+    """
+    if synchronized_statistics(model):
+        return True
+    if any(getattr(layer, "mask_zero", False) for layer in layers_of(model)):
+        return True
+    if any(
+        isinstance(layer, keras.layers.Masking) for layer in layers_of(model)
+    ):
+        return True
+    container = compiled_loss(model)
+    losses = [] if container is None else container._flat_losses
+    return any(
+        term.loss.reduction == "mean_with_sample_weight" for term in losses
+    )
+
+
+def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns the layers of a model, nested ones included."""
+    return list(model._flatten_layers())
+
+
 def mask_of(tensor: Any) -> Any | None:
     """Returns the mask that layers attached to a tensor, None without one."""
     return keras.src.backend.get_keras_mask(tensor)
 
 
+def in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
+    """Returns logs as the value or the list that Keras's `evaluate` has."""
+    return model._flatten_metrics_in_order(logs)
+
+
+def overrides(model: keras.Model, method: str) -> bool:
+    """Returns whether the author of a model wrote a method of Keras anew."""
+    return getattr(type(model), method) is not getattr(keras.Model, method)
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns the compiled optimizer and those that are attributes."""
+    found = [model.optimizer, *vars(model).values()]
+    return list(
+        {
+            id(value): value
+            for value in found
+            if isinstance(value, keras.optimizers.Optimizer)
+        }.values()
+    )
+
+
+def seed_states(model: keras.Model) -> list[keras.Variable]:
+    """Returns the states, `[seed, count]`, of the model's random layers."""
+    return [
+        generator.state
+        for layer in layers_of(model)
+        for generator in layer._seed_generators
+    ]
+
+
+def grow_scale(scaler: keras.optimizers.LossScaleOptimizer) -> None:
+    """Counts a finite step; doubles the scale after so many in a row."""
+    due = tf.equal(scaler.step_counter + 1, scaler.dynamic_growth_steps)
+    factor = tf.where(due, 2.0, 1.0)
+    scaler.dynamic_scale.assign(scaler.dynamic_scale * factor)
+    scaler.step_counter.assign(
+        tf.where(due, 0 * scaler.step_counter, scaler.step_counter + 1)
+    )
+
+
+def shrink_scale(scaler: keras.optimizers.LossScaleOptimizer) -> None:
+    """Halves the scale after a step that was not finite."""
+    scaler.step_counter.assign(0)
+    scaler.dynamic_scale.assign(scaler.dynamic_scale * 0.5)
+
+
+def micro_steps(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
+    """Returns how many gradients the optimizer was given."""
+    return tf.convert_to_tensor(optimizer._iterations.value)
+
+
+def count_micro_step(optimizer: keras.optimizers.Optimizer) -> None:
+    """Counts a gradient that was accumulated only. Outside of replicas."""
+    optimizer._iterations.assign_add(1)
+
+
+def accumulators(
+    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+) -> list[keras.Variable]:
+    """Returns where the optimizer accumulates, for each variable."""
+    return [
+        optimizer._accumulated_gradients[optimizer._get_variable_index(v)]
+        for v in variables
+    ]
+
+
+def update_averages(optimizer: keras.optimizers.Optimizer) -> None:
+    """Moves the averages of the weights on. On a replica."""
+
+    def update() -> None:
+        optimizer._update_model_variables_moving_average(
+            optimizer._trainable_variables
+        )
+
+    strategy = tf.distribute.get_strategy()
+    if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy):
+        tf.distribute.get_replica_context().merge_call(lambda _: update())
+    else:
+        update()
+
+
+def overwrite(optimizer: keras.optimizers.Optimizer) -> None:
+    """Writes the averages over the weights. Outside of replicas."""
+    variables = optimizer._trainable_variables
+    optimizer._overwrite_model_variables_with_average_value(variables)
+    for variable in variables:
+        if variable.constraint is not None:
+            variable.assign(variable.constraint(variable))
+
+
 @contextlib.contextmanager
-def gradients_already_reduced(
-    optimizer: keras.optimizers.Optimizer,
-) -> Iterator[None]:
-    """Makes the optimizer take gradients as they are while a step is traced.
+def engine_order(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Makes an optimizer clip, apply and average only, while traced.
 
     In a replica Keras's TensorFlow optimizer sums gradients over replicas as
-    the last thing before the update, after clipping. The engine sums them
-    first, so inside this context the sum hands its input back.
+    the last thing before the update, after clipping, and decides there about
+    accumulation and about overwriting weights with averages. The engine does
+    the first before and the others outside of replicas.
 
     Args:
-        optimizer: The model's optimizer; optimizers that it wraps included.
+        optimizer: An optimizer; those that it wraps included.
     """
-    parts = list(_parts(optimizer))
-    for part in parts:
-        part._all_reduce_sum_gradients = _hand_back
+
+    def instructions(part: keras.optimizers.Optimizer) -> dict[str, Any]:
+        def clip_apply_average(gradients: Any, variables: Any) -> None:
+            gradients = part._clip_gradients(gradients)
+            part._apply_weight_decay(variables)
+            part._backend_update_step(gradients, variables, part.learning_rate)
+            if part.use_ema:
+                update_averages(part)
+
+        return {
+            "_all_reduce_sum_gradients": lambda pairs: pairs,
+            "_backend_apply_gradients": clip_apply_average,
+        }
+
+    with _replaced(optimizer, instructions):
+        yield
+
+
+@contextlib.contextmanager
+def checked_order(
+    optimizer: keras.optimizers.Optimizer,
+    check: Callable[[keras.optimizers.Optimizer], None],
+) -> Iterator[None]:
+    """Calls a check before an optimizer applies in its own order.
+
+    Args:
+        optimizer: An optimizer; those that it wraps included.
+        check: Takes the optimizer that applies; raises where it must not.
+    """
+
+    def instructions(part: keras.optimizers.Optimizer) -> dict[str, Any]:
+        keras_own = part._backend_apply_gradients
+
+        def apply(gradients: Any, variables: Any) -> None:
+            check(part)
+            keras_own(gradients, variables)
+
+        return {"_backend_apply_gradients": apply}
+
+    with _replaced(optimizer, instructions):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(
+    optimizer: keras.optimizers.Optimizer,
+    instructions: Callable[[keras.optimizers.Optimizer], dict[str, Any]],
+) -> Iterator[None]:
+    """Gives optimizers other methods for a while, then their own again."""
+    own: list[tuple[Any, str, Any]] = []
+    for part in list(parts(optimizer)):
+        for name, method in instructions(part).items():
+            own.append((part, name, vars(part).get(name)))
+            object.__setattr__(part, name, method)
     try:
         yield
     finally:
-        for part in parts:
-            del part._all_reduce_sum_gradients
+        for part, name, before in reversed(own):
+            if before is None:
+                object.__delattr__(part, name)
+            else:
+                object.__setattr__(part, name, before)
 
 
-def _hand_back(grads_and_vars: Any) -> Any:
-    return grads_and_vars
-
-
-def _parts(
+def parts(
     optimizer: keras.optimizers.Optimizer,
 ) -> Iterator[keras.optimizers.Optimizer]:
+    """Yields an optimizer and those that it wraps."""
     yield optimizer
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:
-        yield from _parts(inner)
+        yield from parts(inner)
     for other in getattr(optimizer, "optimizers", ()):
-        yield from _parts(other)
+        yield from parts(other)

@@ -18,7 +18,10 @@ have computed on the whole batch. Denominators by the loss's `reduction`:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -78,18 +81,23 @@ class GlobalLoss:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
+        self._own = keras_internals.overrides(model, "compute_loss")
+        self._current = threading.local()
         self._container = keras_internals.compiled_loss(model)
         if self._container is not None:
-            # Refuses what cannot be reduced before anything is traced.
-            keras_internals.with_losses_replaced(self._container, _Term)
+            self._container = keras_internals.with_losses_replaced(
+                self._container, lambda loss: _BoundTerm(loss, self._current)
+            )
 
     def __call__(
         self,
+        x: Any,
         y: Any,
         y_pred: Any,
         sample_weight: Any,
         added: list[tf.Tensor],
         share: BatchShare,
+        training: bool = True,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Computes this replica's contribution to the loss.
 
@@ -98,11 +106,13 @@ class GlobalLoss:
         examples counts once in all, a mean over them is the global mean.
 
         Args:
+            x: Inputs, for a `compute_loss` of the author's own.
             y: Targets, in the structure that `compile(loss=...)` expects.
             y_pred: What the model returned.
             sample_weight: Weights or None.
             added: What layers gave to `add_loss` during the call.
             share: This replica's part of the global batch.
+            training: Whether this is a step of training.
 
         Returns:
             The contribution, a scalar, and the contribution of each compiled
@@ -111,30 +121,27 @@ class GlobalLoss:
         Raises:
             ConfigurationError: There is nothing to minimize.
         """
-        contributions: list[tf.Tensor] = []
         terms: list[tf.Tensor] = []
-        if self._container is not None:
-
-            def recorded(loss: keras.losses.Loss) -> _BoundTerm:
-                return _BoundTerm(_Term(loss), share, terms)
-
-            container = keras_internals.with_losses_replaced(
-                self._container, recorded
-            )
-            total = container(y, y_pred, sample_weight)
-            if total is not None:
-                contributions.append(total)
+        self._current.share, self._current.terms = share, terms
         regularizers = [
             variable.regularizer(variable)
             for variable in self._model.trainable_variables
             if variable.regularizer is not None
         ]
-        for extra in map(_as_float, [*added, *regularizers]):
-            contributions.append(
-                share.select(
-                    tf.reduce_sum(extra) * share.fraction(extra.dtype), 0
-                )
+        extra = [
+            tf.reduce_sum(_as_float(loss)) for loss in [*added, *regularizers]
+        ]
+        contributions = []
+        if self._own:
+            contributions += self._of_author(
+                (x, y, y_pred, sample_weight, training), extra, share
             )
+        elif self._container is not None:
+            total = self._container(y, y_pred, sample_weight)
+            if total is not None:
+                contributions.append(total)
+        if not self._own:
+            contributions += [_part(loss, share) for loss in extra]
         if not contributions:
             raise ConfigurationError(
                 "A model needs a loss to train. Received: a model compiled "
@@ -142,6 +149,46 @@ class GlobalLoss:
                 "`compile()`."
             )
         return tf.add_n(contributions), terms
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Lets a `compute_loss` of the author's own see global losses.
+
+        While a step is traced, `super().compute_loss(...)` inside of it uses
+        the denominators of the global batch.
+        """
+        if not self._own or self._container is None:
+            yield
+            return
+        with keras_internals.compiled_loss_replaced(
+            self._model, _Recorded(self._container, self._current)
+        ):
+            yield
+
+    def _of_author(
+        self,
+        arguments: tuple[Any, ...],
+        extra: list[tf.Tensor],
+        share: BatchShare,
+    ) -> list[tf.Tensor]:
+        """The contributions in what a `compute_loss` of one's own returns.
+
+        Where it calls Keras's, the compiled losses in it are contributions
+        already, and what layers added is there divided by the number of
+        replicas. All else counts as a mean over the examples.
+        """
+        self._current.total = None
+        value = _as_float(keras_internals.compute_loss(self._model, *arguments))
+        compiled = self._current.total
+        if compiled is None:
+            return [_part(value, share)]
+        rest = value - compiled
+        for loss in extra:
+            rest -= tf.cast(loss, value.dtype) / share.replicas
+        return [
+            share.select(compiled, 0),
+            *(_part(loss, share) for loss in [*extra, rest]),
+        ]
 
     @property
     def trackers(self) -> list[keras.metrics.Mean]:
@@ -199,23 +246,42 @@ class _Term:
 
 
 class _BoundTerm:
-    """A term during one step; called by Keras's container of losses."""
+    """A term in Keras's container of losses, for the step at hand."""
 
     def __init__(
-        self, term: _Term, share: BatchShare, record: list[tf.Tensor]
+        self, loss: keras.losses.Loss, current: threading.local
     ) -> None:
-        self._term = term
-        self._share = share
-        self._record = record
+        self._term = _Term(loss)
+        self._current = current
 
     def __call__(
         self, y_true: Any, y_pred: Any, sample_weight: Any = None
     ) -> tf.Tensor:
         value = self._term.contribution(
-            y_true, y_pred, sample_weight, self._share
+            y_true, y_pred, sample_weight, self._current.share
         )
-        self._record.append(value)
+        self._current.terms.append(value)
         return value
+
+
+class _Recorded:
+    """A container of losses that notes what it returned."""
+
+    def __init__(self, container: Any, current: threading.local) -> None:
+        self._container = container
+        self._current = current
+
+    def __call__(self, *arguments: Any) -> tf.Tensor:
+        self._current.total = self._container(*arguments)
+        return self._current.total
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._container, name)
+
+
+def _part(loss: tf.Tensor, share: BatchShare) -> tf.Tensor:
+    """A mean over the replica's examples as a part of the global mean."""
+    return share.select(loss * share.fraction(loss.dtype), 0)
 
 
 def _elements(values: tf.Tensor) -> tf.Tensor:

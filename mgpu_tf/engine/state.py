@@ -11,7 +11,8 @@ Two kinds of strategy, two rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import keras
 import tensorflow as tf
@@ -20,14 +21,25 @@ from mgpu_tf.engine import keras_internals
 
 Writes = list[tuple[keras.Variable, tf.Tensor]]
 
+# A prime; Keras takes seeds modulo 2**31 - 2, which keeps multiples apart.
+_SEED_STRIDE = 1_181_783_497
+
 
 class ReplicaState:
     """State of which every replica has a copy.
+
+    Attributes:
+        metrics: The variables of the model's metrics.
+        variables: All that a step may write besides weights.
+        seeds: The states of random layers, among them.
+        stored_once: Whether there is one copy for all replicas.
 
     Args:
         model: A built model.
         replicas: Number of replicas.
     """
+
+    stored_once = False
 
     def __init__(self, model: keras.Model, replicas: int) -> None:
         self._replicas = replicas
@@ -43,6 +55,7 @@ class ReplicaState:
             v for v in model.non_trainable_variables if _is_float(v)
         ]
         synchronized = keras_internals.synchronized_statistics(model)
+        self.seeds = keras_internals.seed_states(model)
         self._agreed = {id(v) for v in synchronized} | {
             id(v) for v in model.non_trainable_variables if not _is_float(v)
         }
@@ -54,6 +67,41 @@ class ReplicaState:
         without examples too; other state is left alone there.
         """
         return id(variable) in self._agreed
+
+    def replica_seeds(self) -> Writes:
+        """Returns the seeds of this replica, for a step. On a replica.
+
+        Random layers draw from (seed, count); the replica is added to the
+        seed, so that masks differ between replicas while the state that is
+        kept is one for all.
+        """
+        if self._replicas == 1:
+            return []
+        context = tf.distribute.get_replica_context()
+        replica = tf.cast(context.replica_id_in_sync_group, tf.int64)
+        offset = tf.stack([replica * _SEED_STRIDE, tf.zeros([], tf.int64)])
+        return [
+            (state, state.value + tf.cast(offset, state.dtype))
+            for state in self.seeds
+        ]
+
+    @contextlib.contextmanager
+    def replica_seeds_in_place(self) -> Iterator[None]:
+        """Gives random layers this replica's seeds, and takes them again."""
+        seeds = self.replica_seeds()
+        own = [tf.identity(state.value) for state, _ in seeds]
+        self.write(seeds)
+        yield
+        self.write(
+            [
+                (state, tf.stack([before[0], state.value[1]]))
+                for (state, _), before in zip(seeds, own, strict=True)
+            ]
+        )
+
+    def next_seed(self, state: keras.Variable, drawn: tf.Tensor) -> tf.Tensor:
+        """Returns the state after a step: the seed, and the new count."""
+        return tf.stack([state.value[0], drawn[1]])
 
     def write(self, writes: Writes) -> None:
         """Writes what a step on this replica gave. On a replica."""
@@ -83,6 +131,8 @@ class ReplicaState:
 
 class SharedState(ReplicaState):
     """State of which there is one copy for all replicas."""
+
+    stored_once = True
 
     def write(self, writes: Writes) -> None:
         """Writes what the replicas gave, brought together. On a replica."""

@@ -16,6 +16,7 @@ and only then written.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,11 +25,15 @@ import tensorflow as tf
 
 from mgpu_tf.data import Source, part_of
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.author import NO_EXAMPLES, AuthorStep
 from mgpu_tf.engine.losses import BatchShare, GlobalLoss
 from mgpu_tf.engine.state import ReplicaState, Writes, state_for
+from mgpu_tf.engine.update import Update
 from mgpu_tf.errors import ConfigurationError
 
 Logs = dict[str, Any]
+
+_log = logging.getLogger("mgpu_tf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +73,11 @@ class SynchronousEngine:
         self._part = part_of(strategy)
         self._compiled = keras_internals.compiled_state(model)
         self._functions: dict[Any, Callable[..., Any]] = {}
-        self._has_gradient: list[bool] = []
         self._prepared = False
+        self._written: list[keras.Variable] = []
         self._loss: GlobalLoss
         self._state: ReplicaState
+        self._update: Update
 
     def is_current(self) -> bool:
         """Returns whether the model is compiled as when this was made."""
@@ -134,6 +140,11 @@ class SynchronousEngine:
             keras_internals.build(self._model, batch)
         self._loss = GlobalLoss(self._model)
         self._state = state_for(self._model, self._strategy)
+        self._update = Update(
+            self._model,
+            self._strategy,
+            stored_once=self._state.stored_once,
+        )
         self._prepared = True
 
     def reset_metrics(self) -> None:
@@ -149,21 +160,40 @@ class SynchronousEngine:
         seconds: float,
     ) -> Execution:
         self.prepare(source)
-        step = self._train_step if kind == "train" else self._evaluate_step
+        step = self._step_of(kind)
         run = self._function(
             kind,
             source,
             lambda *args: self._steps(step, source, *args),
         )
-        done, examples, logs, mean_seconds = run(
-            iterator, tf.constant(steps, tf.int64), tf.constant(seconds)
-        )
+        try:
+            done, examples, logs, mean_seconds = run(
+                iterator, tf.constant(steps, tf.int64), tf.constant(seconds)
+            )
+        except tf.errors.InvalidArgumentError as error:
+            if NO_EXAMPLES not in str(error):
+                raise
+            raise ConfigurationError(NO_EXAMPLES) from None
         return Execution(
             steps=int(done),
             examples=int(examples),
             logs={name: _number(value) for name, value in logs.items()},
             seconds=float(mean_seconds),
         )
+
+    def _step_of(self, kind: str) -> Callable[..., dict[str, tf.Tensor]]:
+        """Returns the engine's step, or the one that the author wrote."""
+        method = {"train": "train_step", "evaluate": "test_step"}[kind]
+        if keras_internals.overrides(self._model, method):
+            if self._state.stored_once:
+                raise ConfigurationError(
+                    f"A {method} of one's own does not go with "
+                    "'central_storage', whose one copy of each metric it "
+                    "would write from every replica. Received: "
+                    f"{type(self._model).__name__}. Use 'mirrored'."
+                )
+            return AuthorStep(self._model, method, self._strategy, self._state)
+        return self._train_step if kind == "train" else self._evaluate_step
 
     def _function(
         self, kind: str, source: Source, python: Callable[..., Any]
@@ -179,33 +209,52 @@ class SynchronousEngine:
 
     def _steps(
         self,
-        step: Callable[[Any, tf.Tensor, tf.Tensor], None],
+        step: Callable[[Any, tf.Tensor, tf.Tensor], Any],
         source: Source,
         iterator: Any,
         steps: tf.Tensor,
         seconds: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
         """Runs up to `steps` steps and sums the metrics over replicas."""
-        def body(
-            done: tf.Tensor, examples: tf.Tensor, ended: tf.Tensor
-        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+
+        def once() -> tuple[tf.Tensor, tf.Tensor, Any]:
+            """Runs a step; returns its count, its examples and its logs."""
             data, local, total = self._next(iterator, source)
             if not source.may_end:
-                step(data, local, total)
-                return done + 1, examples + total, ended
+                logs = step(data, local, total)
+                return tf.constant(1, tf.int64), total, logs
+            shapes: list[Any] = []
 
-            def go_on() -> tf.Tensor:
-                step(data, local, total)
-                return tf.constant(1, tf.int64)
+            def go_on() -> Any:
+                logs = step(data, local, total)
+                shapes.append(logs)
+                return tf.constant(1, tf.int64), logs
 
-            more = tf.cond(total > 0, go_on, lambda: tf.constant(0, tf.int64))
-            return done + more, examples + total, total == 0
+            def end() -> Any:
+                zeros = tf.nest.map_structure(
+                    lambda t: tf.zeros(t.shape, t.dtype), shapes[0]
+                )
+                return tf.constant(0, tf.int64), zeros
+
+            count, logs = tf.cond(total > 0, go_on, end)
+            return count, total, logs
+
+        def body(
+            done: tf.Tensor, examples: tf.Tensor, ended: tf.Tensor, _: Any
+        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, Any]:
+            count, total, logs = once()
+            return done + count, examples + total, total == 0, logs
 
         zero = tf.constant(0, tf.int64)
-        done, examples, _ = tf.while_loop(
-            lambda done, examples, ended: (done < steps) & ~ended,
+        begin: tuple[Any, ...] = (zero, zero, tf.constant(False), {})
+        if isinstance(step, AuthorStep):
+            # The first step stands alone: it tells what the others return.
+            count, total, logs = once()
+            begin = (count, total, total == 0, logs)
+        done, examples, _, returned = tf.while_loop(
+            lambda done, examples, ended, _: (done < steps) & ~ended,
             body,
-            (zero, zero, tf.constant(False)),
+            begin,
             parallel_iterations=1,
         )
         with tf.control_dependencies([done]):
@@ -214,7 +263,7 @@ class SynchronousEngine:
         state = zip(self._state.metrics, metrics, strict=True)
         with keras.StatelessScope(state_mapping=state):
             logs = self._model.get_metrics_result()
-        return done, examples, logs, mean_seconds
+        return done, examples, returned or logs, mean_seconds
 
     def _next(
         self, iterator: Any, source: Source
@@ -225,15 +274,24 @@ class SynchronousEngine:
             return data, local, self._first(total)
         return data, local, self._strategy.reduce("SUM", local, axis=None)
 
-    def _train_step(self, data: Any, local: Any, total: tf.Tensor) -> None:
-        gradients = self._strategy.run(
-            self._replica_gradients, args=(data, local, total)
-        )
-        with keras_internals.gradients_already_reduced(self._model.optimizer):
-            self._strategy.run(self._replica_apply, args=(gradients,))
+    def _train_step(
+        self, data: Any, local: Any, total: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        with self._loss.in_place():
+            gradients = self._strategy.run(
+                self._replica_gradients, args=(data, local, total)
+            )
+        self._update(gradients)
+        return {}
 
-    def _evaluate_step(self, data: Any, local: Any, total: tf.Tensor) -> None:
-        self._strategy.run(self._replica_evaluate, args=(data, local, total))
+    def _evaluate_step(
+        self, data: Any, local: Any, total: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        with self._loss.in_place():
+            self._strategy.run(
+                self._replica_evaluate, args=(data, local, total)
+            )
+        return {}
 
     def _predict_step(self, iterator: Any) -> tuple[Any, tf.Tensor]:
         data, _, total = next(iterator)
@@ -274,21 +332,25 @@ class SynchronousEngine:
         """Returns the loss contribution and what is to be written."""
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        with keras.StatelessScope(collect_losses=True) as scope:
+        seeds = self._state.replica_seeds()
+        with keras.StatelessScope(seeds, collect_losses=True) as scope:
             if keras_internals.takes_training(model):
                 y_pred = model(x, training=training)
             else:
                 y_pred = model(x)
             loss, terms = self._loss(
-                y, y_pred, sample_weight, scope.losses, share
+                x, y, y_pred, sample_weight, scope.losses, share, training
             )
             model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         writes: Writes = []
+        drawn = {id(state) for state, _ in seeds}
         for variable in self._state.variables:
             value = scope.get_current_value(variable)
             if value is None:
                 continue
-            if not self._state.is_agreed(variable):
+            if id(variable) in drawn:
+                value = self._state.next_seed(variable, value)
+            elif not self._state.is_agreed(variable):
                 value = share.select(value, variable)
             writes.append((variable, value))
         tracker = keras_internals.loss_tracker(model)
@@ -302,32 +364,54 @@ class SynchronousEngine:
     def _replica_gradients(
         self, data: Any, local: tf.Tensor, total: tf.Tensor
     ) -> list[Any]:
+        gradients, values = self._backward(data, local, total)
+        self._state.write(list(zip(self._written, values, strict=True)))
         share = BatchShare(local, total, self._part.total)
-        variables = self._model.trainable_variables
-        with tf.GradientTape() as tape:
-            loss, writes = self._forward(data, share, training=True)
-            loss = self._model.optimizer.scale_loss(loss)
-        gradients = tape.gradient(loss, variables)
-        _check_gradients(gradients, variables)
-        self._state.write(writes)
-        present = [share.select(g, 0) for g in gradients if g is not None]
-        if share.replicas > 1:
-            context = tf.distribute.get_replica_context()
-            present = context.all_reduce("sum", present)
-        self._has_gradient = [g is not None for g in gradients]
-        return present
+        return [share.select(gradient, 0) for gradient in gradients]
 
-    def _replica_apply(self, gradients: list[Any]) -> None:
-        variables = [
-            variable
-            for variable, has in zip(
-                self._model.trainable_variables,
-                self._has_gradient,
-                strict=True,
+    def _backward(self, data: Any, local: tf.Tensor, total: tf.Tensor) -> Any:
+        """Computes gradients, compiled by XLA where that was asked for.
+
+        Returns:
+            The gradients that there are, and the values to be written to
+            `self._written`.
+        """
+
+        def compute(
+            data: Any, local: tf.Tensor, total: tf.Tensor
+        ) -> tuple[list[Any], list[tf.Tensor]]:
+            share = BatchShare(local, total, self._part.total)
+            variables = self._model.trainable_variables
+            with tf.GradientTape() as tape:
+                loss, writes = self._forward(data, share, training=True)
+                loss = self._model.optimizer.scale_loss(loss)
+            gradients = tape.gradient(loss, variables)
+            _check_gradients(gradients, variables)
+            self._update.present = [g is not None for g in gradients]
+            self._written = [variable for variable, _ in writes]
+            present = [g for g in gradients if g is not None]
+            return present, [value for _, value in writes]
+
+        if not self._compiled_by_xla():
+            return compute(data, local, total)
+        jitted = tf.function(compute, jit_compile=True, autograph=False)
+        return jitted(data, local, total)
+
+    def _compiled_by_xla(self) -> bool:
+        """Returns whether XLA compiles forward and backward pass."""
+        if not self._model.jit_compile:
+            return False
+        apart = not self._state.stored_once
+        if self._part.total > 1:
+            apart = apart and not keras_internals.communicates(self._model)
+        if not apart:
+            _log.info(
+                "jit_compile=True: the replicas of %s exchange values or "
+                "share variables in the forward pass, which XLA does not "
+                "compile; it runs without",
+                self._model.name,
             )
-            if has
-        ]
-        self._model.optimizer.apply(gradients, variables)
+        return apart
 
     def _replica_evaluate(
         self, data: Any, local: tf.Tensor, total: tf.Tensor
@@ -337,6 +421,8 @@ class SynchronousEngine:
         self._state.write(writes)
 
     def _replica_predict(self, data: Any) -> Any:
+        if keras_internals.overrides(self._model, "predict_step"):
+            return self._model.predict_step(data)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         if keras_internals.takes_training(self._model):
             return self._model(x, training=False)

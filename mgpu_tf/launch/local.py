@@ -264,19 +264,20 @@ def _copy_lines(
 ) -> None:
     """Copies whole lines to this process's output, the task in front."""
     prefix = f"[{name}] ".encode()
-    for line in stream:
-        line = _COLOUR.sub(b"", line)
-        line = _REDRAWN.sub(b"", line.rstrip(b"\r\n\b"))
-        try:
-            sys.stdout.buffer.write(prefix + line + b"\n")
-            sys.stdout.buffer.flush()
-        except BrokenPipeError:
-            # As in `mgpu-tf launch ... | head`. What follows goes nowhere, so
-            # that no task waits for a reader.
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, sys.stdout.fileno())
-            os.close(null)
-            on_closed()
+    with stream:
+        for line in stream:
+            line = _COLOUR.sub(b"", line)
+            line = _REDRAWN.sub(b"", line.rstrip(b"\r\n\b"))
+            try:
+                sys.stdout.buffer.write(prefix + line + b"\n")
+                sys.stdout.buffer.flush()
+            except BrokenPipeError:
+                # As in `mgpu-tf launch ... | head`. What follows goes
+                # nowhere, so that no task waits for a reader.
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, sys.stdout.fileno())
+                os.close(null)
+                on_closed()
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:

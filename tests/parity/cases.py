@@ -1,8 +1,13 @@
 """The rows of the parity matrix, run by tests here and by worker processes.
 
-A case trains a small model; `run_stock` does it with Keras's own `fit` on one
-device, `run` with the `Trainer` on a strategy. Both give the weights and the
-loss of each epoch.
+A case trains a small model. `run_stock` does it with Keras's own `fit` on one
+device, `run` with the `Trainer` on a strategy; both give the weights, the
+losses, the scores and the predictions.
+
+Most rows promise the numbers of one device ("same"). Where the feature itself
+depends on which examples share a replica, or on rounding to few bits, a row
+promises less: that all workers end with the same weights ("agree"), or that
+the losses are close ("close").
 """
 
 import dataclasses
@@ -11,17 +16,25 @@ from collections.abc import Callable
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
 import mgpu_tf
 
-BATCH_SIZE = 64
+BATCH_SIZE = 16
 EPOCHS = 3
-FEATURES = 12
-CLASSES = 5
+FEATURES = 6
+CLASSES = 4
 
 EVEN = 3 * BATCH_SIZE
 UNEVEN = 3 * BATCH_SIZE + 7
 EMPTY_REPLICA = 3 * BATCH_SIZE + 1
+
+CROSS_ENTROPY = {
+    "loss": lambda: keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True
+    ),
+    "metrics": ["accuracy"],
+}
 
 
 def set_floatx(name):
@@ -30,8 +43,119 @@ def set_floatx(name):
     keras.config.set_dtype_policy(name)
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A row.
+
+    Attributes:
+        build: Makes the compiled model.
+        data: Makes the arguments `x`, `y`, `sample_weight` of `fit`.
+        fit: Other arguments of `fit`.
+        promise: "same", "close" or "agree".
+        floatx: The type it is run in; "float32" where TensorFlow has no op
+            for the other.
+    """
+
+    build: Callable[[], keras.Model]
+    data: Callable[[], dict]
+    fit: dict = dataclasses.field(default_factory=dict)
+    promise: str = "same"
+    floatx: str = "float64"
+
+
+def classes(examples=UNEVEN):
+    """Points and their classes."""
+    generator = np.random.default_rng(7)
+    x = generator.normal(size=(examples, FEATURES))
+    y = generator.integers(0, CLASSES, size=examples)
+    return {"x": x.astype(keras.config.floatx()), "y": y}
+
+
+def weighted(examples=UNEVEN):
+    generator = np.random.default_rng(8)
+    weight = generator.uniform(0.1, 3.0, size=examples)
+    return classes(examples) | {"sample_weight": weight}
+
+
+def one_hot(examples=UNEVEN):
+    data = classes(examples)
+    return data | {"y": np.eye(CLASSES)[data["y"]]}
+
+
+def binary(examples=UNEVEN):
+    data = classes(examples)
+    return data | {"y": (data["y"] > 1).astype(keras.config.floatx())[:, None]}
+
+
+def named(examples=UNEVEN):
+    """Two named inputs and two named targets."""
+    data = classes(examples)
+    x = {"left": data["x"][:, :2], "right": data["x"][:, 2:]}
+    y = {"kind": data["y"], "size": data["x"].sum(1, keepdims=True)}
+    return {"x": x, "y": y}
+
+
+def sequences(examples=UNEVEN):
+    """Words with padding, a target for each."""
+    generator = np.random.default_rng(9)
+    words = generator.integers(1, 9, size=(examples, 5))
+    lengths = generator.integers(1, 6, size=(examples, 1))
+    words = np.where(np.arange(5) < lengths, words, 0)
+    y = generator.normal(size=(examples, 5, 2))
+    return {"x": words, "y": y.astype(keras.config.floatx())}
+
+
+def images(examples=UNEVEN):
+    generator = np.random.default_rng(10)
+    x = generator.uniform(size=(examples, 6, 6, 1))
+    y = generator.integers(0, CLASSES, size=examples)
+    return {"x": x.astype(keras.config.floatx()), "y": y}
+
+
+def overflowing(examples=UNEVEN):
+    """One example, in the middle, whose scaled gradient is infinite."""
+    data = classes(examples)
+    x, y = data["x"].copy(), data["x"].sum(1, keepdims=True)
+    x[BATCH_SIZE + 3, 0] = 1e290
+    return {"x": x, "y": y}
+
+
+def sequential(*hidden, optimizer, **compile_arguments):
+    """Returns what builds a network with `hidden` in its middle."""
+
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((FEATURES,)),
+                layers.Dense(
+                    8,
+                    activation="tanh",
+                    kernel_regularizer=keras.regularizers.L2(0.01),
+                ),
+                *(make() for make in hidden),
+                layers.Dense(CLASSES),
+            ]
+        )
+        arguments = {
+            name: value() if callable(value) else value
+            for name, value in (CROSS_ENTROPY | compile_arguments).items()
+        }
+        model.compile(optimizer(), **arguments)
+        return model
+
+    return build
+
+
+def sgd(**options):
+    return lambda: keras.optimizers.SGD(0.2, **options)
+
+
+def adam(**options):
+    return lambda: keras.optimizers.Adam(0.02, **options)
+
+
 @keras.saving.register_keras_serializable("mgpu_tf_tests")
-class MeanSquare(keras.layers.Layer):
+class MeanSquare(layers.Layer):
     """Adds the mean square over the batch to the loss: NaN for no example."""
 
     def call(self, inputs):
@@ -39,76 +163,415 @@ class MeanSquare(keras.layers.Layer):
         return inputs
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A row: what the optimizer is, and how many examples there are."""
+@keras.saving.register_keras_serializable("mgpu_tf_tests")
+class Subclassed(keras.Model):
+    """Not functional; built by its first call."""
 
-    optimizer: Callable[[], keras.optimizers.Optimizer]
-    examples: int = UNEVEN
-    layers: Callable[[], list] = list
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.first = layers.Dense(8, activation="tanh")
+        self.second = layers.Dense(CLASSES)
 
-    def data(self):
-        generator = np.random.default_rng(7)
-        x = generator.normal(size=(self.examples, FEATURES))
-        y = generator.integers(0, CLASSES, size=self.examples)
-        return x.astype(keras.config.floatx()), y
+    def call(self, inputs):
+        return self.second(self.first(inputs))
 
-    def build(self):
-        model = keras.Sequential(
-            [
-                keras.Input((FEATURES,)),
-                keras.layers.Dense(
-                    16,
-                    activation="tanh",
-                    kernel_regularizer=keras.regularizers.L2(0.01),
-                ),
-                *self.layers(),
-                keras.layers.Dense(CLASSES),
-            ]
-        )
+
+@keras.saving.register_keras_serializable("mgpu_tf_tests")
+class OwnLoss(Subclassed):
+    """Adds to Keras's loss a mean over examples of its own."""
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return loss + 0.1 * tf.reduce_mean(tf.square(y_pred))
+
+
+@keras.saving.register_keras_serializable("mgpu_tf_tests")
+class OwnStep(Subclassed):
+    """A `train_step` as Keras's guide writes one."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        self._apply(gradients, variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                replicas = tf.distribute.get_strategy().num_replicas_in_sync
+                size = tf.shape(x)[0]
+                metric.update_state(loss * replicas, sample_weight=size)
+            else:
+                metric.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def _apply(self, gradients, variables):
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+
+@keras.saving.register_keras_serializable("mgpu_tf_tests")
+class OwnStepClipped(OwnStep):
+    """The same with gradients clipped after they are reduced."""
+
+    def _apply(self, gradients, variables):
+        mgpu_tf.apply_gradients(self.optimizer, gradients, variables)
+
+
+def compiled(model_class, optimizer):
+    def build():
+        model = model_class()
         model.compile(
-            self.optimizer(),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
+            optimizer(), CROSS_ENTROPY["loss"](), metrics=["accuracy"]
         )
         return model
 
+    return build
 
-_OPTIMIZERS = {
-    "sgd": lambda **clip: keras.optimizers.SGD(0.2, **clip),
-    "momentum": lambda **clip: keras.optimizers.SGD(0.1, momentum=0.9, **clip),
-    "adam": lambda **clip: keras.optimizers.Adam(0.02, **clip),
+
+def two_outputs():
+    left, right = (
+        keras.Input((2,), name="left"),
+        keras.Input((4,), name="right"),
+    )
+    hidden = layers.Concatenate()([left, right])
+    hidden = layers.Dense(8, activation="tanh")(hidden)
+    kind = layers.Dense(CLASSES, name="kind")(hidden)
+    size = layers.Dense(1, name="size")(hidden)
+    model = keras.Model(
+        {"left": left, "right": right}, {"kind": kind, "size": size}
+    )
+    model.compile(
+        adam()(),
+        loss={"kind": CROSS_ENTROPY["loss"](), "size": "mse"},
+        loss_weights={"kind": 1.0, "size": 0.3},
+        metrics={"kind": ["accuracy"], "size": ["mae"]},
+    )
+    return model
+
+
+def masked(reduction="sum_over_batch_size"):
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((5,), dtype="int32"),
+                layers.Embedding(9, 6, mask_zero=True),
+                layers.Dense(2),
+            ]
+        )
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        model.compile(sgd()(), loss)
+        return model
+
+    return build
+
+
+def convolution(*before):
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((6, 6, 1)),
+                *(make() for make in before),
+                layers.Conv2D(4, 3, activation="tanh"),
+                layers.Flatten(),
+                layers.Dense(CLASSES),
+            ]
+        )
+        model.compile(sgd()(), CROSS_ENTROPY["loss"](), metrics=["accuracy"])
+        return model
+
+    return build
+
+
+def loss_scaled():
+    model = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(1)])
+    model.compile(
+        keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1, momentum=0.9),
+            initial_scale=2.0**100,
+            dynamic_growth_steps=2,
+        ),
+        keras.losses.Huber(),
+    )
+    return model
+
+
+def bfloat16():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        return sequential(optimizer=sgd())()
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def float16():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        return sequential(optimizer=sgd())()
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def muon():
+    return keras.optimizers.Muon(0.02, adam_lr_ratio=0.5)
+
+
+def two_optimizers():
+    first, second = keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.02)
+    return keras.optimizers.MultiOptimizer(
+        lambda variable: first if len(variable.shape) > 1 else second
+    )
+
+
+def schedule():
+    rate = keras.optimizers.schedules.CosineDecay(0.2, 10)
+    return keras.optimizers.Adam(rate)
+
+
+def _dropout():
+    return layers.Dropout(0.5, seed=1)
+
+
+def _flip():
+    return layers.RandomFlip(seed=1)
+
+
+CASES = {
+    # Optimizers.
+    "sgd": Case(sequential(optimizer=sgd()), classes),
+    "momentum": Case(sequential(optimizer=sgd(momentum=0.9)), classes),
+    "nesterov": Case(
+        sequential(optimizer=sgd(momentum=0.9, nesterov=True)), classes
+    ),
+    "adam": Case(sequential(optimizer=adam()), classes),
+    "adamw": Case(
+        sequential(optimizer=lambda: keras.optimizers.AdamW(0.02)), classes
+    ),
+    "nadam": Case(
+        sequential(optimizer=lambda: keras.optimizers.Nadam(0.02)), classes
+    ),
+    "lamb": Case(
+        sequential(optimizer=lambda: keras.optimizers.Lamb(0.02)), classes
+    ),
+    "lion": Case(
+        sequential(optimizer=lambda: keras.optimizers.Lion(0.01)), classes
+    ),
+    "muon": Case(sequential(optimizer=muon), classes),
+    "schedule": Case(sequential(optimizer=schedule), classes),
+    # What Keras does between the gradient and the update.
+    "accumulation_2": Case(
+        sequential(optimizer=adam(gradient_accumulation_steps=2)), classes
+    ),
+    "accumulation_3_uneven": Case(
+        sequential(optimizer=sgd(momentum=0.9, gradient_accumulation_steps=3)),
+        classes,
+    ),
+    "accumulation_clipped": Case(
+        sequential(
+            optimizer=sgd(gradient_accumulation_steps=2, global_clipnorm=0.1)
+        ),
+        classes,
+    ),
+    "ema": Case(sequential(optimizer=adam(use_ema=True)), classes),
+    "ema_overwrite": Case(
+        sequential(
+            optimizer=adam(
+                use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=3
+            )
+        ),
+        classes,
+    ),
+    "ema_accumulation": Case(
+        sequential(
+            optimizer=adam(
+                use_ema=True,
+                ema_momentum=0.7,
+                ema_overwrite_frequency=2,
+                gradient_accumulation_steps=2,
+            )
+        ),
+        classes,
+    ),
+    "loss_scale_overflow": Case(loss_scaled, overflowing),
+    "loss_scale_factor": Case(
+        sequential(optimizer=sgd(loss_scale_factor=1024.0, clipnorm=0.1)),
+        classes,
+    ),
+    "constraint": Case(
+        sequential(
+            lambda: layers.Dense(8, kernel_constraint="max_norm"),
+            optimizer=sgd(),
+        ),
+        classes,
+    ),
+    "mixed_bfloat16": Case(
+        bfloat16, classes, promise="close", floatx="float32"
+    ),
+    "mixed_float16": Case(float16, classes, promise="close", floatx="float32"),
+    # Layers with state.
+    "batch_norm_synchronized": Case(
+        sequential(
+            lambda: layers.BatchNormalization(synchronized=True),
+            optimizer=sgd(),
+        ),
+        classes,
+    ),
+    "batch_norm": Case(
+        sequential(layers.BatchNormalization, optimizer=sgd()),
+        classes,
+        promise="agree",
+    ),
+    "dropout": Case(
+        sequential(_dropout, optimizer=sgd()), classes, promise="agree"
+    ),
+    "augmentation": Case(convolution(_flip), images, promise="agree"),
+    # Losses and their denominators.
+    "activity_regularizer": Case(
+        sequential(
+            lambda: layers.ActivityRegularization(l2=0.01), optimizer=sgd()
+        ),
+        classes,
+    ),
+    "add_loss_empty_replica": Case(
+        sequential(MeanSquare, optimizer=sgd()),
+        lambda: classes(EMPTY_REPLICA),
+    ),
+    "sample_weight": Case(sequential(optimizer=sgd()), weighted),
+    "weighted_mean": Case(
+        sequential(
+            optimizer=sgd(),
+            loss=lambda: keras.losses.SparseCategoricalCrossentropy(
+                from_logits=True, reduction="mean_with_sample_weight"
+            ),
+            weighted_metrics=["accuracy"],
+        ),
+        weighted,
+    ),
+    "class_weight": Case(
+        sequential(optimizer=sgd()),
+        classes,
+        fit={"class_weight": {0: 0.2, 1: 3.0, 2: 1.0, 3: 0.5}},
+    ),
+    "sum": Case(
+        sequential(
+            optimizer=lambda: keras.optimizers.SGD(0.01),
+            loss=lambda: keras.losses.SparseCategoricalCrossentropy(
+                from_logits=True, reduction="sum"
+            ),
+        ),
+        classes,
+    ),
+    "mask": Case(masked(), sequences),
+    "mask_weighted_mean": Case(masked("mean_with_sample_weight"), sequences),
+    "own_compute_loss": Case(compiled(OwnLoss, sgd()), classes),
+    # Metrics.
+    "auc": Case(
+        lambda: _binary_model(),
+        binary,
+    ),
+    "topk": Case(
+        sequential(
+            optimizer=sgd(),
+            loss=lambda: keras.losses.CategoricalCrossentropy(from_logits=True),
+            metrics=lambda: [keras.metrics.TopKCategoricalAccuracy(k=2)],
+            weighted_metrics=["accuracy"],
+        ),
+        one_hot,
+        floatx="float32",
+    ),
+    "f1": Case(lambda: _f1_model(), one_hot),
+    # Shapes of models and steps.
+    # Even, since Keras's own means of each output weight batches alike.
+    "dict_inputs_two_outputs": Case(two_outputs, lambda: named(EVEN)),
+    "subclassed": Case(compiled(Subclassed, adam()), classes),
+    "own_train_step": Case(compiled(OwnStep, adam()), lambda: classes(EVEN)),
+    "own_train_step_clipped": Case(
+        compiled(OwnStepClipped, sgd(clipnorm=0.05)), lambda: classes(EVEN)
+    ),
+    "convolution": Case(convolution(), images),
+    "jit_compile": Case(
+        sequential(optimizer=adam(), jit_compile=True), classes
+    ),
+    "jit_compile_communicating": Case(
+        sequential(
+            lambda: layers.BatchNormalization(synchronized=True),
+            optimizer=sgd(),
+            jit_compile=True,
+        ),
+        classes,
+    ),
+    "steps_per_execution_8": Case(
+        sequential(optimizer=adam(), steps_per_execution=8), classes
+    ),
+    # Last batches.
+    "even": Case(sequential(optimizer=adam()), lambda: classes(EVEN)),
 }
+# The outer optimizer's own count has no EMA, clipping or accumulation.
+CASES["two_optimizers"] = Case(sequential(optimizer=two_optimizers), classes)
 # Each bites: the gradients of the first steps are larger.
-_CLIPS = {
-    "clipnorm": 0.05,
-    "global_clipnorm": 0.1,
-    "clipvalue": 0.01,
-}
+for _name, _options in {
+    "sgd": sgd,
+    "momentum": lambda **clip: sgd(momentum=0.9, **clip),
+    "adam": adam,
+}.items():
+    for _clip in (
+        {"clipnorm": 0.05},
+        {"global_clipnorm": 0.1},
+        {"clipvalue": 0.01},
+    ):
+        CASES[f"{_name}_{next(iter(_clip))}"] = Case(
+            sequential(optimizer=_options(**_clip)), classes
+        )
+for _extra in range(1, 6):
+    CASES[f"last_batch_of_{_extra}"] = Case(
+        sequential(optimizer=sgd(momentum=0.9)),
+        lambda extra=_extra: classes(2 * BATCH_SIZE + extra),
+    )
 
 
-def _with(optimizer, **clip):
-    return lambda: _OPTIMIZERS[optimizer](**clip)
+def _binary_model():
+    model = keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            layers.Dense(8, activation="tanh"),
+            layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+    metrics = [keras.metrics.AUC(), keras.metrics.Precision(), "accuracy"]
+    model.compile(sgd()(), "binary_crossentropy", metrics=metrics)
+    return model
 
 
-CASES = {}
-for _name in _OPTIMIZERS:
-    CASES[f"{_name}/even"] = Case(_with(_name), EVEN)
-    CASES[f"{_name}/uneven"] = Case(_with(_name), UNEVEN)
-    CASES[f"{_name}/empty_replica"] = Case(_with(_name), EMPTY_REPLICA)
-    for _clip, _value in _CLIPS.items():
-        CASES[f"{_name}/{_clip}"] = Case(_with(_name, **{_clip: _value}))
-CASES["sgd/add_loss_empty_replica"] = Case(
-    _with("sgd"), EMPTY_REPLICA, lambda: [MeanSquare()]
-)
+def _f1_model():
+    model = keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            layers.Dense(8, activation="tanh"),
+            layers.Dense(CLASSES, activation="softmax"),
+        ]
+    )
+    metrics = [
+        keras.metrics.F1Score(average="macro"),
+        keras.metrics.MeanIoU(
+            CLASSES, sparse_y_true=False, sparse_y_pred=False
+        ),
+    ]
+    model.compile(sgd()(), "categorical_crossentropy", metrics=metrics)
+    return model
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
+    """What a run ended with."""
+
     weights: list
     losses: list
     evaluation: list
-    predictions: np.ndarray
+    predictions: list
 
     def largest_difference(self, other):
         """The largest difference of any weight."""
@@ -120,24 +583,40 @@ class Result:
         ours, theirs = np.array(self.losses), np.array(other.losses)
         return float(np.abs(ours / theirs - 1).max())
 
+    def score_difference(self, other):
+        """The largest relative difference of loss, metric or prediction."""
+        largest = 0.0
+        for ours, theirs in [
+            (self.evaluation, other.evaluation),
+            *zip(self.predictions, other.predictions, strict=True),
+        ]:
+            ours, theirs = np.asarray(ours), np.asarray(theirs)
+            scale = np.maximum(np.abs(theirs), 1.0)
+            largest = max(largest, float((np.abs(ours - theirs) / scale).max()))
+        return largest
+
     def save(self, path):
         np.savez(
             path,
             losses=self.losses,
             evaluation=self.evaluation,
-            predictions=self.predictions,
             **{f"weight_{i}": w for i, w in enumerate(self.weights)},
+            **{f"output_{i}": p for i, p in enumerate(self.predictions)},
         )
 
     @classmethod
     def load(cls, path):
         with np.load(path) as file:
-            count = sum(name.startswith("weight_") for name in file.files)
+
+            def every(kind):
+                count = sum(name.startswith(kind) for name in file.files)
+                return [file[f"{kind}_{i}"] for i in range(count)]
+
             return cls(
-                [file[f"weight_{i}"] for i in range(count)],
+                every("weight"),
                 file["losses"].tolist(),
                 file["evaluation"].tolist(),
-                file["predictions"],
+                every("output"),
             )
 
 
@@ -145,36 +624,33 @@ def run_stock(case):
     """Trains with `keras.Model.fit` on one device."""
     keras.utils.set_random_seed(0)
     with tf.device("CPU:0"):
-        model = case.build()
-        x, y = case.data()
-        history = model.fit(
-            x,
-            y,
-            batch_size=BATCH_SIZE,
-            epochs=EPOCHS,
-            shuffle=False,
-            verbose=0,
-        )
-        evaluation = model.evaluate(x, y, batch_size=BATCH_SIZE, verbose=0)
-        predictions = model.predict(x, batch_size=BATCH_SIZE, verbose=0)
-    return Result(
-        model.get_weights(), history.history["loss"], evaluation, predictions
-    )
+        return _run(case, case.build(), lambda model: model)
 
 
 def run(case, strategy):
     """Trains with the `Trainer` on a strategy."""
     trainer = mgpu_tf.Trainer(case.build, strategy)
-    x, y = case.data()
-    history = trainer.fit(
-        x, y, batch_size=BATCH_SIZE, epochs=EPOCHS, shuffle=False, verbose=0
+    result = _run(case, trainer, lambda trainer: trainer.model)
+    examples = len(tf.nest.flatten(case.data())[0])
+    assert trainer.examples_seen == EPOCHS * examples
+    return result
+
+
+def _run(case, trains, model_of):
+    data = case.data()
+    history = trains.fit(
+        **data,
+        **case.fit,
+        batch_size=BATCH_SIZE,
+        epochs=EPOCHS,
+        shuffle=False,
+        verbose=0,
     )
-    assert trainer.examples_seen == EPOCHS * len(x)
-    evaluation = trainer.evaluate(x, y, batch_size=BATCH_SIZE, verbose=0)
-    predictions = trainer.predict(x, batch_size=BATCH_SIZE, verbose=0)
+    evaluation = trains.evaluate(**data, batch_size=BATCH_SIZE, verbose=0)
+    predictions = trains.predict(data["x"], batch_size=BATCH_SIZE, verbose=0)
     return Result(
-        trainer.model.get_weights(),
+        [np.asarray(w, np.float64) for w in model_of(trains).get_weights()],
         history.history["loss"],
-        evaluation,
-        predictions,
+        np.atleast_1d(evaluation).tolist(),
+        tf.nest.flatten(predictions),
     )
