@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mgpu_tf.config import RunConfig
     from mgpu_tf.engine.update import apply_gradients
     from mgpu_tf.errors import ClusterError, ConfigurationError
+    from mgpu_tf.parity import ParityReport, check_parity
     from mgpu_tf.report import Report
     from mgpu_tf.run import run
     from mgpu_tf.strategy import (
@@ -38,10 +39,12 @@ _HOMES = {
     "ClusterConfig": "mgpu_tf.cluster",
     "ClusterError": "mgpu_tf.errors",
     "ConfigurationError": "mgpu_tf.errors",
+    "ParityReport": "mgpu_tf.parity",
     "Report": "mgpu_tf.report",
     "RunConfig": "mgpu_tf.config",
     "Trainer": "mgpu_tf.trainer",
     "apply_gradients": "mgpu_tf.engine.update",
+    "check_parity": "mgpu_tf.parity",
     "create_central_storage_strategy": "mgpu_tf.strategy",
     "create_mirrored_strategy": "mgpu_tf.strategy",
     "create_multi_worker_mirrored_strategy": "mgpu_tf.strategy",
@@ -56,11 +59,13 @@ __all__ = [
     "ClusterConfig",
     "ClusterError",
     "ConfigurationError",
+    "ParityReport",
     "Report",
     "RunConfig",
     "Trainer",
     "__version__",
     "apply_gradients",
+    "check_parity",
     "create_central_storage_strategy",
     "create_mirrored_strategy",
     "create_multi_worker_mirrored_strategy",

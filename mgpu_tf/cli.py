@@ -20,6 +20,7 @@ from mgpu_tf.config import RunConfig
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.launch import local
 
+DIFFERENT = 1
 USAGE_ERROR = 2
 
 _TRAIN = """mgpu-tf train [--flags]
@@ -40,6 +41,17 @@ Example:
   mgpu-tf launch --num_workers=2 -- python experiments/train.py --epochs=5
 """
 
+_PARITY = """mgpu-tf parity [--flags]
+
+Trains a model for a few steps on one device and on strategies, compares all
+weights after every step, and names the first that differs. Exits with status
+1 where one differs by more than a multiple of the noise of one device.
+
+Example:
+  mgpu-tf parity --model=my_package.models:build --data=my_package.data:load
+  mgpu-tf parity --model=cnn --num_workers=2
+"""
+
 _TOP = """mgpu-tf COMMAND [--flags]
 
 Distributed training for Keras 3 on TensorFlow.
@@ -47,6 +59,7 @@ Distributed training for Keras 3 on TensorFlow.
 Commands:
   train     train and test a model on a strategy
   launch    start a script as a cluster of local processes
+  parity    compare a model on strategies with one device
   version   print the version
 
 mgpu-tf COMMAND --help lists a command's flags.
@@ -157,9 +170,73 @@ def _launch(arguments: list[str]) -> int:
     )
 
 
+def _parity(arguments: list[str]) -> int:
+    values = flags.FlagValues()
+    text, number = flags.DEFINE_string, flags.DEFINE_integer
+    for define, name, default, meaning in (
+        (text, "model", "mlp", "mlp, cnn, or package.module:function."),
+        (
+            text,
+            "data",
+            "digits",
+            "digits, or package.module:function, which "
+            "returns (x, y) or a batched tf.data.Dataset.",
+        ),
+        (text, "strategies", "mirrored", "Names, with commas between."),
+        (
+            number,
+            "num_workers",
+            1,
+            "Worker processes; above 1 the strategy is multi_worker_mirrored.",
+        ),
+        (
+            number,
+            "num_virtual_devices",
+            2,
+            "Replicas of a process where there are no GPUs.",
+        ),
+        (number, "global_batch_size", 64, "Examples in a step."),
+        (number, "steps", 10, "Steps to compare."),
+        (number, "seed", 0, "Decides initial weights."),
+    ):
+        define(name, default, meaning, flag_values=values)
+    rest = _parse(values, arguments, _PARITY)
+    if rest is None:
+        return 0
+    if rest:
+        raise ConfigurationError(
+            f"parity takes flags only. Received: {rest[0]!r}. Write "
+            "--name=value."
+        )
+    cluster = ClusterConfig.from_environment()
+    if values.num_workers > 1 and cluster is None:
+        command = [sys.executable, "-m", "mgpu_tf", "parity", *arguments]
+        return local.launch(
+            command, values.num_workers, chief_has_terminal=True
+        )
+    quiet.import_tensorflow()
+    from mgpu_tf.run import compare
+
+    report = compare(
+        values.model,
+        values.data,
+        values.strategies.split(",")
+        if cluster is None
+        else ["multi_worker_mirrored"],
+        batch_size=values.global_batch_size,
+        steps=values.steps,
+        num_virtual_devices=1 if cluster else values.num_virtual_devices,
+        seed=values.seed,
+    )
+    if cluster is None or cluster.is_chief:
+        print(report)
+    return 0 if report.same else DIFFERENT
+
+
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "launch": _launch,
+    "parity": _parity,
 }
 
 

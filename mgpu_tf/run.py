@@ -8,6 +8,7 @@ config -> cluster -> strategy -> data and model -> trainer -> report
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -18,6 +19,7 @@ from mgpu_tf.config import RunConfig
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.models import create_model
 from mgpu_tf.optimizers import create_optimizer
+from mgpu_tf.parity import ParityReport, check_parity, create_for_check
 from mgpu_tf.report import EpochReport, Report, weights_sha256
 from mgpu_tf.strategy import (
     create_strategy,
@@ -25,6 +27,7 @@ from mgpu_tf.strategy import (
     strategy_name,
     worker_count,
 )
+from mgpu_tf.target import is_target, load_function
 from mgpu_tf.trainer import EpochRecord, Trainer
 
 MODEL_FILE = "model.keras"
@@ -73,15 +76,8 @@ def train(config: RunConfig, *, verbose: int | str = "auto") -> Trainer:
     splits = datasets.load(config.dataset, config.data_dir)
 
     def build_model() -> keras.Model:
-        model = create_model(
-            config.model, splits.input_shape, splits.num_classes
-        )
-        model.compile(
-            create_optimizer(config.optimizer, config.learning_rate),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-        )
-        return model
+        optimizer = create_optimizer(config.optimizer, config.learning_rate)
+        return _compiled(config.model, splits, optimizer)
 
     trainer = Trainer(build_model, strategy, seed=config.seed)
     trainer.fit(
@@ -130,6 +126,79 @@ def report(
         trainer.model.save(os.path.join(config.output_dir, MODEL_FILE))
         result.write(config.output_dir)
     return result
+
+
+def compare(
+    model: str,
+    data: str,
+    strategies: Sequence[str],
+    *,
+    batch_size: int = 64,
+    steps: int = 10,
+    num_virtual_devices: int = 2,
+    seed: int = 0,
+) -> ParityReport:
+    """Compares a model on strategies with one device, both by name.
+
+    Args:
+        model: A name of the zoo, or `package.module:function` of a function
+            that returns a compiled model.
+        data: A name of a set, or `package.module:function` of a function
+            that returns `(x, y)` or a batched dataset.
+        strategies: Names for `create_strategy`.
+        batch_size: Global batch size, for arrays.
+        steps: Steps to compare.
+        num_virtual_devices: Replicas where there are no GPUs.
+        seed: Decides the initial weights.
+
+    Returns:
+        The report.
+
+    Raises:
+        ConfigurationError: A name is unknown, or the data does not fit.
+    """
+    # Before the data is made: devices are chosen before the first op.
+    made = [create_for_check(name, num_virtual_devices) for name in strategies]
+    build_model: Callable[[], keras.Model]
+    if is_target(data):
+        batches = load_function(data, "data")()
+    else:
+        splits = datasets.load(data)
+        batches = splits.train
+    if is_target(model):
+        build_model = load_function(model, "model")
+    elif is_target(data):
+        raise ConfigurationError(
+            "With data of one's own the model must be one's own too. "
+            f"Received: model={model!r}. Write --model=package.module:function."
+        )
+    else:
+
+        def build_model() -> keras.Model:
+            return _compiled(model, splits, create_optimizer("adam"))
+
+    return check_parity(
+        build_model,
+        batches,
+        made,
+        batch_size=batch_size,
+        steps=steps,
+        seed=seed,
+    )
+
+
+def _compiled(
+    name: str,
+    splits: datasets.Splits,
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.Model:
+    model = create_model(name, splits.input_shape, splits.num_classes)
+    model.compile(
+        optimizer,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
 
 
 def _epoch_report(record: EpochRecord) -> EpochReport:

@@ -420,6 +420,13 @@ CASES = {
         ),
         classes,
     ),
+    "batch_norm_synchronized_empty": Case(
+        sequential(
+            lambda: layers.BatchNormalization(synchronized=True),
+            optimizer=sgd(),
+        ),
+        lambda: classes(EMPTY_REPLICA),
+    ),
     "batch_norm": Case(
         sequential(layers.BatchNormalization, optimizer=sgd()),
         classes,
@@ -566,7 +573,7 @@ def _f1_model():
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run ended with."""
+    """What a run ended with; the optimizer's state is among the weights."""
 
     weights: list
     losses: list
@@ -591,6 +598,8 @@ class Result:
             *zip(self.predictions, other.predictions, strict=True),
         ]:
             ours, theirs = np.asarray(ours), np.asarray(theirs)
+            if ours.shape != theirs.shape:
+                return np.inf
             scale = np.maximum(np.abs(theirs), 1.0)
             largest = max(largest, float((np.abs(ours - theirs) / scale).max()))
         return largest
@@ -648,9 +657,16 @@ def _run(case, trains, model_of):
     )
     evaluation = trains.evaluate(**data, batch_size=BATCH_SIZE, verbose=0)
     predictions = trains.predict(data["x"], batch_size=BATCH_SIZE, verbose=0)
+    model = model_of(trains)
+    # Sums in the middle of an accumulation are each replica's own.
+    optimizer = [
+        variable.numpy()
+        for variable in model.optimizer.variables
+        if "gradient_accumulator" not in variable.name
+    ]
     return Result(
-        [np.asarray(w, np.float64) for w in model_of(trains).get_weights()],
+        [np.asarray(w, np.float64) for w in [*model.get_weights(), *optimizer]],
         history.history["loss"],
         np.atleast_1d(evaluation).tolist(),
-        tf.nest.flatten(predictions),
+        [np.asarray(p, np.float64) for p in tf.nest.flatten(predictions)],
     )

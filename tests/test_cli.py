@@ -1,0 +1,184 @@
+"""The command line: one line for a mistake, and nothing heavy imported."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mgpu_tf import cli
+from tests import clusters
+
+TWO_WORKERS = (
+    '{"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, '
+    '"task": {"type": "worker", "index": 1}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--help"], ["train", "launch", "version"]),
+        (["help"], ["mgpu-tf COMMAND --help"]),
+        (["-h"], ["mgpu-tf COMMAND --help"]),
+        (["train", "--help"], ["--strategy:", "<mlp|cnn>", "default: '64'"]),
+        (["train", "-h", "--epochs=0"], ["Flags:", "--epochs:"]),
+        (["launch", "--help"], ["--num_workers:", "default: '300.0'"]),
+        (["version"], ["mgpu_tf "]),
+        (["--version"], ["mgpu_tf "]),
+    ],
+    ids=" ".join,
+)
+def test_told(arguments, parts):
+    done = clusters.mgpu_tf(*arguments)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    for part in parts:
+        assert part in done.stdout
+
+
+def test_nothing_given():
+    done = clusters.mgpu_tf()
+    assert done.returncode == 2
+    assert "Commands:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "parts"),
+    [
+        ("trian", {}, ["Unknown command", "'trian'", "mean 'train'"]),
+        ("train --epoch=3", {}, ["Unknown", "'epoch'", "epochs"]),
+        ("train --two\nlines", {}, ["'two lines'"]),
+        ("train --epochs=three", {}, ["--epochs=three"]),
+        ("train --epochs", {}, ["Missing value", "--epochs"]),
+        ("train --model=resnet", {}, ["--model=resnet", "mlp|cnn"]),
+        ("train --epochs=0", {}, ["1 or more", "epochs=0"]),
+        ("train --learning_rate=-1", {}, ["above 0", "learning_rate=-1.0"]),
+        (
+            "train --num_workers=2 --strategy=mirrored",
+            {},
+            ["'multi_worker_mirrored'", "strategy='mirrored'"],
+        ),
+        ("train 5", {}, ["flags only", "'5'", "--name=value"]),
+        ("train", {"TF_CONFIG": "{'a'"}, ["must be JSON", "{'a'"]),
+        ("train", {"TF_CONFIG": "{\n"}, ["must be JSON", r"'{\n'"]),
+        ("launch", {}, ["and the command", "'nothing'"]),
+        ("launch --num_workers=2", {}, ["and the command", "num_workers=2"]),
+        ("launch --num_workers=2 --", {}, ["and the command"]),
+        ("launch --num_workers=2 true", {}, ["and the command", "true"]),
+        ("launch x --num_workers=2 -- true", {}, ["and the command", "x"]),
+        ("launch -- true", {}, ["no --num_workers"]),
+        ("launch --num_workers=0 -- true", {}, ["1 or more", "0"]),
+        ("launch --num_workers=a -- true", {}, ["--num_workers=a"]),
+        (
+            "launch --num_workers=2 --startup_seconds=-1 -- true",
+            {},
+            ["startup_seconds must be 0 or more", "-1"],
+        ),
+        (
+            "launch --num_workers=2 -- true",
+            {"TF_CONFIG": TWO_WORKERS},
+            ["TF_CONFIG is set", "Unset it"],
+        ),
+        (
+            "launch --num_workers=2 -- true",
+            {"TF_CONFIG": "[]"},
+            ["must be a JSON object"],
+        ),
+    ],
+)
+def test_mistake_is_one_line(arguments, environment, parts):
+    done = clusters.mgpu_tf(*arguments.split(" "), env=environment)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.fullmatch(r"mgpu-tf: [^\n]+\n", done.stderr)
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+IMPORTED = """
+import sys
+{code}
+heavy = {{"tensorflow", "keras", "numpy"}}
+print("IMPORTED", *heavy & {{*sys.modules}})
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import mgpu_tf",
+        "import mgpu_tf; mgpu_tf.ClusterConfig",
+        "import mgpu_tf; mgpu_tf.RunConfig(epochs=2)",
+        "import mgpu_tf; mgpu_tf.Report; mgpu_tf.ConfigurationError",
+        "import mgpu_tf; mgpu_tf.flags.define()",
+        *(
+            f"from mgpu_tf import cli; assert cli.main({arguments}) == {code}"
+            for arguments, code in [
+                (["train", "--help"], 0),
+                (["train", "--epoch=3"], 2),
+                (["train", "--epochs=0"], 2),
+                (["launch", "--help"], 0),
+                (["launch", "--num_workers=1", "--", "true"], 0),
+                (["--help"], 0),
+                (["version"], 0),
+            ]
+        ),
+    ],
+)
+def test_imports_nothing_heavy(code):
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED.format(code=code)],
+        env=clusters.environment(),
+        capture_output=True,
+        text=True,
+        timeout=clusters.LIMIT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "IMPORTED"
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What would have been launched or run."""
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    made = []
+
+    def launch(command, num_workers, **kwargs):
+        made.append(("launch", command, num_workers, kwargs))
+        return 7
+
+    def run(config):
+        made.append(("run", config.num_workers, config.epochs))
+        return 0
+
+    monkeypatch.setattr(cli.local, "launch", launch)
+    monkeypatch.setattr(cli, "_run", run)
+    return made
+
+
+def test_several_workers_are_launched(calls):
+    arguments = ["train", "--num_workers=2", "--data_dir=a b"]
+    assert cli.main(arguments) == 7
+    command = [sys.executable, "-m", "mgpu_tf", *arguments]
+    assert calls == [("launch", command, 2, {"chief_has_terminal": True})]
+
+
+def test_worker_of_a_cluster_trains(calls, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", TWO_WORKERS)
+    assert cli.main(["train", "--num_workers=2", "--epochs=3"]) == 0
+    assert calls == [("run", 2, 3)]
+
+
+def test_one_worker_trains(calls):
+    assert cli.main(["train"]) == 0
+    assert calls == [("run", 1, 5)]
+
+
+def test_launch_passes_on(calls):
+    arguments = ["launch", "--num_workers=3", "--startup_seconds=2", "--"]
+    command = ["python", "a b.py", "--", "--num_workers=9", "--help"]
+    assert cli.main([*arguments, *command]) == 7
+    assert calls == [("launch", command, 3, {"startup_seconds": 2.0})]

@@ -1,0 +1,123 @@
+"""The rules of a run, and its names against what they stand for."""
+
+import dataclasses
+import math
+
+import pytest
+
+from mgpu_tf import config as config_lib
+from mgpu_tf.config import RunConfig
+from mgpu_tf.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(
+            ({name: value}, f"{name} must be 1 or more. Received: {name}=")
+            for name in (
+                "num_workers",
+                "num_virtual_devices",
+                "devices",
+                "global_batch_size",
+                "epochs",
+                "steps_per_epoch",
+            )
+            for value in (0, -1)
+        ),
+        *(
+            ({name: "mirorred"}, f"Unknown {name}. Received: 'mirorred'.")
+            for name in (
+                "strategy",
+                "communication",
+                "model",
+                "dataset",
+                "optimizer",
+            )
+        ),
+        ({"strategy": "miror"}, "Did you mean 'mirrored'?"),
+        *(
+            ({"learning_rate": rate}, "learning_rate must be above 0")
+            for rate in (0.0, -0.1, math.nan, math.inf)
+        ),
+        ({"seed": -1}, "seed must be 0 to 4294967295. Received: seed=-1."),
+        ({"seed": 2**32}, "Received: seed=4294967296."),
+        *(
+            (
+                {"num_workers": 2, "strategy": strategy},
+                "num_workers above 1 needs the strategy "
+                "'multi_worker_mirrored'. Received: num_workers=2, "
+                f"strategy='{strategy}'.",
+            )
+            for strategy in ("one_device", "mirrored", "central_storage", "tpu")
+        ),
+        (
+            {"devices": 2, "num_virtual_devices": 3},
+            "not both. Received: devices=2, num_virtual_devices=3.",
+        ),
+    ],
+    ids=str,
+)
+def test_refused(changes, message):
+    with pytest.raises(ConfigurationError) as caught:
+        RunConfig(**changes)
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        *(
+            {name: 1}
+            for name in (
+                "num_workers",
+                "num_virtual_devices",
+                "devices",
+                "global_batch_size",
+                "epochs",
+                "steps_per_epoch",
+            )
+        ),
+        {"learning_rate": 1e-12},
+        {"seed": 2**32 - 1},
+        {"num_workers": 2},
+        {"num_workers": 2, "strategy": "multi_worker_mirrored"},
+        {"num_workers": 1, "strategy": "mirrored"},
+    ],
+    ids=str,
+)
+def test_accepted(changes):
+    config = RunConfig(**changes)
+    assert dataclasses.asdict(config).items() >= changes.items()
+
+
+def test_every_choice_is_accepted():
+    for field in dataclasses.fields(RunConfig):
+        for name in field.metadata["choices"]:
+            assert getattr(RunConfig(**{field.name: name}), field.name) == name
+
+
+def test_every_field_has_help():
+    for field in dataclasses.fields(RunConfig):
+        assert field.metadata["help"].endswith("."), field.name
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RunConfig().epochs = 2
+
+
+def test_names_are_those_of_the_registries():
+    from mgpu_tf import datasets, models, optimizers, strategy
+
+    assert tuple(models._MODELS) == config_lib.MODELS
+    assert tuple(optimizers._OPTIMIZERS) == config_lib.OPTIMIZERS
+    assert datasets.NAMES == config_lib.DATASETS
+    assert ("auto", *strategy._FACTORIES) == config_lib.STRATEGIES
+    # TensorFlow has hierarchical_copy for the devices of one machine only.
+    assert set(config_lib.COMMUNICATIONS) == {
+        *strategy._IMPLEMENTATIONS,
+        "hierarchical_copy",
+    }

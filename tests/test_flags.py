@@ -1,0 +1,97 @@
+"""Flags are the fields of RunConfig, no more and no less."""
+
+import dataclasses
+
+import pytest
+from absl import flags as absl_flags
+
+from mgpu_tf import flags
+from mgpu_tf.config import RunConfig
+from mgpu_tf.errors import ConfigurationError
+
+FIELDS = {field.name: field for field in dataclasses.fields(RunConfig)}
+
+# For each field a value that is not its default, and what else it needs.
+VALUES = {
+    "strategy": "mirrored",
+    "num_workers": 3,
+    "num_virtual_devices": 4,
+    "devices": 2,
+    "communication": "ring",
+    "model": "cnn",
+    "dataset": "digits",
+    "data_dir": "/data sets/a",
+    "global_batch_size": 96,
+    "epochs": 7,
+    "steps_per_epoch": 11,
+    "optimizer": "lamb",
+    "learning_rate": 0.25,
+    "seed": 4294967295,
+    "output_dir": "out=1",
+}
+
+
+@pytest.fixture
+def values():
+    values = absl_flags.FlagValues()
+    flags.define(values)
+    return values
+
+
+def parsed(values, *arguments):
+    assert values(["program", *arguments]) == ["program"]
+    return flags.config(values)
+
+
+def test_a_flag_for_every_field(values):
+    assert set(values) == set(FIELDS)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_default_and_help(name, values):
+    flag, field = values[name], FIELDS[name]
+    assert flag.default == field.default
+    assert flag.help.endswith(field.metadata["help"])
+    choices = tuple(getattr(flag.parser, "enum_values", ()))
+    assert choices == field.metadata["choices"]
+
+
+def test_no_flags_is_the_default_run(values):
+    assert parsed(values) == RunConfig()
+
+
+def test_values_cover_every_field():
+    assert set(VALUES) == set(FIELDS)
+
+
+@pytest.mark.parametrize(("name", "value"), VALUES.items())
+def test_value_arrives(name, value, values):
+    config = parsed(values, f"--{name}={value}")
+    assert config == RunConfig(**{name: value})
+    assert type(getattr(config, name)) is type(value)
+
+
+def test_all_at_once(values):
+    chosen = VALUES | {"strategy": "multi_worker_mirrored"}
+    del chosen["devices"]
+    arguments = [f"--{name}={value}" for name, value in chosen.items()]
+    assert parsed(values, *arguments) == RunConfig(**chosen)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["--epochs=many", "--epochs=1.5", "--learning_rate=x", "--model=mlpp"],
+)
+def test_wrong_type(argument, values):
+    with pytest.raises(absl_flags.IllegalFlagValueError):
+        values(["program", argument])
+
+
+def test_rules_hold(values):
+    with pytest.raises(ConfigurationError, match="Received: epochs=0"):
+        parsed(values, "--epochs=0")
+
+
+def test_defined_twice(values):
+    with pytest.raises(absl_flags.DuplicateFlagError):
+        flags.define(values)
