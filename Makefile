@@ -2,6 +2,7 @@
 # make demo    the main job: two worker processes, then one device
 # make test    the default test suite
 # make lint    ruff and mypy
+# make parity  the whole parity matrix, about half an hour; writes its tables
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +11,7 @@ METADATA := setup.cfg pyproject.toml
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test lint parity format clean
 
 setup: $(VENV)/.base
 
@@ -19,6 +20,9 @@ demo: $(VENV)/.base
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)
+
+parity: $(VENV)/.test
+	$(BIN)/python -m tests.parity.run
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

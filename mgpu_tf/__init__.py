@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from mgpu_tf.config import RunConfig
     from mgpu_tf.engine.update import apply_gradients
     from mgpu_tf.errors import ClusterError, ConfigurationError
+    from mgpu_tf.job import run
     from mgpu_tf.parity import ParityReport, check_parity
     from mgpu_tf.report import Report
-    from mgpu_tf.run import run
     from mgpu_tf.strategy import (
         create_central_storage_strategy,
         create_mirrored_strategy,
@@ -52,7 +52,7 @@ _HOMES = {
     "create_strategy": "mgpu_tf.strategy",
     "create_tpu_strategy": "mgpu_tf.strategy",
     "is_chief": "mgpu_tf.strategy",
-    "run": "mgpu_tf.run",
+    "run": "mgpu_tf.job",
 }
 
 __all__ = [

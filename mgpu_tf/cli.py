@@ -122,7 +122,7 @@ def _run(config: RunConfig) -> int:
     logging.basicConfig(format="mgpu-tf: %(message)s")
     logging.getLogger("mgpu_tf").setLevel(logging.INFO)
     from mgpu_tf import display
-    from mgpu_tf.run import run
+    from mgpu_tf.job import run
 
     report = run(config)
     cluster = ClusterConfig.from_environment()
@@ -215,7 +215,7 @@ def _parity(arguments: list[str]) -> int:
             command, values.num_workers, chief_has_terminal=True
         )
     quiet.import_tensorflow()
-    from mgpu_tf.run import compare
+    from mgpu_tf.job import compare
 
     report = compare(
         values.model,

@@ -73,8 +73,8 @@ class ClusterConfig:
             environ: The environment; `os.environ` by default.
 
         Returns:
-            The configuration, or None where `TF_CONFIG` is absent or empty
-            or names no cluster, which means a single process.
+            The configuration, or None where `TF_CONFIG` is absent, empty or
+            `{}`, which means a single process.
 
         Raises:
             ClusterError: `TF_CONFIG` is not valid.

@@ -86,8 +86,17 @@ class Report:
         path = os.path.join(folder, REPORT_FILE)
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
-        epochs = [EpochReport(**epoch) for epoch in values.pop("epochs")]
-        return cls(epochs=epochs, **values)
+        epochs = [
+            EpochReport(**_known(EpochReport, epoch))
+            for epoch in values.pop("epochs")
+        ]
+        return cls(epochs=epochs, **_known(cls, values))
+
+
+def _known(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out fields that a later version has added."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: values[name] for name in values if name in names}
 
 
 def weights_sha256(weights: Iterable[Any]) -> str:

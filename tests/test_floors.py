@@ -1,7 +1,7 @@
 """The order of the house: imports only go down.
 
 5   flags, cli, __init__, __main__
-4   run
+4   job
 3   trainer, parity
 2   engine.*
 1   strategy, models, optimizers, datasets.*, data
@@ -36,7 +36,7 @@ FLOORS = {
     "engine": 2,
     "trainer": 3,
     "parity": 3,
-    "run": 4,
+    "job": 4,
     "flags": 5,
     "cli": 5,
     "__init__": 5,

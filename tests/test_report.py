@@ -161,3 +161,13 @@ def test_digest_of_half_precision():
     weight = np.array([1.0, -2.0], ml_dtypes.bfloat16)
     expected = hashlib.sha256(bytes([0x80, 0x3F, 0x00, 0xC0])).hexdigest()
     assert weights_sha256([weight]) == expected
+
+
+def test_fields_of_a_later_version_are_left_out(report, tmp_path):
+    path = tmp_path / "report.json"
+    report.write(str(tmp_path))
+    values = json.loads(path.read_text())
+    values["added_later"] = 1
+    values["epochs"][0]["added_later"] = 2
+    path.write_text(json.dumps(values))
+    assert Report.read(str(tmp_path)) == report

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
+from sklearn.datasets import load_digits
 
 import mgpu_tf
 
@@ -110,6 +111,13 @@ def images(examples=UNEVEN):
     x = generator.uniform(size=(examples, 6, 6, 1))
     y = generator.integers(0, CLASSES, size=examples)
     return {"x": x.astype(keras.config.floatx()), "y": y}
+
+
+def digits(examples=1797):
+    """scikit-learn's digits, all of them, one-hot."""
+    x, y = load_digits(return_X_y=True)
+    x = (x[:examples] / 16.0).astype(keras.config.floatx())
+    return {"x": x, "y": np.eye(10)[y[:examples]]}
 
 
 def overflowing(examples=UNEVEN):
@@ -491,6 +499,7 @@ CASES = {
         floatx="float32",
     ),
     "f1": Case(lambda: _f1_model(), one_hot),
+    "scores_of_1797": Case(lambda: _digits_model(), digits),
     # Shapes of models and steps.
     # Even, since Keras's own means of each output weight batches alike.
     "dict_inputs_two_outputs": Case(two_outputs, lambda: named(EVEN)),
@@ -571,6 +580,23 @@ def _f1_model():
     return model
 
 
+def _digits_model():
+    model = keras.Sequential(
+        [
+            keras.Input((64,)),
+            layers.Dense(16, activation="tanh"),
+            layers.Dense(10, activation="softmax"),
+        ]
+    )
+    metrics = [
+        keras.metrics.AUC(),
+        keras.metrics.F1Score(average="macro"),
+        "accuracy",
+    ]
+    model.compile(sgd()(), "categorical_crossentropy", metrics=metrics)
+    return model
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """What a run ended with; the optimizer's state is among the weights."""
@@ -643,6 +669,21 @@ def run(case, strategy):
     examples = len(tf.nest.flatten(case.data())[0])
     assert trainer.examples_seen == EPOCHS * examples
     return result
+
+
+def run_permuted(case, one_device):
+    """The noise: one device, the examples permuted within each batch."""
+    generator = np.random.default_rng(1)
+    data = case.data()
+    size = len(tf.nest.flatten(data)[0])
+    order = np.concatenate(
+        [
+            start + generator.permutation(min(BATCH_SIZE, size - start))
+            for start in range(0, size, BATCH_SIZE)
+        ]
+    )
+    data = tf.nest.map_structure(lambda array: array[order], data)
+    return run(dataclasses.replace(case, data=lambda: data), one_device)
 
 
 def _run(case, trains, model_of):

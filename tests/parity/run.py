@@ -1,0 +1,285 @@
+"""The whole matrix: every row on every column, and the table of it.
+
+    python -m tests.parity.run          (or: make parity)
+
+Results are kept in docs/parity.json as they come, so that a run that was
+stopped goes on; a change of the package, of the cases or of the versions
+starts anew. At the end docs/parity.md and the README's table are written.
+Hardware: any; on 2 CPU cores about half an hour. Exits with status 1 where a
+row does not hold.
+"""
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+import sys
+import tempfile
+
+import mgpu_tf
+from mgpu_tf import quiet
+from tests import clusters
+
+ROOT = pathlib.Path(clusters.ROOT)
+LEDGER = ROOT / "docs" / "parity.json"
+TABLE = ROOT / "docs" / "parity.md"
+README = ROOT / "README.md"
+MARKS = ("<!-- parity: begin -->", "<!-- parity: end -->")
+
+MACHINE = ("one_device", "mirrored_x2", "mirrored_x4", "central_storage_x2")
+CLUSTERS = {"2_workers": (2, 1), "3_workers": (3, 1), "2_workers_x2": (2, 2)}
+FLOAT32 = "mirrored_x2_float32"
+CLUSTER_FLOAT32 = "2_workers_float32"
+COLUMNS = (*MACHINE, *CLUSTERS, FLOAT32, CLUSTER_FLOAT32)
+
+# Rows that go through one cluster; what is done when it stops is kept.
+CHUNK = 16
+
+GROUPS = {
+    "SGD, momentum, Nesterov, Adam, AdamW, Nadam, Lamb, Lion, Muon, "
+    "MultiOptimizer, schedules": (
+        "sgd momentum nesterov adam adamw nadam lamb lion muon "
+        "two_optimizers schedule"
+    ),
+    "clipnorm, global_clipnorm, clipvalue": (
+        "sgd_clipnorm sgd_global_clipnorm sgd_clipvalue momentum_clipnorm "
+        "momentum_global_clipnorm momentum_clipvalue adam_clipnorm "
+        "adam_global_clipnorm adam_clipvalue"
+    ),
+    "gradient accumulation, EMA, both": (
+        "accumulation_2 accumulation_3_uneven accumulation_clipped ema "
+        "ema_overwrite ema_accumulation"
+    ),
+    "loss scaling, with an overflow on one replica": (
+        "loss_scale_overflow loss_scale_factor"
+    ),
+    "uneven last batch, replicas without an example": (
+        "last_batch_of_1 last_batch_of_2 last_batch_of_3 last_batch_of_4 "
+        "last_batch_of_5 even add_loss_empty_replica "
+        "batch_norm_synchronized_empty"
+    ),
+    "regularizers, constraints, `add_loss`, own `compute_loss`": (
+        "constraint activity_regularizer own_compute_loss"
+    ),
+    "sample weights, class weights, masks, reductions": (
+        "sample_weight weighted_mean class_weight sum mask mask_weighted_mean"
+    ),
+    "metrics: AUC, F1, MeanIoU, Precision, top-k": "auc f1 topk scores_of_1797",
+    "synchronized BatchNormalization": "batch_norm_synchronized",
+    "dict inputs, several outputs, subclassed, convolution, "
+    "`steps_per_execution`, `jit_compile`": (
+        "dict_inputs_two_outputs subclassed convolution "
+        "steps_per_execution_8 jit_compile jit_compile_communicating"
+    ),
+    "own `train_step`, `mgpu_tf.apply_gradients`": (
+        "own_train_step own_train_step_clipped"
+    ),
+    "mixed_float16, mixed_bfloat16": "mixed_bfloat16 mixed_float16",
+}
+
+
+def main():
+    quiet.import_tensorflow()
+    strategies = {
+        "mirrored_x4": mgpu_tf.create_mirrored_strategy(num_virtual_devices=4),
+        "mirrored_x2": mgpu_tf.create_mirrored_strategy(num_virtual_devices=2),
+        "central_storage_x2": mgpu_tf.create_central_storage_strategy(
+            num_virtual_devices=2
+        ),
+        "one_device": mgpu_tf.create_one_device_strategy("CPU:0"),
+    }
+    from tests.parity import cases
+
+    ledger = _ledger()
+    for name in cases.CASES:
+        for column in MACHINE:
+            _once(ledger, column, name, lambda c, n: _local(strategies[c], n))
+        if _judged_by_noise(name):
+            _once(ledger, FLOAT32, name, lambda c, n: _float32(strategies, n))
+    for column, layout in CLUSTERS.items():
+        _cluster(ledger, column, layout, list(cases.CASES), "")
+    quiet_names = [name for name in cases.CASES if _judged_by_noise(name)]
+    _cluster(ledger, CLUSTER_FLOAT32, (2, 1), quiet_names, "float32")
+    _write_tables(ledger)
+    cells = [cell for row in ledger["rows"].values() for cell in row.values()]
+    red = sum(not cell["holds"] for cell in cells)
+    print(f"{len(cells)} cells, {len(cells) - red} hold, {red} do not")
+    return 1 if red else 0
+
+
+def _judged_by_noise(name):
+    """Whether a row is run in float32 as well, against the noise there."""
+    from tests.parity import cases
+
+    case = cases.CASES[name]
+    # 1e290 and a scale of 2**100 are made for float64.
+    return (
+        case.promise == "same"
+        and case.floatx == "float64"
+        and name != "loss_scale_overflow"
+    )
+
+
+def _ledger():
+    """Reads what an earlier run has left, if it was of the same sources."""
+    digest = hashlib.sha256()
+    for path in sorted(
+        [*ROOT.glob("mgpu_tf/**/*.py"), *ROOT.glob("tests/parity/*.py")]
+    ):
+        digest.update(path.read_bytes())
+    head = {
+        "sources": digest.hexdigest(),
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("tensorflow", "keras", "numpy")
+        },
+    }
+    if LEDGER.exists():
+        ledger = json.loads(LEDGER.read_text())
+        if {name: ledger[name] for name in head} == head:
+            return ledger
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return head | {"date": today, "rows": {}}
+
+
+def _record(ledger, column, name, holds, difference, note=""):
+    cell = {"holds": bool(holds), "difference": difference}
+    if note:
+        cell["note"] = note
+    ledger["rows"].setdefault(name, {})[column] = cell
+    LEDGER.write_text(json.dumps(ledger, indent=1) + "\n")
+    state = "holds" if holds else "DOES NOT HOLD"
+    print(f"{column} {name}: {difference:.1e} {note} {state}", flush=True)
+
+
+def _once(ledger, column, name, measure):
+    if column not in ledger["rows"].get(name, {}):
+        _record(ledger, column, name, *measure(column, name))
+
+
+def _local(strategy, name):
+    from tests.parity import cases, judge
+
+    case = cases.CASES[name]
+    cases.set_floatx(case.floatx)
+    try:
+        result = cases.run(case, strategy)
+    except mgpu_tf.ConfigurationError as error:
+        expected = judge.REFUSED.get(("central_storage_x2", name), "\n")
+        return expected in str(error), 0.0, "refused"
+    finally:
+        cases.set_floatx("float32")
+    return judge.verdict(name, result)
+
+
+def _float32(strategies, name, result=None):
+    """SGD within 1e-5, the others within 5 times the noise of one device."""
+    from tests.parity import cases, judge
+
+    cases.set_floatx("float32")
+    case = cases.CASES[name]
+    reference = cases.run_stock(case)
+    if result is None:
+        result = cases.run(case, strategies["mirrored_x2"])
+    difference = result.largest_difference(reference)
+    curve = result.loss_difference(reference)
+    allowed = judge.FLOAT32
+    if difference > allowed:
+        noise = cases.run_permuted(case, strategies["one_device"])
+        allowed = max(allowed, 5 * noise.largest_difference(reference))
+    return difference <= allowed and curve <= judge.FLOAT32, max(
+        difference, curve
+    )
+
+
+def _cluster(ledger, column, layout, names, floatx):
+    from tests.parity import cases, judge, worker
+
+    missing = [n for n in names if column not in ledger["rows"].get(n, {})]
+    for start in range(0, len(missing), CHUNK):
+        chunk = missing[start : start + CHUNK]
+        with tempfile.TemporaryDirectory() as folder:
+            hashes = clusters.run_parity_cases(*layout, chunk, folder, floatx)
+            for name in chunk:
+                result = cases.Result.load(worker.result_file(folder, name))
+                if floatx:
+                    found = _float32({}, name, result)
+                else:
+                    found = judge.verdict(name, result, hashes[name])
+                _record(ledger, column, name, *found)
+
+
+def _write_tables(ledger):
+    from tests.parity import cases
+
+    versions = ", ".join(f"{n} {v}" for n, v in ledger["versions"].items())
+    head = (
+        f"Measured on {ledger['date']} with {versions}, by `make parity`, on "
+        "parts of a CPU and processes of one machine."
+    )
+    lines = [
+        "# The parity matrix",
+        "",
+        head,
+        "",
+        "Each cell is the largest difference from Keras's own `fit` on one "
+        "device after 3 epochs: of any weight or optimizer variable, and "
+        "relative of any loss, score or prediction. Rows are run in float64 "
+        "and held to 1e-9; `topk` in float32, to 1e-5; the mixed policies to "
+        "2e-2. The last two columns are in float32: losses within 1e-5, and "
+        "weights within 1e-5 or 5 times the noise of one device. *Agree* "
+        "rows promise only that all workers end with the same weights.",
+        "",
+        "| row | promise | " + " | ".join(COLUMNS) + " |",
+        "|---|---|" + "---|" * len(COLUMNS),
+    ]
+    for name, case in cases.CASES.items():
+        row = ledger["rows"][name]
+        cells = " | ".join(_cell(row.get(column)) for column in COLUMNS)
+        lines.append(f"| {name} | {case.promise} | {cells} |")
+    TABLE.write_text("\n".join(lines) + "\n")
+
+    lines = [
+        head,
+        "",
+        "| float64, largest difference from one device | "
+        + " | ".join((*MACHINE, *CLUSTERS))
+        + " |",
+        "|---|" + "---|" * len((*MACHINE, *CLUSTERS)),
+    ]
+    for title, names in GROUPS.items():
+        worst = [
+            _worst([ledger["rows"][n].get(column) for n in names.split()])
+            for column in (*MACHINE, *CLUSTERS)
+        ]
+        lines.append(f"| {title} | " + " | ".join(worst) + " |")
+    text = README.read_text()
+    before, rest = text.split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    table = "\n".join(lines)
+    README.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{after}")
+
+
+def _cell(cell):
+    if cell is None:
+        return ""
+    if cell.get("note"):
+        return cell["note"]
+    mark = "" if cell["holds"] else " **fails**"
+    return f"{cell['difference']:.0e}{mark}"
+
+
+def _worst(cells):
+    measured = [c for c in cells if c and not c.get("note")]
+    if any(not cell["holds"] for cell in cells if cell):
+        return "**fails**"
+    refused = len([c for c in cells if c and c.get("note")])
+    note = f" ({refused} refused)" if refused else ""
+    if not measured:
+        return "refused"
+    return f"{max(cell['difference'] for cell in measured):.0e}{note}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
