@@ -19,9 +19,9 @@ from mgpu_tf.engine.state import ReplicaState
 from mgpu_tf.engine.update import refuse_in_train_step
 
 NO_EXAMPLES = (
-    "A train_step or test_step of one's own needs an example on every "
-    "replica in every step. Received: a batch smaller than the number of "
-    "replicas. Drop the remainder, or use another batch size."
+    "An overridden train_step or test_step needs an example on every replica "
+    "in every step. Received: a batch smaller than the number of replicas. "
+    "Drop the remainder, or use another batch size."
 )
 
 

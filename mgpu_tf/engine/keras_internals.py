@@ -320,17 +320,20 @@ def checked_order(
 
     Args:
         optimizer: An optimizer; those that it wraps included.
-        check: Takes the optimizer that applies; raises where it must not.
+        check: Takes the optimizer; raises where it must not apply.
     """
 
     def instructions(part: keras.optimizers.Optimizer) -> dict[str, Any]:
-        keras_own = part._backend_apply_gradients
+        # Loss scaling comes before anything else is decided.
+        scales = isinstance(part, keras.optimizers.LossScaleOptimizer)
+        name = "apply" if scales else "_backend_apply_gradients"
+        keras_own = getattr(part, name)
 
-        def apply(gradients: Any, variables: Any) -> None:
-            check(part)
-            keras_own(gradients, variables)
+        def apply(*arguments: Any, **named: Any) -> None:
+            check(optimizer)
+            keras_own(*arguments, **named)
 
-        return {"_backend_apply_gradients": apply}
+        return {name: apply}
 
     with _replaced(optimizer, instructions):
         yield
