@@ -192,6 +192,34 @@ def test_early_stop_evaluates_all(strategies):
     assert history.history["val_loss"] == [pytest.approx(expected[0])]
 
 
+@pytest.mark.parametrize("column", COLUMNS)
+def test_losses_of_outputs_add_up(column, strategies):
+    """Means over examples, on an uneven last batch too."""
+
+    def build_two():
+        inputs = keras.Input((6,))
+        outputs = {
+            name: keras.layers.Dense(1, name=name)(inputs) for name in "ab"
+        }
+        model = keras.Model(inputs, outputs)
+        losses = {"a": "mse", "b": "mae"}
+        model.compile("sgd", losses, loss_weights={"a": 0.5, "b": 2.0})
+        return model
+
+    x, y = arrays()
+    targets = {"a": y.astype("float32"), "b": x[:, 0]}
+    trainer = mgpu_tf.Trainer(build_two, strategies[column])
+    trainer.fit(x, targets, batch_size=8, verbose=0)
+    scores = trainer.evaluate(
+        x, targets, batch_size=8, verbose=0, return_dict=True
+    )
+    parts = 0.5 * scores["a_loss"] + 2.0 * scores["b_loss"]
+    assert scores["loss"] == pytest.approx(parts, rel=1e-6)
+    outputs = trainer.predict(x, verbose=0)
+    mse = np.mean((outputs["a"][:, 0] - targets["a"]) ** 2)
+    assert scores["a_loss"] == pytest.approx(mse, rel=1e-5)
+
+
 def test_recompiled_model(strategies):
     trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
     x, y = arrays()

@@ -3,8 +3,7 @@
 A training step is the same on every synchronous strategy:
 
     on each replica    forward, loss contribution, gradients of it
-                       -> summed over replicas, once
-    on each replica    clip -> apply -> EMA (the compiled optimizer's own)
+    `Update`           sum over replicas -> clip -> apply -> EMA
 
 Gradients are reduced before the optimizer sees them, so what it does with
 them (clipping above all) is the same on all replicas and the same as on one
@@ -342,7 +341,8 @@ class SynchronousEngine:
                 x, y, y_pred, sample_weight, scope.losses, share, training
             )
             model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        writes: Writes = []
+        # By variable, since Keras writes to some of these means as well.
+        writes: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
         drawn = {id(state) for state, _ in seeds}
         for variable in self._state.variables:
             value = scope.get_current_value(variable)
@@ -352,14 +352,15 @@ class SynchronousEngine:
                 value = self._state.next_seed(variable, value)
             elif not self._state.is_agreed(variable):
                 value = share.select(value, variable)
-            writes.append((variable, value))
+            writes[id(variable)] = (variable, value)
         tracker = keras_internals.loss_tracker(model)
-        for mean, value in [
+        for mean, contribution in [
             (tracker, loss),
             *zip(self._loss.trackers, terms, strict=False),
         ]:
-            writes.extend(_mean_writes(mean, value, share))
-        return loss, writes
+            for variable, value in _mean_writes(mean, contribution, share):
+                writes[id(variable)] = (variable, value)
+        return loss, list(writes.values())
 
     def _replica_gradients(
         self, data: Any, local: tf.Tensor, total: tf.Tensor
