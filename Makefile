@@ -22,7 +22,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)
 
 parity: $(VENV)/.test
-	$(BIN)/python -m tests.parity.run
+	$(BIN)/python -m tests.parity.run $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -13,7 +13,8 @@ conditions cannot communicate; here conditions stand outside of replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -94,7 +95,10 @@ class Update:
         self._overwrite_with_average()
 
     def _apply(self, gradients: Gradients) -> None:
-        with keras_internals.engine_order(self._optimizer):
+        with (
+            keras_internals.engine_order(self._optimizer),
+            self._constraints_outside(),
+        ):
             try:
                 self._strategy.run(self._apply_on_replica, args=(gradients,))
             except ValueError as error:
@@ -106,6 +110,29 @@ class Update:
                     "does not go with 'central_storage', which keeps one "
                     f"copy. Received: {name}. Use 'mirrored'."
                 ) from None
+
+    @contextlib.contextmanager
+    def _constraints_outside(self) -> Iterator[None]:
+        """Constrains the one copy of a weight once, after all replicas.
+
+        Keras does so in every replica, right after the update.
+        """
+        constraints = [variable.constraint for variable in self._variables]
+        if not self._stored_once or not any(constraints):
+            yield
+            return
+        for variable in self._variables:
+            variable.constraint = None
+        try:
+            yield
+        finally:
+            for variable, own in zip(self._variables, constraints, strict=True):
+                variable.constraint = own
+        for variable, constrain in zip(
+            self._variables, constraints, strict=True
+        ):
+            if constrain is not None:
+                variable.assign(constrain(variable))
 
     def _end_accumulation(self, gradients: Gradients) -> tf.Tensor:
         gradients = self._strategy.run(self._take, args=(gradients,))

@@ -1,10 +1,12 @@
 """The whole matrix: every row on every column, and the table of it.
 
-    python -m tests.parity.run          (or: make parity)
+    python -m tests.parity.run [--keep]          (or: make parity)
 
 Results are kept in docs/parity.json as they come, so that a run that was
 stopped goes on; a change of the package, of the cases or of the versions
-starts anew. At the end docs/parity.md and the README's table are written.
+starts anew. With --keep the cells that held stay as they are and only the
+others are measured again. At the end docs/parity.md and the README's table
+are written.
 Hardware: any; on 2 CPU cores about half an hour. Exits with status 1 where a
 row does not hold.
 """
@@ -139,6 +141,12 @@ def _ledger():
         ledger = json.loads(LEDGER.read_text())
         if {name: ledger[name] for name in head} == head:
             return ledger
+        if "--keep" in sys.argv[1:] and ledger["versions"] == head["versions"]:
+            kept = {
+                name: {c: cell for c, cell in row.items() if cell["holds"]}
+                for name, row in ledger["rows"].items()
+            }
+            return head | {"date": ledger["date"], "rows": kept}
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return head | {"date": today, "rows": {}}
 

@@ -18,6 +18,7 @@ ELSEWHERE = [
     "ema_accumulation",
     "loss_scale_overflow",
     "batch_norm_synchronized",
+    "constraint",
     "add_loss_empty_replica",
     "mask",
     "auc",
