@@ -220,6 +220,29 @@ def test_losses_of_outputs_add_up(column, strategies):
     assert scores["a_loss"] == pytest.approx(mse, rel=1e-5)
 
 
+@pytest.mark.parametrize("column", ["mirrored_x2", "mirrored_x4"])
+def test_embedding_with_parts_of_changing_size(column, strategies):
+    """The gradients of a table are sparse, of another length in each part."""
+
+    def build_table():
+        model = keras.Sequential(
+            [keras.layers.Embedding(9, 4), keras.layers.Dense(1)]
+        )
+        optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.1)
+        model.compile(optimizer, "mse")
+        return model
+
+    words = np.random.default_rng(0).integers(0, 9, size=(37, 3))
+    targets = words[..., None].astype("float32")
+    weights = []
+    for strategy in (strategies["one_device"], strategies[column]):
+        trainer = mgpu_tf.Trainer(build_table, strategy, steps_per_execution=4)
+        trainer.fit(words, targets, batch_size=15, epochs=2, verbose=0)
+        weights.append(trainer.model.get_weights())
+    for alone, ours in zip(*weights, strict=True):
+        np.testing.assert_allclose(ours, alone, rtol=1e-4, atol=1e-6)
+
+
 def test_recompiled_model(strategies):
     trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
     x, y = arrays()

@@ -172,6 +172,11 @@ class Update:
     # On a replica.
 
     def _sum(self, gradients: Gradients) -> Gradients:
+        if self._replicas == 1 and not _clips(self._optimizer):
+            return gradients
+        # TensorFlow gathers sparse gradients, and fails in a loop when their
+        # length changes; a norm needs the rows of one index added up anyway.
+        gradients = [_dense(gradient) for gradient in gradients]
         if self._replicas == 1:
             return gradients
         context = tf.distribute.get_replica_context()
@@ -259,7 +264,7 @@ def apply_gradients(
             of one's own does not go with.
     """
     refuse_in_train_step(optimizer, clipping=False)
-    present = [gradient for gradient in gradients if gradient is not None]
+    present = [_dense(g) for g in gradients if g is not None]
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync > 1:
         present = context.all_reduce("sum", present)
@@ -326,6 +331,13 @@ def _accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int:
             "larger batch size."
         )
     return optimizer.gradient_accumulation_steps or 1
+
+
+def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
+    return any(
+        part.clipnorm or part.global_clipnorm or part.clipvalue
+        for part in keras_internals.parts(optimizer)
+    )
 
 
 def _set_to_zero(variables: list[keras.Variable]) -> None:

@@ -243,7 +243,7 @@ def _write_tables(ledger):
         "|---|---|" + "---|" * len(COLUMNS),
     ]
     for name, case in cases.CASES.items():
-        row = ledger["rows"][name]
+        row = ledger["rows"].get(name, {})
         cells = " | ".join(_cell(row.get(column)) for column in COLUMNS)
         lines.append(f"| {name} | {case.promise} | {cells} |")
     TABLE.write_text("\n".join(lines) + "\n")
