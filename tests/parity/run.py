@@ -215,6 +215,8 @@ def _cluster(ledger, column, layout, names, floatx):
                     found = _float32({}, name, result)
                 else:
                     found = judge.verdict(name, result, hashes[name])
+                if (column, name) in judge.LOCAL_MEANS:
+                    found = len(hashes[name]) == 1, found[1], "agree"
                 _record(ledger, column, name, *found)
 
 
