@@ -146,7 +146,7 @@ def _ledger():
                 name: {c: cell for c, cell in row.items() if cell["holds"]}
                 for name, row in ledger["rows"].items()
             }
-            return head | {"date": ledger["date"], "rows": kept}
+            return head | {"date": ledger["date"], "kept": True, "rows": kept}
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return head | {"date": today, "rows": {}}
 
@@ -228,6 +228,11 @@ def _write_tables(ledger):
         f"Measured on {ledger['date']} with {versions}, by `make parity`, on "
         "parts of a CPU and processes of one machine."
     )
+    if ledger.get("kept"):
+        head += (
+            " Cells that held were kept while others were mended and "
+            "measured again."
+        )
     lines = [
         "# The parity matrix",
         "",
@@ -239,7 +244,8 @@ def _write_tables(ledger):
         "and held to 1e-9; `topk` in float32, to 1e-5; the mixed policies to "
         "2e-2. The last two columns are in float32: losses within 1e-5, and "
         "weights within 1e-5 or 5 times the noise of one device. *Agree* "
-        "rows promise only that all workers end with the same weights.",
+        "rows promise only that all workers end with the same weights. A "
+        "blank cell was not measured.",
         "",
         "| row | promise | " + " | ".join(COLUMNS) + " |",
         "|---|---|" + "---|" * len(COLUMNS),
