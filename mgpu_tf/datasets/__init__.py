@@ -1,10 +1,12 @@
-"""Data sets that need no download, as arrays.
+"""Data sets by name: those of this package, and those of TFDS.
 
     splits = load("digits")
-    x, y = splits.train
+    trainer.fit(**splits.training(batch_size=64), epochs=5)
+    trainer.evaluate(**splits.testing(batch_size=64))
 
-Sets are prepared once by `tensorflow_datasets` and kept in its folder; a
-lock makes processes that start together wait for the first.
+`digits`, `tabular` and `images` need no download. Sets are prepared once by
+`tensorflow_datasets` and kept in its folder; a lock makes processes that start
+together wait for the first.
 """
 
 from __future__ import annotations
@@ -14,19 +16,25 @@ import dataclasses
 import fcntl
 import io
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mgpu_tf.datasets.files import by_file, records
 from mgpu_tf.errors import ConfigurationError, unknown_name
 
 if TYPE_CHECKING:
+    import tensorflow as tf
     import tensorflow_datasets as tfds
+
+__all__ = ["NAMES", "Arrays", "Splits", "Streams", "load", "records"]
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
-NAMES = ("digits",)
+NAMES = ("digits", "tabular", "images")
+
+_SHUFFLE_BUFFER = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,70 +56,234 @@ class Splits:
         """Returns the shape of an example."""
         return self.train[0].shape[1:]
 
+    def training(self, batch_size: int) -> dict[str, Any]:
+        """Returns arguments of `Trainer.fit`."""
+        x, y = self.train
+        return {"x": x, "y": y, "batch_size": batch_size}
 
-def load(name: str, data_dir: str | None = None) -> Splits:
+    def testing(self, batch_size: int) -> dict[str, Any]:
+        """Returns arguments of `Trainer.evaluate`."""
+        x, y = self.test
+        return {"x": x, "y": y, "batch_size": batch_size}
+
+
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """A classification set that is read from its files.
+
+    Attributes:
+        builder: The prepared set.
+        input_shape: The shape of an example.
+        num_classes: Labels are 0 to num_classes - 1.
+        scale: Inputs are divided by it.
+        seed: Decides the order of training.
+        deterministic: Whether all workers read all files.
+    """
+
+    builder: tfds.core.DatasetBuilder
+    input_shape: tuple[int, ...]
+    num_classes: int
+    scale: float
+    seed: int = 0
+    deterministic: bool = True
+
+    def training(self, batch_size: int) -> dict[str, Any]:
+        """Returns arguments of `Trainer.fit`."""
+        files = self.builder.info.splits["train"].num_shards
+
+        def pipeline(first: int, step: int, batch: int) -> tf.data.Dataset:
+            import tensorflow as tf
+            import tensorflow_datasets as tfds
+
+            context = tf.distribute.InputContext(step, first)
+            config = tfds.ReadConfig(
+                input_context=context if step > 1 else None,
+                shuffle_seed=self.seed,
+                try_autocache=False,
+            )
+            data = self._read("train", read_config=config)
+            return data.shuffle(_SHUFFLE_BUFFER, seed=self.seed).batch(batch)
+
+        if self.deterministic:
+            return {"x": pipeline(0, 1, batch_size)}
+        return {"x": by_file(files, pipeline, batch_size)}
+
+    def testing(self, batch_size: int) -> dict[str, Any]:
+        """Returns arguments of `Trainer.evaluate`."""
+        splits = self.builder.info.splits
+        name = next(n for n in ("test", "validation", "train") if n in splits)
+        return {"x": self._read(name).batch(batch_size)}
+
+    def _read(self, split: str, **options: Any) -> tf.data.Dataset:
+        import tensorflow as tf
+
+        def scaled(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return tf.cast(x, tf.float32) / self.scale, tf.cast(y, tf.int32)
+
+        data = self.builder.as_dataset(
+            split=split, as_supervised=True, shuffle_files=False, **options
+        )
+        return data.map(scaled, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def load(
+    name: str,
+    data_dir: str | None = None,
+    *,
+    seed: int = 0,
+    deterministic: bool = True,
+) -> Splits | Streams:
     """Loads a set, preparing it where that has not been done.
 
     Args:
-        name: `digits`.
+        name: `digits`, `tabular`, `images` or `images/SIDE`, or a supervised
+            classification set of TFDS such as `mnist`.
         data_dir: Where prepared sets are kept; by default the folder of
             TFDS, which the variable TFDS_DATA_DIR sets.
+        seed: Decides the order of what is read from files.
+        deterministic: As for `records`.
 
     Returns:
-        The set.
+        The set, in memory where it is of this package and small.
 
     Raises:
-        ConfigurationError: The name is unknown, or the folder cannot be
-            written.
+        ConfigurationError: The name is unknown, the set can neither be found
+            nor made, or the folder cannot be written.
     """
-    if name not in NAMES:
-        raise ConfigurationError(unknown_name("dataset", name, NAMES))
+    base = name.partition("/")[0]
+    if base == "images":
+        from mgpu_tf.datasets.images import Images, side_of
+
+        builder = _prepare(
+            Images, data_dir, Images.NUM_SHARDS, side=side_of(name)
+        )
+        return _streams(builder, Images.SCALE, seed, deterministic)
+    if name in NAMES:
+        builder_class = _own(name)
+        builder = _prepare(builder_class, data_dir, builder_class.NUM_SHARDS)
+        label = builder.info.supervised_keys[1]
+        return Splits(
+            _arrays(builder, "train", builder_class.SCALE),
+            _arrays(builder, "test", builder_class.SCALE),
+            builder.info.features[label].num_classes,
+        )
+    return _streams(_of_tfds(name, data_dir), 255.0, seed, deterministic)
+
+
+def _own(name: str) -> Any:
+    if name == "tabular":
+        from mgpu_tf.datasets.tabular import Tabular
+
+        return Tabular
     from mgpu_tf.datasets.digits import Digits
 
-    builder = _prepare(Digits, data_dir)
-    train, test = (_arrays(builder, split) for split in ("train", "test"))
-    return Splits(train, test, builder.info.features["label"].num_classes)
+    return Digits
 
 
-def _prepare(
-    builder_class: type[tfds.core.GeneratorBasedBuilder],
-    data_dir: str | None,
-) -> tfds.core.DatasetBuilder:
+def _of_tfds(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
     import tensorflow_datasets as tfds
 
     try:
-        with (
-            _locked(data_dir or tfds.core.constants.DATA_DIR),
-            contextlib.redirect_stdout(io.StringIO()),
-        ):
-            tfds.disable_progress_bar()
-            builder = builder_class(data_dir=data_dir)
-            builder.download_and_prepare(
-                download_config=tfds.download.DownloadConfig(
-                    num_shards=builder_class.NUM_SHARDS
-                )
-            )
-    except OSError as error:
+        builder = tfds.builder(name, data_dir=data_dir)
+    except tfds.core.DatasetNotFoundError:
+        names = [*NAMES, *tfds.list_builders(with_community_datasets=False)]
+        message = unknown_name("dataset", name, names)
         raise ConfigurationError(
-            "data_dir must be a folder that can be written. Received: "
-            f"data_dir={data_dir!r} ({error})."
+            f"{message.partition(' Valid:')[0]} Valid: {', '.join(NAMES)}, "
+            "and the sets of TFDS."
+        ) from None
+    if not builder.info.splits:
+        _prepare(lambda **_: builder, data_dir, None)
+    return builder
+
+
+def _streams(
+    builder: tfds.core.DatasetBuilder,
+    scale: float,
+    seed: int,
+    deterministic: bool,
+) -> Streams:
+    keys, features = builder.info.supervised_keys, builder.info.features
+    if keys is None or not hasattr(features[keys[1]], "num_classes"):
+        raise ConfigurationError(
+            "A data set by name must have an input and a class for each "
+            f"example. Received: {builder.name!r} with {list(features)}. Pass "
+            "its tf.data.Dataset to Trainer.fit."
+        )
+    shape = features[keys[0]].shape
+    if None in shape:
+        raise ConfigurationError(
+            "A data set by name must have examples of one shape. Received: "
+            f"{builder.name!r} with examples of shape {shape}. Resize them in "
+            "a tf.data.Dataset for Trainer.fit."
+        )
+    if features[keys[0]].np_dtype != np.uint8:
+        scale = 1.0
+    return Streams(
+        builder,
+        tuple(shape),
+        features[keys[1]].num_classes,
+        scale,
+        seed,
+        deterministic,
+    )
+
+
+def _prepare(
+    builder_class: Callable[..., tfds.core.DatasetBuilder],
+    data_dir: str | None,
+    shards: int | None,
+    **options: Any,
+) -> tfds.core.DatasetBuilder:
+    import tensorflow_datasets as tfds
+
+    folder = os.path.expanduser(data_dir or tfds.core.constants.DATA_DIR)
+    try:
+        with _locked(folder), contextlib.redirect_stdout(io.StringIO()):
+            tfds.disable_progress_bar()
+            builder = builder_class(data_dir=data_dir, **options)
+            builder.download_and_prepare(
+                download_config=tfds.download.DownloadConfig(num_shards=shards)
+            )
+    except PermissionError as error:
+        raise ConfigurationError(_not_writable(data_dir, error)) from None
+    except Exception as error:
+        if shards is not None:
+            if isinstance(error, OSError):
+                raise ConfigurationError(
+                    _not_writable(data_dir, error)
+                ) from None
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigurationError(
+            f"The data set {builder_class().name!r} must be in the folder of "
+            "TFDS, or a download must be possible. Received: "
+            f"data_dir={folder!r} without it, and no download ({reason:.120}). "
+            "Run `tfds build` where there is a network, and copy its folder."
         ) from None
     return builder
 
 
+def _not_writable(data_dir: str | None, error: OSError) -> str:
+    return (
+        "data_dir must be a folder that can be written. Received: "
+        f"data_dir={data_dir!r} ({error})."
+    )
+
+
 @contextlib.contextmanager
-def _locked(folder: str | os.PathLike[str]) -> Iterator[None]:
-    folder = os.path.expanduser(os.fspath(folder))
+def _locked(folder: str) -> Iterator[None]:
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, ".mgpu_tf.lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _arrays(builder: tfds.core.DatasetBuilder, split: str) -> Arrays:
+def _arrays(
+    builder: tfds.core.DatasetBuilder, split: str, scale: float
+) -> Arrays:
     import tensorflow_datasets as tfds
 
     examples = tfds.as_numpy(builder.as_dataset(split=split, batch_size=-1))
-    scale = np.float32(builder.SCALE)
-    inputs = examples["image"].astype(np.float32) / scale
-    return inputs, examples["label"].astype(np.int32)
+    x, y = (examples[key] for key in builder.info.supervised_keys)
+    return x.astype(np.float32) / np.float32(scale), y.astype(np.int32)

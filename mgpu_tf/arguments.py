@@ -1,0 +1,161 @@
+"""What `fit`, `evaluate` and `predict` are called with, and its rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+
+from mgpu_tf import data as data_lib
+from mgpu_tf.engine.base import DataFeed
+from mgpu_tf.errors import ConfigurationError, check_integer, is_integer
+
+NO_BATCH = (
+    "The data must have one batch or more. Received: no batch. Check the "
+    "filters of the dataset, or that a generator is not used up."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class FitNumbers:
+    """The numbers that `fit` was called with.
+
+    Raises:
+        ConfigurationError: One of them is not in its range.
+    """
+
+    epochs: int
+    initial_epoch: int
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    validation_freq: int
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            optional = name.endswith(("steps_per_epoch", "validation_steps"))
+            if value is not None or not optional:
+                check_integer(name, value, 0 if name == "initial_epoch" else 1)
+
+
+def split_validation(
+    x: Any, y: Any, sample_weight: Any, fraction: float, validation_data: Any
+) -> tuple[Any, Any]:
+    """Returns the arrays to train on, and those to validate on."""
+    if validation_data is not None:
+        raise ConfigurationError(
+            "Give validation_data or validation_split, not both. Received: "
+            f"validation_split={fraction} beside validation_data."
+        )
+    if data_lib.is_batched(x):
+        raise ConfigurationError(
+            "validation_split takes the last rows of arrays. Received: data "
+            "that comes in batches. Pass validation_data."
+        )
+    arrays = data_lib.packed_arrays(x, y, sample_weight)
+    return data_lib.split_arrays(arrays, fraction)
+
+
+def fit_facts(
+    source: data_lib.Source,
+    validation: DataFeed | None,
+    numbers: FitNumbers,
+) -> dict[str, str]:
+    """Returns what all workers must agree on before they train."""
+    facts = {
+        name: str(value) for name, value in dataclasses.asdict(numbers).items()
+    }
+    facts |= data_facts(source)
+    if validation is None:
+        return facts | {"validation data": "none"}
+    return facts | {
+        f"validation {name}": value
+        for name, value in data_facts(validation.source).items()
+    }
+
+
+def data_facts(source: data_lib.Source) -> dict[str, str]:
+    """Returns what tells data apart: shapes, length, order."""
+    return data_shape(source) | {
+        "data's content or order": source.fingerprint(),
+    }
+
+
+def data_shape(source: data_lib.Source) -> dict[str, str]:
+    """Returns what tells data apart before any of it is read."""
+    return {
+        "data's shapes and types": str(source.example()),
+        "data's length": source.length(),
+    }
+
+
+def check_seeded(source: data_lib.Source) -> None:
+    """Refuses an order that other processes cannot repeat."""
+    if source.unseeded:
+        raise ConfigurationError(
+            "Data that several workers read, or that a resumed run reads "
+            "again, must come in one order. Received: a tf.data.Dataset with "
+            "a shuffle that has no seed. Write shuffle(..., seed=1)."
+        )
+
+
+def by_batch(method: str, instead: str) -> str:
+    """Returns the message for a method that takes single batches."""
+    return (
+        f"A Trainer runs whole epochs. Received: {method}(). Call {instead}"
+        "(...), with steps where it is to stop early."
+    )
+
+
+def check_verbose(verbose: int | str) -> None:
+    """Refuses a verbosity that Keras does not know."""
+    if verbose not in ("auto", 0, 1, 2):
+        raise ConfigurationError(
+            f"verbose must be 'auto', 0, 1 or 2. Received: verbose={verbose!r}."
+        )
+
+
+def check_build_model(build_model: Any) -> None:
+    """Refuses what cannot build a model."""
+    if isinstance(build_model, keras.Model) or not callable(build_model):
+        raise ConfigurationError(
+            "build_model must be a function that returns a compiled model. "
+            f"Received: {type(build_model).__name__}. Write `def "
+            "build_model(): ...` that makes and compiles it."
+        )
+
+
+def check_repeats(numbers: FitNumbers, source: data_lib.Source) -> None:
+    """Refuses several epochs of what can be read once."""
+    epochs = numbers.epochs - numbers.initial_epoch
+    if source.repeats or numbers.steps_per_epoch is not None or epochs == 1:
+        return
+    raise ConfigurationError(
+        f"A generator can be read once. Received: a generator for {epochs} "
+        "epochs and steps_per_epoch=None. Pass steps_per_epoch, or a "
+        "PyDataset or tf.data.Dataset."
+    )
+
+
+def check_steps_per_execution(value: int | str) -> None:
+    """Refuses what is no number of steps."""
+    if value == "auto" or (is_integer(value) and int(value) >= 1):
+        return
+    raise ConfigurationError(
+        "steps_per_execution must be 1 or more, or 'auto'. Received: "
+        f"steps_per_execution={value!r}."
+    )
+
+
+def check_finite(
+    method: str,
+    source: data_lib.Source,
+    steps: int | None,
+    argument: str = "steps",
+) -> None:
+    """Refuses data without an end where no steps are given."""
+    if source.endless and steps is None:
+        raise ConfigurationError(
+            f"Data without an end needs {argument}. Received: an infinite "
+            f"dataset and {argument}=None. Call {method}(..., {argument}=N)."
+        )

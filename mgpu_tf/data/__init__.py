@@ -1,0 +1,158 @@
+"""Input: one order of examples, whatever the number of workers.
+
+    source = as_source(x, y, batch_size=64, shuffle=True, seed=0)
+    iterator = iter(distribute(source, strategy, epoch=3))
+
+A source describes *global* batches. Global batch k holds the same examples on
+one device and on any number of replicas; each replica takes its part of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.data.arrays import ArraySource, split_arrays
+from mgpu_tf.data.feed import Feed, distribute, next_batch
+from mgpu_tf.data.part import Part, input_context, part_of
+from mgpu_tf.data.python import GeneratorSource, PyDatasetSource
+from mgpu_tf.data.sources import (
+    BatchSource,
+    DatasetFn,
+    DatasetSource,
+    FunctionSource,
+    Source,
+)
+from mgpu_tf.data.weights import with_class_weight
+from mgpu_tf.errors import ConfigurationError, check_integer
+
+__all__ = [
+    "ArraySource",
+    "BatchSource",
+    "DatasetFn",
+    "DatasetSource",
+    "Feed",
+    "FunctionSource",
+    "GeneratorSource",
+    "Part",
+    "PyDatasetSource",
+    "Source",
+    "as_source",
+    "distribute",
+    "input_context",
+    "next_batch",
+    "part_of",
+    "split_arrays",
+    "with_class_weight",
+]
+
+DEFAULT_BATCH_SIZE = 32
+
+
+def as_source(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    strategy: tf.distribute.Strategy,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+) -> Source:
+    """Makes a source of what Keras's `fit`, `evaluate` and `predict` take.
+
+    Args:
+        x: Arrays (or a tuple `(x, y)` or `(x, y, sample_weight)` of them); a
+            `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator of
+            global batches; or a function from `tf.distribute.InputContext`
+            to a dataset batched with the per-replica size.
+        y: Targets, for arrays.
+        sample_weight: Weights of shape `[examples, ...]`, for arrays.
+        strategy: The strategy that the source will feed.
+        batch_size: Global batch size, for arrays; 32 by default.
+        shuffle: Whether arrays, and the batches of a PyDataset, come in a
+            new order each epoch.
+        seed: Decides the order, together with the epoch.
+
+    Returns:
+        The source.
+
+    Raises:
+        ConfigurationError: The data is of no known kind, or arguments are
+            given that its kind has no use for.
+    """
+    if x is None:
+        raise ConfigurationError(
+            "Data must be arrays, a tf.data.Dataset, a PyDataset, a generator "
+            "or a dataset_fn. Received: None."
+        )
+    kind = _kind_with_batches(x)
+    if kind is not None:
+        _refuse_array_arguments(kind, y, sample_weight, batch_size)
+    if isinstance(x, tf.data.Dataset):
+        return DatasetSource(x)
+    if isinstance(x, keras.utils.PyDataset):
+        return PyDatasetSource(x, shuffle, seed)
+    if isinstance(x, Iterator):
+        return GeneratorSource(x)
+    if callable(x):
+        return FunctionSource(x, strategy)
+    if batch_size is None:
+        batch_size = DEFAULT_BATCH_SIZE
+    check_integer("batch_size", batch_size, 1)
+    return ArraySource(
+        packed_arrays(x, y, sample_weight), int(batch_size), shuffle, seed
+    )
+
+
+def packed_arrays(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
+    """Returns arrays as one `x`, `(x, y)` or `(x, y, sample_weight)`.
+
+    Args:
+        x: Arrays, or such a tuple already.
+        y: Targets.
+        sample_weight: Weights.
+
+    Returns:
+        The structure that a batch of them has.
+    """
+    if isinstance(x, tuple) and y is None and 1 < len(x) <= 3:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(x)
+    return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+
+
+def is_batched(x: Any) -> bool:
+    """Returns whether data comes in batches already."""
+    return _kind_with_batches(x) is not None
+
+
+def _kind_with_batches(x: Any) -> str | None:
+    if inspect.isgeneratorfunction(x):
+        raise ConfigurationError(
+            "A generator is what a generator function returns. Received: the "
+            f"function {x.__name__}. Pass {x.__name__}()."
+        )
+    if isinstance(x, tf.data.Dataset):
+        return "tf.data.Dataset"
+    if isinstance(x, keras.utils.PyDataset):
+        return "PyDataset"
+    if isinstance(x, Iterator):
+        return "generator"
+    return "dataset_fn" if callable(x) else None
+
+
+def _refuse_array_arguments(
+    kind: str, y: Any, sample_weight: Any, batch_size: int | None
+) -> None:
+    given = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
+    names = [name for name, value in given.items() if value is not None]
+    if names:
+        raise ConfigurationError(
+            f"A {kind} brings its targets, weights and batch size itself. "
+            f"Received: {', '.join(names)} beside it. Leave out "
+            f"{', '.join(names)}."
+        )

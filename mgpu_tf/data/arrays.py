@@ -1,0 +1,135 @@
+"""Arrays in memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from mgpu_tf.data.part import Part
+from mgpu_tf.data.sources import Rows, Source, digest, spec_of, to_tensor
+from mgpu_tf.errors import ConfigurationError
+
+HASHED = 10_000
+
+
+class ArraySource(Source):
+    """Arrays in memory; every worker gathers only the rows that it needs."""
+
+    seekable = True
+
+    def __init__(
+        self, data: Any, batch_size: int, shuffle: bool, seed: int
+    ) -> None:
+        self._data = tf.nest.map_structure(to_tensor, data)
+        self._examples = _common_length(self._data)
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._steps = -(-self._examples // batch_size)
+        self.steps = self._steps
+
+    def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
+        """Returns pass `index`; the order comes from (seed, index) alone."""
+        return self.pass_from(index, part, 0)
+
+    def pass_from(self, index: Any, part: Part, start: int) -> tf.data.Dataset:
+        """Returns pass `index` from a batch on, without reading the others."""
+        order = self._order(index) if self._shuffle else None
+
+        def element(position: tf.Tensor) -> tuple[Any, tf.Tensor, tf.Tensor]:
+            start = (position // part.local) * self._batch_size
+            size = tf.minimum(
+                tf.constant(self._batch_size, tf.int64),
+                self._examples - start,
+            )
+            low, high = part.bounds(size, position % part.local)
+            rows = slice(start + low, start + high)
+            if order is None:
+                data = tf.nest.map_structure(lambda t: t[rows], self._data)
+            else:
+                chosen = order[rows]
+                data = tf.nest.map_structure(
+                    lambda t: tf.gather(t, chosen), self._data
+                )
+            return data, high - low, size
+
+        first, last = start * part.local, self._steps * part.local
+        return tf.data.Dataset.range(first, last).map(element)
+
+    def example(self) -> Any:
+        """Returns the spec of a batch."""
+        return tf.nest.map_structure(spec_of, self._data)
+
+    def rows(self) -> Rows:
+        """Returns the arrays and the order of their rows."""
+
+        def order(index: int) -> np.ndarray:
+            if self._shuffle:
+                return self._order(index).numpy()
+            return np.arange(self._examples)
+
+        return Rows(self._data, self._batch_size, order)
+
+    def length(self) -> str:
+        """Returns how much there is, in words."""
+        return f"{self._examples} examples in batches of {self._batch_size}"
+
+    def fingerprint(self) -> str:
+        """Returns a hash of up to `HASHED` examples, spread over all."""
+        step = -(-self._examples // HASHED)
+        return digest(tf.nest.map_structure(lambda t: t[::step], self._data))
+
+    def _order(self, index: Any) -> tf.Tensor:
+        return tf.random.experimental.stateless_shuffle(
+            tf.range(self._examples, dtype=tf.int64),
+            seed=tf.stack(
+                [tf.cast(self._seed, tf.int64), tf.cast(index, tf.int64)]
+            ),
+        )
+
+
+def split_arrays(data: Any, fraction: float) -> tuple[Any, Any]:
+    """Splits off the last examples, as Keras's `validation_split` does.
+
+    Args:
+        data: Nested arrays of the same length.
+        fraction: What part of the examples to split off.
+
+    Returns:
+        The first examples, and the last ones.
+
+    Raises:
+        ConfigurationError: One of the two would be without examples.
+    """
+    data = tf.nest.map_structure(to_tensor, data)
+    examples = _common_length(data)
+    if not isinstance(fraction, float) or not 0 < fraction < 1:
+        raise ConfigurationError(
+            "validation_split must be a fraction between 0 and 1. Received: "
+            f"validation_split={fraction!r}."
+        )
+    first = math.floor(examples * (1.0 - fraction))
+    if first in (0, examples):
+        raise ConfigurationError(
+            "validation_split must leave examples on both sides. Received: "
+            f"validation_split={fraction} of {examples} examples."
+        )
+    return (
+        tf.nest.map_structure(lambda t: t[:first], data),
+        tf.nest.map_structure(lambda t: t[first:], data),
+    )
+
+
+def _common_length(data: Any) -> int:
+    leaves = tf.nest.flatten(data)
+    lengths = {int(leaf.shape[0]) if leaf.shape.rank else 0 for leaf in leaves}
+    if len(lengths) != 1 or lengths == {0}:
+        shapes = [tuple(leaf.shape) for leaf in leaves]
+        raise ConfigurationError(
+            "All arrays must have the same number of examples, 1 or more. "
+            f"Received: shapes {shapes}."
+        )
+    return lengths.pop()

@@ -1,0 +1,256 @@
+"""One pass, or a chain of passes, spread over the replicas.
+
+`total == 0` in an element says that the data has ended. Elements never run
+out, so that no replica has to ask the others whether they still have data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from mgpu_tf.data.part import part_of
+from mgpu_tf.data.sources import BatchSource, Source, batch_size
+
+
+def distribute(
+    source: Source,
+    strategy: tf.distribute.Strategy,
+    epoch: int = 0,
+    *,
+    continuous: bool = False,
+    start: int = 0,
+) -> tf.data.Dataset | tf.distribute.DistributedDataset:
+    """Spreads one pass, or a chain of passes, over the replicas.
+
+    Args:
+        source: The global batches.
+        strategy: Who takes them.
+        epoch: Index of the (first) pass.
+        continuous: Whether the next pass follows when one has ended, for
+            epochs of a given number of steps.
+        start: The global batch at which a chain of passes begins.
+
+    Returns:
+        An endless dataset for `next_batch`.
+    """
+    part = part_of(strategy)
+    uncut = _uncut(source, strategy)
+
+    def one_pass(index: Any, first: int = 0) -> tf.data.Dataset:
+        if uncut is None:
+            return source.pass_from(index, part, first)
+        batches = uncut.batches(index)
+        return batches.skip(first) if first else batches
+
+    if source.endless:
+        dataset = one_pass(epoch)
+    elif continuous:
+        if start:
+            rest = one_pass(epoch, start)
+            epoch += 1
+        dataset = tf.data.Dataset.counter(epoch).flat_map(one_pass)
+        if start:
+            dataset = rest.concatenate(dataset)
+    else:
+        element = ended(source)
+        end = tf.data.Dataset.from_tensors(element[0] if uncut else element)
+        dataset = one_pass(epoch).concatenate(end.repeat())
+    if not source.endless:
+        dataset = dataset.apply(
+            tf.data.experimental.assert_cardinality(
+                tf.data.INFINITE_CARDINALITY
+            )
+        )
+    dataset = dataset.prefetch(2 * part.local)
+    options = tf.data.Options()
+    options.deterministic = True
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+    dataset = dataset.with_options(options)
+    if _on_host(strategy):
+        return dataset
+    return strategy.distribute_datasets_from_function(lambda _: dataset)
+
+
+def next_batch(
+    iterator: Any, source: Source, strategy: tf.distribute.Strategy
+) -> tuple[Any, Any, Any]:
+    """Takes a global batch; in the graph of a step, outside of replicas.
+
+    A distributed iterator moves data to accelerators ahead of time, and costs
+    as much as a small step. Where replicas run on the CPU the batch is cut
+    here instead.
+
+    Args:
+        iterator: Of a dataset from `distribute`.
+        source: What was distributed.
+        strategy: Who takes it.
+
+    Returns:
+        `(data, local, total)`, a value for each local replica.
+    """
+    if not _on_host(strategy):
+        return next(iterator)
+    part = part_of(strategy)
+    uncut = _uncut(source, strategy)
+    if uncut is None or not source.totals_known:
+        elements = [next(iterator) for _ in range(part.local)]
+        if uncut is not None:
+            unknown = tf.constant(-1, tf.int64)
+            elements = [(e, batch_size(e), unknown) for e in elements]
+        return _for_replicas(strategy, lambda replica: elements[replica])
+    batch = next(iterator)
+    size = batch_size(batch)
+
+    def cut(replica: int) -> tuple[Any, tf.Tensor, tf.Tensor]:
+        if part.total == 1:
+            return batch, size, size
+        # Numbers where the shape tells, so that the step need not ask.
+        known = tf.get_static_value(size)
+        low, high = part.bounds(size if known is None else known, replica)
+        data = tf.nest.map_structure(lambda t: t[low:high], batch)
+        return data, tf.convert_to_tensor(high - low), size
+
+    return _for_replicas(strategy, cut)
+
+
+def _for_replicas(
+    strategy: tf.distribute.Strategy, element: Callable[[int], Any]
+) -> Any:
+    first = part_of(strategy).first
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: element(context.replica_id_in_sync_group - first)
+    )
+
+
+def _uncut(
+    source: Source, strategy: tf.distribute.Strategy
+) -> BatchSource | None:
+    """Returns the source if its batches are cut in the step, else None."""
+    if isinstance(source, BatchSource) and _on_host(strategy):
+        return source
+    return None
+
+
+def _on_host(strategy: tf.distribute.Strategy) -> bool:
+    devices = map(tf.DeviceSpec.from_string, strategy.extended.worker_devices)
+    return all(device.device_type == "CPU" for device in devices)
+
+
+class Feed:
+    """Where the epochs of a run read from.
+
+    Passes are chained into one iterator where they can be, since making an
+    iterator costs as much as many small steps.
+
+    Args:
+        source: The global batches.
+        strategy: Who takes them.
+        first: The first pass.
+        chain: Whether every pass is read to its end, or goes on into the
+            next epoch.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        strategy: tf.distribute.Strategy,
+        first: int = 0,
+        *,
+        chain: bool,
+    ) -> None:
+        self.source = source
+        self._strategy = strategy
+        self._first = first
+        self._chain = chain
+        self._start = 0
+        self._iterator: Any = None
+        self._resumed: Any = None
+
+    def iterator(self, epoch: int, limit: int | None = None) -> Any:
+        """Returns an iterator at the beginning of an epoch."""
+        del limit
+        if self._resumed is not None:
+            iterator, self._resumed = self._resumed, None
+            return iterator
+        if not self._chain and self.source.repeats:
+            return iter(distribute(self.source, self._strategy, epoch))
+        if self._iterator is None:
+            chained = distribute(
+                self.source,
+                self._strategy,
+                self._first,
+                continuous=self.source.repeats,
+                start=self._start,
+            )
+            self._iterator = iter(chained)
+        return self._iterator
+
+    def resume(self, finished: Sequence[int], step: int) -> None:
+        """Goes to where a run that was broken off had read to.
+
+        A seekable source is entered there. Any other is read again from the
+        beginning, as fast as it can be read.
+
+        Args:
+            finished: The steps of each epoch since the first.
+            step: Steps of the epoch after them.
+        """
+        done = sum(finished) + step
+        if self.source.seekable and self.source.steps is not None:
+            self._first += done // self.source.steps
+            self._start = done % self.source.steps
+        elif self._chain or not self.source.repeats:
+            self._read(self.iterator(self._first), done)
+        else:
+            for epoch, steps in enumerate(finished, self._first):
+                # What says that the data has ended was read as well.
+                self._read(self.iterator(epoch), steps + 1)
+            self._resumed = self.iterator(self._first + len(finished))
+            self._read(self._resumed, step)
+
+    def _read(self, iterator: Any, steps: int) -> None:
+        """Reads global batches as training does, and drops them."""
+
+        def one(done: tf.Tensor) -> list[tf.Tensor]:
+            next_batch(iterator, self.source, self._strategy)
+            return [done + 1]
+
+        @tf.function(autograph=False)
+        def read(steps: tf.Tensor) -> tf.Tensor:
+            zero = tf.constant(0, tf.int64)
+            return tf.while_loop(
+                lambda done: done < steps, one, [zero], parallel_iterations=1
+            )
+
+        if steps:
+            read(tf.constant(steps, tf.int64))
+
+    def restart(self) -> None:
+        """Forgets where an epoch that was cut short has stopped."""
+        if self.source.repeats:
+            self._iterator = None
+
+
+def ended(source: Source) -> tuple[Any, tf.Tensor, tf.Tensor]:
+    """Returns the element that says that the data has ended."""
+    total = 0 if source.totals_known else -1
+    data = tf.nest.map_structure(_empty, source.example())
+    return data, tf.constant(0, tf.int64), tf.constant(total, tf.int64)
+
+
+def _empty(spec: Any) -> Any:
+    if isinstance(spec, tf.RaggedTensorSpec):
+        values = tf.zeros(
+            [0] + [0] * (spec.shape.rank - spec.ragged_rank - 1), spec.dtype
+        )
+        splits = [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank
+        return tf.RaggedTensor.from_nested_row_splits(values, splits)
+    shape = [0, *(size or 0 for size in spec.shape[1:])]
+    if spec.dtype == tf.string:
+        return tf.constant([], tf.string, shape=shape)
+    return tf.zeros(shape, spec.dtype)

@@ -1,0 +1,154 @@
+"""Batches that Python makes: `keras.utils.PyDataset` and generators."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from mgpu_tf.data.sources import BatchSource, spec_of, targets_digest, to_tensor
+from mgpu_tf.errors import ConfigurationError
+
+# Batches that tell which dimensions vary, such as padded lengths.
+PEEKED = 2
+
+
+class PyDatasetSource(BatchSource):
+    """A `keras.utils.PyDataset` of global batches.
+
+    Every worker makes every batch and keeps its rows. `workers` threads make
+    them, in order; `on_epoch_begin` and `on_epoch_end` are called around each
+    pass.
+
+    Args:
+        dataset: The batches.
+        shuffle: Whether batches come in a new order in each pass.
+        seed: Decides the order, together with the pass.
+    """
+
+    def __init__(
+        self, dataset: keras.utils.PyDataset, shuffle: bool, seed: int
+    ) -> None:
+        self._dataset = dataset
+        self._shuffle = shuffle
+        self._seed = seed
+        self.steps = dataset.num_batches
+        self.endless = self.steps is None
+        if self.steps == 0:
+            raise ConfigurationError(
+                "A PyDataset must have one batch or more. Received: "
+                f"{type(dataset).__name__} with num_batches=0."
+            )
+        peeked = min(PEEKED, self.steps or PEEKED)
+        batches = [_batch(dataset[index]) for index in range(peeked)]
+        self._spec = _common_spec(batches)
+        self._fingerprint = targets_digest(batches[0])
+
+    def batches(self, index: Any) -> tf.data.Dataset:
+        """Returns pass `index`, made as it is read."""
+        return tf.data.Dataset.from_generator(
+            self._batches, args=[index], output_signature=self._spec
+        )
+
+    def example(self) -> Any:
+        """Returns the spec of a batch."""
+        return self._spec
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the targets of the first batch."""
+        return self._fingerprint
+
+    def _batches(self, index: Any) -> Iterator[Any]:
+        dataset = self._dataset
+        dataset.on_epoch_begin()
+        order: Iterator[int] = itertools.count()
+        if self.steps is not None:
+            indices = np.arange(self.steps)
+            if self._shuffle:
+                generator = np.random.default_rng([self._seed, int(index)])
+                generator.shuffle(indices)
+            order = iter(indices.tolist())
+        threads = max(1, dataset.workers)
+        ahead = max(threads, dataset.max_queue_size) if threads > 1 else 1
+        with futures.ThreadPoolExecutor(threads) as pool:
+            waiting = [
+                pool.submit(dataset.__getitem__, position)
+                for position in itertools.islice(order, ahead)
+            ]
+            while waiting:
+                batch = waiting.pop(0).result()
+                for position in itertools.islice(order, 1):
+                    waiting.append(pool.submit(dataset.__getitem__, position))
+                yield _batch(batch)
+        dataset.on_epoch_end()
+
+
+class GeneratorSource(BatchSource):
+    """A Python iterator of global batches, which can be read once.
+
+    Args:
+        iterator: Yields `x`, `(x, y)` or `(x, y, sample_weight)`.
+    """
+
+    repeats = False
+    steps = None
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        peeked = [_batch(b) for b in itertools.islice(iterator, PEEKED)]
+        if not peeked:
+            raise ConfigurationError(
+                "A generator must yield one batch or more. Received: a "
+                "generator without elements."
+            )
+        self._spec = _common_spec(peeked)
+        self._fingerprint = targets_digest(peeked[0])
+        self._rest = itertools.chain(peeked, map(_batch, iterator))
+
+    def batches(self, index: Any) -> tf.data.Dataset:
+        """Returns what is left of the iterator."""
+        del index
+        return tf.data.Dataset.from_generator(
+            lambda: self._rest, output_signature=self._spec
+        )
+
+    def example(self) -> Any:
+        """Returns the spec of a batch."""
+        return self._spec
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the targets of the first batch."""
+        return self._fingerprint
+
+
+def _batch(data: Any) -> Any:
+    if isinstance(data, list):
+        data = tuple(data)
+    data = tf.nest.map_structure(to_tensor, data)
+    leaves = tf.nest.flatten(data)
+    sizes = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
+    if len(sizes) != 1 or None in sizes:
+        raise ConfigurationError(
+            "A batch must hold arrays with the same number of examples. "
+            f"Received: shapes {[tuple(leaf.shape) for leaf in leaves]}."
+        )
+    return data
+
+
+def _common_spec(batches: list[Any]) -> Any:
+    specs = [tf.nest.map_structure(spec_of, batch) for batch in batches]
+    return tf.nest.map_structure(_common, *specs)
+
+
+def _common(*specs: Any) -> Any:
+    first = specs[0]
+    if isinstance(first, tf.RaggedTensorSpec):
+        return first
+    shape = first.shape
+    for spec in specs[1:]:
+        shape = shape.most_specific_compatible_shape(spec.shape)
+    return tf.TensorSpec(shape, first.dtype)

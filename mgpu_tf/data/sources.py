@@ -1,0 +1,399 @@
+"""Global batches, one pass over the data at a time.
+
+Every element that a source gives is `(data, local, total)`: the rows of one
+replica, how many they are, and the size of the global batch.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from mgpu_tf.data.order import Order, order_of
+from mgpu_tf.data.part import Part, input_context
+from mgpu_tf.errors import ConfigurationError
+
+DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Arrays whose batches are given by the numbers of their rows.
+
+    Attributes:
+        arrays: A structure of tensors `[examples, ...]`.
+        batch_size: Rows of a global batch; the last of a pass may have less.
+        order: Returns the numbers `[examples]` of the rows in pass `index`.
+        finish: What is done to a batch of gathered rows, if anything.
+    """
+
+    arrays: Any
+    batch_size: int
+    order: Callable[[int], np.ndarray]
+    finish: Callable[[Any], Any] | None = None
+
+
+class Source(abc.ABC):
+    """Global batches, one pass over the data at a time.
+
+    Attributes:
+        steps: Global batches in a pass, None where only a pass can tell.
+        endless: Whether a pass never ends by itself.
+        seekable: Whether the number of a pass alone decides its order, so
+            that passes can be chained.
+        totals_known: Whether elements carry the size of the global batch;
+            otherwise `total` is -1 and the replicas add up `local`.
+        repeats: Whether there is a second pass.
+    """
+
+    steps: int | None
+    endless: bool = False
+    seekable: bool = False
+    totals_known: bool = True
+    repeats: bool = True
+
+    @property
+    def may_end(self) -> bool:
+        """Whether a step may find that the data has ended."""
+        return self.steps is None and not self.endless
+
+    @abc.abstractmethod
+    def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
+        """Returns pass `index` (integer or tensor), ending with the data."""
+
+    def pass_from(self, index: Any, part: Part, start: int) -> tf.data.Dataset:
+        """Returns pass `index` from its global batch `start` on."""
+        return self.pass_dataset(index, part).skip(start * part.local)
+
+    @abc.abstractmethod
+    def example(self) -> Any:
+        """Returns the spec of a batch: `TensorSpec`s with batch size None."""
+
+    def length(self) -> str:
+        """Returns how much there is, in words."""
+        return f"{self.steps or 'an unknown number of'} batches"
+
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """Returns what tells this data from other data of the same shape.
+
+        Where it is taken of a batch, it is of the targets if there are some:
+        inputs may be augmented at random, and differ between workers.
+        """
+
+    @property
+    def unseeded(self) -> bool:
+        """Returns whether the order is another one in each process."""
+        return False
+
+    def rows(self) -> Rows | None:
+        """Returns the arrays, where batches are rows of some."""
+        return None
+
+    def shards(self, count: int) -> list[tf.data.Dataset]:
+        """Splits a pass for workers that each read on their own.
+
+        Args:
+            count: How many workers.
+
+        Returns:
+            `count` datasets of elements with whole batches; or one, of
+            which worker w takes batches w, w + count, w + 2 * count ...
+        """
+        del count
+        return [self.pass_dataset(0, Part(0, 1, 1))]
+
+
+class BatchSource(Source):
+    """A source that reads batches as they are.
+
+    They are global, or, where their totals are not known, one is for each
+    replica. A step may take them uncut (`feed.next_batch`).
+    """
+
+    @abc.abstractmethod
+    def batches(self, index: Any) -> tf.data.Dataset:
+        """Returns the batches of pass `index` (integer or tensor)."""
+
+    def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
+        """Returns pass `index`, cut for the replicas of a part."""
+        if self.totals_known:
+            return cut(self.batches(index), part)
+        return _sized(self.batches(index))
+
+
+class DatasetSource(BatchSource):
+    """A `tf.data.Dataset` of global batches.
+
+    Every worker reads all of it and keeps its rows: the price of one order.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self._dataset = dataset
+        self._spec = tf.nest.map_structure(batch_free, dataset.element_spec)
+        _check_batched(dataset.element_spec)
+        cardinality = int(dataset.cardinality())
+        if cardinality == 0:
+            raise ConfigurationError(
+                "A dataset must have one batch or more. Received: a dataset "
+                "without elements."
+            )
+        self.endless = cardinality == tf.data.INFINITE_CARDINALITY
+        self.steps = cardinality if cardinality >= 0 else None
+
+    def batches(self, index: Any) -> tf.data.Dataset:
+        """Returns the dataset; `index` does not matter."""
+        del index
+        return self._dataset
+
+    def example(self) -> Any:
+        """Returns the spec of a batch."""
+        return self._spec
+
+    def fingerprint(self) -> str:
+        """Returns the operations of the pipeline, with their seeds."""
+        return ", ".join(self.order.operations)
+
+    @property
+    def unseeded(self) -> bool:
+        """Returns whether a random operation of the dataset has no seed."""
+        return self.order.unseeded
+
+    @functools.cached_property
+    def order(self) -> Order:
+        """Returns what decides the order of the elements."""
+        return order_of(self._dataset)
+
+
+class FunctionSource(BatchSource):
+    """A function from `tf.distribute.InputContext` to a dataset.
+
+    The function shards the data itself and batches with the per-replica
+    size; each replica takes the next batch of its process. Workers may have
+    different numbers of batches.
+    """
+
+    totals_known = False
+    steps = None
+
+    def __init__(
+        self, dataset_fn: DatasetFn, strategy: tf.distribute.Strategy
+    ) -> None:
+        self._dataset_fn = dataset_fn
+        self._dataset = dataset_fn(input_context(strategy))
+        if not isinstance(self._dataset, tf.data.Dataset):
+            raise ConfigurationError(
+                "A dataset_fn must return a tf.data.Dataset. Received: "
+                f"{type(self._dataset).__name__}."
+            )
+        _check_batched(self._dataset.element_spec)
+        self._spec = tf.nest.map_structure(
+            batch_free, self._dataset.element_spec
+        )
+        cardinality = int(self._dataset.cardinality())
+        self.endless = cardinality == tf.data.INFINITE_CARDINALITY
+
+    def batches(self, index: Any) -> tf.data.Dataset:
+        """Returns the dataset; `index` does not matter."""
+        del index
+        return self._dataset
+
+    def shards(self, count: int) -> list[tf.data.Dataset]:
+        """Returns what the function makes for each of `count` workers."""
+        contexts = [
+            tf.distribute.InputContext(count, index, count)
+            for index in range(count)
+        ]
+        return [_sized(self._dataset_fn(context)) for context in contexts]
+
+    def example(self) -> Any:
+        """Returns the spec of a batch."""
+        return self._spec
+
+    def fingerprint(self) -> str:
+        """Returns nothing of the data, of which each worker has its own."""
+        return "a dataset_fn"
+
+
+class MappedSource(Source):
+    """Another source with a function over its batches."""
+
+    def __init__(self, source: Source, function: Callable[[Any], Any]) -> None:
+        self._source = source
+        self._function = function
+        self.steps, self.endless = source.steps, source.endless
+        self.seekable = source.seekable
+        self.totals_known = source.totals_known
+        self.repeats = source.repeats
+
+    def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
+        """Returns pass `index` of the source, mapped."""
+        return self._mapped(self._source.pass_dataset(index, part))
+
+    def pass_from(self, index: Any, part: Part, start: int) -> tf.data.Dataset:
+        """Returns pass `index` from a batch on, mapped."""
+        return self._mapped(self._source.pass_from(index, part, start))
+
+    def _mapped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        return dataset.map(
+            lambda data, local, total: (self._function(data), local, total)
+        )
+
+    def rows(self) -> Rows | None:
+        """Returns those of the source, mapped when they are gathered."""
+        inner = self._source.rows()
+        if inner is None:
+            return None
+        if inner.finish is None:
+            return dataclasses.replace(inner, finish=self._function)
+        before, after = inner.finish, self._function
+        return dataclasses.replace(
+            inner, finish=lambda batch: after(before(batch))
+        )
+
+    def shards(self, count: int) -> list[tf.data.Dataset]:
+        """Returns those of the source, mapped."""
+        return [self._mapped(s) for s in self._source.shards(count)]
+
+    def example(self) -> Any:
+        """Returns the spec of a mapped batch."""
+        concrete = tf.function(self._function).get_concrete_function(
+            self._source.example()
+        )
+        return tf.nest.map_structure(batch_free, concrete.structured_outputs)
+
+    @property
+    def unseeded(self) -> bool:
+        """Returns that of the source."""
+        return self._source.unseeded
+
+    def length(self) -> str:
+        """Returns that of the source."""
+        return self._source.length()
+
+    def fingerprint(self) -> str:
+        """Returns that of the source."""
+        return self._source.fingerprint()
+
+
+def _sized(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Turns batches of replicas into elements with an unknown total."""
+
+    def element(*data: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
+        data = _one(data)
+        return data, batch_size(data), tf.constant(-1, tf.int64)
+
+    return dataset.map(element)
+
+
+def cut(dataset: tf.data.Dataset, part: Part) -> tf.data.Dataset:
+    """Turns global batches into the elements of the replicas of a part."""
+
+    def rows(data: Any, replica: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
+        size = batch_size(data)
+        low, high = part.bounds(size, replica)
+        return (
+            tf.nest.map_structure(lambda t: t[low:high], data),
+            high - low,
+            size,
+        )
+
+    if part.local == 1:
+        return dataset.map(lambda *data: rows(_one(data), 0))
+    return dataset.flat_map(
+        lambda *data: tf.data.Dataset.range(part.local).map(
+            lambda replica: rows(_one(data), replica)
+        )
+    )
+
+
+def to_tensor(array: Any) -> Any:
+    """Converts as Keras does: floats to `keras.config.floatx()`."""
+    if isinstance(array, tf.SparseTensor):
+        raise ConfigurationError(_SPARSE)
+    if isinstance(array, (tf.Tensor, tf.RaggedTensor)):
+        tensor = array
+    else:
+        array = np.asarray(array)
+        if array.dtype == object:
+            array = array.astype(str)
+        with tf.device("CPU:0"):
+            tensor = tf.convert_to_tensor(array)
+    if tensor.dtype.is_floating:
+        tensor = tf.cast(tensor, keras.config.floatx())
+    return tensor
+
+
+def digest(data: Any) -> str:
+    """Returns a short hash of nested tensors."""
+    found = hashlib.sha256()
+    for leaf in tf.nest.flatten(data, expand_composites=True):
+        array = np.asarray(leaf)
+        found.update(
+            b"\0".join(array.ravel())
+            if array.dtype == object
+            else array.tobytes()
+        )
+    return found.hexdigest()[:12]
+
+
+def targets_digest(batch: Any) -> str:
+    """Returns the hash of a batch's targets, or of all where it has none."""
+    return digest(batch[1:] if isinstance(batch, tuple) else batch)
+
+
+def spec_of(value: Any) -> tf.TypeSpec:
+    """Returns the spec of batches of which a tensor is made or is one."""
+    return batch_free(tf.type_spec_from_value(value))
+
+
+def batch_free(spec: Any) -> tf.TypeSpec:
+    """Returns a spec with the batch size left open."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(
+            [None, *spec.shape[1:]],
+            spec.dtype,
+            spec.ragged_rank,
+            spec.row_splits_dtype,
+        )
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+
+
+_SPARSE = (
+    "Data must be dense or ragged. Received: a SparseTensor. Convert it, such "
+    "as with tf.sparse.to_dense."
+)
+
+
+def _one(data: tuple[Any, ...]) -> Any:
+    """Undoes tf.data's unpacking of an element into arguments."""
+    return data if len(data) > 1 else data[0]
+
+
+def batch_size(data: Any) -> tf.Tensor:
+    """Returns the rows of a batch, a constant where its shape tells."""
+    first = tf.nest.flatten(data)[0]
+    if isinstance(first, tf.RaggedTensor):
+        return first.nrows(out_type=tf.int64)
+    if first.shape[0] is not None:
+        return tf.constant(first.shape[0], tf.int64)
+    return tf.shape(first, out_type=tf.int64)[0]
+
+
+def _check_batched(spec: Any) -> None:
+    leaves = tf.nest.flatten(spec)
+    if any(isinstance(leaf, tf.SparseTensorSpec) for leaf in leaves):
+        raise ConfigurationError(_SPARSE)
+    if not leaves or any(leaf.shape.rank == 0 for leaf in leaves):
+        raise ConfigurationError(
+            "A dataset must be batched: `dataset.batch(global_batch_size)`. "
+            f"Received: elements {spec}."
+        )
