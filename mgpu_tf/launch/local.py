@@ -3,62 +3,80 @@
     code = launch(["python", "train.py", "--epochs=5"], num_workers=2)
 
 Each process gets a `TF_CONFIG` of its own. Their output comes line by line
-with the task in front. When one fails the rest are ended and its exit code is
-returned; Ctrl-C and SIGTERM reach all of them. A task that does not open its
-port within the start-up limit is named, since TensorFlow itself would wait
-for it for ever.
+with the task in front. When one fails, a `RestartPolicy` says what is started
+again; without one the rest are ended and its exit code is returned. Ctrl-C
+and SIGTERM reach all of them. A task that does not open its port within the
+start-up limit is named, since TensorFlow itself would wait for it for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import queue
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import IO
+from collections.abc import Sequence
 
 from mgpu_tf.cluster import TF_CONFIG, ClusterConfig
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.folders import make_folder
 from mgpu_tf.launch import ports
+from mgpu_tf.launch.guard import Guard
+from mgpu_tf.launch.policy import SETTLED_SECONDS, RestartPolicy
+from mgpu_tf.launch.task import PREEMPTED, Task
 
+# Tells a process how often its job was started again.
+RESTARTS = "MGPU_TF_RESTARTS"
+
+EVALUATOR = "evaluator 0"
 STARTUP_SECONDS = 300.0
 GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-# What progress bars write to redraw a line; only the last drawing is kept.
-_REDRAWN = re.compile(rb"^.*[\r\b]+(?=[^\r\b\n])")
-_COLOUR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def launch(
     command: Sequence[str],
     num_workers: int,
     *,
+    num_ps: int = 0,
+    evaluator: bool = False,
     startup_seconds: float = STARTUP_SECONDS,
+    grace_seconds: float | None = None,
+    policy: RestartPolicy | None = None,
+    log_dir: str | None = None,
     chief_has_terminal: bool = False,
+    alone: bool = False,
 ) -> int:
     """Runs a command as a cluster of processes on this machine.
 
     Args:
         command: The program and its arguments.
-        num_workers: How many processes, all of task type `worker`.
+        num_workers: How many processes of task type `worker`.
+        num_ps: How many of task type `ps`. With any there is a `chief` as
+            well, whose success ends the job.
+        evaluator: Whether there is a task beside them that follows the
+            checkpoints; the job ends when it has seen the last.
         startup_seconds: How long each may take until it serves its port; 0
             for no limit.
+        grace_seconds: How long tasks have to end after a signal, 10 by
+            default.
+        policy: What is started again when a task fails; nothing by default.
+        log_dir: A folder that gets a file for each task, such as
+            `worker-0.log`; restarts are appended.
         chief_has_terminal: Whether worker 0 writes to this process's output
-            directly, so that its progress bar moves.
+            directly, so that its progress bar moves; not with `log_dir`.
+        alone: Whether the one process is no cluster and gets no `TF_CONFIG`.
 
     Returns:
         0 when all succeeded; else the exit code of the first that failed,
-        128 + signal for one ended by a signal, 1 for a start-up limit.
+        128 + signal for one ended by a signal, 1 for a start-up limit, 75
+        where tasks were told to end and had time to save.
 
     Raises:
         ConfigurationError: The program does not exist, or a number is out
@@ -68,46 +86,68 @@ def launch(
         raise ConfigurationError(
             f"num_workers must be 1 or more. Received: {num_workers}."
         )
-    if not startup_seconds >= 0:
+    for name, seconds, zero in (
+        ("startup_seconds", startup_seconds, ", 0 for no limit"),
+        ("grace_seconds", grace_seconds or 0.0, ""),
+    ):
+        if not seconds >= 0:
+            raise ConfigurationError(
+                f"{name} must be 0 or more{zero}. Received: {seconds}."
+            )
+    policy = policy or RestartPolicy()
+    if policy.min_workers is not None and policy.min_workers > num_workers:
         raise ConfigurationError(
-            "startup_seconds must be 0 or more, 0 for no limit. Received: "
-            f"{startup_seconds}."
+            "min_workers must be num_workers or less. Received: "
+            f"min_workers={policy.min_workers}, num_workers={num_workers}."
         )
-    with ports.ReservedPorts(num_workers) as reserved:
-        addresses = tuple(f"127.0.0.1:{port}" for port in reserved.numbers)
-        supervisor = _Supervisor(startup_seconds)
-        with supervisor:
-            for index in range(num_workers):
-                cluster = ClusterConfig(
-                    task_type="worker", task_index=index, worker=addresses
-                )
-                supervisor.start(
-                    command, cluster, raw=chief_has_terminal and index == 0
-                )
-            return supervisor.wait()
+    if log_dir is not None:
+        make_folder("log_dir", log_dir)
+    options = _Options(
+        command=list(command),
+        num_ps=num_ps,
+        evaluator=evaluator,
+        startup_seconds=startup_seconds,
+        grace_seconds=GRACE_SECONDS if grace_seconds is None else grace_seconds,
+        policy=policy,
+        log_dir=log_dir,
+        chief_has_terminal=chief_has_terminal and log_dir is None,
+        alone=alone,
+    )
+    with Guard() as guard, _Supervisor(options, guard) as supervisor:
+        return supervisor.run(num_workers)
 
 
-@dataclasses.dataclass
-class _Task:
-    name: str
-    port: int
-    process: subprocess.Popen[bytes]
-    reader: threading.Thread | None
-    ready: bool = False
-    ended: bool = False
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    command: list[str]
+    num_ps: int
+    evaluator: bool
+    startup_seconds: float
+    grace_seconds: float
+    policy: RestartPolicy
+    log_dir: str | None
+    chief_has_terminal: bool
+    alone: bool
 
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
+
+@dataclasses.dataclass(frozen=True)
+class _End:
+    """How an attempt ended: all is well, or the task that failed first."""
+
+    code: int
+    failed: Task | None = None
 
 
 class _Supervisor:
-    """Starts tasks, watches them, and ends them all."""
+    """Starts tasks, watches them, starts them again, and ends them all."""
 
-    def __init__(self, startup_seconds: float) -> None:
-        self._startup_seconds = startup_seconds
-        self._tasks: list[_Task] = []
-        self._exits: queue.Queue[_Task] = queue.Queue()
+    def __init__(self, options: _Options, guard: Guard) -> None:
+        self._options = options
+        self._guard = guard
+        self._tasks: list[Task] = []
+        self._clusters: dict[str, ClusterConfig] = {}
+        self._exits: queue.Queue[Task] = queue.Queue()
+        self._restarts = 0
         self._signal = 0
         self._handlers: dict[int, object] = {}
 
@@ -122,49 +162,91 @@ class _Supervisor:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def start(
-        self, command: Sequence[str], cluster: ClusterConfig, *, raw: bool
-    ) -> None:
-        """Starts one task; `raw` leaves its output as it is."""
+    def run(self, num_workers: int) -> int:
+        """Runs the job, again where the policy says so."""
+        policy = self._options.policy
+        budget, early = policy.max_restarts, 0
+        while True:
+            started = time.monotonic()
+            end = self._attempt(num_workers)
+            if end.failed is None or self._signal:
+                return end.code
+            short = time.monotonic() - started < SETTLED_SECONDS
+            early = early + 1 if short else 0
+            if not budget and policy.may_shrink(num_workers):
+                num_workers -= 1
+                budget = policy.max_restarts + 1
+                _say(f"going on with {num_workers} workers")
+            if not budget:
+                return self._give_up(end)
+            budget -= 1
+            if not self._pause(policy.pause_seconds(early)):
+                return self._interrupted()
+
+    def _attempt(self, num_workers: int) -> _End:
+        """Runs all tasks to their end, or to the failure of one."""
+        self._tasks, self._exits = [], queue.Queue()
+        with ports.ReservedPorts(self._size(num_workers)) as reserved:
+            for cluster in self._layout(num_workers, reserved.numbers):
+                self._start(cluster)
+            return self._wait()
+
+    def _size(self, num_workers: int) -> int:
+        ps, beside = self._options.num_ps, self._options.evaluator
+        return num_workers + (ps + 1 if ps else 0) + int(beside)
+
+    def _layout(
+        self, num_workers: int, numbers: Sequence[int]
+    ) -> list[ClusterConfig]:
+        """Returns the place of each task, the chief's or worker 0's first."""
+        addresses = [f"127.0.0.1:{number}" for number in numbers]
+        counts = {"worker": num_workers}
+        if self._options.num_ps:
+            counts = {"chief": 1, **counts, "ps": self._options.num_ps}
+        if self._options.evaluator:
+            counts["evaluator"] = 1
+        tasks: dict[str, tuple[str, ...]] = {}
+        for kind, count in counts.items():
+            tasks[kind] = tuple(addresses[:count])
+            addresses = addresses[count:]
+        return [
+            ClusterConfig(task_type=kind, task_index=index, **tasks)
+            for kind, count in counts.items()
+            for index in range(count)
+        ]
+
+    def _start(self, cluster: ClusterConfig) -> None:
+        options, name = self._options, cluster.task_name
         environment = os.environ | ports.ENVIRONMENT
-        environment[TF_CONFIG] = cluster.to_json()
+        if not options.alone:
+            environment[TF_CONFIG] = cluster.to_json()
+        environment[RESTARTS] = str(self._restarts)
         environment.setdefault("PYTHONUNBUFFERED", "1")
-        output = None if raw else subprocess.PIPE
-        try:
-            process = subprocess.Popen(
-                list(command),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=None if raw else subprocess.STDOUT,
-                # Not in the terminal's group: Ctrl-C comes through here.
-                start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),
-            )
-        except OSError as error:
-            raise ConfigurationError(
-                "The command must be a program that can be started. "
-                f"Received: {command[0]!r} ({error.strerror})."
-            ) from None
-        name = cluster.task_name
-        reader = None
-        if process.stdout is not None:
-            reader = threading.Thread(
-                target=_copy_lines,
-                args=(process.stdout, name, self._output_closed),
-                daemon=True,
-            )
-            reader.start()
-        port = int(cluster.address.rpartition(":")[2])
-        task = _Task(name, port, process, reader)
+        log_path = None
+        if options.log_dir is not None:
+            file = f"{name.replace(' ', '-')}.log"
+            log_path = os.path.join(options.log_dir, file)
+        task = Task(
+            name,
+            options.command,
+            environment,
+            raw=options.chief_has_terminal and cluster.is_chief,
+            log_path=log_path,
+            on_output_closed=self._output_closed,
+        )
+        self._guard.watch(task.process.pid)
+        self._clusters[name] = cluster
+        if options.alone or cluster.task_type == "evaluator":
+            task.ready = True  # It serves no port.
+        else:
+            task.port = int(cluster.address.rpartition(":")[2])
+        task.started = time.monotonic()
         self._tasks.append(task)
         threading.Thread(
-            target=self._report_exit, args=(task,), daemon=True
+            target=self._report_exit, args=(task, self._exits), daemon=True
         ).start()
 
-    def wait(self) -> int:
-        """Waits for the end of all tasks, or the failure of one."""
-        started = time.monotonic()
+    def _wait(self) -> _End:
         running = len(self._tasks)
         while running:
             try:
@@ -172,84 +254,150 @@ class _Supervisor:
             except queue.Empty:
                 task = None
             if self._signal:
-                return self._interrupted()
-            if task is not None:
+                return _End(self._interrupted())
+            if task is not None and not task.ended:
                 running -= 1
                 task.ready = True
-                code = _exit_code(task.process.returncode)
-                if code:
-                    return self._failed(task, code)
-                task.ended = True
-            missing = self._missing(time.monotonic() - started)
+                if not task.exit_code:
+                    task.ended = True
+                    self._guard.release(task.process.pid)
+                    if task.name == "chief 0":
+                        self._end_servers()
+                        running = sum(not t.ended for t in self._tasks)
+                elif self._restart_alone(task):
+                    running += 1
+                else:
+                    return self._failed(task)
+            missing = self._missing(time.monotonic())
             if missing:
                 return self._not_started(missing)
         self._join_readers()
-        return 0
+        return _End(0)
 
-    def _missing(self, seconds: float) -> list[_Task]:
-        """Returns the tasks that are late to serve their port."""
+    def _end_servers(self) -> None:
+        """Ends all but the evaluator, which ends by itself."""
+        self._end(
+            [t for t in self._tasks if t.name != EVALUATOR and not t.ended],
+            signal.SIGTERM,
+        )
+
+    def _restart_alone(self, task: Task) -> bool:
+        """Starts one dead task again where the policy says so."""
+        policy = self._options.policy
+        if policy.unit != "task" or self._restarts >= policy.max_restarts:
+            return False
+        self._restarts += 1
+        _say(
+            f"{task.name} failed with {task.cause()}; restart "
+            f"{self._restarts} of {policy.max_restarts}"
+        )
+        self._end([task], signal.SIGKILL)
+        self._tasks.remove(task)
+        if self._sleep(policy.backoff_seconds):
+            self._start(self._clusters[task.name])
+        return True
+
+    def _missing(self, now: float) -> list[Task]:
+        """Returns the tasks that are late to serve their port.
+
+        Tasks start one after the other: with the first that is late come
+        those that will be in a moment.
+        """
+        limit = self._options.startup_seconds
         waiting = [task for task in self._tasks if not task.ready]
         for task in waiting:
             task.ready = ports.is_listening(task.port)
-        if not self._startup_seconds or seconds < self._startup_seconds:
+        waited = {
+            task.name: now - task.started for task in waiting if not task.ready
+        }
+        if not limit or max(waited.values(), default=0.0) < limit:
             return []
-        return [task for task in waiting if not task.ready]
+        return [t for t in waiting if waited.get(t.name, 0.0) > 0.9 * limit]
+
+    def _failed(self, task: Task) -> _End:
+        others = [t for t in self._tasks if t.alive]
+        again = self._options.policy.restarts
+        # The workers of a job that begins again have nothing left to do.
+        self._end_all(signal.SIGKILL if again else signal.SIGTERM)
+        ended = f"; ended {_names(others)}" if others else ""
+        _say(f"{task.name} failed with {task.cause()}{ended}")
+        return _End(task.exit_code, task)
+
+    def _not_started(self, missing: list[Task]) -> _End:
+        self._end_all()
+        _say(
+            f"{_names(missing)} did not start within "
+            f"{self._options.startup_seconds:.0f} seconds: no server on port "
+            f"{', '.join(str(task.port) for task in missing)}. Look at the "
+            "output above, or raise --startup_seconds"
+        )
+        return _End(1, missing[0])
+
+    def _pause(self, seconds: float) -> bool:
+        """Waits before a restart; False where a signal came instead."""
+        self._restarts += 1
+        _say(f"restart {self._restarts} in {seconds:.1f} seconds")
+        return self._sleep(seconds)
+
+    def _sleep(self, seconds: float) -> bool:
+        """Waits; returns False at once where a signal has come."""
+        deadline = time.monotonic() + seconds
+        while not self._signal and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, _POLL_SECONDS))
+        return not self._signal
+
+    def _give_up(self, end: _End) -> int:
+        task, policy = end.failed, self._options.policy
+        if task is not None and policy.restarts:
+            lines = "".join(f"\n    {line}" for line in task.tail())
+            last = f". Its last lines:{lines}\n" if lines else ""
+            _say(
+                f"gave up after {self._restarts} restarts: {task.name} "
+                f"failed with {task.cause()}{last}"
+            )
+        return end.code
 
     def _interrupted(self) -> int:
         number = self._signal
         name = signal.Signals(number).name
         _say(f"{name} received, ending {len(self._tasks)} tasks")
         self._end_all(number if number in _SIGNALS else signal.SIGTERM)
+        codes = {task.process.returncode for task in self._tasks}
+        if number == signal.SIGTERM and PREEMPTED in codes:
+            _say("preempted: the tasks have saved their state")
+            return PREEMPTED
         return 128 + number
 
-    def _failed(self, task: _Task, code: int) -> int:
-        others = [t for t in self._tasks if t.alive]
-        self._end_all()
-        cause = f"exit code {code}"
-        if task.process.returncode < 0:
-            cause = _signal_name(-task.process.returncode)
-        ended = f"; ended {_names(others)}" if others else ""
-        _say(f"{task.name} failed with {cause}{ended}")
-        return code
-
-    def _not_started(self, missing: list[_Task]) -> int:
-        self._end_all()
-        _say(
-            f"{_names(missing)} did not start within "
-            f"{self._startup_seconds:.0f} seconds: no server on port "
-            f"{', '.join(str(task.port) for task in missing)}. Look at the "
-            "output above, or raise --startup_seconds"
-        )
-        return 1
-
     def _end_all(self, number: int = signal.SIGTERM) -> None:
-        """Ends what still runs: by the signal, after a while by SIGKILL.
+        """Ends what still runs.
 
         A task that failed is included, for it may have left children.
         """
-        tasks = [task for task in self._tasks if not task.ended]
+        self._end([task for task in self._tasks if not task.ended], number)
+        self._join_readers()
+
+    def _end(self, tasks: list[Task], number: int) -> None:
+        """Ends tasks: by the signal, after a while by SIGKILL."""
         for task in tasks:
-            _signal_group(task.process, number)
-        deadline = time.monotonic() + GRACE_SECONDS
+            task.signal(number)
+        deadline = time.monotonic() + self._options.grace_seconds
         for task in tasks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 task.process.wait(max(0.0, deadline - time.monotonic()))
-            if task.reader is not None:  # Its children may still write.
-                task.reader.join(max(0.0, deadline - time.monotonic()))
+            task.wait_for_output(deadline - time.monotonic())
         for task in tasks:
-            _signal_group(task.process, signal.SIGKILL)
+            task.signal(signal.SIGKILL)
             task.process.wait()
             task.ended = True
-        self._join_readers()
+            self._guard.release(task.process.pid)
 
     def _join_readers(self) -> None:
         for task in self._tasks:
-            if task.reader is not None:
-                task.reader.join(timeout=5)
+            task.wait_for_output(5.0)
 
-    def _report_exit(self, task: _Task) -> None:
+    def _report_exit(self, task: Task, exits: queue.Queue[Task]) -> None:
         task.process.wait()
-        self._exits.put(task)
+        exits.put(task)
 
     def _note(self, number: int, frame: object) -> None:
         del frame
@@ -259,60 +407,10 @@ class _Supervisor:
         self._signal = self._signal or signal.SIGPIPE
 
 
-def _copy_lines(
-    stream: IO[bytes], name: str, on_closed: Callable[[], None]
-) -> None:
-    """Copies whole lines to this process's output, the task in front."""
-    prefix = f"[{name}] ".encode()
-    with stream:
-        for line in stream:
-            line = _COLOUR.sub(b"", line)
-            line = _REDRAWN.sub(b"", line.rstrip(b"\r\n\b"))
-            try:
-                sys.stdout.buffer.write(prefix + line + b"\n")
-                sys.stdout.buffer.flush()
-            except BrokenPipeError:
-                # As in `mgpu-tf launch ... | head`. What follows goes
-                # nowhere, so that no task waits for a reader.
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, sys.stdout.fileno())
-                os.close(null)
-                on_closed()
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
-
-
-def _exit_code(returncode: int) -> int:
-    return 128 - returncode if returncode < 0 else returncode
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # A real-time signal.
-        return f"signal {number}"
-
-
-def _names(tasks: list[_Task]) -> str:
+def _names(tasks: list[Task]) -> str:
     return ", ".join(task.name for task in tasks)
 
 
 def _say(text: str) -> None:
-    print(f"mgpu-tf launch: {text}.", file=sys.stderr, flush=True)
-
-
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """Makes Linux end a child whose supervisor was killed."""
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def before_exec() -> None:
-        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return before_exec
+    end = "" if text.endswith("\n") else ".\n"
+    print(f"mgpu-tf launch: {text}", end=end, file=sys.stderr, flush=True)
