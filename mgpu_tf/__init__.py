@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 from mgpu_tf._version import __version__
 
 if TYPE_CHECKING:
-    from mgpu_tf import flags
+    from mgpu_tf import flags, layers
     from mgpu_tf.cluster import ClusterConfig
     from mgpu_tf.config import RunConfig
+    from mgpu_tf.determinism import enable_determinism
     from mgpu_tf.engine.update import apply_gradients
-    from mgpu_tf.errors import ClusterError, ConfigurationError
+    from mgpu_tf.errors import ClusterError, ConfigurationError, WorkerError
     from mgpu_tf.job import run
+    from mgpu_tf.normalization import synchronize_batch_normalization
+    from mgpu_tf.parameter_server import create_parameter_server_strategy
     from mgpu_tf.parity import ParityReport, check_parity
     from mgpu_tf.report import Report
     from mgpu_tf.strategy import (
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     )
     from mgpu_tf.trainer import Trainer
 
+_MODULES = ("flags", "layers")
+
 _HOMES = {
     "ClusterConfig": "mgpu_tf.cluster",
     "ClusterError": "mgpu_tf.errors",
@@ -43,16 +48,20 @@ _HOMES = {
     "Report": "mgpu_tf.report",
     "RunConfig": "mgpu_tf.config",
     "Trainer": "mgpu_tf.trainer",
+    "WorkerError": "mgpu_tf.errors",
     "apply_gradients": "mgpu_tf.engine.update",
     "check_parity": "mgpu_tf.parity",
     "create_central_storage_strategy": "mgpu_tf.strategy",
     "create_mirrored_strategy": "mgpu_tf.strategy",
     "create_multi_worker_mirrored_strategy": "mgpu_tf.strategy",
     "create_one_device_strategy": "mgpu_tf.strategy",
+    "create_parameter_server_strategy": "mgpu_tf.parameter_server",
     "create_strategy": "mgpu_tf.strategy",
     "create_tpu_strategy": "mgpu_tf.strategy",
+    "enable_determinism": "mgpu_tf.determinism",
     "is_chief": "mgpu_tf.strategy",
     "run": "mgpu_tf.job",
+    "synchronize_batch_normalization": "mgpu_tf.normalization",
 }
 
 __all__ = [
@@ -63,6 +72,7 @@ __all__ = [
     "Report",
     "RunConfig",
     "Trainer",
+    "WorkerError",
     "__version__",
     "apply_gradients",
     "check_parity",
@@ -70,17 +80,21 @@ __all__ = [
     "create_mirrored_strategy",
     "create_multi_worker_mirrored_strategy",
     "create_one_device_strategy",
+    "create_parameter_server_strategy",
     "create_strategy",
     "create_tpu_strategy",
+    "enable_determinism",
     "flags",
     "is_chief",
+    "layers",
     "run",
+    "synchronize_batch_normalization",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "flags":
-        return importlib.import_module("mgpu_tf.flags")
+    if name in _MODULES:
+        return importlib.import_module(f"mgpu_tf.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'mgpu_tf' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

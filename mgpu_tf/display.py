@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from mgpu_tf.goodput import Goodput
 from mgpu_tf.report import Report
 
 
@@ -31,6 +32,11 @@ def show(report: Report, console: Console | None = None) -> None:
     summary = Table.grid(padding=(0, 2))
     for name, value in report.test.items():
         summary.add_row(f"test {name}", f"{value:.4f}")
+    if report.restarts:
+        lost = f"{report.lost_steps} steps, {report.lost_seconds:.0f} s lost"
+        summary.add_row("restarts", f"{report.restarts}, {lost}")
+    if report.goodput is not None:
+        summary.add_row("goodput", str(Goodput(**report.goodput)))
     summary.add_row("strategy", report.strategy)
     summary.add_row("workers", str(report.num_workers))
     summary.add_row("replicas", str(report.num_replicas))

@@ -3,6 +3,7 @@
     ConfigurationError (ValueError)   an argument, flag or environment
     |                                 variable breaks a rule
     `-- ClusterError                  TF_CONFIG does not describe a cluster
+    WorkerError (RuntimeError)        another worker of the cluster failed
 
 Every message says the rule, what was received, and the remedy. The command
 line prints it without a traceback and exits with status 2.
@@ -20,6 +21,28 @@ class ConfigurationError(ValueError):
 
 class ClusterError(ConfigurationError):
     """`TF_CONFIG` does not describe a usable cluster."""
+
+
+class WorkerError(RuntimeError):
+    """Another worker of the cluster failed; the message is its exception."""
+
+
+def is_integer(value: object) -> bool:
+    """Returns whether a value is an integer, NumPy's included."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def check_integer(name: str, value: object, least: int) -> None:
+    """Refuses what is no integer of `least` or more.
+
+    Raises:
+        ConfigurationError: The value is something else.
+    """
+    if not is_integer(value) or value < least:  # type: ignore[operator]
+        raise ConfigurationError(
+            f"{name} must be an integer of {least} or more. Received: "
+            f"{name}={value!r}."
+        )
 
 
 def unknown_name(kind: str, received: object, valid: Iterable[str]) -> str:

@@ -42,6 +42,8 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
             flags.DEFINE_enum(
                 field.name, field.default, list(choices), text, **common
             )
+        elif kind is bool:
+            flags.DEFINE_boolean(field.name, field.default, text, **common)
         elif int in (kind, *typing.get_args(kind)):
             flags.DEFINE_integer(field.name, field.default, text, **common)
         elif float in (kind, *typing.get_args(kind)):

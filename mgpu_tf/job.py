@@ -7,30 +7,44 @@ config -> cluster -> strategy -> data and model -> trainer -> report
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from mgpu_tf import datasets
 from mgpu_tf.cluster import ClusterConfig
 from mgpu_tf.config import RunConfig
+from mgpu_tf.determinism import enable_determinism
+from mgpu_tf.engine.staleness import PREFIX
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.folders import make_folder
+from mgpu_tf.launch.local import RESTARTS
 from mgpu_tf.models import create_model
+from mgpu_tf.normalization import synchronize_batch_normalization
 from mgpu_tf.optimizers import create_optimizer
 from mgpu_tf.parity import ParityReport, check_parity, create_for_check
+from mgpu_tf.profiling import Profiler
 from mgpu_tf.report import EpochReport, Report, weights_sha256
+from mgpu_tf.run_state import EpochRecord
 from mgpu_tf.strategy import (
     create_strategy,
     is_chief,
+    replica_count,
     strategy_name,
     worker_count,
 )
 from mgpu_tf.target import is_target, load_function
-from mgpu_tf.trainer import EpochRecord, Trainer
+from mgpu_tf.trainer import Trainer
 
 MODEL_FILE = "model.keras"
+
+_log = logging.getLogger("mgpu_tf")
 
 
 def run(config: RunConfig, *, verbose: int | str = "auto") -> Report:
@@ -66,28 +80,52 @@ def train(config: RunConfig, *, verbose: int | str = "auto") -> Trainer:
     """
     _check_cluster(config)
     if config.output_dir is not None:
-        _make_folder(config.output_dir)
+        make_folder("output_dir", config.output_dir)
+    if config.checkpoint_dir is not None:
+        enable_determinism()
     strategy = create_strategy(
         config.strategy,
         devices=config.devices,
         communication=config.communication,
         num_virtual_devices=config.num_virtual_devices,
+        max_staleness=config.max_staleness,
+        late_gradients=config.late_gradients,
     )
-    splits = datasets.load(config.dataset, config.data_dir)
-
-    def build_model() -> keras.Model:
-        optimizer = create_optimizer(config.optimizer, config.learning_rate)
-        return _compiled(config.model, splits, optimizer)
-
-    trainer = Trainer(build_model, strategy, seed=config.seed)
+    _check_batch(config, strategy)
+    splits = _splits(config)
+    profiler = _profiler(config, strategy)
+    trainer = Trainer(
+        lambda: _model(config, splits),
+        strategy,
+        seed=config.seed,
+        profiler=profiler,
+    )
     trainer.fit(
-        *splits.train,
-        batch_size=config.global_batch_size,
+        **splits.training(config.global_batch_size),
         epochs=config.epochs,
         steps_per_epoch=config.steps_per_epoch,
         verbose=verbose,
+        callbacks=[keras.callbacks.TerminateOnNaN()],
+        checkpoint_dir=config.checkpoint_dir,
+        save_every_steps=config.save_every_steps,
+        save_every_seconds=config.save_every_seconds,
+        keep_checkpoints=config.keep_checkpoints,
+        resume=config.resume,
     )
+    _check_loss(trainer)
+    if profiler is not None and is_chief(strategy):
+        _log.info("%s", profiler.summary())
     return trainer
+
+
+def _profiler(
+    config: RunConfig, strategy: tf.distribute.Strategy
+) -> Profiler | None:
+    if config.profile is None or config.output_dir is None:
+        return None
+    start, steps = map(int, config.profile.split(","))
+    folder = os.path.join(config.output_dir, "profile")
+    return Profiler(start, steps, folder if is_chief(strategy) else None)
 
 
 def report(
@@ -103,10 +141,8 @@ def report(
     Returns:
         The report.
     """
-    splits = datasets.load(config.dataset, config.data_dir)
     test = trainer.evaluate(
-        *splits.test,
-        batch_size=config.global_batch_size,
+        **_splits(config).testing(config.global_batch_size),
         return_dict=True,
         verbose=verbose,
     )
@@ -114,17 +150,25 @@ def report(
     result = Report(
         strategy=strategy_name(strategy),
         num_workers=worker_count(strategy),
-        num_replicas=strategy.num_replicas_in_sync,
+        num_replicas=replica_count(strategy),
         global_batch_size=config.global_batch_size,
         global_step=trainer.global_step,
         examples_seen=trainer.examples_seen,
         epochs=[_epoch_report(record) for record in trainer.records],
         test=test,
         weights_sha256=weights_sha256(trainer.model.get_weights()),
+        restarts=trainer.saver.recovery.restarts,
+        lost_steps=trainer.saver.recovery.lost_steps,
+        lost_seconds=trainer.saver.recovery.lost_seconds,
+        saving_seconds=trainer.saver.blocked_seconds,
+        goodput=dataclasses.asdict(
+            trainer.meter.goodput(trainer.saver.blocked_seconds)
+        ),
     )
-    if config.output_dir is not None and is_chief(strategy):
-        trainer.model.save(os.path.join(config.output_dir, MODEL_FILE))
-        result.write(config.output_dir)
+    if config.output_dir is not None:
+        trainer.save(os.path.join(config.output_dir, MODEL_FILE))
+        if is_chief(strategy):
+            result.write(config.output_dir)
     return result
 
 
@@ -164,7 +208,9 @@ def compare(
         batches = load_function(data, "data")()
     else:
         splits = datasets.load(data)
-        batches = splits.train
+        batches = splits.training(batch_size)["x"]
+        if isinstance(splits, datasets.Splits):
+            batches = splits.train
     if is_target(model):
         build_model = load_function(model, "model")
     elif is_target(data):
@@ -175,7 +221,10 @@ def compare(
     else:
 
         def build_model() -> keras.Model:
-            return _compiled(model, splits, create_optimizer("adam"))
+            return _compiled(
+                create_model(model, splits.input_shape, splits.num_classes),
+                create_optimizer("adam"),
+            )
 
     return check_parity(
         build_model,
@@ -187,12 +236,67 @@ def compare(
     )
 
 
-def _compiled(
-    name: str,
-    splits: datasets.Splits,
-    optimizer: keras.optimizers.Optimizer,
+def _splits(config: RunConfig) -> datasets.Splits | datasets.Streams:
+    if not is_target(config.dataset):
+        return datasets.load(
+            config.dataset,
+            config.data_dir,
+            seed=config.seed,
+            deterministic=config.deterministic,
+        )
+    made = load_function(config.dataset, "dataset")()
+    try:
+        (x_train, y_train), (x_test, y_test) = made
+        classes = int(max(y_train.max(), y_test.max())) + 1
+    except (TypeError, ValueError, AttributeError):
+        raise ConfigurationError(
+            "dataset must name a function that returns (x_train, y_train), "
+            "(x_test, y_test), arrays with integer labels, as keras.datasets "
+            f"do. Received: {type(made).__name__} from {config.dataset!r}."
+        ) from None
+    return datasets.Splits((x_train, y_train), (x_test, y_test), classes)
+
+
+def _model(
+    config: RunConfig, splits: datasets.Splits | datasets.Streams
 ) -> keras.Model:
-    model = create_model(name, splits.input_shape, splits.num_classes)
+    """Makes the model of a run, from its name or from a file."""
+    path = config.initial_model
+    if path is not None and path.endswith(".keras"):
+        model = _from_file(path, keras.models.load_model)
+    elif is_target(config.model):
+        model = load_function(config.model, "model")()
+    else:
+        model = create_model(
+            config.model, splits.input_shape, splits.num_classes
+        )
+    if config.sync_batch_norm:
+        synchronize_batch_normalization(model)
+    if path is not None and not path.endswith(".keras"):
+        if model.compiled:
+            # Keras reads the state of the optimizer too, if there is one.
+            model.optimizer.build(model.trainable_variables)
+        _from_file(path, model.load_weights)
+    if isinstance(model, keras.Model) and not model.compiled:
+        optimizer = create_optimizer(config.optimizer, config.learning_rate)
+        _compiled(model, optimizer)
+    return model
+
+
+def _from_file(path: str, load: Callable[[str], Any]) -> Any:
+    try:
+        return load(path)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            "initial_model must be a file that Keras saved, for this model. "
+            f"Received: initial_model={path!r} "
+            f"({str(error).strip().splitlines()[0]:.120})."
+        ) from None
+
+
+def _compiled(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer
+) -> keras.Model:
     model.compile(
         optimizer,
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -201,33 +305,55 @@ def _compiled(
     return model
 
 
+def _check_batch(config: RunConfig, strategy: tf.distribute.Strategy) -> None:
+    replicas = strategy.num_replicas_in_sync
+    if config.global_batch_size < replicas:
+        raise ConfigurationError(
+            "global_batch_size must give each replica an example. Received: "
+            f"global_batch_size={config.global_batch_size} for {replicas} "
+            "replicas."
+        )
+
+
+def _check_loss(trainer: Trainer) -> None:
+    for record in trainer.records:
+        if not math.isfinite(record.logs["loss"]):
+            raise ConfigurationError(
+                "The loss must stay finite. Received: loss "
+                f"{record.logs['loss']} in epoch {record.epoch + 1}. Lower "
+                "learning_rate, or look for values in the data that are not "
+                "finite."
+            )
+
+
 def _epoch_report(record: EpochRecord) -> EpochReport:
     metrics: dict[str, Any] = dict(record.logs)
+    staleness = {
+        name.removeprefix(PREFIX): metrics.pop(name)
+        for name in list(metrics)
+        if name.startswith(PREFIX)
+    }
     return EpochReport(
         epoch=record.epoch + 1,
         loss=metrics.pop("loss"),
         metrics=metrics,
         seconds=record.seconds,
         examples_per_second=record.examples_per_second,
+        staleness=staleness or None,
     )
 
 
 def _check_cluster(config: RunConfig) -> None:
     cluster = ClusterConfig.from_environment()
-    if cluster is None or config.num_workers in (1, cluster.num_workers):
+    if cluster is None:
         return
+    there = len(cluster.worker) if cluster.ps else cluster.num_workers
+    if config.num_workers in (1, there):
+        return
+    if RESTARTS in os.environ and cluster.num_workers < config.num_workers:
+        return  # The supervisor goes on with fewer.
     raise ConfigurationError(
         "num_workers must be that of TF_CONFIG. Received: "
         f"num_workers={config.num_workers}, TF_CONFIG with "
-        f"{cluster.num_workers}. Leave out num_workers, or unset TF_CONFIG."
+        f"{there}. Leave out num_workers, or unset TF_CONFIG."
     )
-
-
-def _make_folder(path: str) -> None:
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(
-            "output_dir must be a folder that can be made and written. "
-            f"Received: output_dir={path!r} ({error.strerror})."
-        ) from None

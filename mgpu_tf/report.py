@@ -9,10 +9,20 @@
     global_step         steps done
     examples_seen       examples trained on, each counted once
     epochs              one object for each: epoch (from 1), loss, metrics,
-                        seconds, examples_per_second
+                        seconds, examples_per_second, staleness (mean, p50,
+                        p95 and max of what was measured; null where all
+                        replicas step together)
     test                loss and metrics on the test data
     weights_sha256      SHA-256 over `model.get_weights()` in order, each as
                         C-contiguous little-endian bytes
+    restarts            how often the run was begun again
+    lost_steps          steps that had to be done again
+    lost_seconds        time from the states that were gone back to until the
+                        run went on from them
+    saving_seconds      for how long training was held up by saving
+    goodput             where the chief's time went: wall_seconds, and of them
+                        step_, start_, compile_, input_, evaluate_, save_ and
+                        other_seconds
 """
 
 from __future__ import annotations
@@ -38,6 +48,7 @@ class EpochReport:
         metrics: The compiled metrics by name.
         seconds: Time of the steps, tracing included.
         examples_per_second: Examples over seconds.
+        staleness: How many updates of others gradients were late.
     """
 
     epoch: int
@@ -45,6 +56,7 @@ class EpochReport:
     metrics: dict[str, float]
     seconds: float
     examples_per_second: float
+    staleness: dict[str, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +72,11 @@ class Report:
     epochs: list[EpochReport]
     test: dict[str, float]
     weights_sha256: str
+    restarts: int = 0
+    lost_steps: int = 0
+    lost_seconds: float = 0.0
+    saving_seconds: float = 0.0
+    goodput: dict[str, float] | None = None
 
     def write(self, folder: str) -> str:
         """Writes `report.json`, whole or not at all.

@@ -24,6 +24,12 @@ from tensorflow.python.distribute import collective_all_reduce_strategy
 from mgpu_tf.cluster import ClusterConfig
 from mgpu_tf.config import COMMUNICATIONS
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.missing import told_of_missing
+from mgpu_tf.parameter_server import (
+    EvaluatorStrategy,
+    ParameterServerStrategy,
+    create_parameter_server_strategy,
+)
 
 Devices = int | Sequence[int | str] | None
 
@@ -41,12 +47,16 @@ class StrategyOptions:
         num_virtual_devices: Splits the CPU into so many devices, to try
             several replicas without GPUs.
         tpu: Name or address of a TPU, "" for the local one.
+        max_staleness: See `create_parameter_server_strategy`.
+        late_gradients: See `create_parameter_server_strategy`.
     """
 
     devices: Devices = None
     communication: str = "auto"
     num_virtual_devices: int | None = None
     tpu: str = ""
+    max_staleness: int | None = None
+    late_gradients: str = "hold"
 
 
 def create_strategy(
@@ -56,24 +66,30 @@ def create_strategy(
     communication: str = "auto",
     num_virtual_devices: int | None = None,
     tpu: str = "",
+    max_staleness: int | None = None,
+    late_gradients: str = "hold",
 ) -> tf.distribute.Strategy:
     """Creates a strategy by name.
 
-    `auto` takes `multi_worker_mirrored` where `TF_CONFIG` names a cluster,
-    `mirrored` where there are several GPUs or virtual devices, and
-    `one_device` otherwise. It logs one line with its choice and the reason.
+    `auto` takes `parameter_server` where `TF_CONFIG` names ps tasks,
+    `multi_worker_mirrored` where it names another cluster, `mirrored` where
+    there are several GPUs or virtual devices, and `one_device` otherwise. It
+    logs one line with its choice and the reason.
 
     Example:
         strategy = mgpu_tf.create_strategy("mirrored", devices=[0, 2])
 
     Args:
         name: One of `auto`, `one_device`, `mirrored`,
-            `multi_worker_mirrored`, `central_storage`, `tpu`.
+            `multi_worker_mirrored`, `parameter_server`, `central_storage`,
+            `tpu`.
         devices: A number of GPUs, or GPUs by index or name; all visible
             GPUs by default.
         communication: `auto`, `nccl`, `ring` or `hierarchical_copy`.
         num_virtual_devices: Splits the CPU into so many devices.
         tpu: Name or address of the TPU, "" for the local one.
+        max_staleness: For `parameter_server`: how late a gradient may be.
+        late_gradients: For `parameter_server`: `hold` or `scale`.
 
     Returns:
         The strategy.
@@ -82,7 +98,14 @@ def create_strategy(
         ConfigurationError: The name is unknown, or an argument cannot work
             with the strategy or on this machine.
     """
-    options = StrategyOptions(devices, communication, num_virtual_devices, tpu)
+    options = StrategyOptions(
+        devices,
+        communication,
+        num_virtual_devices,
+        tpu,
+        max_staleness,
+        late_gradients,
+    )
     if name == "auto":
         name, reason = _choose(options)
         _log.info("strategy %s: %s", name, reason)
@@ -185,7 +208,7 @@ def create_multi_worker_mirrored_strategy(
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=_IMPLEMENTATIONS[communication]
     )
-    with _strategy_first():
+    with _strategy_first(cluster), told_of_missing(cluster):
         return _MultiWorkerStrategy(cluster, options, len(names))
 
 
@@ -245,11 +268,22 @@ def local_replica_count(strategy: tf.distribute.Strategy) -> int:
 
 def worker_count(strategy: tf.distribute.Strategy) -> int:
     """Returns how many processes the strategy's replicas are spread over."""
+    if isinstance(strategy, ParameterServerStrategy):
+        return strategy.num_workers
     return strategy.num_replicas_in_sync // local_replica_count(strategy)
+
+
+def replica_count(strategy: tf.distribute.Strategy) -> int:
+    """Returns how many replicas compute gradients, in step or not."""
+    if isinstance(strategy, ParameterServerStrategy):
+        return strategy.num_workers * strategy.num_replicas_in_sync
+    return strategy.num_replicas_in_sync
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether this process writes the files of a run."""
+    if isinstance(strategy, EvaluatorStrategy):
+        return False
     resolver = strategy.cluster_resolver
     if worker_count(strategy) == 1 or resolver is None:
         return True
@@ -268,6 +302,13 @@ def strategy_name(strategy: tf.distribute.Strategy) -> str:
 
 def _choose(options: StrategyOptions) -> tuple[str, str]:
     cluster = ClusterConfig.from_environment()
+    if cluster is not None and cluster.ps:
+        return (
+            "parameter_server",
+            f"TF_CONFIG names {len(cluster.worker)} workers and "
+            f"{len(cluster.ps)} parameter servers, this is "
+            f"{cluster.task_name}",
+        )
     if cluster is not None:
         return (
             "multi_worker_mirrored",
@@ -304,6 +345,22 @@ def _one_device(options: StrategyOptions) -> tf.distribute.Strategy:
     return create_one_device_strategy(chosen[0] if chosen else None)
 
 
+def _parameter_server(options: StrategyOptions) -> tf.distribute.Strategy:
+    name = "parameter_server"
+    _refuse_virtual_devices(name, options.num_virtual_devices)
+    _check_communication(name, options.communication, ("auto",))
+    if options.devices is not None:
+        raise ConfigurationError(
+            "The strategy 'parameter_server' takes the GPUs that each worker "
+            f"sees. Received: devices={options.devices!r}. Set "
+            "CUDA_VISIBLE_DEVICES for the workers."
+        )
+    return create_parameter_server_strategy(
+        max_staleness=options.max_staleness,
+        late_gradients=options.late_gradients,
+    )
+
+
 def _central_storage(options: StrategyOptions) -> tf.distribute.Strategy:
     _check_communication("central_storage", options.communication, ("auto",))
     return create_central_storage_strategy(
@@ -331,11 +388,13 @@ _FACTORIES: dict[str, Callable[[StrategyOptions], tf.distribute.Strategy]] = {
             num_virtual_devices=options.num_virtual_devices,
         )
     ),
+    "parameter_server": _parameter_server,
     "central_storage": _central_storage,
     "tpu": _tpu,
 }
 
 _KINDS = {
+    "parameter_server": ParameterServerStrategy,
     "one_device": tf.distribute.OneDeviceStrategy,
     "multi_worker_mirrored": tf.distribute.MultiWorkerMirroredStrategy,
     "mirrored": tf.distribute.MirroredStrategy,
@@ -453,9 +512,17 @@ def _check_synchronous(cluster: ClusterConfig) -> None:
 
 
 @contextlib.contextmanager
-def _strategy_first() -> Iterator[None]:
+def _strategy_first(cluster: ClusterConfig | None) -> Iterator[None]:
     try:
         yield
+    except tf.errors.UnknownError as error:
+        if cluster is None or "Could not start gRPC server" not in str(error):
+            raise
+        raise ConfigurationError(
+            "The port of a task must be free. Received: TF_CONFIG with "
+            f"{cluster.task_name} at {cluster.address}, which another process "
+            "holds. End it, or choose another port on all tasks."
+        ) from None
     except RuntimeError as error:
         if "program startup" not in str(error):
             raise

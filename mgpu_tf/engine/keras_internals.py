@@ -9,7 +9,7 @@ that moves one of the names used here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -159,6 +159,13 @@ def sees_every_batch(callback: keras.callbacks.Callback) -> bool:
     return not all(is_default(getattr(callback, hook)) for hook in hooks)
 
 
+def take_restored_epoch(model: keras.Model) -> int | None:
+    """Returns the epoch that `BackupAndRestore` has restored, once."""
+    epoch = model._initial_epoch
+    model._initial_epoch = None
+    return epoch
+
+
 def communicates(model: keras.Model) -> bool:
     """Returns whether replicas exchange values in a forward pass.
 
@@ -219,6 +226,24 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
         for layer in layers_of(model)
         for generator in layer._seed_generators
     ]
+
+
+def global_seed_state(*, create: bool = False) -> Any:
+    """Returns the state of the generator behind `keras.random` and no seed.
+
+    Args:
+        create: Whether to make the generator where nothing has used it yet.
+
+    Returns:
+        The state, None where there is no generator.
+    """
+    seeds = keras.src.random.seed_generator
+    known = keras.src.backend.common.global_state.get_global_attribute(
+        seeds.GLOBAL_SEED_GENERATOR
+    )
+    if known is None and not create:
+        return None
+    return seeds.global_seed_generator().state
 
 
 def grow_scale(scaler: keras.optimizers.LossScaleOptimizer) -> None:
@@ -307,7 +332,29 @@ def engine_order(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
             "_backend_apply_gradients": clip_apply_average,
         }
 
-    with _replaced(optimizer, instructions):
+    with _replaced(parts(optimizer), instructions):
+        yield
+
+
+@contextlib.contextmanager
+def counted_exactly(
+    optimizer: keras.optimizers.Optimizer,
+) -> Iterator[None]:
+    """Makes an optimizer count its steps by one operation, while traced.
+
+    Keras counts by `assign(self + 1)`, and a count of another worker that
+    comes between the two is lost. The variable's own `assign_add` is one
+    operation on the parameter server.
+
+    Args:
+        optimizer: An optimizer; those that it wraps included.
+    """
+    counters = [part._iterations for part in parts(optimizer)]
+
+    def instructions(counter: Any) -> dict[str, Any]:
+        return {"assign_add": lambda value: counter.value.assign_add(value)}
+
+    with _replaced(counters, instructions):
         yield
 
 
@@ -335,18 +382,18 @@ def checked_order(
 
         return {name: apply}
 
-    with _replaced(optimizer, instructions):
+    with _replaced(parts(optimizer), instructions):
         yield
 
 
 @contextlib.contextmanager
 def _replaced(
-    optimizer: keras.optimizers.Optimizer,
-    instructions: Callable[[keras.optimizers.Optimizer], dict[str, Any]],
+    objects: Iterable[Any],
+    instructions: Callable[[Any], dict[str, Any]],
 ) -> Iterator[None]:
-    """Gives optimizers other methods for a while, then their own again."""
+    """Gives objects other methods for a while, then their own again."""
     own: list[tuple[Any, str, Any]] = []
-    for part in list(parts(optimizer)):
+    for part in list(objects):
         for name, method in instructions(part).items():
             own.append((part, name, vars(part).get(name)))
             object.__setattr__(part, name, method)

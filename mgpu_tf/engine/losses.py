@@ -55,7 +55,7 @@ class BatchShare:
         The values are selected, not multiplied: whatever a layer makes of
         an empty batch, NaN included, is dropped.
         """
-        if self.replicas == 1:
+        if self.replicas == 1 or self._surely_holds():
             return held
         if isinstance(held, tf.IndexedSlices):
             values = tf.where(
@@ -64,12 +64,39 @@ class BatchShare:
             return tf.IndexedSlices(values, held.indices, held.dense_shape)
         return tf.where(self.local > 0, held, tf.cast(empty, held.dtype))
 
+    def select_all(self, held: list[Any]) -> list[Any]:
+        """Returns tensors, or zeros where the replica has no example.
+
+        As `select`, but what is held is not copied.
+        """
+        if self.replicas == 1 or self._surely_holds():
+            return held
+        return tf.cond(
+            self.local > 0,
+            lambda: [_identity(value) for value in held],
+            lambda: [_zeros_like(value) for value in held],
+        )
+
+    def _surely_holds(self) -> bool:
+        return bool(tf.get_static_value(self.local))
+
     def sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the sum of a value over all replicas, without gradient."""
         if self.replicas == 1:
             return value
         context = tf.distribute.get_replica_context()
         return context.all_reduce("sum", tf.stop_gradient(value))
+
+
+def _identity(value: Any) -> Any:
+    return tf.nest.map_structure(tf.identity, value, expand_composites=True)
+
+
+def _zeros_like(value: Any) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        zeros = tf.zeros_like(value.values)
+        return tf.IndexedSlices(zeros, value.indices, value.dense_shape)
+    return tf.zeros_like(value)
 
 
 class GlobalLoss:

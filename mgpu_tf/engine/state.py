@@ -32,6 +32,7 @@ class ReplicaState:
         metrics: The variables of the model's metrics.
         variables: All that a step may write besides weights.
         seeds: The states of random layers, among them.
+        moving: Moving statistics, averaged over replicas in `collect`.
         stored_once: Whether there is one copy for all replicas.
 
     Args:
@@ -51,9 +52,7 @@ class ReplicaState:
         self.variables = _unique(
             [*model.non_trainable_variables, *self.metrics]
         )
-        self._moving = [
-            v for v in model.non_trainable_variables if _is_float(v)
-        ]
+        self.moving = [v for v in model.non_trainable_variables if _is_float(v)]
         synchronized = keras_internals.synchronized_statistics(model)
         self.seeds = keras_internals.seed_states(model)
         self._agreed = {id(v) for v in synchronized} | {
@@ -108,23 +107,23 @@ class ReplicaState:
         for variable, value in writes:
             variable.assign(value)
 
-    def collect(self, seconds: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def collect(self, notes: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Makes the state that of all replicas. On a replica.
 
         Args:
-            seconds: A time, any.
+            notes: Numbers of this replica's worker, `[notes]`.
 
         Returns:
-            The metric variables' values over all replicas, and the mean of
-            the times.
+            The metric variables' values over all replicas, and the means of
+            the notes.
         """
         metrics = [tf.identity(v.value) for v in self.metrics]
-        moving = [tf.identity(v.value) for v in self._moving]
+        moving = [tf.identity(v.value) for v in self.moving]
         if self._replicas == 1:
-            return metrics, seconds
-        summed = _sum_over_replicas([*metrics, *moving, seconds])
+            return metrics, notes
+        summed = _sum_over_replicas([*metrics, *moving, notes])
         means = summed[len(metrics) : -1]
-        for variable, value in zip(self._moving, means, strict=True):
+        for variable, value in zip(self.moving, means, strict=True):
             variable.assign(value / self._replicas)
         return summed[: len(metrics)], summed[-1] / self._replicas
 
@@ -155,9 +154,9 @@ class SharedState(ReplicaState):
         context = tf.distribute.get_replica_context()
         context.merge_call(write_once, args=([v for _, v in writes],))
 
-    def collect(self, seconds: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def collect(self, notes: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Reads the state; it is already that of all replicas."""
-        return [tf.identity(v.value) for v in self.metrics], seconds
+        return [tf.identity(v.value) for v in self.metrics], notes
 
 
 def state_for(

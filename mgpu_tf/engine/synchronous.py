@@ -14,45 +14,26 @@ and only then written.
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from mgpu_tf.data import Source, part_of
+from mgpu_tf import determinism
+from mgpu_tf.data import BatchSource, Feed, Source, next_batch, part_of
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author import NO_EXAMPLES, AuthorStep
+from mgpu_tf.engine.base import NO_VOTES, Engine, Execution, Votes
 from mgpu_tf.engine.losses import BatchShare, GlobalLoss
-from mgpu_tf.engine.state import ReplicaState, Writes, state_for
+from mgpu_tf.engine.snapshot import Snapshot, Variables
+from mgpu_tf.engine.state import ReplicaState, state_for
+from mgpu_tf.engine.step import ReplicaStep, outputs_of
 from mgpu_tf.engine.update import Update
 from mgpu_tf.errors import ConfigurationError
 
-Logs = dict[str, Any]
 
-_log = logging.getLogger("mgpu_tf")
-
-
-@dataclasses.dataclass(frozen=True)
-class Execution:
-    """What one call of the engine did.
-
-    Attributes:
-        steps: Steps done; fewer than asked for where the data ended.
-        examples: Examples in those steps, over all replicas.
-        logs: The metrics since they were last reset, over all replicas.
-        seconds: The mean over workers of the time given to the call.
-    """
-
-    steps: int
-    examples: int
-    logs: Logs
-    seconds: float
-
-
-class SynchronousEngine:
+class SynchronousEngine(Engine):
     """Trains, evaluates and predicts with a compiled model on a strategy.
 
     Args:
@@ -64,74 +45,86 @@ class SynchronousEngine:
     """
 
     def __init__(
-        self, model: keras.Model, strategy: tf.distribute.Strategy
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        gradient_dtype: str | None = None,
     ) -> None:
-        _check_compiled(model, strategy)
-        self._model = model
-        self._strategy = strategy
+        super().__init__(model, strategy)
+        self._gradient_dtype = gradient_dtype
         self._part = part_of(strategy)
-        self._compiled = keras_internals.compiled_state(model)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._prepared = False
-        self._written: list[keras.Variable] = []
         self._loss: GlobalLoss
         self._state: ReplicaState
+        self._step: ReplicaStep
         self._update: Update
 
-    def is_current(self) -> bool:
-        """Returns whether the model is compiled as when this was made."""
-        return self._compiled == keras_internals.compiled_state(self._model)
+    def feed(
+        self, source: Source, first: int = 0, *, chain: bool, training: bool
+    ) -> Feed:
+        """Returns where the epochs of a run read from; as in `Engine`."""
+        del training
+        return Feed(source, self._strategy, first, chain=chain)
+
+    @property
+    def boundaries_matter(self) -> bool:
+        """Whether it changes bits of the result where executions end.
+
+        Statistics of which replicas have their own are averaged there, and
+        the first step of an author's own is traced apart from the others.
+        """
+        averaged = bool(self._state.moving) and self._part.total > 1
+        authored = keras_internals.overrides(self._model, "train_step")
+        return authored or (averaged and not self._state.stored_once)
+
+    def snapshot(self) -> Snapshot:
+        """Returns what takes and puts back all; as in `Engine`."""
+        optimizers = keras_internals.optimizers_of(self._model)
+        variables = Variables.of(
+            [
+                *self._model.variables,
+                *(v for optimizer in optimizers for v in optimizer.variables),
+            ],
+            sums=[*self._state.metrics, *self._update.accumulated],
+            means=self._state.moving,
+        )
+        return Snapshot(
+            variables, self._strategy, stored_once=self._state.stored_once
+        )
 
     def train(
-        self, iterator: Any, steps: int, source: Source, seconds: float = 0.0
+        self,
+        iterator: Any,
+        steps: int,
+        source: Source,
+        seconds: float = 0.0,
+        votes: Votes = NO_VOTES,
+        ahead: int | None = None,
     ) -> Execution:
-        """Runs training steps.
-
-        Args:
-            iterator: From `mgpu_tf.data.distribute`.
-            steps: How many steps at most.
-            source: Where the iterator comes from.
-            seconds: Any time of this worker; its mean over workers comes
-                back, equal on all of them.
-
-        Returns:
-            What was done.
-        """
-        return self._execute("train", iterator, steps, source, seconds)
+        """Runs training steps; as in `Engine`."""
+        del ahead
+        return self._execute("train", iterator, steps, source, seconds, votes)
 
     def evaluate(
         self, iterator: Any, steps: int, source: Source, seconds: float = 0.0
     ) -> Execution:
-        """Runs evaluation steps; arguments and result as for `train`."""
+        """Runs evaluation steps; as in `Engine`."""
         return self._execute("evaluate", iterator, steps, source, seconds)
 
     def predict(self, iterator: Any, source: Source) -> Any | None:
-        """Runs one prediction step.
-
-        Args:
-            iterator: From `mgpu_tf.data.distribute`.
-            source: Where the iterator comes from.
-
-        Returns:
-            The outputs for one global batch as arrays, in the order of its
-            rows and the same on every worker; None where the data has ended.
-        """
-        if not self._model.built:
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(source.example())
-            with self._strategy.scope():
-                keras_internals.build_layers(self._model, x)
-        predict = self._function("predict", source, self._predict_step)
+        """Runs one prediction step; as in `Engine`."""
+        self.build_layers(source)
+        predict = self._function(
+            "predict", source, lambda *args: self._predict_step(source, *args)
+        )
         outputs, total = predict(iterator)
         if int(total) == 0:
             return None
         return tf.nest.map_structure(lambda t: t.numpy(), outputs)
 
     def prepare(self, source: Source) -> None:
-        """Creates what training and evaluation need, once.
-
-        Args:
-            source: Tells the shapes and types of a batch.
-        """
+        """Creates what training and evaluation need; as in `Engine`."""
         if self._prepared:
             return
         batch = keras.utils.unpack_x_y_sample_weight(source.example())
@@ -143,6 +136,10 @@ class SynchronousEngine:
             self._model,
             self._strategy,
             stored_once=self._state.stored_once,
+            gradient_dtype=self._gradient_dtype,
+        )
+        self._step = ReplicaStep(
+            self._model, self._loss, self._state, self._part.total
         )
         self._prepared = True
 
@@ -157,6 +154,7 @@ class SynchronousEngine:
         steps: int,
         source: Source,
         seconds: float,
+        votes: Votes = NO_VOTES,
     ) -> Execution:
         self.prepare(source)
         step = self._step_of(kind)
@@ -165,9 +163,11 @@ class SynchronousEngine:
             source,
             lambda *args: self._steps(step, source, *args),
         )
+        notes = [seconds, float(votes.save), float(votes.end)]
+        traces = run.experimental_get_tracing_count()
         try:
-            done, examples, logs, mean_seconds = run(
-                iterator, tf.constant(steps, tf.int64), tf.constant(seconds)
+            done, examples, waiting, logs, means = run(
+                iterator, tf.constant(steps, tf.int64), tf.constant(notes)
             )
         except tf.errors.InvalidArgumentError as error:
             if NO_EXAMPLES not in str(error):
@@ -177,7 +177,10 @@ class SynchronousEngine:
             steps=int(done),
             examples=int(examples),
             logs={name: _number(value) for name, value in logs.items()},
-            seconds=float(mean_seconds),
+            seconds=float(means[0]),
+            input_seconds=float(waiting),
+            traced=run.experimental_get_tracing_count() > traces,
+            votes=Votes(save=float(means[1]) > 0, end=float(means[2]) > 0),
         )
 
     def _step_of(self, kind: str) -> Callable[..., dict[str, tf.Tensor]]:
@@ -196,8 +199,10 @@ class SynchronousEngine:
 
     def _function(
         self, kind: str, source: Source, python: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        key = (kind, source.may_end, source.totals_known)
+    ) -> Any:
+        whole = isinstance(source, BatchSource)
+        exact = determinism.is_enabled()
+        key = (kind, source.may_end, source.totals_known, whole, exact)
         if key not in self._functions:
             self._functions[key] = tf.function(
                 python, autograph=False, reduce_retracing=True
@@ -212,16 +217,26 @@ class SynchronousEngine:
         source: Source,
         iterator: Any,
         steps: tf.Tensor,
-        seconds: tf.Tensor,
-    ) -> tuple[tf.Tensor, tf.Tensor, dict[str, tf.Tensor], tf.Tensor]:
+        notes: tf.Tensor,
+    ) -> tuple[Any, ...]:
         """Runs up to `steps` steps and sums the metrics over replicas."""
 
-        def once() -> tuple[tf.Tensor, tf.Tensor, Any]:
-            """Runs a step; returns its count, its examples and its logs."""
-            data, local, total = self._next(iterator, source)
+        def once() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, Any]:
+            """Runs a step.
+
+            Returns:
+                Its count, its examples, the seconds that it waited for data,
+                and its logs.
+            """
+            before = determinism.seconds()
+            with tf.control_dependencies([before]):
+                data, local, total = self._next(iterator, source)
+            arrived = tf.nest.flatten([data, total], expand_composites=True)
+            with tf.control_dependencies(arrived):
+                waited = determinism.seconds() - before
             if not source.may_end:
                 logs = step(data, local, total)
-                return tf.constant(1, tf.int64), total, logs
+                return tf.constant(1, tf.int64), total, waited, logs
             shapes: list[Any] = []
 
             def go_on() -> Any:
@@ -236,39 +251,45 @@ class SynchronousEngine:
                 return tf.constant(0, tf.int64), zeros
 
             count, logs = tf.cond(total > 0, go_on, end)
-            return count, total, logs
+            return count, total, waited, logs
 
         def body(
-            done: tf.Tensor, examples: tf.Tensor, ended: tf.Tensor, _: Any
-        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, Any]:
-            count, total, logs = once()
-            return done + count, examples + total, total == 0, logs
+            done: tf.Tensor,
+            examples: tf.Tensor,
+            waiting: tf.Tensor,
+            ended: tf.Tensor,
+            _: Any,
+        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, Any]:
+            count, total, waited, logs = once()
+            waiting += waited
+            return done + count, examples + total, waiting, total == 0, logs
 
         zero = tf.constant(0, tf.int64)
-        begin: tuple[Any, ...] = (zero, zero, tf.constant(False), {})
+        begin: tuple[Any, ...]
+        begin = (zero, zero, tf.constant(0.0, tf.float64), False, {})
         if isinstance(step, AuthorStep):
             # The first step stands alone: it tells what the others return.
-            count, total, logs = once()
-            begin = (count, total, total == 0, logs)
-        done, examples, _, returned = tf.while_loop(
-            lambda done, examples, ended, _: (done < steps) & ~ended,
+            count, total, waited, logs = once()
+            begin = (count, total, waited, total == 0, logs)
+        done, examples, waiting, _, returned = tf.while_loop(
+            lambda done, examples, waiting, ended, _: (done < steps) & ~ended,
             body,
             begin,
             parallel_iterations=1,
         )
         with tf.control_dependencies([done]):
-            results = self._strategy.run(self._state.collect, args=(seconds,))
-        metrics, mean_seconds = tf.nest.map_structure(self._first, results)
+            results = self._strategy.run(self._state.collect, args=(notes,))
+        metrics, mean_notes = tf.nest.map_structure(self._first, results)
         state = zip(self._state.metrics, metrics, strict=True)
         with keras.StatelessScope(state_mapping=state):
             logs = self._model.get_metrics_result()
-        return done, examples, returned or logs, mean_seconds
+        return done, examples, waiting, returned or logs, mean_notes
 
     def _next(
         self, iterator: Any, source: Source
     ) -> tuple[Any, Any, tf.Tensor]:
         """Takes a global batch; its size comes as one tensor."""
-        data, local, total = next(iterator)
+        data, local, total = next_batch(iterator, source, self._strategy)
         if source.totals_known:
             return data, local, self._first(total)
         return data, local, self._strategy.reduce("SUM", local, axis=None)
@@ -276,7 +297,7 @@ class SynchronousEngine:
     def _train_step(
         self, data: Any, local: Any, total: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        with self._loss.in_place():
+        with self._loss.in_place(), tf.name_scope("forward_backward"):
             gradients = self._strategy.run(
                 self._replica_gradients, args=(data, local, total)
             )
@@ -292,10 +313,12 @@ class SynchronousEngine:
             )
         return {}
 
-    def _predict_step(self, iterator: Any) -> tuple[Any, tf.Tensor]:
-        data, _, total = next(iterator)
+    def _predict_step(
+        self, source: Source, iterator: Any
+    ) -> tuple[Any, tf.Tensor]:
+        data, _, total = next_batch(iterator, source, self._strategy)
         total = self._first(total)
-        outputs = self._strategy.run(self._replica_predict, args=(data,))
+        outputs = self._strategy.run(outputs_of, args=(self._model, data))
         outputs = tf.nest.map_structure(self._rows_of_worker, outputs)
         if self._part.local < self._part.total:
             outputs = tf.nest.map_structure(
@@ -325,109 +348,24 @@ class SynchronousEngine:
 
     # In the graph, on a replica.
 
-    def _forward(
-        self, data: Any, share: BatchShare, training: bool
-    ) -> tuple[tf.Tensor, Writes]:
-        """Returns the loss contribution and what is to be written."""
-        model = self._model
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        seeds = self._state.replica_seeds()
-        with keras.StatelessScope(seeds, collect_losses=True) as scope:
-            if keras_internals.takes_training(model):
-                y_pred = model(x, training=training)
-            else:
-                y_pred = model(x)
-            loss, terms = self._loss(
-                x, y, y_pred, sample_weight, scope.losses, share, training
-            )
-            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        # By variable, since Keras writes to some of these means as well.
-        writes: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
-        drawn = {id(state) for state, _ in seeds}
-        for variable in self._state.variables:
-            value = scope.get_current_value(variable)
-            if value is None:
-                continue
-            if id(variable) in drawn:
-                value = self._state.next_seed(variable, value)
-            elif not self._state.is_agreed(variable):
-                value = share.select(value, variable)
-            writes[id(variable)] = (variable, value)
-        tracker = keras_internals.loss_tracker(model)
-        for mean, contribution in [
-            (tracker, loss),
-            *zip(self._loss.trackers, terms, strict=False),
-        ]:
-            for variable, value in _mean_writes(mean, contribution, share):
-                writes[id(variable)] = (variable, value)
-        return loss, list(writes.values())
-
     def _replica_gradients(
         self, data: Any, local: tf.Tensor, total: tf.Tensor
     ) -> list[Any]:
-        gradients, values = self._backward(data, local, total)
-        self._state.write(list(zip(self._written, values, strict=True)))
+        step = self._step
+        gradients, values = step.gradients(
+            data, local, total, self._model.optimizer.scale_loss
+        )
+        self._update.present = step.present
+        self._state.write(list(zip(step.written, values, strict=True)))
         share = BatchShare(local, total, self._part.total)
-        return [share.select(gradient, 0) for gradient in gradients]
-
-    def _backward(self, data: Any, local: tf.Tensor, total: tf.Tensor) -> Any:
-        """Computes gradients, compiled by XLA where that was asked for.
-
-        Returns:
-            The gradients that there are, and the values to be written to
-            `self._written`.
-        """
-
-        def compute(
-            data: Any, local: tf.Tensor, total: tf.Tensor
-        ) -> tuple[list[Any], list[tf.Tensor]]:
-            share = BatchShare(local, total, self._part.total)
-            variables = self._model.trainable_variables
-            with tf.GradientTape() as tape:
-                loss, writes = self._forward(data, share, training=True)
-                loss = self._model.optimizer.scale_loss(loss)
-            gradients = tape.gradient(loss, variables)
-            _check_gradients(gradients, variables)
-            self._update.present = [g is not None for g in gradients]
-            self._written = [variable for variable, _ in writes]
-            present = [g for g in gradients if g is not None]
-            return present, [value for _, value in writes]
-
-        if not self._compiled_by_xla():
-            return compute(data, local, total)
-        jitted = tf.function(compute, jit_compile=True, autograph=False)
-        return jitted(data, local, total)
-
-    def _compiled_by_xla(self) -> bool:
-        """Returns whether XLA compiles forward and backward pass."""
-        if not self._model.jit_compile:
-            return False
-        apart = not self._state.stored_once
-        if self._part.total > 1:
-            apart = apart and not keras_internals.communicates(self._model)
-        if not apart:
-            _log.info(
-                "jit_compile=True: the replicas of %s exchange values or "
-                "share variables in the forward pass, which XLA does not "
-                "compile; it runs without",
-                self._model.name,
-            )
-        return apart
+        return share.select_all(gradients)
 
     def _replica_evaluate(
         self, data: Any, local: tf.Tensor, total: tf.Tensor
     ) -> None:
         share = BatchShare(local, total, self._part.total)
-        _, writes = self._forward(data, share, training=False)
+        _, writes = self._step.forward(data, share, training=False)
         self._state.write(writes)
-
-    def _replica_predict(self, data: Any) -> Any:
-        if keras_internals.overrides(self._model, "predict_step"):
-            return self._model.predict_step(data)
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        if keras_internals.takes_training(self._model):
-            return self._model(x, training=False)
-        return self._model(x)
 
     def _replica_gather(self, padded: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
@@ -437,52 +375,6 @@ class SynchronousEngine:
         return context.all_reduce("sum", mine)
 
 
-def _mean_writes(
-    mean: keras.metrics.Mean, value: tf.Tensor, share: BatchShare
-) -> Writes:
-    """A global mean over examples from contributions that add up to it."""
-    weight = tf.cast(share.total, mean.total.dtype)
-    value = tf.cast(tf.stop_gradient(value), mean.total.dtype)
-    return [
-        (mean.total, mean.total + value * weight),
-        (mean.count, mean.count + tf.cast(share.local, mean.count.dtype)),
-    ]
-
-
 def _number(value: tf.Tensor) -> Any:
     array = value.numpy()
     return float(array) if array.ndim == 0 else array
-
-
-def _check_gradients(
-    gradients: list[Any], variables: list[keras.Variable]
-) -> None:
-    if all(gradient is None for gradient in gradients):
-        raise ConfigurationError(
-            "The loss must depend on the trainable variables. Received: a "
-            f"loss that depends on none of {len(variables)}. Check that the "
-            "loss is computed from the model's outputs and that layers are "
-            "trainable."
-        )
-
-
-def _check_compiled(
-    model: keras.Model, strategy: tf.distribute.Strategy
-) -> None:
-    if not isinstance(model, keras.Model):
-        raise ConfigurationError(
-            "build_model must return a compiled keras.Model. Received: "
-            f"{type(model).__name__}."
-        )
-    if not model.compiled:
-        raise ConfigurationError(
-            "build_model must return a compiled model. Received: the model "
-            f"{model.name!r}, not compiled. Call `model.compile(...)` before "
-            "returning it."
-        )
-    if model.distribute_strategy is not strategy:
-        raise ConfigurationError(
-            "The model must be made in the strategy's scope. Received: the "
-            f"model {model.name!r}, made outside. Create it inside "
-            "build_model."
-        )

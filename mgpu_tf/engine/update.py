@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.reduction import Reduction
 from mgpu_tf.errors import ConfigurationError
 
 Gradients = list[Any]
@@ -33,6 +34,7 @@ class Update:
         model: A compiled and built model.
         strategy: Its strategy.
         stored_once: Whether there is one copy of variables for all replicas.
+        gradient_dtype: What gradients are sent as; see `Reduction`.
 
     Raises:
         ConfigurationError: The optimizer asks for what cannot be made right.
@@ -44,15 +46,24 @@ class Update:
         strategy: tf.distribute.Strategy,
         *,
         stored_once: bool,
+        gradient_dtype: str | None = None,
     ) -> None:
         self._strategy = strategy
+        self._reduction = Reduction(strategy, gradient_dtype)
         self._variables = model.trainable_variables
-        self._scaler, self._optimizer = _unwrap(model.optimizer)
+        self._scaler, self._optimizer = unwrap(model.optimizer)
         self._stored_once = stored_once
         self._replicas = strategy.num_replicas_in_sync
-        self._every = _accumulation_steps(self._optimizer)
+        self._every = accumulation_steps(self._optimizer)
         # Which variables have a gradient; known once a step is traced.
         self.present: list[bool] = []
+
+    @property
+    def accumulated(self) -> list[keras.Variable]:
+        """The sums of gradients that wait for the end of an accumulation."""
+        if self._every == 1:
+            return []
+        return keras_internals.accumulators(self._optimizer, self._variables)
 
     def __call__(self, gradients: Gradients) -> None:
         """Makes one step of training. Outside of replicas.
@@ -62,7 +73,8 @@ class Update:
                 of the replicas, scaled by the optimizer's `scale_loss`.
         """
         if self._every == 1 or self._stored_once:
-            gradients = self._strategy.run(self._sum, args=(gradients,))
+            with tf.name_scope("reduce"):
+                gradients = self._strategy.run(self._sum, args=(gradients,))
         if self._scaler is None:
             self._step(gradients)
             return
@@ -96,6 +108,7 @@ class Update:
 
     def _apply(self, gradients: Gradients) -> None:
         with (
+            tf.name_scope("apply"),
             keras_internals.engine_order(self._optimizer),
             self._constraints_outside(),
         ):
@@ -165,26 +178,20 @@ class Update:
             due = tf.equal(step % optimizer.ema_overwrite_frequency, 0)
             tf.cond(
                 due,
-                _returning(True, keras_internals.overwrite, optimizer),
+                returning(True, keras_internals.overwrite, optimizer),
                 lambda: tf.constant(False),
             )
 
     # On a replica.
 
     def _sum(self, gradients: Gradients) -> Gradients:
-        if self._replicas == 1 and not _clips(self._optimizer):
-            return gradients
-        # TensorFlow gathers sparse gradients, and fails in a loop when their
-        # length changes; a norm needs the rows of one index added up anyway.
-        gradients = [_dense(gradient) for gradient in gradients]
-        if self._replicas == 1:
-            return gradients
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce("sum", gradients)
+        return summed(
+            gradients, self._replicas, self._optimizer, self._reduction
+        )
 
     def _finite(self, gradients: Gradients) -> tf.Tensor:
         bad = [
-            tf.reduce_any(~tf.math.is_finite(_values(gradient)))
+            tf.reduce_any(~tf.math.is_finite(values(gradient)))
             for gradient in gradients
         ]
         count = tf.cast(tf.reduce_any(tf.stack(bad)), tf.float32)
@@ -196,7 +203,7 @@ class Update:
 
     def _unscale(self, gradients: Gradients) -> Gradients:
         scale = tf.cast(self._scaler.dynamic_scale, tf.float32)
-        return [_divided(gradient, scale) for gradient in gradients]
+        return [divided(gradient, scale) for gradient in gradients]
 
     def _add(self, gradients: Gradients) -> None:
         for sums, gradient in zip(self._accumulators(), gradients, strict=True):
@@ -313,7 +320,7 @@ def refuse_in_train_step(
         )
 
 
-def _unwrap(
+def unwrap(
     optimizer: keras.optimizers.Optimizer,
 ) -> tuple[Any, keras.optimizers.Optimizer]:
     """Returns the loss scaling, or None, and the optimizer inside."""
@@ -322,7 +329,8 @@ def _unwrap(
     return None, optimizer
 
 
-def _accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int:
+def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int:
+    """Returns how many gradients an optimizer adds up for an update."""
     inner = list(keras_internals.parts(optimizer))[1:]
     if any(part.gradient_accumulation_steps for part in inner):
         raise ConfigurationError(
@@ -331,6 +339,35 @@ def _accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int:
             "larger batch size."
         )
     return optimizer.gradient_accumulation_steps or 1
+
+
+def summed(
+    gradients: Gradients,
+    replicas: int,
+    optimizer: keras.optimizers.Optimizer,
+    reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None,
+) -> Gradients:
+    """Sums gradients over replicas that step together. On a replica.
+
+    Args:
+        gradients: Those of this replica.
+        replicas: How many there are.
+        optimizer: What they are for.
+        reduce: Sums dense gradients; as the strategy does by default.
+
+    Returns:
+        The sums; dense wherever they have to be.
+    """
+    if replicas == 1 and not _clips(optimizer):
+        return gradients
+    # TensorFlow gathers sparse gradients, and fails in a loop when their
+    # length changes; a norm needs the rows of one index added up anyway.
+    gradients = [_dense(gradient) for gradient in gradients]
+    if replicas == 1:
+        return gradients
+    if reduce is None:
+        return tf.distribute.get_replica_context().all_reduce("sum", gradients)
+    return reduce(gradients)
 
 
 def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -345,16 +382,18 @@ def _set_to_zero(variables: list[keras.Variable]) -> None:
         variable.assign(tf.zeros(variable.shape, variable.dtype))
 
 
-def _values(gradient: Any) -> tf.Tensor:
+def values(gradient: Any) -> tf.Tensor:
+    """Returns the numbers of a gradient, dense or sparse."""
     if isinstance(gradient, tf.IndexedSlices):
         return gradient.values
     return gradient
 
 
-def _divided(gradient: Any, scale: tf.Tensor) -> Any:
+def divided(gradient: Any, scale: tf.Tensor) -> Any:
+    """Returns a gradient, dense or sparse, divided by a scalar."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(
-            _divided(gradient.values, scale),
+            divided(gradient.values, scale),
             gradient.indices,
             gradient.dense_shape,
         )
@@ -365,9 +404,11 @@ def _dense(gradient: Any) -> tf.Tensor:
     return tf.convert_to_tensor(gradient)
 
 
-def _returning(
+def returning(
     value: bool, function: Callable[[Any], None], argument: Any
 ) -> Callable[[], tf.Tensor]:
+    """Makes a branch for `tf.cond` of a function that returns nothing."""
+
     def run() -> tf.Tensor:
         function(argument)
         return tf.constant(value)

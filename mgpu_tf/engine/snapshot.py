@@ -1,0 +1,264 @@
+"""All variables of a run as arrays, and back, on any number of replicas.
+
+Most variables are the same on every replica and are stored once. Of some each
+replica has its own value, and all of them are stored, so that a run of as
+many replicas goes on bit for bit:
+
+    sums     metrics, accumulated gradients    only their sum matters
+    means    moving statistics                 only their mean matters
+
+On another number of replicas the first gets the sum and the others zero, or
+all get the mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from mgpu_tf.errors import ConfigurationError
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variables:
+    """The variables of a run by how replicas hold them.
+
+    Attributes:
+        shared: The same on every replica.
+        sums: Of the replicas' values only the sum matters.
+        means: Of the replicas' values only the mean matters.
+    """
+
+    shared: list[keras.Variable]
+    sums: list[keras.Variable] = dataclasses.field(default_factory=list)
+    means: list[keras.Variable] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        every: Iterable[keras.Variable],
+        sums: Iterable[keras.Variable] = (),
+        means: Iterable[keras.Variable] = (),
+    ) -> Variables:
+        """Sorts variables, each once, whatever lists it is in."""
+        sums_by_id = {id(v): v for v in sums}
+        means_by_id = {id(v): v for v in means if id(v) not in sums_by_id}
+        own = sums_by_id | means_by_id
+        shared = {id(v): v for v in every if id(v) not in own}
+        return cls(
+            list(shared.values()),
+            list(sums_by_id.values()),
+            list(means_by_id.values()),
+        )
+
+
+class Snapshot:
+    """Takes and puts back the values of variables.
+
+    Args:
+        variables: What to take.
+        strategy: Where they live.
+        stored_once: Whether there is one copy of each for all replicas.
+    """
+
+    def __init__(
+        self,
+        variables: Variables,
+        strategy: tf.distribute.Strategy,
+        *,
+        stored_once: bool,
+    ) -> None:
+        self._variables = variables
+        self._strategy = strategy
+        self._rows = 1 if stored_once else strategy.num_replicas_in_sync
+        self._gather: Callable[[], list[tf.Tensor]] | None = None
+        self._scatter: Callable[[Any], None] | None = None
+        self._prepare: Callable[[], None] | None = None
+
+    def before_taking(self, prepare: Callable[[], None]) -> Snapshot:
+        """Has a function called before values are copied; returns itself."""
+        self._prepare = prepare
+        return self
+
+    def take(self) -> Arrays:
+        """Copies all values; every worker of a cluster has to call it.
+
+        Returns:
+            Arrays by name. Those of which replicas have their own have a
+            first axis for the replicas.
+        """
+        if self._prepare is not None:
+            self._prepare()
+        arrays = {
+            _name("shared", i): np.array(keras.ops.convert_to_numpy(v))
+            for i, v in enumerate(self._variables.shared)
+        }
+        return arrays | dict(self._take_own())
+
+    def put(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Writes values; every worker of a cluster has to call it.
+
+        Args:
+            arrays: From `take`, on any number of replicas.
+
+        Raises:
+            ConfigurationError: They are of another model or optimizer.
+        """
+        self._check(arrays)
+        with self._strategy.scope():
+            for i, variable in enumerate(self._variables.shared):
+                variable.assign(arrays[_name("shared", i)])
+        self._put_own(arrays)
+
+    def paths(self) -> dict[str, str]:
+        """Returns the paths of the variables by their names here."""
+        return {
+            _name(kind, i): variable.path
+            for kind, variables in self._by_kind()
+            for i, variable in enumerate(variables)
+        }
+
+    def _by_kind(self) -> list[tuple[str, list[keras.Variable]]]:
+        own = self._variables
+        return [
+            ("shared", own.shared),
+            ("sums", own.sums),
+            ("means", own.means),
+        ]
+
+    def _own(self) -> list[tuple[str, keras.Variable]]:
+        """Returns the variables of which replicas have their own values."""
+        return [
+            (_name(kind, i), variable)
+            for kind, variables in self._by_kind()[1:]
+            for i, variable in enumerate(variables)
+        ]
+
+    def _take_own(self) -> list[tuple[str, np.ndarray]]:
+        own = self._own()
+        if self._rows == 1:
+            return [
+                (name, np.array(keras.ops.convert_to_numpy(v))[np.newaxis])
+                for name, v in own
+            ]
+        if not own:
+            return []
+        if self._gather is None:
+            self._gather = tf.function(self._gathered, autograph=False)
+        return [
+            (name, _from_bits(rows.numpy(), variable))
+            for (name, variable), rows in zip(own, self._gather(), strict=True)
+        ]
+
+    def _gathered(self) -> list[tf.Tensor]:
+        every = self._strategy.run(self._gather_on_replica)
+        return [
+            self._strategy.experimental_local_results(rows)[0] for rows in every
+        ]
+
+    def _gather_on_replica(self) -> list[tf.Tensor]:
+        """Puts this replica's values, as bits, into its row among zeros."""
+        context = tf.distribute.get_replica_context()
+        row = tf.one_hot(
+            context.replica_id_in_sync_group, self._rows, dtype=tf.int64
+        )
+        rows = [
+            tf.tensordot(row, _to_bits(tf.convert_to_tensor(v.value)), axes=0)
+            for _, v in self._own()
+        ]
+        flat = tf.concat([tf.reshape(r, [-1]) for r in rows], 0)
+        flat = context.all_reduce("sum", flat)
+        parts = tf.split(flat, [r.shape.num_elements() for r in rows])
+        return [
+            tf.reshape(part, r.shape)
+            for part, r in zip(parts, rows, strict=True)
+        ]
+
+    def _put_own(self, arrays: Mapping[str, np.ndarray]) -> None:
+        own = self._own()
+        if not own:
+            return
+        spread = [self._spread(name, arrays[name]) for name, _ in own]
+        if self._rows == 1:
+            with self._strategy.scope():
+                for (_, variable), rows in zip(own, spread, strict=True):
+                    variable.assign(rows[0])
+            return
+        if self._scatter is None:
+            self._scatter = tf.function(self._scattered, autograph=False)
+        self._scatter([tf.convert_to_tensor(rows) for rows in spread])
+
+    def _scattered(self, rows: list[tf.Tensor]) -> None:
+        self._strategy.run(self._scatter_on_replica, args=(rows,))
+
+    def _scatter_on_replica(self, rows: list[tf.Tensor]) -> None:
+        context = tf.distribute.get_replica_context()
+        for (_, variable), values in zip(self._own(), rows, strict=True):
+            variable.assign(values[context.replica_id_in_sync_group])
+
+    def _spread(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Fits the values of other replicas to those that there are."""
+        if len(rows) == self._rows:
+            return rows
+        spread = np.zeros([self._rows, *rows.shape[1:]], rows.dtype)
+        if name.startswith("sums"):
+            spread[0] = rows.sum(axis=0, dtype=rows.dtype)
+        elif all(np.array_equal(row, rows[0]) for row in rows):
+            spread[:] = rows[0]
+        else:
+            spread[:] = rows.mean(axis=0, dtype=rows.dtype)
+        return spread
+
+    def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
+        own = [
+            (_name(kind, i), v, int(kind != "shared"))
+            for kind, variables in self._by_kind()
+            for i, v in enumerate(variables)
+        ]
+        for name, variable, axes in own:
+            array = arrays.get(name)
+            wanted = (tuple(variable.shape), variable.dtype)
+            found = None
+            if array is not None:
+                found = (tuple(array.shape[axes:]), array.dtype.name)
+            if found != wanted:
+                raise ConfigurationError(
+                    "A run resumes with the model, optimizer and metrics of "
+                    f"its checkpoint. Received: {variable.path} of shape and "
+                    f"type {wanted}, where the checkpoint has {found}. Use "
+                    "another checkpoint_dir, or the model of before."
+                )
+        if len(arrays) != len(own):
+            raise ConfigurationError(
+                "A run resumes with the model, optimizer and metrics of its "
+                f"checkpoint. Received: {len(own)} variables, where the "
+                f"checkpoint has {len(arrays)}. Use another checkpoint_dir, "
+                "or the model of before."
+            )
+
+
+def _name(kind: str, index: int) -> str:
+    return f"{kind}/{index:05d}"
+
+
+def _to_bits(value: tf.Tensor) -> tf.Tensor:
+    """Returns the bits as int64, of which a sum with zeros changes none."""
+    if value.dtype.is_integer or value.dtype.is_bool:
+        return tf.cast(value, tf.int64)
+    integer = {2: tf.int16, 4: tf.int32, 8: tf.int64}[value.dtype.size]
+    return tf.cast(tf.bitcast(value, integer), tf.int64)
+
+
+def _from_bits(bits: np.ndarray, variable: keras.Variable) -> np.ndarray:
+    dtype = tf.as_dtype(variable.dtype)
+    if dtype.is_integer or dtype.is_bool:
+        return bits.astype(dtype.as_numpy_dtype)
+    integer = {2: np.int16, 4: np.int32, 8: np.int64}[dtype.size]
+    return bits.astype(integer).view(dtype.as_numpy_dtype)

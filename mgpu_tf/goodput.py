@@ -1,0 +1,170 @@
+"""Where the time of a run went: useful steps, and everything else.
+
+    meter = Meter()
+    meter.execution(seconds=0.5, steps=100, input_seconds=0.1, traced=False)
+    with meter.phase("evaluate"):
+        ...
+    print(meter.goodput())     # 40% of 10.0 s: step 4.0, start 5.0, ...
+
+Goodput is the time of useful steps over the time since the process began.
+
+References: the goodput of MaxText's and Google Cloud's ML Goodput
+measurement; its complement is told by cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """The seconds of a process, by what they were spent on.
+
+    Attributes:
+        wall_seconds: Since the process began.
+        start_seconds: Until the first step was asked for: imports, the
+            cluster, the model, the data, a checkpoint that was read.
+        compile_seconds: Tracing and compiling of steps.
+        input_seconds: Steps that waited for data; 0 where operations are
+            made to repeat, which lets none of them look at a clock.
+        evaluate_seconds: Evaluations between epochs.
+        save_seconds: Steps that waited for a checkpoint to be copied.
+        step_seconds: Steps, less what they waited for.
+        other_seconds: The rest: callbacks, the progress bar, the end.
+    """
+
+    wall_seconds: float
+    start_seconds: float
+    compile_seconds: float
+    input_seconds: float
+    evaluate_seconds: float
+    save_seconds: float
+    step_seconds: float
+    other_seconds: float
+
+    @property
+    def share(self) -> float:
+        """Useful step time over wall time, 0 to 1."""
+        return self.step_seconds / self.wall_seconds
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} {getattr(self, f'{name}_seconds'):.1f}"
+            for name in (
+                "step",
+                "start",
+                "compile",
+                "input",
+                "evaluate",
+                "save",
+                "other",
+            )
+        ]
+        return f"{self.share:.0%} of {self.wall_seconds:.1f} s: " + ", ".join(
+            parts
+        )
+
+
+class Meter:
+    """Adds up the time of a process.
+
+    Args:
+        began: When the process began, on the clock of `time.time`; as the
+            system says by default.
+    """
+
+    def __init__(self, began: float | None = None) -> None:
+        self._began = process_began() if began is None else began
+        self._first: float | None = None
+        self._plain: list[tuple[float, int]] = []
+        self._traced: list[tuple[float, int]] = []
+        self._input = 0.0
+        self._phases: dict[str, float] = {}
+
+    def execution(
+        self, seconds: float, steps: int, input_seconds: float, traced: bool
+    ) -> None:
+        """Notes some steps that have just been done.
+
+        Args:
+            seconds: What the call took.
+            steps: Steps in it.
+            input_seconds: What of it waited for data.
+            traced: Whether the call traced or compiled.
+        """
+        if self._first is None:
+            self._first = time.time() - seconds
+        (self._traced if traced else self._plain).append(
+            (seconds - input_seconds, steps)
+        )
+        self._input += input_seconds
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Notes how long the block takes."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            passed = time.perf_counter() - started
+            self._phases[name] = self._phases.get(name, 0.0) + passed
+
+    def goodput(self, save_seconds: float = 0.0) -> Goodput:
+        """Returns where the time has gone until now.
+
+        Args:
+            save_seconds: What steps waited for checkpoints.
+        """
+        now = time.time()
+        wall = now - self._began
+        first = now if self._first is None else self._first
+        step = sum(seconds for seconds, _ in self._plain)
+        compiling = 0.0
+        if self._traced:
+            done = [s / n for s, n in self._plain if n]
+            # A call that traced made its steps as fast as the others, or,
+            # where there were no others, its steps are not told apart.
+            usual = statistics.median(done) if done else 0.0
+            useful = sum(min(s, n * usual) for s, n in self._traced)
+            compiling = sum(s for s, _ in self._traced) - useful
+            step += useful
+        evaluate = self._phases.get("evaluate", 0.0)
+        known = (
+            (first - self._began)
+            + compiling
+            + self._input
+            + evaluate
+            + save_seconds
+            + step
+        )
+        return Goodput(
+            wall_seconds=wall,
+            start_seconds=first - self._began,
+            compile_seconds=compiling,
+            input_seconds=self._input,
+            evaluate_seconds=evaluate,
+            save_seconds=save_seconds,
+            step_seconds=step,
+            other_seconds=max(0.0, wall - known),
+        )
+
+
+def process_began() -> float:
+    """Returns when this process began, as `time.time` counts.
+
+    Where the system does not say, as other than Linux, it is now.
+    """
+    try:
+        with open("/proc/self/stat", encoding="ascii") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        with open("/proc/uptime", encoding="ascii") as file:
+            uptime = float(file.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        return time.time()
+    return time.time() - (uptime - ticks / os.sysconf("SC_CLK_TCK"))
