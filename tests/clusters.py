@@ -1,5 +1,6 @@
 """Starting real clusters of processes on this machine for tests."""
 
+import json
 import os
 import re
 import subprocess
@@ -70,3 +71,35 @@ def run_parity_cases(
         )
     assert "auto-shard" not in (done.stdout + done.stderr).lower()
     return {name: set(found) for name, found in hashes.items()}
+
+
+def run_jobs(module, num_workers, folder, names=None):
+    """Runs the jobs of a module on a cluster.
+
+    Returns:
+        For each job what each worker observed.
+    """
+    from tests.jobs import worker
+
+    names = list(names or module.JOBS)
+    done = mgpu_tf(
+        "launch",
+        f"--num_workers={num_workers}",
+        "--startup_seconds=0",
+        "--",
+        PYTHON,
+        "-m",
+        "tests.jobs.worker",
+        f"--module={module.__name__}",
+        f"--jobs={','.join(names)}",
+        f"--folder={folder}",
+    )
+    if done.returncode:
+        raise AssertionError((done.stdout + done.stderr)[-6000:])
+    observed = {}
+    for name in names:
+        observed[name] = []
+        for index in range(num_workers):
+            with open(worker.result_file(folder, name, index)) as file:
+                observed[name].append(json.load(file))
+    return observed

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from mgpu_tf import cli
+from mgpu_tf import checkpoints, cli
+from mgpu_tf.launch.policy import RestartPolicy
 from tests import clusters
 
 TWO_WORKERS = (
@@ -21,7 +22,7 @@ TWO_WORKERS = (
         (["--help"], ["train", "launch", "version"]),
         (["help"], ["mgpu-tf COMMAND --help"]),
         (["-h"], ["mgpu-tf COMMAND --help"]),
-        (["train", "--help"], ["--strategy:", "<mlp|cnn>", "default: '64'"]),
+        (["train", "--help"], ["--strategy:", "resnet/DEPTH", "default: '64'"]),
         (["train", "-h", "--epochs=0"], ["Flags:", "--epochs:"]),
         (["launch", "--help"], ["--num_workers:", "default: '300.0'"]),
         (["version"], ["mgpu_tf "]),
@@ -51,7 +52,7 @@ def test_nothing_given():
         ("train --two\nlines", {}, ["'two lines'"]),
         ("train --epochs=three", {}, ["--epochs=three"]),
         ("train --epochs", {}, ["Missing value", "--epochs"]),
-        ("train --model=resnet", {}, ["--model=resnet", "mlp|cnn"]),
+        ("train --model=resnt", {}, ["model", "mean 'resnet'"]),
         ("train --epochs=0", {}, ["1 or more", "epochs=0"]),
         ("train --learning_rate=-1", {}, ["above 0", "learning_rate=-1.0"]),
         (
@@ -70,6 +71,16 @@ def test_nothing_given():
         ("launch -- true", {}, ["no --num_workers"]),
         ("launch --num_workers=0 -- true", {}, ["1 or more", "0"]),
         ("launch --num_workers=a -- true", {}, ["--num_workers=a"]),
+        (
+            "launch --num_workers=2 --max_restarts=-1 -- true",
+            {},
+            ["max_restarts must be 0 or more", "-1"],
+        ),
+        (
+            "launch --num_workers=2 --min_workers=3 -- true",
+            {},
+            ["min_workers must be num_workers or less", "min_workers=3"],
+        ),
         (
             "launch --num_workers=2 --startup_seconds=-1 -- true",
             {},
@@ -163,7 +174,46 @@ def test_several_workers_are_launched(calls):
     arguments = ["train", "--num_workers=2", "--data_dir=a b"]
     assert cli.main(arguments) == 7
     command = [sys.executable, "-m", "mgpu_tf", *arguments]
-    assert calls == [("launch", command, 2, {"chief_has_terminal": True})]
+    assert calls == [("launch", command, 2, options())]
+
+
+def options(**changes):
+    """What `train` gives to the launcher."""
+    unit = "task" if changes.get("num_ps") else "job"
+    return {
+        "num_ps": 0,
+        "chief_has_terminal": True,
+        "grace_seconds": 10.0,
+        "policy": RestartPolicy(unit=unit),
+        "log_dir": None,
+        "alone": False,
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_workers", "num_ps"),
+    [
+        (["--num_workers=3", "--num_ps=2"], 3, 2),
+        (["--num_ps=1"], 1, 1),
+        (["--strategy=parameter_server"], 1, 1),
+    ],
+)
+def test_parameter_servers_are_launched(flags, num_workers, num_ps, calls):
+    assert cli.main(["train", *flags]) == 7
+    command = [sys.executable, "-m", "mgpu_tf", "train", *flags]
+    expected = options(num_ps=num_ps)
+    assert calls == [("launch", command, num_workers, expected)]
+
+
+def test_one_process_is_watched_where_it_may_restart(calls, monkeypatch):
+    arguments = ["train", "--strategy=mirrored", "--max_restarts=2"]
+    assert cli.main(arguments) == 7
+    ((name, _, num_workers, given),) = calls
+    assert (name, num_workers, given["alone"]) == ("launch", 1, True)
+    calls.clear()
+    monkeypatch.setenv("MGPU_TF_RESTARTS", "0")
+    assert cli.main(arguments) == 0
+    assert [call[0] for call in calls] == ["run"]
 
 
 def test_worker_of_a_cluster_trains(calls, monkeypatch):
@@ -177,8 +227,76 @@ def test_one_worker_trains(calls):
     assert calls == [("run", 1, 5)]
 
 
+def test_tasks_of_parameter_servers_are_restarted_alone(calls):
+    arguments = ["launch", "--num_workers=3", "--num_ps=2", "--max_restarts=4"]
+    assert cli.main([*arguments, "--", "true"]) == 7
+    assert calls[0][3]["num_ps"] == 2
+    policy = RestartPolicy(max_restarts=4, unit="task")
+    assert calls[0][3]["policy"] == policy
+
+
+def test_an_evaluator_needs_parameter_servers(calls, capsys):
+    arguments = ["launch", "--num_workers=2", "--evaluator", "--", "true"]
+    assert cli.main(arguments) == 2
+    assert "Received: --evaluator without --num_ps." in capsys.readouterr().err
+    assert calls == []
+    arguments.insert(1, "--num_ps=1")
+    assert cli.main(arguments) == 7
+    assert calls[0][3]["evaluator"] is True
+
+
 def test_launch_passes_on(calls):
-    arguments = ["launch", "--num_workers=3", "--startup_seconds=2", "--"]
+    arguments = ["launch", "--num_workers=3", "--startup_seconds=2"]
+    arguments += ["--max_restarts=4", "--min_workers=2", "--"]
     command = ["python", "a b.py", "--", "--num_workers=9", "--help"]
     assert cli.main([*arguments, *command]) == 7
-    assert calls == [("launch", command, 3, {"startup_seconds": 2.0})]
+    assert calls == [
+        (
+            "launch",
+            command,
+            3,
+            {
+                "num_ps": 0,
+                "evaluator": False,
+                "startup_seconds": 2.0,
+                "grace_seconds": 10.0,
+                "policy": RestartPolicy(max_restarts=4, min_workers=2),
+                "log_dir": None,
+            },
+        )
+    ]
+
+
+def test_checkpoints_are_listed_checked_and_pruned(tmp_path, capsys):
+    array = {"w": checkpoints.Array("uint8", (4,), memoryview(b"abcd"))}
+    state = {
+        "position": {"epoch": 2, "step": 7},
+        "num_replicas": 4,
+        "saved_at": 0.0,
+    }
+    for step in (5, 10, 15):
+        checkpoints.write(str(tmp_path), step, state, array)
+    assert cli.main(["checkpoints", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert "ok      step-0000000015, 0.0 MB, epoch 2 step 7, 4 rep" in lines[2]
+    (tmp_path / "step-0000000015" / "arrays.bin").write_bytes(b"abcx")
+    assert cli.main(["checkpoints", str(tmp_path), "--keep=2"]) == 1
+    assert capsys.readouterr().out.splitlines()[::2] == [
+        "deleted step-0000000005",
+        "BROKEN  step-0000000015: arrays.bin was changed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "takes one folder. Received: 'nothing'"),
+        (["a", "b"], "takes one folder. Received: 'a b'"),
+        (["missing"], "takes a folder. Received: 'missing'"),
+        (["missing", "--keep=0"], "--keep=0"),
+    ],
+)
+def test_checkpoints_mistakes(arguments, message, capsys):
+    assert cli.main(["checkpoints", *arguments]) == 2
+    assert message in capsys.readouterr().err

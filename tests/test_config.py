@@ -31,7 +31,6 @@ from mgpu_tf.errors import ConfigurationError
                 "strategy",
                 "communication",
                 "model",
-                "dataset",
                 "optimizer",
             )
         ),
@@ -46,11 +45,22 @@ from mgpu_tf.errors import ConfigurationError
             (
                 {"num_workers": 2, "strategy": strategy},
                 "num_workers above 1 needs the strategy "
-                "'multi_worker_mirrored'. Received: num_workers=2, "
-                f"strategy='{strategy}'.",
+                "'multi_worker_mirrored' or 'parameter_server'. Received: "
+                f"num_workers=2, strategy='{strategy}'.",
             )
             for strategy in ("one_device", "mirrored", "central_storage", "tpu")
         ),
+        (
+            {"num_ps": 1, "strategy": "mirrored"},
+            "num_ps needs the strategy 'parameter_server'. Received: "
+            "num_ps=1, strategy='mirrored'.",
+        ),
+        ({"num_ps": -1}, "num_ps must be 0 or more. Received: num_ps=-1."),
+        (
+            {"max_staleness": -1},
+            "max_staleness must be 0 or more. Received: max_staleness=-1.",
+        ),
+        ({"late_gradients": "drop"}, "Valid: hold, scale."),
         (
             {"devices": 2, "num_virtual_devices": 3},
             "not both. Received: devices=2, num_virtual_devices=3.",
@@ -96,7 +106,8 @@ def test_accepted(changes):
 def test_every_choice_is_accepted():
     for field in dataclasses.fields(RunConfig):
         for name in field.metadata["choices"]:
-            assert getattr(RunConfig(**{field.name: name}), field.name) == name
+            config = RunConfig(checkpoint_dir="a", **{field.name: name})
+            assert getattr(config, field.name) == name
 
 
 def test_every_field_has_help():
@@ -110,11 +121,15 @@ def test_frozen():
 
 
 def test_names_are_those_of_the_registries():
+    import keras
+
     from mgpu_tf import datasets, models, optimizers, strategy
 
     assert tuple(models._MODELS) == config_lib.MODELS
     assert tuple(optimizers._OPTIMIZERS) == config_lib.OPTIMIZERS
     assert datasets.NAMES == config_lib.DATASETS
+    for name in config_lib.APPLICATIONS:
+        assert callable(getattr(keras.applications, name))
     assert ("auto", *strategy._FACTORIES) == config_lib.STRATEGIES
     # TensorFlow has hierarchical_copy for the devices of one machine only.
     assert set(config_lib.COMMUNICATIONS) == {

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgpu_tf import data
+from mgpu_tf.data.feed import ended
 from mgpu_tf.errors import ConfigurationError
 
 
@@ -94,7 +95,8 @@ def test_end_of_data_is_an_element(strategies):
     assert source.may_end
     strategy = strategies["one_device"]
     iterator = iter(data.distribute(source, strategy))
-    totals = [int(next(iterator)[2]) for _ in range(4)]
+    take = tf.function(lambda: data.next_batch(iterator, source, strategy))
+    totals = [int(take()[2]) for _ in range(4)]
     assert totals == [3, 2, 0, 0]
 
 
@@ -110,9 +112,9 @@ def test_what_ends_the_data_has_the_same_structure(element):
     dataset = tf.data.Dataset.from_tensor_slices(element())
     dataset = dataset.batch(2).filter(lambda *_: True)
     source = data.DatasetSource(dataset)
-    ended, local, total = data._ended(source)
+    end, local, total = ended(source)
     tf.nest.assert_same_structure(
-        ended, source.example(), expand_composites=False
+        end, source.example(), expand_composites=False
     )
     assert int(local) == int(total) == 0
 

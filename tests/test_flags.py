@@ -15,11 +15,17 @@ FIELDS = {field.name: field for field in dataclasses.fields(RunConfig)}
 VALUES = {
     "strategy": "mirrored",
     "num_workers": 3,
+    "num_ps": 2,
+    "max_staleness": 8,
+    "late_gradients": "scale",
     "num_virtual_devices": 4,
     "devices": 2,
     "communication": "ring",
     "model": "cnn",
-    "dataset": "digits",
+    "initial_model": "a/model.keras",
+    "sync_batch_norm": True,
+    "dataset": "images/32",
+    "deterministic": False,
     "data_dir": "/data sets/a",
     "global_batch_size": 96,
     "epochs": 7,
@@ -28,6 +34,12 @@ VALUES = {
     "learning_rate": 0.25,
     "seed": 4294967295,
     "output_dir": "out=1",
+    "profile": "10,5",
+    "checkpoint_dir": "out=1/checkpoints",
+    "save_every_steps": 20,
+    "save_every_seconds": 1.5,
+    "keep_checkpoints": 9,
+    "resume": "always",
 }
 
 
@@ -66,21 +78,23 @@ def test_values_cover_every_field():
 
 @pytest.mark.parametrize(("name", "value"), VALUES.items())
 def test_value_arrives(name, value, values):
-    config = parsed(values, f"--{name}={value}")
-    assert config == RunConfig(**{name: value})
+    chosen = {"checkpoint_dir": "a", "output_dir": "b", name: value}
+    arguments = [f"--{name}={value}" for name, value in chosen.items()]
+    config = parsed(values, *arguments)
+    assert config == RunConfig(**chosen)
     assert type(getattr(config, name)) is type(value)
 
 
 def test_all_at_once(values):
-    chosen = VALUES | {"strategy": "multi_worker_mirrored"}
-    del chosen["devices"]
+    chosen = VALUES | {"strategy": "parameter_server"}
+    del chosen["devices"], chosen["save_every_seconds"], chosen["profile"]
     arguments = [f"--{name}={value}" for name, value in chosen.items()]
     assert parsed(values, *arguments) == RunConfig(**chosen)
 
 
 @pytest.mark.parametrize(
     "argument",
-    ["--epochs=many", "--epochs=1.5", "--learning_rate=x", "--model=mlpp"],
+    ["--epochs=many", "--epochs=1.5", "--learning_rate=x"],
 )
 def test_wrong_type(argument, values):
     with pytest.raises(absl_flags.IllegalFlagValueError):
@@ -90,6 +104,11 @@ def test_wrong_type(argument, values):
 def test_rules_hold(values):
     with pytest.raises(ConfigurationError, match="Received: epochs=0"):
         parsed(values, "--epochs=0")
+
+
+def test_nearest_model(values):
+    with pytest.raises(ConfigurationError, match="Did you mean 'mlp'"):
+        parsed(values, "--model=mlpp")
 
 
 def test_defined_twice(values):

@@ -1,12 +1,14 @@
 """The order of the house: imports only go down.
 
-5   flags, cli, __init__, __main__
-4   job
-3   trainer, parity
+5   flags, cli, scaling_command, __init__, __main__
+4   job, benchmark
+3   trainer, run_state, saver, arguments, pace, parity
 2   engine.*
-1   strategy, models, optimizers, datasets.*, data
-0   _version, errors, cluster, config, report, quiet, display, target,
-    launch.*
+1   parameter_server, layers, strategy, data.*, peers, models, optimizers,
+    callbacks, datasets.*, determinism, profiling, callback_state
+0   _version, errors, cluster, config, report, quiet, display, target, missing,
+    checkpoints, recovery, save_options, folders,
+    scaling, goodput, plots, launch.*
 """
 
 import ast
@@ -27,18 +29,42 @@ FLOORS = {
     "quiet": 0,
     "display": 0,
     "target": 0,
+    "missing": 0,
+    "scaling": 0,
+    "goodput": 0,
+    "plots": 0,
     "launch": 0,
+    "checkpoints": 0,
+    "recovery": 0,
+    "save_options": 0,
+    "folders": 0,
+    "parameter_server": 1,
+    "layers": 1,
     "strategy": 1,
+    "profiling": 1,
     "models": 1,
     "optimizers": 1,
     "datasets": 1,
     "data": 1,
+    "determinism": 1,
+    "callback_state": 1,
+    "peers": 1,
+    "callbacks": 1,
     "engine": 2,
     "trainer": 3,
+    "follower": 3,
+    "arguments": 3,
+    "explain": 3,
+    "normalization": 3,
+    "pace": 3,
+    "run_state": 3,
+    "saver": 3,
     "parity": 3,
     "job": 4,
+    "benchmark": 4,
     "flags": 5,
     "cli": 5,
+    "scaling_command": 5,
     "__init__": 5,
     "__main__": 5,
 }
@@ -47,15 +73,34 @@ FLOORS = {
 SAME_FLOOR = {
     ("cluster", "errors"),
     ("config", "errors"),
+    ("config", "save_options"),
+    ("save_options", "errors"),
+    ("folders", "errors"),
+    ("launch", "folders"),
     ("display", "report"),
+    ("display", "goodput"),
     ("launch", "cluster"),
     ("launch", "errors"),
     ("target", "errors"),
+    ("missing", "cluster"),
     ("data", "strategy"),
+    ("strategy", "parameter_server"),
+    ("layers", "parameter_server"),
+    ("peers", "data"),
     ("parity", "trainer"),
+    ("trainer", "arguments"),
+    ("trainer", "explain"),
+    ("trainer", "pace"),
+    ("trainer", "follower"),
+    ("follower", "saver"),
+    ("trainer", "run_state"),
+    ("trainer", "saver"),
     ("__init__", "flags"),
     ("__main__", "cli"),
     ("cli", "flags"),
+    ("cli", "scaling_command"),
+    ("plots", "errors"),
+    ("plots", "scaling"),
 }
 
 HEAVY = {"tensorflow", "keras", "numpy", "tensorflow_datasets", "sklearn"}

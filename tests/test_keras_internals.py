@@ -158,3 +158,47 @@ class Watching(keras.callbacks.Callback):
 )
 def test_sees_every_batch(make, expected):
     assert keras_internals.sees_every_batch(make()) is expected
+
+
+def test_global_seed_state():
+    keras.utils.set_random_seed(3)
+    keras_internals.global_seed_state(create=True)
+    state = keras_internals.global_seed_state()
+    before = state.numpy()
+    drawn = float(keras.random.uniform([]))
+    assert list(state.numpy()) != list(before)
+    state.assign(before)
+    assert float(keras.random.uniform([])) == drawn
+
+
+def counting_ops(count):
+    graph = tf.function(count).get_concrete_function().graph
+    return {op.type for op in graph.get_operations()}
+
+
+def test_steps_are_counted_by_one_operation():
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    optimizer.build([keras.Variable(1.0)])
+    counters = [part._iterations for part in keras_internals.parts(optimizer)]
+
+    def count():
+        for counter in counters:
+            counter.assign_add(1)
+
+    # Keras reads and writes; what comes between the two is lost.
+    assert "AssignAddVariableOp" not in counting_ops(count)
+    with keras_internals.counted_exactly(optimizer):
+        ops = counting_ops(count)
+    assert "AssignAddVariableOp" in ops
+    assert "AssignVariableOp" not in ops
+    assert "AssignAddVariableOp" not in counting_ops(count)
+
+
+def test_apply_counts_with_the_counter(monkeypatch):
+    """`apply` adds to the count by the method that is replaced."""
+    optimizer = keras.optimizers.SGD()
+    variable = keras.Variable(1.0)
+    optimizer.build([variable])
+    with keras_internals.counted_exactly(optimizer):
+        ops = counting_ops(lambda: optimizer.apply([tf.constant(1.0)]))
+    assert "AssignAddVariableOp" in ops

@@ -89,9 +89,9 @@ def launch(body, folder, *flags, num_workers=2):
 
 
 @contextlib.contextmanager
-def launched(body, folder, num_workers=2):
+def launched(body, folder, num_workers=2, *flags):
     """A running `mgpu-tf launch`."""
-    arguments = ["launch", f"--num_workers={num_workers}", "--"]
+    arguments = ["launch", f"--num_workers={num_workers}", *flags, "--"]
     process = subprocess.Popen(
         [sys.executable, "-m", "mgpu_tf", *arguments, *command(body, folder)],
         env=clusters.environment(),
@@ -248,9 +248,13 @@ if index == 0:
     assert_gone(*noted(tmp_path, "pid1"))
 
 
-def set_clock(monkeypatch, is_over):
-    """Lets the supervisor's time pass all at once, when `is_over()`."""
-    first = iter([0.0])
+def set_clock(monkeypatch, num_workers, is_over):
+    """Lets the supervisor's time pass all at once, when `is_over()`.
+
+    Not before all tasks have started: it looks at the clock once for the
+    attempt and once for each of them.
+    """
+    first = iter([0.0] * (1 + num_workers))
 
     def monotonic():
         return next(first, 1e6 if is_over() else 0.0)
@@ -266,7 +270,7 @@ if index == 1:
     note("serves")
 """
 
-    set_clock(monkeypatch, (tmp_path / "serves").exists)
+    set_clock(monkeypatch, 3, (tmp_path / "serves").exists)
     assert local.launch(command(body + STAY, tmp_path), 3) == 1
     err = capfd.readouterr().err
     assert err.startswith(
@@ -309,7 +313,7 @@ wait_for("enough")
             (tmp_path / "enough").touch()
         return look > 1
 
-    set_clock(monkeypatch, is_over)
+    set_clock(monkeypatch, 2, is_over)
     done = local.launch(
         command(body + ready, tmp_path), 2, startup_seconds=startup_seconds
     )

@@ -18,15 +18,15 @@ def test_sorted_and_listed():
 
 
 def test_every_lazy_name_has_a_home():
-    assert {*mgpu_tf._HOMES, "flags"} == set(LAZY)
+    assert {*mgpu_tf._HOMES, *mgpu_tf._MODULES} == set(LAZY)
 
 
 @pytest.mark.parametrize("name", LAZY)
 def test_resolves(name, monkeypatch):
     monkeypatch.delattr(mgpu_tf, name, raising=False)
     value = getattr(mgpu_tf, name)
-    if name == "flags":
-        assert value is importlib.import_module("mgpu_tf.flags")
+    if name in mgpu_tf._MODULES:
+        assert value is importlib.import_module(f"mgpu_tf.{name}")
     else:
         home = importlib.import_module(mgpu_tf._HOMES[name])
         assert value is vars(home)[name]
@@ -48,7 +48,8 @@ def test_type_checkers_see_the_same():
         for statement in block.body
         for alias in statement.names
     }
-    assert seen == mgpu_tf._HOMES | {"flags": "mgpu_tf"}
+    modules = dict.fromkeys(mgpu_tf._MODULES, "mgpu_tf")
+    assert seen == mgpu_tf._HOMES | modules
 
 
 @pytest.mark.parametrize("name", ["Trainr", "_private", "cluster_config"])

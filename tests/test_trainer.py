@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.trainer import Execution, _Pace
+from mgpu_tf.engine.base import Execution
+from mgpu_tf.pace import Pace
 
 SIZE = 45
 COLUMNS = ["one_device", "mirrored_x2", "mirrored_x4", "central_storage_x2"]
@@ -308,7 +309,7 @@ BAD_ARGUMENTS = [
     ({"epochs": 2.0}, "epochs must be"),
     ({"initial_epoch": -1}, "initial_epoch must be"),
     ({"steps_per_epoch": 0}, "steps_per_epoch must be"),
-    ({"batch_size": -1}, "global batch size"),
+    ({"batch_size": -1}, "batch_size must be"),
 ]
 
 
@@ -327,7 +328,7 @@ def test_predict_refuses_dataset_fn(strategies):
 
 def test_pace_follows_the_agreed_time():
     """Workers with different clocks ask for the same number of steps."""
-    pace = _Pace(None)
+    pace = Pace(None)
     asked = []
 
     def execute(steps):
@@ -342,6 +343,6 @@ def test_pace_follows_the_agreed_time():
 
 
 def test_fixed_pace():
-    assert [_Pace(7).steps, _Pace(1).steps] == [7, 1]
+    assert [Pace(7).steps, Pace(1).steps] == [7, 1]
     with pytest.raises(mgpu_tf.ConfigurationError, match="1 or more"):
         mgpu_tf.Trainer(build, steps_per_execution=0)

@@ -52,6 +52,7 @@ class Case:
         build: Makes the compiled model.
         data: Makes the arguments `x`, `y`, `sample_weight` of `fit`.
         fit: Other arguments of `fit`.
+        steps_per_execution: Given to the `Trainer`.
         promise: "same", "close" or "agree".
         floatx: The type it is run in; "float32" where TensorFlow has no op
             for the other.
@@ -60,6 +61,7 @@ class Case:
     build: Callable[[], keras.Model]
     data: Callable[[], dict]
     fit: dict = dataclasses.field(default_factory=dict)
+    steps_per_execution: int | str = "auto"
     promise: str = "same"
     floatx: str = "float64"
 
@@ -520,6 +522,9 @@ CASES = {
         ),
         classes,
     ),
+    "steps_per_execution_1": Case(
+        sequential(optimizer=adam()), classes, steps_per_execution=1
+    ),
     "steps_per_execution_8": Case(
         sequential(optimizer=adam(), steps_per_execution=8), classes
     ),
@@ -664,7 +669,9 @@ def run_stock(case):
 
 def run(case, strategy):
     """Trains with the `Trainer` on a strategy."""
-    trainer = mgpu_tf.Trainer(case.build, strategy)
+    trainer = mgpu_tf.Trainer(
+        case.build, strategy, steps_per_execution=case.steps_per_execution
+    )
     result = _run(case, trainer, lambda trainer: trainer.model)
     examples = len(tf.nest.flatten(case.data())[0])
     assert trainer.examples_seen == EPOCHS * examples

@@ -72,7 +72,8 @@ GROUPS = {
     "dict inputs, several outputs, subclassed, convolution, "
     "`steps_per_execution`, `jit_compile`": (
         "dict_inputs_two_outputs subclassed convolution "
-        "steps_per_execution_8 jit_compile jit_compile_communicating"
+        "steps_per_execution_1 steps_per_execution_8 jit_compile "
+        "jit_compile_communicating"
     ),
     "own `train_step`, `mgpu_tf.apply_gradients`": (
         "own_train_step own_train_step_clipped"

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf import data
-from mgpu_tf.engine import keras_internals, state, synchronous
+from mgpu_tf.engine import keras_internals, state, step
 from mgpu_tf.engine.losses import BatchShare, _Term
 from mgpu_tf.engine.state import ReplicaState
 from mgpu_tf.engine.update import Update
@@ -132,16 +132,13 @@ def batch_statistics_left_on_replicas(patch):
 def loss_mean_over_batches(patch):
     """The epoch's loss as a mean over batches, not over examples."""
 
-    def writes(mean, value, share):
+    def increments(mean, value, share):
         one = tf.ones([], mean.count.dtype)
         part = tf.cast(share.fraction(mean.count.dtype), mean.count.dtype)
         total = tf.cast(tf.stop_gradient(value), mean.total.dtype)
-        return [
-            (mean.total, mean.total + total),
-            (mean.count, mean.count + part * one),
-        ]
+        return [(mean.total, total), (mean.count, part * one)]
 
-    patch.setattr(synchronous, "_mean_writes", writes)
+    patch.setattr(step, "_mean_increments", increments)
 
 
 MUTATIONS = [

@@ -1,0 +1,465 @@
+"""What a coordinator does in the test clusters: each case returns numbers."""
+
+import os
+import tempfile
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import mgpu_tf
+from mgpu_tf import datasets
+from mgpu_tf.errors import ConfigurationError
+
+ROWS, BATCH = 90, 16
+
+
+def arrays(rows=ROWS):
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(rows, 6)).astype("float32")
+    return x, generator.integers(0, 3, size=rows)
+
+
+def model_of(optimizer, *layers, units=8, **options):
+    """Returns a function that builds a classifier."""
+
+    def build():
+        model = keras.Sequential(
+            [
+                keras.layers.Dense(units, activation="tanh"),
+                *(layer() for layer in layers),
+                keras.layers.Dense(3, **options),
+            ]
+        )
+        model.compile(
+            optimizer(),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            weighted_metrics=["accuracy"],
+        )
+        return model
+
+    return build
+
+
+def adam_cosine():
+    schedule = keras.optimizers.schedules.CosineDecay(0.05, 30)
+    return keras.optimizers.Adam(schedule)
+
+
+def batches(x, y, size=BATCH):
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(size)
+
+
+def sharded(context):
+    dataset = tf.data.Dataset.from_tensor_slices(arrays())
+    dataset = dataset.shard(
+        context.num_input_pipelines, context.input_pipeline_id
+    )
+    return dataset.batch(BATCH)
+
+
+def generator():
+    x, y = arrays(96)
+    for start in range(0, 96, BATCH):
+        yield x[start : start + BATCH], y[start : start + BATCH]
+
+
+sgd = keras.optimizers.SGD
+l2 = keras.regularizers.L2(1e-2)
+# What equals one device on one worker: how to build, data, options of fit.
+EQUAL = {
+    "adam_cosine": (model_of(adam_cosine), arrays, {"batch_size": BATCH}),
+    "clipped_momentum": (
+        model_of(lambda: sgd(0.1, momentum=0.9, global_clipnorm=0.1)),
+        arrays,
+        {"batch_size": BATCH},
+    ),
+    "accumulation": (
+        model_of(lambda: sgd(0.1, gradient_accumulation_steps=2)),
+        lambda: arrays(96),
+        {"batch_size": BATCH},
+    ),
+    "ema_overwrite": (
+        model_of(
+            lambda: keras.optimizers.AdamW(
+                0.01, use_ema=True, ema_overwrite_frequency=3
+            )
+        ),
+        arrays,
+        {"batch_size": BATCH},
+    ),
+    "loss_scale_overflow": (
+        model_of(
+            lambda: keras.optimizers.LossScaleOptimizer(
+                sgd(0.1), initial_scale=2.0**126, dynamic_growth_steps=4
+            )
+        ),
+        arrays,
+        {"batch_size": BATCH},
+    ),
+    "batch_norm": (
+        model_of(lambda: sgd(0.1), keras.layers.BatchNormalization),
+        arrays,
+        {"batch_size": BATCH},
+    ),
+    "regularizer": (
+        model_of(lambda: sgd(0.1), kernel_regularizer=l2),
+        arrays,
+        {"batch_size": BATCH},
+    ),
+    "class_weight": (
+        model_of(lambda: sgd(0.1)),
+        arrays,
+        {"batch_size": BATCH, "class_weight": {0: 2.0, 1: 0.5}},
+    ),
+    "mixed_bfloat16": (
+        model_of(lambda: sgd(0.1), dtype="mixed_bfloat16"),
+        arrays,
+        {"batch_size": BATCH},
+    ),
+    "steps_per_epoch": (
+        model_of(lambda: sgd(0.1)),
+        arrays,
+        {"batch_size": BATCH, "steps_per_epoch": 4},
+    ),
+    "dataset": (
+        model_of(lambda: sgd(0.1)),
+        lambda: (batches(*arrays()),),
+        {},
+    ),
+    "dataset_fn": (
+        model_of(lambda: sgd(0.1)),
+        lambda: (sharded,),
+        {"steps_per_epoch": 6},
+    ),
+}
+
+
+def equal(name, strategy):
+    """Trains on the strategy and on one device; returns the differences."""
+    build, data, options = EQUAL[name]
+    results = []
+    for each in (strategy, mgpu_tf.create_one_device_strategy("CPU:0")):
+        trainer = mgpu_tf.Trainer(build, each)
+        history = trainer.fit(*data(), epochs=3, verbose=0, **options)
+        x, y = arrays()
+        results.append(
+            {
+                "weights": trainer.model.get_weights(),
+                "loss": history.history["loss"],
+                "accuracy": history.history["accuracy"],
+                "score": trainer.evaluate(x, y, batch_size=7, verbose=0),
+                "score of dataset": trainer.evaluate(
+                    batches(x, y, 7), verbose=0
+                ),
+                "outputs": trainer.predict(x, batch_size=7, verbose=0),
+                "outputs of dataset": trainer.predict(
+                    batches(x, y, 7), verbose=0
+                ),
+                "counts": [
+                    trainer.global_step,
+                    trainer.examples_seen,
+                    int(trainer.model.optimizer.iterations.numpy()),
+                ],
+            }
+        )
+    return {
+        what: largest(results[0][what], results[1][what]) for what in results[0]
+    }
+
+
+def largest(one, other):
+    """Returns the largest difference of nested numbers."""
+    pairs = zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True)
+    return max(
+        float(np.max(np.abs(np.asarray(a, float) - np.asarray(b, float))))
+        for a, b in pairs
+    )
+
+
+def digits_900(strategy):
+    """Trains digits for 900 steps of 32 examples, with five seeds."""
+    splits = datasets.load("digits")
+    x, y = (array[: 44 * 32] for array in splits.train)
+    found = []
+    for seed in range(5):
+        trainer = mgpu_tf.Trainer(digits_model, strategy, seed=seed)
+        trainer.fit(
+            x,
+            y,
+            batch_size=32,
+            epochs=3,
+            steps_per_epoch=300,
+            verbose=0,
+        )
+        scores = trainer.evaluate(
+            *splits.test, batch_size=64, verbose=0, return_dict=True
+        )
+        found.append(
+            {
+                "global_step": trainer.global_step,
+                "iterations": int(trainer.model.optimizer.iterations.numpy()),
+                "examples_seen": trainer.examples_seen,
+                "records": [r.examples for r in trainer.records],
+                "accuracy": scores["accuracy"],
+            }
+        )
+    return found
+
+
+def digits_model():
+    inputs = keras.Input((8, 8, 1))
+    hidden = keras.layers.Flatten()(inputs)
+    hidden = keras.layers.Dense(64, activation="gelu")(hidden)
+    model = keras.Model(inputs, keras.layers.Dense(10)(hidden))
+    model.compile(
+        keras.optimizers.Adam(2e-3),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(3)],
+    )
+    return model
+
+
+def scores_of_1797(strategy):
+    """Evaluates and predicts all digits, as one device does."""
+    splits = datasets.load("digits")
+    x = np.concatenate([splits.train[0], splits.test[0]])
+    y = np.concatenate([splits.train[1], splits.test[1]])
+    results = []
+    for each in (strategy, mgpu_tf.create_one_device_strategy("CPU:0")):
+        trainer = mgpu_tf.Trainer(digits_model, each)
+        data = batches(x, y, 50)
+        results.append(
+            [
+                trainer.evaluate(x, y, batch_size=50, verbose=0),
+                trainer.evaluate(data, verbose=0),
+                trainer.evaluate(data, steps=7, verbose=0),
+                trainer.predict(x, batch_size=50, verbose=0),
+                trainer.predict(data, verbose=0),
+                trainer.predict(data, steps=7, verbose=0),
+            ]
+        )
+    return {"rows": len(x), "difference": largest(*results)}
+
+
+def task_of(device):
+    """Returns the job and task of a device."""
+    spec = tf.DeviceSpec.from_string(device)
+    return f"/job:{spec.job}/task:{spec.task}"
+
+
+def mean_model(layer=None):
+    """A model whose loss is the mean of its targets, and learns nothing."""
+
+    def build():
+        inputs = keras.Input((1,))
+        outputs = keras.layers.Dense(1, kernel_initializer="zeros")(inputs)
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.0), loss=lambda y, p: y + 0 * p)
+        return model
+
+    return build
+
+
+def each_example_once(strategy):
+    """The loss of an epoch tells which examples were in it."""
+    x = np.arange(101.0)[:, None]
+    trainer = mgpu_tf.Trainer(mean_model(), strategy)
+    history = trainer.fit(x, x, batch_size=4, epochs=4, verbose=0)
+    of_generator = mgpu_tf.Trainer(mean_model(), strategy)
+    parts = ((x[i : i + 5], x[i : i + 5]) for i in range(0, 100, 5))
+    of_generator.fit(parts, steps_per_epoch=10, epochs=2, verbose=0)
+    return {
+        "losses": history.history["loss"],
+        "expected": float(x.mean()),
+        "examples": [record.examples for record in trainer.records],
+        "of generator": of_generator.model.history.history["loss"],
+    }
+
+
+def staleness(strategy):
+    """Trains with the strategy's options on late gradients."""
+    trainer = mgpu_tf.Trainer(model_of(lambda: sgd(0.1)), strategy)
+    history = trainer.fit(*arrays(), batch_size=1, epochs=2, verbose=0)
+    return history.history
+
+
+def masks(strategy):
+    """The part of units that Dropout keeps, in each of many steps."""
+
+    def build():
+        inputs = keras.Input((4000,))
+        outputs = keras.layers.Dropout(0.5)(inputs)
+        outputs = keras.layers.Dense(
+            1, kernel_initializer="ones", use_bias=False
+        )(outputs)
+        model = keras.Model(inputs, outputs)
+        model.compile(sgd(0.0), loss=lambda y, p: p + 0 * y)
+        return model
+
+    class Losses(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.sums = [0.0]
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.sums.append(logs["loss"] * (batch + 1))
+
+    losses = Losses()
+    trainer = mgpu_tf.Trainer(build, strategy)
+    ones = np.ones((24, 4000), "float32")
+    trainer.fit(
+        ones,
+        ones[:, :1],
+        batch_size=1,
+        epochs=1,
+        callbacks=[losses],
+        verbose=0,
+    )
+    return {"kept": [round(v) for v in np.diff(losses.sums)]}
+
+
+def stopped_early(strategy):
+    """A callback ends the training within an epoch."""
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch >= 10:
+                self.model.stop_training = True
+
+    trainer = mgpu_tf.Trainer(model_of(lambda: sgd(0.1)), strategy)
+    trainer.fit(
+        *arrays(), batch_size=1, epochs=5, callbacks=[Stop()], verbose=0
+    )
+    return {
+        "global_step": trainer.global_step,
+        "iterations": int(trainer.model.optimizer.iterations.numpy()),
+        "examples_seen": trainer.examples_seen,
+        "record": trainer.records[0].steps,
+        "epochs": len(trainer.records),
+    }
+
+
+def mistakes(strategy):
+    """What is refused, and what an error on a worker says."""
+
+    class Own(keras.Model):
+        def train_step(self, data):
+            return {}
+
+    def own():
+        inputs = keras.Input((6,))
+        model = Own(inputs, keras.layers.Dense(3)(inputs))
+        model.compile("sgd", "mse")
+        return model
+
+    accumulating = model_of(lambda: sgd(0.1, gradient_accumulation_steps=4))
+    both = model_of(
+        lambda: keras.optimizers.LossScaleOptimizer(
+            sgd(0.1, gradient_accumulation_steps=2)
+        )
+    )
+    plain = model_of(lambda: sgd(0.1))
+    unknown = batches(*arrays()).filter(lambda *_: True)
+    found = {}
+    for name, build, data, options in (
+        ("own train_step", own, arrays(), {"batch_size": 8}),
+        ("accumulation", accumulating, arrays(), {"batch_size": BATCH}),
+        ("both", both, arrays(), {"batch_size": BATCH}),
+        ("unknown length", plain, (unknown,), {}),
+        (
+            "label out of range",
+            plain,
+            (np.zeros((8, 6)), np.full(8, 99)),
+            {"batch_size": 8},
+        ),
+    ):
+        try:
+            mgpu_tf.Trainer(build, strategy).fit(*data, verbose=0, **options)
+            found[name] = "nothing"
+        except (ConfigurationError, tf.errors.OpError) as error:
+            found[name] = f"{type(error).__name__}: {error}"[:300]
+    # What came before does no harm.
+    trainer = mgpu_tf.Trainer(plain, strategy)
+    trainer.fit(*arrays(), batch_size=BATCH, verbose=0)
+    found["afterwards"] = trainer.global_step
+    return found
+
+
+def sharded_embedding(strategy):
+    """Rows on all servers: looked up, learned, saved and loaded as one."""
+    table = np.random.default_rng(0).normal(size=(11, 4)).astype("float32")
+
+    def build(num_shards=None):
+        model = keras.Sequential(
+            [
+                keras.Input((2,), dtype="int32"),
+                mgpu_tf.layers.ShardedEmbedding(
+                    11,
+                    4,
+                    num_shards=num_shards,
+                    embeddings_initializer="zeros",
+                ),
+            ]
+        )
+        model.compile(sgd(0.5), "mse")
+        return model
+
+    ids = np.array([[0, 1], [2, 3], [0, 10], [5, 0]])
+    target = np.ones((4, 2, 4), "float32")
+    tables = {}
+    for name, each in (
+        ("async", strategy),
+        ("one", mgpu_tf.create_one_device_strategy("CPU:0")),
+    ):
+        trainer = mgpu_tf.Trainer(build, each)
+        (layer,) = trainer.model.layers
+        with each.scope():
+            for index, shard in enumerate(layer.shards):
+                shard.assign(table[index :: len(layer.shards)])
+        outputs = trainer.predict(ids, batch_size=4, verbose=0)
+        # One step, so that the order of workers does not matter.
+        trainer.fit(ids, target, batch_size=4, epochs=1, verbose=0)
+        tables[name] = layer.embeddings
+        if name == "async":
+            found = {
+                "devices": [
+                    task_of(shard.value.device) for shard in layer.shards
+                ],
+                "lookup": largest(outputs, table[ids]),
+            }
+            with tempfile.TemporaryDirectory() as folder:
+                path = os.path.join(folder, "model.keras")
+                trainer.save(path)
+                with tf.distribute.get_strategy().scope():
+                    loaded = keras.models.load_model(path, compile=False)
+                three = build(num_shards=3)
+                three.load_weights(path)
+    (one,), (other,) = loaded.layers, three.layers
+    return found | {
+        "learned": largest(tables["async"], tables["one"]),
+        "moved": largest(tables["async"][[0, 1, 2, 3, 5, 10]], table[0]),
+        "untouched": largest(tables["async"][4], table[4]),
+        "shards": [len(one.shards), len(other.shards)],
+        "loaded": max(
+            largest(one.embeddings, tables["async"]),
+            largest(other.embeddings, tables["async"]),
+        ),
+    }
+
+
+CASES = {
+    **{
+        f"equal_{name}": (lambda strategy, name=name: equal(name, strategy))
+        for name in EQUAL
+    },
+    "digits_900": digits_900,
+    "scores_of_1797": scores_of_1797,
+    "each_example_once": each_example_once,
+    "sharded_embedding": sharded_embedding,
+    "staleness": staleness,
+    "masks": masks,
+    "stopped_early": stopped_early,
+    "mistakes": mistakes,
+}

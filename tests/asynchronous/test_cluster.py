@@ -1,0 +1,181 @@
+"""Real coordinators, workers and parameter servers; a start for many cases.
+
+One worker does things in one order, so what it trains equals one device.
+Three workers do not, and what must hold all the same is counted.
+"""
+
+import json
+import os
+
+import pytest
+
+from tests import clusters
+from tests.asynchronous import worker
+
+EQUAL = [
+    "adam_cosine",
+    "clipped_momentum",
+    "accumulation",
+    "ema_overwrite",
+    "loss_scale_overflow",
+    "batch_norm",
+    "regularizer",
+    "class_weight",
+    "mixed_bfloat16",
+    "steps_per_epoch",
+    "dataset",
+    "dataset_fn",
+]
+SEVERAL = [
+    "digits_900",
+    "scores_of_1797",
+    "each_example_once",
+    "masks",
+    "stopped_early",
+    "mistakes",
+    "sharded_embedding",
+    "staleness",
+    "staleness:2:hold",
+    "staleness:2:scale",
+]
+
+
+def start(num_workers, num_ps, cases, folder):
+    """Runs cases in a cluster; returns what was printed."""
+    done = clusters.mgpu_tf(
+        "launch",
+        f"--num_workers={num_workers}",
+        f"--num_ps={num_ps}",
+        "--startup_seconds=0",
+        "--",
+        clusters.PYTHON,
+        "-m",
+        "tests.asynchronous.worker",
+        f"--folder={folder}",
+        f"--cases={','.join(cases)}",
+        env={"TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def one_worker(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one_worker")
+    start(1, 1, [f"equal_{name}" for name in EQUAL], folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def three_workers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three_workers")
+    folder.joinpath("output").write_text(start(3, 2, SEVERAL, folder))
+    return folder
+
+
+def result(folder, case):
+    path = worker.result_file(folder, case)
+    assert os.path.exists(path), f"{case} did not run"
+    with open(path) as file:
+        return json.load(file)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_one_worker_equals_one_device(name, one_worker):
+    differences = result(one_worker, f"equal_{name}")
+    assert differences.pop("counts") == 0
+    assert max(differences.values()) < 1e-5, differences
+
+
+def test_only_the_coordinator_runs_the_script(three_workers):
+    output = (three_workers / "output").read_text()
+    assert output.count("COORDINATOR") == 1
+    assert "[chief 0] COORDINATOR" in output
+
+
+def test_counts_are_exact_and_digits_are_learned(three_workers):
+    for run in result(three_workers, "digits_900"):
+        assert run["global_step"] == run["iterations"] == 900
+        assert run["examples_seen"] == 900 * 32
+        assert run["records"] == [300 * 32] * 3
+        assert run["accuracy"] >= 0.94
+
+
+def test_scores_and_outputs_of_all_examples(three_workers):
+    found = result(three_workers, "scores_of_1797")
+    assert found["rows"] == 1797
+    assert found["difference"] < 1e-6
+
+
+def test_each_example_once_in_an_epoch(three_workers):
+    found = result(three_workers, "each_example_once")
+    assert found["losses"] == pytest.approx([found["expected"]] * 4, rel=1e-6)
+    assert found["examples"] == [101] * 4
+    # A generator goes on where the epoch before has stopped.
+    assert found["of generator"] == pytest.approx([24.5, 74.5], rel=1e-6)
+
+
+def test_every_step_has_a_mask_of_its_own(three_workers):
+    kept = result(three_workers, "masks")["kept"]
+    assert len(kept) == 24
+    assert len(set(kept)) > 12
+    assert all(3400 < number < 4600 for number in kept)
+
+
+def test_a_callback_stops_within_an_epoch(three_workers):
+    found = result(three_workers, "stopped_early")
+    assert found["epochs"] == 1
+    assert 11 <= found["global_step"] < 90
+    for name in ("iterations", "examples_seen", "record"):
+        assert found[name] == found["global_step"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own train_step", "ConfigurationError: A train_step of one's own"),
+        ("accumulation", "must divide the steps of an epoch"),
+        ("both", "does not go with gradient_accumulation_steps"),
+        ("unknown length", "needs steps_per_epoch"),
+        ("label out of range", "ConfigurationError: Labels must be in [0, "),
+    ],
+)
+def test_mistakes_are_told(name, message, three_workers):
+    assert message in result(three_workers, "mistakes")[name]
+
+
+def test_a_mistake_does_no_harm_to_what_follows(three_workers):
+    assert result(three_workers, "mistakes")["afterwards"] == 6
+
+
+def test_staleness_is_held(three_workers):
+    held = result(three_workers, "staleness:2:hold")
+    assert max(held["staleness_max"]) <= 2
+
+
+@pytest.mark.parametrize("case", ["staleness", "staleness:2:scale"])
+def test_staleness_is_measured(case, three_workers):
+    found = result(three_workers, case)
+    for epoch in range(2):
+        mean, p50, p95, most = (
+            found[f"staleness_{name}"][epoch]
+            for name in ("mean", "p50", "p95", "max")
+        )
+        assert 0 <= p50 <= p95 <= most
+        assert 0 <= mean <= most
+
+
+def test_three_workers_at_once_are_late_at_times(three_workers):
+    found = result(three_workers, "staleness:2:scale")
+    assert max(found["staleness_max"]) >= 1
+
+
+def test_rows_of_an_embedding_on_all_parameter_servers(three_workers):
+    found = result(three_workers, "sharded_embedding")
+    assert sorted(found["devices"]) == ["/job:ps/task:0", "/job:ps/task:1"]
+    assert found["lookup"] == 0
+    assert found["learned"] < 1e-6
+    assert found["moved"] > 0.1
+    assert found["shards"] == [1, 3]
+    assert found["loaded"] == 0
+    assert found["untouched"] == 0

@@ -1,0 +1,184 @@
+"""Kills jobs again and again, and compares their weights with controls.
+
+    make soak FAULTS=30 SEED=1
+
+Goes on from the ledger `docs/soak.json` where it has the same seed. Hardware:
+any; on 2 quiet cores a fault costs 15 to 30 seconds. Expected last line:
+"30 faults, 30 completed, 30 identical".
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+
+from tests import clusters
+from tests.soak.harness import WORKERS, Job, faults_of
+
+FAULTS_OF_A_JOB = 5
+DOCS = os.path.join(clusters.ROOT, "docs")
+LEDGER = os.path.join(DOCS, "soak.json")
+TABLE = os.path.join(DOCS, "soak.md")
+
+
+def run_job(strategy, faults=()):
+    with tempfile.TemporaryDirectory(prefix="mgpu_tf_soak_") as folder:
+        return Job(strategy, folder).run(faults)
+
+
+def read(seed):
+    try:
+        with open(LEDGER, encoding="utf-8") as file:
+            ledger = json.load(file)
+        if ledger["seed"] == seed:
+            return ledger
+    except FileNotFoundError:
+        pass
+    return {"seed": seed, "controls": {}, "jobs": []}
+
+
+def write(ledger):
+    with open(LEDGER + ".tmp", "w", encoding="utf-8") as file:
+        json.dump(ledger, file, indent=1)
+        file.write("\n")
+    os.replace(LEDGER + ".tmp", LEDGER)
+    with open(TABLE, "w", encoding="utf-8") as file:
+        file.write(table(ledger))
+
+
+def controls(ledger, strategy):
+    """Runs two without a fault; they must agree before anything is killed."""
+    known = ledger["controls"].setdefault(strategy, [])
+    while len(known) < 2:
+        result = run_job(strategy)
+        known.append(result.sha)
+        print(f"control {len(known)} of {strategy}: {result.sha[:12]}")
+        write(ledger)
+    if known[0] != known[1]:
+        sys.exit(f"two controls of {strategy} differ")
+    return known[0]
+
+
+def strike(ledger, index, count):
+    strategy = list(WORKERS)[index % len(WORKERS)]
+    control = controls(ledger, strategy)
+    generator = random.Random(f"{ledger['seed']}/{index}")
+    faults = faults_of(generator, strategy, count)
+    entry = {
+        "job": index,
+        "strategy": strategy,
+        "date": time.strftime("%Y-%m-%d"),
+        "faults": [dataclasses.asdict(fault) for fault in faults],
+    }
+    try:
+        result = run_job(strategy, faults)
+        struck = [dataclasses.asdict(one) for one in result.struck]
+        entry["faults"] = [
+            fault | did
+            for fault, did in zip(entry["faults"], struck, strict=True)
+        ]
+        facts = dataclasses.asdict(result)
+        del facts["struck"]
+        entry |= facts | {
+            "completed": True,
+            "identical": result.sha == control,
+        }
+    except AssertionError as error:
+        entry |= {"completed": False, "identical": False, "error": str(error)}
+    ledger["jobs"].append(entry)
+    write(ledger)
+    print(
+        f"job {index}, {strategy}, {count} faults: "
+        + ("identical" if entry["identical"] else "NOT identical")
+    )
+
+
+def totals(ledger):
+    def count(name):
+        return sum(
+            len(job["faults"]) for job in ledger["jobs"] if job.get(name, True)
+        )
+
+    return count("faults"), count("completed"), count("identical")
+
+
+def table(ledger):
+    rows = []
+    for strategy in WORKERS:
+        jobs = [job for job in ledger["jobs"] if job["strategy"] == strategy]
+        done = [job for job in jobs if job["completed"]]
+        if not done:
+            continue
+        faults = [fault for job in done for fault in job["faults"]]
+        kinds = {f["kind"] for f in faults}
+        by_kind = ", ".join(
+            f"{sum(f['kind'] == kind for f in faults)} {kind}"
+            for kind in sorted(kinds)
+        )
+        cold = statistics.median(job["cold_start_seconds"] for job in done)
+        again = statistics.median(f["seconds"] for f in faults)
+        worst = max(
+            f["seconds"] / job["cold_start_seconds"]
+            for job in done
+            for f in job["faults"]
+        )
+        same = sum(len(job["faults"]) for job in done if job["identical"])
+        lost = sum(job["lost_steps"] for job in done)
+        rows.append(
+            f"| {strategy} | {len(faults)} | {by_kind} | {same} | "
+            f"{sum(f['torn'] for f in faults)} | {lost} | {cold:.1f} | "
+            f"{again:.1f} | {again / cold:.2f} | {worst:.2f} |"
+        )
+    return "\n".join(
+        [
+            "# Kills survived",
+            "",
+            "By `make soak`; each fault is in [soak.json](soak.json). Kinds: "
+            "`step`, a task between two steps; `save`, a task while the chief "
+            "writes a checkpoint; `supervisor`, the supervisor, started again "
+            "by hand; `preempt`, SIGTERM to all, started again by hand. "
+            "Seconds run from the kill to the first step that had not been "
+            "done before, and from the start of the launcher to the first "
+            "step; no pause between restarts. The times are those of a "
+            "machine with other work: a cold start and the restarts of its "
+            "job met different loads.",
+            "",
+            "| job | faults | kinds | identical | half-written checkpoints "
+            "left | steps done again | cold start, s (median) | kill to new "
+            "step, s (median) | ratio of medians | worst ratio |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+            last_line(ledger),
+            "",
+        ]
+    )
+
+
+def last_line(ledger):
+    faults, completed, identical = totals(ledger)
+    return f"{faults} faults, {completed} completed, {identical} identical"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--faults", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    ledger = read(arguments.seed)
+    while (have := totals(ledger)[0]) < arguments.faults:
+        count = min(FAULTS_OF_A_JOB, arguments.faults - have)
+        strike(ledger, len(ledger["jobs"]), count)
+    write(ledger)
+    print(last_line(ledger))
+    faults, completed, identical = totals(ledger)
+    sys.exit(0 if faults == completed == identical else 1)
+
+
+if __name__ == "__main__":
+    main()

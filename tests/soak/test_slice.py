@@ -1,0 +1,92 @@
+"""A few of the faults of `make soak`, over real processes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from mgpu_tf import checkpoints
+from tests import clusters
+from tests.soak.harness import SAVE_EVERY_STEPS, TOTAL_STEPS, Fault
+from tests.soak.run import run_job
+
+
+@pytest.mark.parametrize(
+    ("strategy", "faults"),
+    [
+        ("mirrored", [Fault("step", worker=0, step=61)]),
+        (
+            "2_workers",
+            [
+                Fault("step", worker=1, step=22),
+                Fault("save", worker=0, step=58),
+                Fault("preempt", worker=0, step=91),
+            ],
+        ),
+    ],
+)
+def test_killed_and_the_same_bits(strategy, faults):
+    control, result = run_job(strategy), run_job(strategy, faults)
+    assert result.sha == control.sha
+    assert result.step == control.step == TOTAL_STEPS
+    assert (control.restarts, control.lost_steps) == (0, 0)
+    assert result.restarts == len(faults)
+    assert 0 < result.lost_steps < len(faults) * 2 * SAVE_EVERY_STEPS
+
+
+def test_fewer_workers_go_on_with_their_own_numbers(tmp_path):
+    """A worker is killed and stays dead: as one device from there on."""
+
+    def arguments(name, *others):
+        return [
+            "train",
+            "--epochs=12",
+            "--optimizer=momentum",
+            "--save_every_steps=20",
+            f"--checkpoint_dir={tmp_path / name}",
+            f"--output_dir={tmp_path / 'out' / name}",
+            *others,
+        ]
+
+    def report(name):
+        path = tmp_path / "out" / name / "report.json"
+        return json.loads(path.read_text())
+
+    flags = ["--num_workers=2", "--min_workers=1", "--backoff_seconds=3"]
+    process = subprocess.Popen(
+        [
+            clusters.PYTHON,
+            "-m",
+            "mgpu_tf",
+            *arguments("fewer", *flags, f"--log_dir={tmp_path}"),
+        ],
+        env=clusters.environment(),
+    )
+    with process:
+        while not checkpoints.newest(str(tmp_path / "fewer")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        log = (tmp_path / "worker-1.log").read_text()
+        pid = int(re.search(r"^--- process (\d+)", log)[1])
+        os.kill(pid, signal.SIGKILL)
+        while os.path.exists(f"/proc/{pid}"):
+            time.sleep(0.01)
+        # In the pause before the restart.
+        chief = (tmp_path / "worker-0.log").read_text()
+        pid = int(re.search(r"^--- process (\d+)", chief)[1])
+        while os.path.exists(f"/proc/{pid}"):
+            time.sleep(0.01)
+        shutil.copytree(tmp_path / "fewer", tmp_path / "one")
+        assert process.wait(clusters.LIMIT_SECONDS) == 0
+    done = clusters.mgpu_tf(*arguments("one", "--strategy=one_device"))
+    assert done.returncode == 0, done.stderr
+    fewer, one = report("fewer"), report("one")
+    assert (fewer["num_workers"], fewer["global_batch_size"]) == (1, 64)
+    assert fewer["global_step"] == one["global_step"] == 12 * 23
+    assert fewer["weights_sha256"] == one["weights_sha256"]
+    assert (fewer["restarts"], one["restarts"]) == (1, 1)

@@ -1,0 +1,353 @@
+"""What a user can get wrong: one line each, status 2, no traceback."""
+
+import json
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import mgpu_tf
+from mgpu_tf import cli, datasets
+
+ADDRESSES = ["127.0.0.1:1", "127.0.0.1:2"]
+
+
+def tf_config(cluster=None, task="worker", index=0, **other):
+    cluster = {"worker": ADDRESSES} if cluster is None else cluster
+    return json.dumps(
+        {"cluster": cluster, "task": {"type": task, "index": index}} | other
+    )
+
+
+# What TF_CONFIG says, and what the line must hold.
+CLUSTERS = {
+    "not_json": ("{", "must be JSON"),
+    "a_list": ("[1]", "JSON object"),
+    "no_cluster": ('{"task": {"type": "worker", "index": 0}}', "cluster"),
+    "cluster_is_a_list": (tf_config(["a:1"]), "cluster"),
+    "cluster_without_tasks": (tf_config({}), "Received"),
+    "unknown_job": (tf_config({"workers": ADDRESSES}), "'workers'"),
+    "addresses_are_numbers": (tf_config({"worker": [1, 2]}), "[1, 2]"),
+    "address_without_port": (tf_config({"worker": ["a"]}), "'a'"),
+    "port_out_of_range": (tf_config({"worker": ["a:70000"]}), "70000"),
+    "port_is_text": (tf_config({"worker": ["a:http"]}), "http"),
+    "same_address_twice": (tf_config({"worker": ["a:1", "a:1"]}), "a:1"),
+    "two_chiefs": (tf_config({"chief": ["a:1", "b:1"]}, "chief"), "chief"),
+    "no_task": (json.dumps({"cluster": {"worker": ADDRESSES}}), "task"),
+    "unknown_task": (tf_config(task="boss"), "boss"),
+    "index_out_of_range": (tf_config(index=2), "2"),
+    "index_negative": (tf_config(index=-1), "-1"),
+    "index_is_text": (tf_config(index="first"), "'first'"),
+    "index_is_true": (tf_config(index=True), "True"),
+}
+
+# What follows `mgpu-tf`, and what the line must hold.
+COMMANDS = {
+    "unknown_command": ("trian", "Did you mean 'train'"),
+    "unknown_flag": ("train --epoch=3", "epochs"),
+    "flag_without_value": ("train --epochs", "Missing value"),
+    "not_a_number": ("train --epochs=three", "three"),
+    "not_a_flag": ("train fast", "'fast'"),
+    "no_epochs": ("train --epochs=0", "epochs=0"),
+    "no_batch": ("train --global_batch_size=0", "global_batch_size=0"),
+    "no_steps": ("train --steps_per_epoch=0", "steps_per_epoch=0"),
+    "negative_seed": ("train --seed=-1", "seed=-1"),
+    "learning_rate_below_0": ("train --learning_rate=-1", "-1.0"),
+    "learning_rate_nan": ("train --learning_rate=nan", "nan"),
+    "unknown_strategy": ("train --strategy=miror", "mirrored"),
+    "unknown_communication": ("train --communication=rings", "ring"),
+    "unknown_optimizer": ("train --optimizer=adm", "adam"),
+    "unknown_model": ("train --model=resnt", "Did you mean 'resnet'"),
+    "unknown_application": (
+        "train --model=MobileNetV9",
+        "Did you mean 'MobileNetV",
+    ),
+    "depth_of_none": ("train --model=resnet/21", "6 n + 2"),
+    "unknown_dataset": ("train --dataset=digit", "Did you mean 'digits'"),
+    "no_side": ("train --dataset=images/7", "images/224"),
+    "dataset_without_module": ("train --dataset=no_such:f", "no_such"),
+    "dataset_without_function": (
+        "train --dataset=tests.clusters:digit",
+        "'digit'",
+    ),
+    "dataset_of_nothing": (
+        "train --dataset=tests.test_bad_input:nothing",
+        "(x_train, y_train)",
+    ),
+    "model_without_module": ("train --model=no_such:f", "no_such"),
+    "model_of_nothing": (
+        "train --model=tests.test_bad_input:nothing",
+        "NoneType",
+    ),
+    "model_file_of_another_kind": ("train --initial_model=m.h5", ".keras"),
+    "model_file_missing": ("train --initial_model=/no/m.keras", "/no/m.keras"),
+    "weights_missing": ("train --initial_model=/no/m.weights.h5", "/no/"),
+    "more_gpus_than_there_are": ("train --devices=4", "devices=4"),
+    "gpus_and_virtual_devices": (
+        "train --devices=1 --num_virtual_devices=2",
+        "not both",
+    ),
+    "virtual_devices_on_one": (
+        "train --strategy=one_device --num_virtual_devices=2",
+        "'one_device'",
+    ),
+    "nccl_without_gpus": (
+        "train --strategy=mirrored --communication=nccl",
+        "without GPUs",
+    ),
+    "ring_on_one_machine": (
+        "train --strategy=mirrored --communication=ring",
+        "'ring'",
+    ),
+    "no_tpu": ("train --strategy=tpu", "needs a TPU"),
+    "workers_of_mirrored": (
+        "train --strategy=mirrored --num_workers=2",
+        "num_workers=2",
+    ),
+    "batch_smaller_than_replicas": (
+        "train --num_virtual_devices=4 --global_batch_size=3",
+        "global_batch_size=3",
+    ),
+    "images_too_small": ("train --model=VGG16", "(8, 8, 1)"),
+    "cnn_of_a_table": ("train --model=cnn --dataset=tabular", "(20,)"),
+    "loss_is_nan": ("train --optimizer=sgd --learning_rate=1e30", "finite"),
+    "output_is_a_file": ("train --output_dir=/dev/null", "/dev/null"),
+    "data_is_a_file": ("train --data_dir=/dev/null/a", "/dev/null"),
+    "parity_of_nothing": (
+        "parity --model=tests.test_bad_input:nothing",
+        "NoneType",
+    ),
+    "launch_of_nothing": ("launch --num_workers=2", "command"),
+    "launch_of_no_workers": ("launch --num_workers=0 -- true", "0"),
+}
+
+
+def nothing():
+    return None
+
+
+def build(compiled=True):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    if compiled:
+        model.compile(
+            "sgd",
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    return model
+
+
+X, Y = np.ones((8, 4), "float32"), np.zeros(8, "int32")
+
+
+def dataset(size=8, batch=4):
+    return tf.data.Dataset.from_tensor_slices((X[:size], Y[:size])).batch(batch)
+
+
+def batches():
+    yield X, Y
+
+
+def in_fit(*data, **options):
+    return lambda t: t.fit(*data, **{"verbose": 0} | options)
+
+
+# What is done with a trainer, and what the line must hold.
+CALLS = {
+    "no_data": (lambda t: in_fit(None)(t), "None"),
+    "text": (lambda t: in_fit("data")(t), "shapes"),
+    "no_examples": (lambda t: in_fit(X[:0], Y[:0])(t), "1 or more"),
+    "lengths_differ": (lambda t: in_fit(X, Y[:7])(t), "(7,)"),
+    "sparse": (lambda t: in_fit(tf.sparse.from_dense(X), Y)(t), "SparseTensor"),
+    "unbatched": (
+        lambda t: in_fit(dataset().unbatch())(t),
+        "batch(global_batch_size)",
+    ),
+    "empty_dataset": (
+        lambda t: in_fit(dataset().take(0))(t),
+        "without elements",
+    ),
+    "filtered_away": (
+        lambda t: in_fit(dataset().filter(lambda *_: False))(t),
+        "no batch",
+    ),
+    "infinite": (lambda t: in_fit(dataset().repeat())(t), "steps_per_epoch=N"),
+    "infinite_validation": (
+        lambda t: in_fit(X, Y, validation_data=dataset().repeat())(t),
+        "without an end",
+    ),
+    "targets_beside_a_dataset": (
+        lambda t: in_fit(dataset(), Y)(t),
+        "Leave out y",
+    ),
+    "batch_size_beside_a_dataset": (
+        lambda t: in_fit(dataset(), batch_size=4)(t),
+        "batch",
+    ),
+    "generator_function": (lambda t: in_fit(batches)(t), "Pass batches()"),
+    "generator_for_two_epochs": (
+        lambda t: in_fit(batches(), epochs=2)(t),
+        "read once",
+    ),
+    "generator_without_elements": (
+        lambda t: in_fit(iter(()))(t),
+        "without elements",
+    ),
+    "function_of_nothing": (
+        lambda t: in_fit(lambda context: None)(t),
+        "NoneType",
+    ),
+    "targets_missing": (lambda t: in_fit(X)(t), "needs targets"),
+    "label_out_of_range": (lambda t: in_fit(X, Y + 3)(t), "the label 3"),
+    "inputs_of_another_shape": (
+        lambda t: in_fit(X[:, :3], Y)(t),
+        "shape (None, 3)",
+    ),
+    "targets_of_another_shape": (
+        lambda t: in_fit(X, X[:, :2])(t),
+        "fit the model",
+    ),
+    "batch_size_0": (lambda t: in_fit(X, Y, batch_size=0)(t), "batch_size=0"),
+    "batch_size_text": (lambda t: in_fit(X, Y, batch_size="4")(t), "'4'"),
+    "epochs_0": (lambda t: in_fit(X, Y, epochs=0)(t), "epochs=0"),
+    "epochs_float": (lambda t: in_fit(X, Y, epochs=1.5)(t), "epochs=1.5"),
+    "initial_epoch": (
+        lambda t: in_fit(X, Y, initial_epoch=-1)(t),
+        "initial_epoch=-1",
+    ),
+    "steps_0": (
+        lambda t: in_fit(X, Y, steps_per_epoch=0)(t),
+        "steps_per_epoch=0",
+    ),
+    "validation_freq": (
+        lambda t: in_fit(X, Y, validation_freq=0)(t),
+        "validation_freq=0",
+    ),
+    "verbose": (lambda t: in_fit(X, Y, verbose=3)(t), "verbose=3"),
+    "split_above_1": (lambda t: in_fit(X, Y, validation_split=1.5)(t), "1.5"),
+    "split_of_all": (
+        lambda t: in_fit(X, Y, validation_split=0.95)(t),
+        "both sides",
+    ),
+    "split_of_a_dataset": (
+        lambda t: in_fit(dataset(), validation_split=0.5)(t),
+        "validation_data",
+    ),
+    "split_and_data": (
+        lambda t: in_fit(X, Y, validation_split=0.5, validation_data=(X, Y))(t),
+        "not both",
+    ),
+    "callback_class": (
+        lambda t: in_fit(X, Y, callbacks=[keras.callbacks.TerminateOnNaN])(t),
+        "TerminateOnNaN(...)",
+    ),
+    "class_weight_beside_weights": (
+        lambda t: in_fit(X, Y, sample_weight=Y, class_weight={0: 2.0})(t),
+        "class_weight",
+    ),
+    "evaluate_infinite": (lambda t: t.evaluate(dataset().repeat()), "steps=N"),
+    "predict_of_a_function": (
+        lambda t: t.predict(lambda context: dataset()),
+        "dataset_fn",
+    ),
+    "predict_another_shape": (
+        lambda t: t.predict(X[:, :2], verbose=0),
+        "fit the model",
+    ),
+    "train_on_batch": (lambda t: t.train_on_batch(X, Y), "Call fit"),
+    "test_on_batch": (lambda t: t.test_on_batch(X, Y), "Call evaluate"),
+    "predict_on_batch": (lambda t: t.predict_on_batch(X), "Call predict"),
+}
+
+# What is done without one.
+OTHERS = {
+    "no_build_model": (lambda s: mgpu_tf.Trainer(None, s), "NoneType"),
+    "a_model": (lambda s: mgpu_tf.Trainer(build(), s), "build_model(): ..."),
+    "builds_nothing": (lambda s: mgpu_tf.Trainer(nothing, s), "NoneType"),
+    "not_compiled": (
+        lambda s: mgpu_tf.Trainer(lambda: build(compiled=False), s),
+        "not compiled",
+    ),
+    "made_outside": (
+        lambda s: (lambda model: mgpu_tf.Trainer(lambda: model, s))(build()),
+        "outside",
+    ),
+    "steps_per_execution": (
+        lambda s: mgpu_tf.Trainer(build, s, steps_per_execution=0),
+        "steps_per_execution=0",
+    ),
+    "type_of_an_option": (lambda s: mgpu_tf.RunConfig(epochs="5"), "'5'"),
+    "strategy_name": (
+        lambda s: mgpu_tf.create_strategy("mirorred"),
+        "Did you mean 'mirrored'",
+    ),
+    "no_such_gpu": (
+        lambda s: mgpu_tf.create_one_device_strategy("GPU:7"),
+        "GPU:7",
+    ),
+    "no_device": (lambda s: mgpu_tf.create_mirrored_strategy([]), "[]"),
+    "no_records": (
+        lambda s: datasets.records("/no/*.tfrecord", None, batch_size=2),
+        "matches none",
+    ),
+    "records_of_no_batch": (
+        lambda s: datasets.records("/no/*", None, batch_size=0),
+        "batch_size=0",
+    ),
+}
+
+
+def check_line(line, part):
+    assert "\n" not in line
+    assert part in line
+    assert line.rstrip("'").endswith((".", ")", "]")), line
+
+
+@pytest.mark.parametrize("case", CLUSTERS)
+def test_cluster(case, monkeypatch, capsys):
+    text, part = CLUSTERS[case]
+    monkeypatch.setenv("TF_CONFIG", text)
+    check_command("train", part, capsys)
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_command(case, monkeypatch, capsys, data_dir):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setenv("TFDS_DATA_DIR", data_dir)
+    text, part = COMMANDS[case]
+    check_command(text, part, capsys)
+
+
+def check_command(text, part, capsys):
+    arguments = text.split()
+    capsys.readouterr()
+    assert cli.main(arguments) == cli.USAGE_ERROR
+    told = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if re.match(r"mgpu-tf: (?!strategy )", line)
+    ]
+    assert len(told) == 1, told
+    assert part in told[0], told[0]
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_call(case, strategies):
+    act, part = CALLS[case]
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    with pytest.raises(mgpu_tf.ConfigurationError) as raised:
+        act(trainer)
+    check_line(str(raised.value), part)
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other(case, strategies):
+    act, part = OTHERS[case]
+    with pytest.raises(mgpu_tf.ConfigurationError) as raised:
+        act(strategies["mirrored_x2"])
+    check_line(str(raised.value), part)
+
+
+def test_enough_cases():
+    assert sum(map(len, (CLUSTERS, COMMANDS, CALLS, OTHERS))) >= 100

@@ -1,0 +1,71 @@
+"""Keras's callbacks on two real workers, against one device."""
+
+import glob
+import os
+
+import keras
+import numpy as np
+import pytest
+
+import mgpu_tf
+from tests import clusters
+from tests.jobs import callbacks
+
+# They depend on which steps share an execution, or on rounding.
+ON_THE_CLUSTER_ONLY = {"on_the_chief_only"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("callbacks"))
+
+
+@pytest.fixture(scope="module")
+def two_workers(folder):
+    return clusters.run_jobs(callbacks, 2, folder)
+
+
+@pytest.mark.parametrize("job", callbacks.JOBS)
+def test_same_decisions(job, two_workers, strategies, tmp_path):
+    first, second = two_workers[job]
+    assert first == second
+    if job in ON_THE_CLUSTER_ONLY:
+        return
+    alone = callbacks.JOBS[job](strategies["one_device"], str(tmp_path))
+    for name in set(alone) - {"weights"}:
+        if name in ("loss", "rate"):
+            np.testing.assert_allclose(first[name], alone[name], rtol=1e-5)
+        else:
+            assert first[name] == alone[name], name
+
+
+def test_decisions_were_taken(two_workers):
+    stopped = two_workers["early_stopping"][0]
+    assert 0 < stopped["stopped"] < 29
+    assert stopped["epochs"] == stopped["stopped"] + 1
+    assert two_workers["reduce_on_plateau"][0]["rate"] < 0.05
+    assert two_workers["schedule"][0]["rate"] == pytest.approx(0.01)
+    assert two_workers["backup_and_restore"][0]["epochs"] == 2
+    assert two_workers["terminate_on_nan"][0]["epochs"] < 200
+    calls = two_workers["of_lambda"][0]["calls"]
+    epoch = [f"batch {b}" for b in range(4)]
+    assert calls == [*epoch, "epoch 0", *epoch, "epoch 1"]
+    for job in ("of_ones_own", "on_the_chief_only"):
+        assert two_workers[job][0]["steps"] == 2
+
+
+def test_files_are_of_the_chief_alone(two_workers, folder):
+    for pattern in ("last-*.keras", "log-*.csv", "board-*"):
+        [path] = glob.glob(os.path.join(folder, pattern))
+        assert "-0" in os.path.basename(path)
+    with open(os.path.join(folder, "log-0.csv")) as file:
+        assert len(file.readlines()) == 6
+    events = os.path.join(folder, "board-0", "**", "*.tfevents*")
+    assert glob.glob(events, recursive=True)
+
+
+def test_not_a_callback(strategies):
+    trainer = mgpu_tf.Trainer(callbacks.build(), strategies["one_device"])
+    for wrong in ([keras.callbacks.TerminateOnNaN], ["stop"], 3):
+        with pytest.raises(mgpu_tf.ConfigurationError, match="callbacks must"):
+            trainer.fit(*callbacks.numbers(), callbacks=wrong)

@@ -1,0 +1,203 @@
+"""The folder of checkpoints: whole or not at all, checked when read."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mgpu_tf import checkpoints
+from mgpu_tf.checkpoints import Array, CheckpointError
+from tests import clusters
+
+
+def arrays(value=1, count=1000):
+    data = bytes([value]) * (4 * count)
+    return {
+        "weights": Array("float32", (count,), memoryview(data)),
+        "nothing": Array("float32", (0, 3), memoryview(b"")),
+        "scalar": Array("int64", (), memoryview(bytes(8))),
+    }
+
+
+def save(folder, *steps):
+    for step in steps:
+        checkpoints.write(str(folder), step, {"step": step}, arrays(step))
+
+
+def names(folder):
+    return [entry.name for entry in checkpoints.entries(str(folder))]
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = checkpoints.write(str(tmp_path), 7, {"epoch": 3}, arrays())
+    state, read = checkpoints.read(path)
+    assert state == {"epoch": 3}
+    for name, array in arrays().items():
+        assert (read[name].dtype, read[name].shape) == (
+            array.dtype,
+            array.shape,
+        )
+        assert bytes(read[name].data) == bytes(array.data)
+    (entry,) = checkpoints.entries(str(tmp_path))
+    assert (entry.step, entry.problem, entry.bytes) == (7, "", 4008)
+
+
+def test_the_newest_comes_last_whatever_its_digits(tmp_path):
+    save(tmp_path, 9)
+    checkpoints.write(str(tmp_path), 10**11, {}, arrays())
+    assert [e.step for e in checkpoints.entries(str(tmp_path))] == [9, 10**11]
+
+
+def test_a_folder_that_is_missing(tmp_path):
+    missing = str(tmp_path / "missing")
+    assert checkpoints.entries(missing) == []
+    assert checkpoints.newest(missing) is None
+    assert checkpoints.prune(missing, 1) == []
+
+
+def truncate(path):
+    with open(path / "arrays.bin", "r+b") as file:
+        file.truncate(100)
+
+
+def change(path):
+    with open(path / "arrays.bin", "r+b") as file:
+        file.seek(2000)
+        file.write(b"\xff")
+
+
+def lose_manifest(path):
+    (path / "manifest.json").unlink()
+
+
+def lose_arrays(path):
+    (path / "arrays.bin").unlink()
+
+
+def half_manifest(path):
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text[: len(text) // 2])
+
+
+def change_manifest(path):
+    body = json.loads((path / "manifest.json").read_text())
+    body["state"]["step"] = 99
+    (path / "manifest.json").write_text(json.dumps(body))
+
+
+def not_an_object(path):
+    (path / "manifest.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("damage", "how"),
+    [
+        (truncate, "arrays.bin has 100 bytes of 4008"),
+        (change, "arrays.bin was changed"),
+        (lose_manifest, "manifest.json cannot be read (No such file"),
+        (lose_arrays, "arrays.bin cannot be read (No such file"),
+        (half_manifest, "manifest.json is not whole"),
+        (change_manifest, "manifest.json was changed"),
+        (not_an_object, "manifest.json is not whole"),
+    ],
+)
+def test_a_broken_one_is_refused_by_name(damage, how, tmp_path):
+    save(tmp_path, 1, 2)
+    damage(tmp_path / "step-0000000002")
+    broken = []
+    entry = checkpoints.newest(str(tmp_path), broken.append)
+    assert entry.step == 1
+    (refused,) = broken
+    assert refused.problem.startswith(f"step-0000000002: {how}")
+    with pytest.raises(CheckpointError, match="step-0000000002: "):
+        checkpoints.read(refused.path)
+
+
+def test_another_format_is_refused(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    monkeypatch.setattr(checkpoints, "FORMAT", 2)
+    (entry,) = checkpoints.entries(str(tmp_path))
+    assert "format 1, this program reads 2" in entry.problem
+
+
+def test_a_file_that_cannot_grow_leaves_the_one_before(tmp_path):
+    """As on a full disk."""
+    save(tmp_path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(tmp_path) == ["step-0000000001"]
+    assert checkpoints.newest(str(tmp_path)).step == 1
+
+
+def test_killed_in_the_middle_of_writing(tmp_path):
+    """At each of many moments: the one before, or the whole new one."""
+    code = """
+import sys
+from mgpu_tf import checkpoints
+data = memoryview(bytes(1 << 21))
+array = {"w": checkpoints.Array("uint8", (1 << 21,), data)}
+for step in range(1, 10**6):
+    checkpoints.write(sys.argv[1], step, {}, array)
+    checkpoints.prune(sys.argv[1], 2)
+    print(step, flush=True)
+"""
+    unfinished = 0
+    for _ in range(12):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env=clusters.environment(),
+            stdout=subprocess.PIPE,
+        )
+        with process:
+            last = int(process.stdout.readline())
+            while not any(n.startswith(".unf") for n in os.listdir(tmp_path)):
+                pass
+            process.send_signal(signal.SIGKILL)
+            last = int((process.stdout.read().split() or [last])[-1])
+        unfinished += any(n.startswith(".unf") for n in os.listdir(tmp_path))
+        entry = checkpoints.newest(str(tmp_path))
+        assert entry is not None and entry.step >= last
+    assert unfinished
+    checkpoints.prune(str(tmp_path), 1)
+    assert os.listdir(tmp_path) == [entry.name]
+
+
+def test_one_of_the_same_step_is_replaced(tmp_path):
+    save(tmp_path, 1, 2)
+    truncate(tmp_path / "step-0000000002")
+    checkpoints.write(str(tmp_path), 2, {"again": True}, arrays())
+    assert checkpoints.read(str(tmp_path / "step-0000000002"))[0]["again"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "step-0000000001",
+        "step-0000000002",
+    ]
+
+
+def test_prune_keeps_the_newest_whole_ones(tmp_path):
+    save(tmp_path, 1, 2, 3, 4, 5)
+    truncate(tmp_path / "step-0000000003")
+    truncate(tmp_path / "step-0000000005")
+    (tmp_path / ".unfinished-step-0000000006").mkdir()
+    (tmp_path / "notes.txt").touch()
+    gone = checkpoints.prune(str(tmp_path), 2)
+    assert sorted(gone) == [
+        ".unfinished-step-0000000006",
+        "step-0000000001",
+        "step-0000000003",
+    ]
+    # A broken one that is newer stays, to be looked at.
+    assert names(tmp_path) == [
+        "step-0000000002",
+        "step-0000000004",
+        "step-0000000005",
+    ]
+    assert (tmp_path / "notes.txt").exists()

@@ -1,0 +1,44 @@
+import time
+
+import pytest
+
+from mgpu_tf.goodput import Meter, process_began
+
+
+def test_seconds_add_up_to_the_wall():
+    meter = Meter(began=time.time() - 100.0)
+    meter.execution(seconds=6.0, steps=10, input_seconds=0.0, traced=True)
+    meter.execution(seconds=12.0, steps=10, input_seconds=2.0, traced=False)
+    with meter.phase("evaluate"):
+        time.sleep(0.01)
+    found = meter.goodput(save_seconds=1.0)
+    assert found.wall_seconds == pytest.approx(100.0, abs=1.0)
+    assert found.start_seconds == pytest.approx(94.0, abs=1.0)
+    # The steps of the call that traced count as long as those of the other.
+    assert found.step_seconds == pytest.approx(6.0 + 10.0)
+    assert found.compile_seconds == 0.0
+    assert (found.input_seconds, found.save_seconds) == (2.0, 1.0)
+    assert 0.01 <= found.evaluate_seconds < 1.0
+    assert found.share == pytest.approx(0.16, abs=0.01)
+
+
+def test_tracing_is_what_a_call_took_longer_than_others():
+    meter = Meter(began=time.time() - 50.0)
+    meter.execution(seconds=9.0, steps=1, input_seconds=0.0, traced=True)
+    for _ in range(3):
+        meter.execution(seconds=4.0, steps=4, input_seconds=0.0, traced=False)
+    found = meter.goodput()
+    assert found.compile_seconds == pytest.approx(8.0)
+    assert found.step_seconds == pytest.approx(13.0)
+    assert found.other_seconds >= 0.0
+
+
+def test_says_where_the_time_went():
+    meter = Meter(began=time.time() - 10.0)
+    meter.execution(seconds=5.0, steps=5, input_seconds=1.0, traced=False)
+    text = str(meter.goodput())
+    assert text.startswith("40% of 10.0 s: step 4.0, start 5.0")
+
+
+def test_process_began_before_now():
+    assert 0.0 < time.time() - process_began() < 86_400.0

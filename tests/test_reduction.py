@@ -1,0 +1,50 @@
+import numpy as np
+import pytest
+
+import mgpu_tf
+from mgpu_tf.engine.reduction import packs
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([], []),
+        ([1], [[0]]),
+        ([4, 90, 3, 2, 5], [[4, 3, 2], [1], [0]]),
+        ([10, 9], [[0], [1]]),
+        ([1, 2, 50, 3], [[2], [3, 1, 0]]),
+    ],
+)
+def test_packs(sizes, expected):
+    assert packs(sizes, pack_bytes=10) == expected
+
+
+def weights(strategy, gradient_dtype):
+    import keras
+
+    def build_model():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    random = np.random.default_rng(0)
+    x = random.standard_normal((16, 3), np.float32)
+    trainer = mgpu_tf.Trainer(
+        build_model, strategy, gradient_dtype=gradient_dtype
+    )
+    trainer.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0)
+    return np.concatenate([w.ravel() for w in trainer.model.get_weights()])
+
+
+def test_gradients_are_sent_as_asked(strategies):
+    exact = weights(strategies["mirrored_x2"], None)
+    alone = weights(strategies["one_device"], None)
+    half = weights(strategies["mirrored_x2"], "bfloat16")
+    np.testing.assert_allclose(exact, alone, rtol=1e-5)
+    np.testing.assert_allclose(half, exact, rtol=0.02, atol=1e-3)
+    assert np.abs(half - exact).max() > 1e-6
+
+
+def test_unknown_gradient_dtype(strategies):
+    with pytest.raises(mgpu_tf.ConfigurationError, match="gradient_dtype"):
+        weights(strategies["one_device"], "bfloat61")

@@ -1,0 +1,468 @@
+"""A run that was broken off and resumed ends with the same bits."""
+
+import logging
+import os
+import random
+import shutil
+import signal
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import mgpu_tf
+from mgpu_tf import checkpoints
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.report import weights_sha256
+from mgpu_tf.saver import CheckpointSaver, Preempted
+
+SIZE = 75
+BATCH = 8
+
+
+class BrokenOff(Exception):
+    pass
+
+
+def arrays():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(SIZE, 6)).astype("float32")
+    return x, generator.integers(0, 3, size=SIZE)
+
+
+def dataset():
+    return (
+        tf.data.Dataset.from_tensor_slices(arrays())
+        .shuffle(SIZE, seed=1)
+        .batch(BATCH)
+    )
+
+
+def unknown_length():
+    return dataset().filter(lambda *_: True)
+
+
+def endless():
+    x, y = arrays()
+    generator = np.random.default_rng(1)
+    while True:
+        rows = generator.integers(0, SIZE, size=BATCH)
+        yield x[rows], y[rows]
+
+
+def build(optimizer=None, statistics=True):
+    layers = [keras.layers.Dense(8, activation="tanh")]
+    if statistics:
+        layers.append(keras.layers.BatchNormalization())
+    layers += [keras.layers.Dropout(0.3), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    model.compile(
+        optimizer or keras.optimizers.Adam(0.01),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy", keras.metrics.SparseCategoricalCrossentropy()],
+    )
+    return model
+
+
+DATA = {
+    "arrays": lambda: (arrays(), {"batch_size": BATCH}),
+    "arrays_steps": lambda: (arrays(), {"steps_per_epoch": 7}),
+    "dataset": lambda: ((dataset(),), {}),
+    "dataset_steps": lambda: ((dataset(),), {"steps_per_epoch": 7}),
+    "unknown_length": lambda: ((unknown_length(),), {}),
+    "generator": lambda: ((endless(),), {"steps_per_epoch": 7}),
+}
+
+OPTIMIZERS = {
+    "accumulation_average_scaling": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.AdamW(
+            0.01,
+            gradient_accumulation_steps=3,
+            use_ema=True,
+            ema_overwrite_frequency=2,
+        ),
+        initial_scale=4.0,
+        dynamic_growth_steps=3,
+    ),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.CosineDecay(0.1, 30)
+    ),
+}
+
+
+class Run:
+    """Runs to their end, or until they are broken off."""
+
+    def __init__(self, monkeypatch):
+        self._monkeypatch = monkeypatch
+        self.trainer = None
+
+    def __call__(
+        self,
+        strategy,
+        folder,
+        data="arrays",
+        until=None,
+        build=build,
+        epochs=2,
+        spe=3,
+        **kwargs,
+    ):
+        """Returns hash and history; None where it was broken off."""
+        boundary = CheckpointSaver.boundary
+
+        def broken(saver, step, votes, **named):
+            boundary(saver, step, votes, **named)
+            if until is not None and step >= until:
+                raise BrokenOff
+
+        options = {
+            "save_every_steps": 4,
+            "verbose": 0,
+            "epochs": epochs,
+            "checkpoint_dir": str(folder),
+        }
+        data, data_options = DATA[data]()
+        self.trainer = mgpu_tf.Trainer(build, strategy, steps_per_execution=spe)
+        with self._monkeypatch.context() as patched:
+            patched.setattr(CheckpointSaver, "boundary", broken)
+            try:
+                history = self.trainer.fit(
+                    *data, **options | data_options | kwargs
+                )
+            except BrokenOff:
+                return None
+        weights = self.trainer.model.get_weights()
+        return weights_sha256(weights), history.history
+
+
+@pytest.fixture
+def run(monkeypatch):
+    return Run(monkeypatch)
+
+
+def assert_same_bits(run, strategy, tmp_path, breaks, **kwargs):
+    control = run(strategy, tmp_path / "control", **kwargs)
+    steps = run.trainer.global_step
+    for until in breaks:
+        assert run(strategy, tmp_path / "broken", until=until, **kwargs) is None
+    assert run(strategy, tmp_path / "broken", **kwargs) == control
+    assert run.trainer.saver.recovery.restarts == len(breaks)
+    assert run.trainer.global_step == steps
+    return control
+
+
+@pytest.mark.parametrize(
+    "column", ["one_device", "mirrored_x2", "central_storage_x2"]
+)
+def test_same_bits(column, run, strategies, tmp_path):
+    strategy = strategies[column]
+    control = assert_same_bits(run, strategy, tmp_path, [9, 13])
+    if column == "mirrored_x2":
+        assert run(strategy, tmp_path / "again") == control
+
+
+@pytest.mark.parametrize("data", sorted(set(DATA) - {"arrays"}))
+def test_same_bits_whatever_the_data(data, run, strategies, tmp_path):
+    strategy = strategies["mirrored_x2"]
+    assert_same_bits(run, strategy, tmp_path, [13], data=data)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_same_bits_whatever_the_optimizer(name, run, strategies, tmp_path):
+    assert_same_bits(
+        run,
+        strategies["mirrored_x2"],
+        tmp_path,
+        [13],
+        build=lambda: build(OPTIMIZERS[name]()),
+    )
+
+
+def test_callbacks_go_on(run, strategies, tmp_path):
+    """Their counters, the best weights, and the learning rate."""
+
+    def callbacks():
+        return [
+            keras.callbacks.ReduceLROnPlateau("val_loss", patience=1),
+            keras.callbacks.EarlyStopping(
+                "val_accuracy", patience=2, restore_best_weights=True
+            ),
+            keras.callbacks.LearningRateScheduler(lambda _, rate: rate * 0.9),
+        ]
+
+    def once(folder, until=None):
+        return run(
+            strategies["mirrored_x2"],
+            folder,
+            until=until,
+            epochs=12,
+            callbacks=callbacks(),
+            validation_data=arrays(),
+        )
+
+    control = once(tmp_path / "control")
+    assert len(control[1]["loss"]) < 12
+    for until in (25,):
+        assert once(tmp_path / "broken", until) is None
+    assert once(tmp_path / "broken") == control
+    # It is over, and stays so.
+    assert once(tmp_path / "broken") == control
+
+
+def test_generators_of_random_numbers_go_on(run, strategies, tmp_path):
+    drawn = []
+
+    class Draws(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            drawn.append(
+                (
+                    random.random(),
+                    float(np.random.uniform()),
+                    float(keras.random.uniform([])),
+                )
+            )
+
+    def once(folder, until=None):
+        drawn.clear()
+        run(strategies["one_device"], folder, until=until, callbacks=[Draws()])
+        return list(drawn)
+
+    control = once(tmp_path / "control")
+    assert len(control) == 2
+    once(tmp_path / "broken", 14)
+    assert once(tmp_path / "broken") == control[1:]
+
+
+def test_numbers_of_steps_change_no_bits(run, strategies, tmp_path):
+    """So the pace, which follows time, does not either."""
+    strategy = strategies["mirrored_x2"]
+    results = [
+        run(
+            strategy,
+            tmp_path / str(spe),
+            build=lambda: build(statistics=False),
+            spe=spe,
+            save_every_steps=None,
+        )
+        for spe in (1, 4, "auto")
+    ]
+    assert results[1:] == results[:1] * 2
+
+
+def test_statistics_of_replicas_fix_the_pace(run, strategies, tmp_path):
+    strategy = strategies["mirrored_x2"]
+    assert_same_bits(run, strategy, tmp_path, [7], spe="auto")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("mirrored_x2", "mirrored_x4"),
+        ("mirrored_x4", "one_device"),
+        ("central_storage_x2", "mirrored_x2"),
+    ],
+)
+def test_other_numbers_of_replicas(before, after, run, strategies, tmp_path):
+    """In the middle of an accumulation and of an epoch."""
+
+    def build_without_noise():
+        model = keras.Sequential(
+            [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
+        )
+        model.compile(
+            keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+        return model
+
+    kwargs = {"build": build_without_noise}
+    _, control = run(strategies[before], tmp_path / "control", **kwargs)
+    expected = run.trainer.model.get_weights()
+    folder = tmp_path / "moved"
+    assert run(strategies[before], folder, until=17, **kwargs) is None
+    _, history = run(strategies[after], folder, **kwargs)
+    assert run.trainer.saver.recovery.lost_steps == 3
+    for name, values in control.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5)
+    for one, other in zip(
+        expected, run.trainer.model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def broken_off(strategies, tmp_path_factory):
+    """A folder that a run has left."""
+    folder = tmp_path_factory.mktemp("broken_off")
+    with pytest.MonkeyPatch.context() as patched:
+        assert Run(patched)(strategies["one_device"], folder, until=9) is None
+    return folder
+
+
+def test_broken_ones_are_refused(run, strategies, tmp_path, caplog):
+    strategy = strategies["one_device"]
+    control = run(strategy, tmp_path / "control")
+    run(strategy, tmp_path / "broken", until=13)
+    for step, start in ((12, b""), (8, b"x")):
+        path = tmp_path / "broken" / f"step-{step:010d}" / "arrays.bin"
+        data = path.read_bytes()
+        path.write_bytes(start + data[1:] if start else b"")
+    (tmp_path / "broken" / ".unfinished-step-0000000016").mkdir()
+    with caplog.at_level(logging.WARNING, "mgpu_tf"):
+        assert run(strategy, tmp_path / "broken") == control
+    refused = [r.getMessage() for r in caplog.records if "refused" in r.msg]
+    assert "step-0000000012: arrays.bin has 0 bytes" in refused[0]
+    assert "step-0000000008: arrays.bin was changed" in refused[1]
+    assert run.trainer.saver.recovery.lost_steps == 15 - 4
+
+
+def test_a_full_disk_leaves_the_one_before(
+    run, strategies, tmp_path, caplog, monkeypatch
+):
+    written = []
+    write = checkpoints.write
+
+    def full(folder, step, *rest):
+        if step == 8:
+            raise OSError(28, "No space left on device")
+        written.append(step)
+        return write(folder, step, *rest)
+
+    monkeypatch.setattr(checkpoints, "write", full)
+    with caplog.at_level(logging.WARNING, "mgpu_tf"):
+        run(strategies["one_device"], tmp_path)
+    assert "step 8 was not written (No space left" in caplog.text
+    assert 4 in written and 12 in written
+
+
+def test_preempted(run, strategies, tmp_path):
+    class Signals(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1 and until:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def once(folder):
+        return run(
+            strategies["mirrored_x2"],
+            folder,
+            save_every_steps=None,
+            callbacks=[Signals()],
+        )
+
+    until = False
+    control = once(tmp_path / "control")
+    handler = signal.getsignal(signal.SIGTERM)
+    until = True
+    with pytest.raises(Preempted) as ended:
+        once(tmp_path / "broken")
+    assert ended.value.code == 75
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert checkpoints.newest(str(tmp_path / "broken")).step == 10 + 3
+    until = False
+    assert once(tmp_path / "broken") == control
+    recovery = run.trainer.saver.recovery
+    assert (recovery.restarts, recovery.lost_steps) == (1, 0)
+
+
+def test_saves_by_time_and_keeps_so_many(run, strategies, tmp_path):
+    run(
+        strategies["one_device"],
+        tmp_path,
+        save_every_steps=None,
+        save_every_seconds=1e-6,
+        keep_checkpoints=2,
+    )
+    assert run.trainer.saver.saves >= 2
+    assert run.trainer.saver.blocked_seconds > 0
+    assert len(checkpoints.entries(str(tmp_path))) == 2
+
+
+def test_saves_each_epoch_by_default(run, strategies, tmp_path):
+    run(
+        strategies["one_device"],
+        tmp_path,
+        save_every_steps=None,
+        keep_checkpoints=9,
+    )
+    steps = [entry.step for entry in checkpoints.entries(str(tmp_path))]
+    assert steps == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": 5}, "same data's length"),
+        ({"build": lambda: build(statistics=False)}, "of its checkpoint"),
+        (
+            {"build": lambda: build(keras.optimizers.SGD(0.1))},
+            "the model, optimizer and metrics",
+        ),
+        (
+            {"callbacks": [keras.callbacks.EarlyStopping("loss")]},
+            "the callbacks of its checkpoint.*Received: EarlyStopping, where",
+        ),
+        ({"resume": "never"}, "without checkpoints. Received: .* of step 8"),
+        (
+            {"callbacks": [keras.callbacks.BackupAndRestore("x")]},
+            "resumes by itself. Received: a BackupAndRestore",
+        ),
+    ],
+)
+def test_what_does_not_go_on(
+    change, message, run, strategies, tmp_path, broken_off
+):
+    shutil.copytree(broken_off, tmp_path, dirs_exist_ok=True)
+    with pytest.raises(ConfigurationError, match=message):
+        run(strategies["one_device"], tmp_path, **change)
+
+
+def test_nothing_to_go_on_from(run, strategies, tmp_path):
+    with pytest.raises(ConfigurationError, match="needs a usable checkpoint"):
+        run(strategies["one_device"], tmp_path, resume="always")
+    assert run(strategies["one_device"], tmp_path, resume="never")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_every_steps": 3}, "need checkpoint_dir.*every_steps=3"),
+        ({"resume": "always"}, "need checkpoint_dir.*resume='always'"),
+        (
+            {"checkpoint_dir": "d", "save_every_steps": 0},
+            "save_every_steps must be an integer of 1 or more",
+        ),
+        (
+            {"checkpoint_dir": "d", "save_every_seconds": 0.0},
+            "save_every_seconds must be above 0",
+        ),
+        (
+            {
+                "checkpoint_dir": "d",
+                "save_every_seconds": 1.0,
+                "save_every_steps": 1,
+            },
+            "not both",
+        ),
+        (
+            {"checkpoint_dir": "d", "resume": "maybe"},
+            "Unknown resume. Received: 'maybe'",
+        ),
+        (
+            {"checkpoint_dir": "d", "keep_checkpoints": 0},
+            "keep_checkpoints must be an integer of 1 or more",
+        ),
+    ],
+)
+def test_options_out_of_range(options, message, strategies):
+    trainer = mgpu_tf.Trainer(build, strategies["one_device"])
+    with pytest.raises(ConfigurationError, match=message):
+        trainer.fit(*arrays(), verbose=0, **options)
+
+
+def test_checkpoint_dir_that_cannot_be(run, strategies, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="must be a folder that can"):
+        run(strategies["one_device"], tmp_path / "file")
