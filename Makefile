@@ -2,6 +2,8 @@
 # make demo    the main job: two worker processes, then one device
 # make test    the default test suite
 # make lint    ruff and mypy
+# make soak    kills jobs and compares weights; FAULTS=30 SEED=1
+# make bench   the benchmarks, about 20 minutes; ONLY=name, ARGS=--continue
 # make parity  the whole parity matrix, about half an hour; writes its tables
 
 PYTHON ?= python3
@@ -11,7 +13,7 @@ METADATA := setup.cfg pyproject.toml
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: setup demo test lint parity format clean
+.PHONY: bench setup demo test lint parity soak format clean
 
 setup: $(VENV)/.base
 
@@ -23,6 +25,15 @@ test: $(VENV)/.test
 
 parity: $(VENV)/.test
 	$(BIN)/python -m tests.parity.run $(ARGS)
+
+FAULTS ?= 30
+SEED ?= 1
+
+soak: $(VENV)/.test
+	$(BIN)/python -m tests.soak.run --faults=$(FAULTS) --seed=$(SEED)
+
+bench: $(VENV)/.peers
+	$(BIN)/python -m experiments.benchmarks --only=$(ONLY) $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -55,4 +66,8 @@ $(VENV)/.base: $(VENV)/.uv $(METADATA)
 
 $(VENV)/.test: $(VENV)/.base $(METADATA)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[test]'
+	@touch $@
+
+$(VENV)/.peers: $(VENV)/.base $(METADATA)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[plot,peers]'
 	@touch $@

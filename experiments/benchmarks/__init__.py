@@ -1,0 +1,1 @@
+"""Benchmarks against peers, each contestant in processes of its own."""

@@ -1,0 +1,1 @@
+"""One module for each framework; only the processes import them."""

@@ -1,0 +1,47 @@
+"""`mgpu_tf.Trainer`, as its README has it."""
+
+from __future__ import annotations
+
+import mgpu_tf
+from experiments.benchmarks.contestants import (
+    datasets,
+    strategies,
+    tensorflow_model,
+)
+from experiments.benchmarks.jobs import JOBS
+
+
+def create(place) -> TrainerFit:
+    return TrainerFit(place)
+
+
+class TrainerFit:
+    """Options: `strategy`, `replicas`, and those of `Trainer`."""
+
+    EPOCHS = 2
+
+    def __init__(self, place) -> None:
+        strategies.set_threads(place)
+        options = dict(place.options)
+        name = options.pop("strategy", "one_device")
+        replicas = options.pop("replicas", None)
+        job = JOBS[place.job]
+        strategy = mgpu_tf.create_strategy(name, num_virtual_devices=replicas)
+        self._data = datasets.of_all(job, place.workers)
+        self._trainer = mgpu_tf.Trainer(
+            lambda: tensorflow_model.build(job), strategy, **options
+        )
+
+    def check(self, steps: int) -> float:
+        history = self._trainer.fit(self._data, epochs=1, steps_per_epoch=steps)
+        return history.history["loss"][0]
+
+    def burst(self, steps: int) -> tuple[int, float]:
+        times = tensorflow_model.EpochTimes()
+        self._trainer.fit(
+            self._data,
+            epochs=self.EPOCHS,
+            steps_per_epoch=steps,
+            callbacks=[times],
+        )
+        return steps * (self.EPOCHS - 1), times.seconds

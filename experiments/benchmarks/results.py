@@ -1,0 +1,235 @@
+"""What was measured, as `results.json`, `RESULTS.md` and a figure.
+
+`results.json`:
+
+    machine    the processor, its cores, the memory, the versions
+    date       of the last measurement
+    load       average over the last minute, at its end
+    command    that made it
+    results    one object for each ratio: name, contestant, baseline,
+               ratio_median, ratio_min, ratio_max, alternations, loss; and
+               rate_median, baseline_rate_median, unit, aim, date
+    failed     contestants that did not run, and why
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+
+from experiments.benchmarks.runner import Rates
+from experiments.benchmarks.table import Ratio
+
+JSON = "results.json"
+TEXT = "RESULTS.md"
+FIGURE = "results.png"
+_TICKS = (0.2, 0.5, 1, 2, 5, 10)
+NOTES = "NOTES.md"
+_PACKAGES = ("tensorflow", "keras", "torch", "tf_keras", "jax", "numpy")
+
+
+def rows(
+    name: str, ratios: Sequence[Ratio], rates: Rates, unit: str = "steps/s"
+) -> list[dict]:
+    """Returns a row for each ratio of which both sides ran.
+
+    Args:
+        name: Of the benchmark.
+        ratios: What to tell.
+        rates: What was measured; each ratio is taken within its round.
+        unit: Of the rates.
+    """
+    found = []
+    for ratio in ratios:
+        ours = rates.rates.get(ratio.contestant)
+        theirs = rates.rates.get(ratio.baseline)
+        if not ours or not theirs:
+            continue
+        within = [a / b for a, b in zip(ours, theirs, strict=True)]
+        found.append(
+            {
+                "name": name,
+                "contestant": ratio.contestant,
+                "baseline": ratio.baseline,
+                "ratio_median": round(statistics.median(within), 4),
+                "ratio_min": round(min(within), 4),
+                "ratio_max": round(max(within), 4),
+                "alternations": len(within),
+                "loss": rates.losses.get(ratio.contestant),
+                "rate_median": round(statistics.median(ours), 4),
+                "baseline_rate_median": round(statistics.median(theirs), 4),
+                "unit": unit,
+                "aim": ratio.aim,
+                "date": _today(),
+            }
+        )
+    return found
+
+
+def read(folder: str) -> dict:
+    """Returns what the folder's `results.json` holds, empty without one."""
+    try:
+        with open(os.path.join(folder, JSON), encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return {"results": [], "failed": {}}
+
+
+def write(
+    folder: str, name: str, found: list[dict], failed: dict, command: str
+) -> None:
+    """Puts the rows of one benchmark in place of older ones."""
+    held = read(folder)
+    others = [row for row in held["results"] if row["name"] != name]
+    failures = {
+        key: why
+        for key, why in held["failed"].items()
+        if key.rpartition(":")[0] != name
+    }
+    failures |= {f"{name}:{who}": why for who, why in failed.items()}
+    value = {
+        "machine": machine(),
+        "date": _today(),
+        "load": round(os.getloadavg()[0], 1),
+        "command": command,
+        "results": sorted(others + found, key=lambda row: row["name"]),
+        "failed": failures,
+    }
+    os.makedirs(folder, exist_ok=True)
+    temporary = os.path.join(folder, JSON + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+    os.replace(temporary, os.path.join(folder, JSON))
+    notes = ""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), NOTES)
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            notes = file.read()
+    with open(os.path.join(folder, TEXT), "w", encoding="utf-8") as file:
+        file.write(text(value, notes))
+
+
+def text(value: Mapping, notes: str = "") -> str:
+    """Returns the tables of `RESULTS.md`."""
+    lines = [
+        "# Benchmarks",
+        "",
+        f"{value['machine']}. {value['date']}, `{value['command']}`. Load "
+        f"average at the end {value['load']}; above the number of cores "
+        "other work ran beside.",
+        "",
+        "Each ratio is taken between turns of the same round; told is the "
+        "median over rounds, with the least and the greatest. All "
+        "contestants of a benchmark start from the same weights, see the "
+        "same batches and reach the same loss, which is checked before any "
+        "rate is taken.",
+        "",
+    ]
+    names = list(dict.fromkeys(row["name"] for row in value["results"]))
+    for name in names:
+        lines += [
+            f"## {name}",
+            "",
+            "| contestant | against | ratio | least - greatest | rounds "
+            "| aim | rates |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in value["results"]:
+            if row["name"] != name:
+                continue
+            aim = "" if row["aim"] is None else f">= {row['aim']:g}"
+            if row["aim"] is not None and row["ratio_median"] < row["aim"]:
+                aim += " (missed)"
+            lines.append(
+                f"| {row['contestant']} | {row['baseline']} "
+                f"| **{row['ratio_median']:.2f}** "
+                f"| {row['ratio_min']:.2f} - {row['ratio_max']:.2f} "
+                f"| {row['alternations']} | {aim} "
+                f"| {row['rate_median']:.4g} / "
+                f"{row['baseline_rate_median']:.4g} {row['unit']} |"
+            )
+        lines.append("")
+    if value.get("failed"):
+        lines += ["## Did not run", ""]
+        lines += [f"- {who}: {why}" for who, why in value["failed"].items()]
+        lines.append("")
+    return "\n".join(lines) + ("\n" + notes if notes else "")
+
+
+def machine() -> str:
+    """Returns the machine and the versions in one line."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    model = line.partition(":")[2].strip()
+                    break
+    except OSError:
+        pass
+    versions = []
+    for package in _PACKAGES:
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    cores = len(os.sched_getaffinity(0))
+    return (
+        f"{model}, {cores} cores, Python {platform.python_version()}, "
+        + ", ".join(versions)
+    )
+
+
+def draw(value: Mapping, path: str) -> None:
+    """Draws each ratio as a bar with its least and greatest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = value["results"]
+    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.3 * len(shown)))
+    medians = [row["ratio_median"] for row in shown]
+    spread = [
+        [row["ratio_median"] - row["ratio_min"] for row in shown],
+        [row["ratio_max"] - row["ratio_median"] for row in shown],
+    ]
+    ours = [row["contestant"].startswith("mgpu_tf") for row in shown]
+    axes.barh(
+        range(len(shown)),
+        medians,
+        xerr=spread,
+        color=["tab:blue" if own else "tab:gray" for own in ours],
+        ecolor="black",
+        capsize=2,
+    )
+    for place, row in enumerate(shown):
+        if row["aim"] is not None:
+            axes.plot([row["aim"]] * 2, [place - 0.4, place + 0.4], "r-")
+    axes.set_yticks(
+        range(len(shown)),
+        [
+            f"{row['name']}: {row['contestant']} / {row['baseline']}"
+            for row in shown
+        ],
+        fontsize=7,
+    )
+    axes.set_xscale("log")
+    axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+    axes.minorticks_off()
+    axes.axvline(1.0, color="black", linewidth=0.5)
+    axes.set_xlabel("ratio of rates; red: the aim")
+    axes.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")

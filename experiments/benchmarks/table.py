@@ -1,0 +1,173 @@
+"""The benchmarks: who takes part, what is compared with what, and the aim.
+
+`ours` below is `mgpu_tf`. The rates of a ratio were taken one after the other
+in the same round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from experiments.benchmarks.runner import Contestant
+
+_HERE = "experiments.benchmarks.contestants"
+_LOOP = f"{_HERE}.tensorflow_loop"
+_FIT = f"{_HERE}.keras_fit"
+_TRAINER = f"{_HERE}.trainer"
+_DDP = f"{_HERE}.torch_ddp"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """One number that is told.
+
+    Attributes:
+        contestant: Whose rate.
+        baseline: Over whose.
+        aim: What it should reach, None where it is for information.
+    """
+
+    contestant: str
+    baseline: str
+    aim: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """Contestants that train one job in alternation.
+
+    Attributes:
+        name: Of the benchmark and its variant.
+        job: A key of `jobs.JOBS`.
+        contestants: Who takes part.
+        ratios: What is told.
+        pinned: Whether process i stays on core i, with one thread.
+        check_steps: Steps until losses are compared.
+        burst_seconds: About how long a contestant's turn takes.
+        multiple: Steps of a turn are a multiple of so many.
+    """
+
+    name: str
+    job: str
+    contestants: tuple[Contestant, ...]
+    ratios: tuple[Ratio, ...]
+    pinned: bool = False
+    check_steps: int = 16
+    burst_seconds: float = 3.0
+    multiple: int = 1
+
+
+def _step_overhead(replicas: int) -> Benchmark:
+    where: dict = {"strategy": "one_device"}
+    if replicas > 1:
+        where = {"strategy": "mirrored", "replicas": replicas}
+    contestants = [
+        Contestant("hand_written", _LOOP, {**where, "call": 400}),
+        Contestant("mgpu_tf", _TRAINER, where),
+        Contestant("keras_fit", _FIT, where),
+    ]
+    ratios = [
+        Ratio("mgpu_tf", "hand_written", 0.95),
+        Ratio("mgpu_tf", "keras_fit", 4.0),
+    ]
+    if replicas == 1:
+        contestants.append(
+            Contestant(
+                "keras_fit_50",
+                _FIT,
+                {**where, "steps_per_execution": 50},
+            )
+        )
+        ratios.append(Ratio("mgpu_tf", "keras_fit_50", 1.3))
+    name = "one_device" if replicas == 1 else f"mirrored_x{replicas}"
+    return Benchmark(
+        f"step_overhead/{name}",
+        "tiny",
+        tuple(contestants),
+        tuple(ratios),
+        check_steps=100,
+        burst_seconds=1.5,
+        multiple=100,
+    )
+
+
+_CLUSTER = {"strategy": "multi_worker_mirrored"}
+
+
+def _workers(
+    name: str,
+    job: str,
+    count: int,
+    ratios: tuple[Ratio, ...],
+    more: tuple[Contestant, ...] = (),
+) -> Benchmark:
+    contestants = (
+        Contestant(
+            "limit",
+            _LOOP,
+            {"call": 10},
+            copies=count,
+            same_job=False,
+        ),
+        Contestant("mgpu_tf", _TRAINER, _CLUSTER, workers=count),
+        Contestant(
+            "stock_loop",
+            _LOOP,
+            {**_CLUSTER, "call": 10},
+            workers=count,
+        ),
+        Contestant("ddp", _DDP, {"bucket_mb": 4}, workers=count),
+        *more,
+    )
+    return Benchmark(
+        f"{name}/{count}_workers", job, contestants, ratios, pinned=True
+    )
+
+
+def _compute_bound() -> Benchmark:
+    return _workers(
+        "compute_bound",
+        "cnn",
+        2,
+        (
+            Ratio("mgpu_tf", "ddp", 1.0),
+            Ratio("mgpu_tf", "stock_loop", 1.2),
+            Ratio("mgpu_tf", "limit", 0.85),
+            Ratio("stock_loop", "limit"),
+            Ratio("ddp", "limit"),
+        ),
+    )
+
+
+def _communication_bound(count: int) -> Benchmark:
+    half = Contestant(
+        "mgpu_tf_bf16",
+        _TRAINER,
+        {**_CLUSTER, "gradient_dtype": "bfloat16"},
+        workers=count,
+        tolerance=0.02,
+    )
+    return _workers(
+        "communication_bound",
+        "mlp",
+        count,
+        (
+            Ratio("mgpu_tf", "stock_loop", 1.5),
+            Ratio("mgpu_tf", "ddp", 1.0),
+            Ratio("mgpu_tf_bf16", "stock_loop", 2.5),
+            Ratio("mgpu_tf", "limit"),
+            Ratio("stock_loop", "limit"),
+            Ratio("ddp", "limit"),
+        ),
+        (half,),
+    )
+
+
+BENCHMARKS = (
+    _step_overhead(1),
+    _step_overhead(2),
+    _step_overhead(4),
+    _compute_bound(),
+    _communication_bound(2),
+    _communication_bound(3),
+)
