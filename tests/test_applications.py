@@ -11,6 +11,7 @@ from tests import clusters
 from tests.jobs import applications
 
 QUICK = "MobileNet"
+RTOL = 1e-9
 NAMES = [
     name if name == QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name in applications.JOBS
@@ -23,12 +24,12 @@ def test_losses_of_one_device(name, strategies, tmp_path):
     job = applications.JOBS[name]
     expected = job(strategies["one_device"], None)["losses"]
     mirrored = job(strategies["mirrored_x2"], None)["losses"]
-    np.testing.assert_allclose(mirrored, expected, rtol=2e-4)
+    np.testing.assert_allclose(mirrored, expected, rtol=RTOL)
     if name == QUICK:
         return
     [first, second] = clusters.run_jobs(applications, 2, str(tmp_path), [name])[
         name
     ]
     assert first == second
-    np.testing.assert_allclose(first["losses"], expected, rtol=2e-4)
+    np.testing.assert_allclose(first["losses"], expected, rtol=RTOL)
     print(f"{name}: one device {expected}, mirrored {mirrored}, {first}")
