@@ -8,10 +8,12 @@ chief only; what they restore is restored on all workers.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import keras
+import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError
 
@@ -87,6 +89,56 @@ def for_other_workers(
         else:
             kept.append(callback)
     return kept
+
+
+class StalenessHistogram(keras.callbacks.Callback):
+    """Writes how late gradients were beside what a `TensorBoard` writes.
+
+    Args:
+        tensorboard: Whose folder gets a histogram for each epoch.
+        values: Returns the staleness of each gradient that was measured in
+            the epoch that ends.
+    """
+
+    def __init__(
+        self,
+        tensorboard: keras.callbacks.TensorBoard,
+        values: Callable[[], list[float]],
+    ) -> None:
+        super().__init__()
+        self._folder = os.path.join(tensorboard.log_dir, "train")
+        self._values = values
+        self._writer: Any = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Writes the histogram of an epoch, where there is any."""
+        del logs
+        values = self._values()
+        if not values:
+            return
+        if self._writer is None:
+            self._writer = tf.summary.create_file_writer(self._folder)
+        with self._writer.as_default():
+            tf.summary.histogram("staleness", values, step=epoch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Closes the file."""
+        del logs
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def histograms(
+    callbacks: list[keras.callbacks.Callback],
+    values: Callable[[], list[float]],
+) -> list[keras.callbacks.Callback]:
+    """Returns a `StalenessHistogram` for each `TensorBoard` there is."""
+    return [
+        StalenessHistogram(callback, values)
+        for callback in callbacks
+        if isinstance(callback, keras.callbacks.TensorBoard)
+    ]
 
 
 def refuse_restoring(callbacks: list[keras.callbacks.Callback]) -> None:

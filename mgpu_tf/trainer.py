@@ -350,7 +350,11 @@ class Trainer:
         self._stop_together = self._peers.any(bool(callbacks))
         steps = numbers.steps_per_epoch
         hooks = self._callback_list(
-            callbacks, verbose, numbers.epochs, steps or source.steps, True
+            callbacks + callbacks_lib.histograms(callbacks, engine.staleness),
+            verbose,
+            numbers.epochs,
+            steps or source.steps,
+            True,
         )
         run.load(self.saver.find())
         self._model.stop_training = False

@@ -23,12 +23,15 @@ class Run:
     Args:
         engine: Who does it.
         work: What to do.
+
+    Attributes:
+        staleness: What was measured of it so far.
     """
 
     def __init__(self, engine: AsynchronousEngine, work: Work) -> None:
         self._engine, self._work = engine, work
         self._dispatcher = engine.dispatcher
-        self._staleness = StalenessRecord()
+        self.staleness = StalenessRecord()
         self._admission = Admission(None)
         self._sums: Any = None
         self._handed = self._pieces = 0
@@ -78,7 +81,7 @@ class Run:
             self._take_in()
         steps, examples = self._tell()
         return Execution(
-            steps, examples, self.logs() | self._staleness.logs(), 0.0
+            steps, examples, self.logs() | self.staleness.logs(), 0.0
         )
 
     def publish(self) -> None:
@@ -205,7 +208,7 @@ class Run:
         sums, staleness = values
         self._done += int(sums[0])
         self._examples += int(sums[1])
-        self._staleness.add(staleness)
+        self.staleness.add(staleness)
         self._sums = self._sums + sums[2:]
 
     def _tell(self) -> tuple[int, int]:

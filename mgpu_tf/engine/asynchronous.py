@@ -107,6 +107,10 @@ class AsynchronousEngine(Engine):
         self._update = AsynchronousUpdate(self._model, self._strategy)
         self._prepared = True
 
+    def staleness(self) -> list[float]:
+        """Returns how late gradients were in the last epoch; as in `Engine`."""
+        return self.current.staleness.values if self.current else []
+
     def reset_metrics(self) -> None:
         """Sets every metric of the model to its beginning."""
         self._model.reset_metrics()

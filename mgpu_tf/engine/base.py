@@ -145,6 +145,10 @@ class Engine(abc.ABC):
         """Whether it changes bits of the result where executions end."""
         return False
 
+    def staleness(self) -> list[float]:
+        """Returns how late gradients were in the last epoch, where measured."""
+        return []
+
     def snapshot(self) -> Snapshot:
         """Returns what takes and puts back all that training changes."""
         optimizers = keras_internals.optimizers_of(self._model)

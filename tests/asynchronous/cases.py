@@ -6,6 +6,9 @@ import tempfile
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import (
+    EventAccumulator,
+)
 
 import mgpu_tf
 from mgpu_tf import datasets
@@ -281,8 +284,25 @@ def each_example_once(strategy):
 def staleness(strategy):
     """Trains with the strategy's options on late gradients."""
     trainer = mgpu_tf.Trainer(model_of(lambda: sgd(0.1)), strategy)
-    history = trainer.fit(*arrays(), batch_size=1, epochs=2, verbose=0)
-    return history.history
+    with tempfile.TemporaryDirectory() as folder:
+        board = keras.callbacks.TensorBoard(folder)
+        history = trainer.fit(
+            *arrays(), batch_size=1, epochs=2, verbose=0, callbacks=[board]
+        )
+        histograms = histograms_in(os.path.join(folder, "train"))
+    return history.history | {"histograms": histograms}
+
+
+def histograms_in(folder):
+    """Returns for each histogram its epoch, least, greatest and count."""
+    accumulator = EventAccumulator(folder, {"tensors": 0}).Reload()
+    found = []
+    for event in accumulator.Tensors("staleness"):
+        left, right, count = tf.make_ndarray(event.tensor_proto).T
+        filled = count > 0
+        low, high = left[filled].min(), right[filled].max()
+        found.append([event.step, low, high, count.sum()])
+    return found
 
 
 def masks(strategy):

@@ -165,6 +165,15 @@ def test_staleness_is_measured(case, three_workers):
         assert 0 <= mean <= most
 
 
+def test_staleness_in_tensorboard(three_workers):
+    found = result(three_workers, "staleness")
+    assert [epoch for epoch, *_ in found["histograms"]] == [0, 1]
+    for epoch, low, high, count in found["histograms"]:
+        assert low <= found["staleness_mean"][epoch] <= high
+        assert high <= max(found["staleness_max"][epoch], 1) + 1
+        assert count >= 1
+
+
 def test_three_workers_at_once_are_late_at_times(three_workers):
     found = result(three_workers, "staleness:2:scale")
     assert max(found["staleness_max"]) >= 1
