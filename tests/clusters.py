@@ -73,8 +73,15 @@ def run_parity_cases(
     return {name: set(found) for name, found in hashes.items()}
 
 
-def run_jobs(module, num_workers, folder, names=None):
+def run_jobs(module, num_workers, folder, names=None, num_virtual_devices=1):
     """Runs the jobs of a module on a cluster.
+
+    Args:
+        module: One of `tests.jobs`.
+        num_workers: Its processes.
+        folder: Where jobs leave what they observed, and their files.
+        names: Which jobs; all by default.
+        num_virtual_devices: Replicas of each process.
 
     Returns:
         For each job what each worker observed.
@@ -93,6 +100,7 @@ def run_jobs(module, num_workers, folder, names=None):
         f"--module={module.__name__}",
         f"--jobs={','.join(names)}",
         f"--folder={folder}",
+        f"--num_virtual_devices={num_virtual_devices}",
     )
     if done.returncode:
         raise AssertionError((done.stdout + done.stderr)[-6000:])

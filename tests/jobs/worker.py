@@ -24,9 +24,12 @@ def main():
     parser.add_argument("--module", required=True)
     parser.add_argument("--jobs", required=True)
     parser.add_argument("--folder", required=True)
+    parser.add_argument("--num_virtual_devices", type=int)
     arguments = parser.parse_args()
     quiet.import_tensorflow()
-    strategy = mgpu_tf.create_multi_worker_mirrored_strategy()
+    strategy = mgpu_tf.create_multi_worker_mirrored_strategy(
+        num_virtual_devices=arguments.num_virtual_devices
+    )
     worker = mgpu_tf.ClusterConfig.from_environment().worker_index
     jobs = importlib.import_module(arguments.module).JOBS
     for name in arguments.jobs.split(","):
