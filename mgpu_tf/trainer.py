@@ -14,57 +14,37 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
-import time
-import warnings
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from mgpu_tf import callbacks as callbacks_lib
 from mgpu_tf import data as data_lib
+from mgpu_tf import loop
 from mgpu_tf.arguments import (
-    NO_BATCH,
     FitNumbers,
     by_batch,
     check_build_model,
     check_finite,
     check_repeats,
-    check_seeded,
     check_steps_per_execution,
-    check_verbose,
-    data_facts,
-    data_shape,
-    fit_facts,
     split_validation,
 )
 from mgpu_tf.callbacks import Callbacks
-from mgpu_tf.determinism import enable_determinism
-from mgpu_tf.engine import create_engine, keras_internals
-from mgpu_tf.engine.base import DataFeed, Engine, Execution, Logs
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.base import Logs
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.explain import explained
 from mgpu_tf.follower import follow
 from mgpu_tf.goodput import Meter
-from mgpu_tf.pace import Pace
-from mgpu_tf.parameter_server import (
-    EvaluatorStrategy,
-    ParameterServerStrategy,
-)
-from mgpu_tf.peers import Peers
+from mgpu_tf.parameter_server import EvaluatorStrategy
 from mgpu_tf.profiling import Profiler
-from mgpu_tf.run_state import EpochRecord, Position, RunState
+from mgpu_tf.run_state import EpochRecord
 from mgpu_tf.save_options import SaveOptions, save_options
-from mgpu_tf.saver import CheckpointSaver, Saver
-from mgpu_tf.strategy import create_strategy, is_chief
-
-# What differs between the same object of two processes.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-BuildModel = Callable[[], keras.Model]
+from mgpu_tf.saver import Saver
+from mgpu_tf.session import BuildModel, Session
+from mgpu_tf.strategy import create_strategy
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -120,43 +100,29 @@ class Trainer:
     ) -> None:
         check_steps_per_execution(steps_per_execution)
         check_build_model(build_model)
-        self._strategy = strategy or create_strategy("auto")
-        self._seed = seed
-        self._steps_per_execution = steps_per_execution
-        self._gradient_dtype = gradient_dtype
+        self._session = Session(
+            build_model,
+            strategy or create_strategy("auto"),
+            seed=seed,
+            steps_per_execution=steps_per_execution,
+            gradient_dtype=gradient_dtype,
+        )
         self._profiler = profiler or Profiler(0, 0, None)
-        self._build_model = build_model
-        self._stop_together = False
-        self._build()
         self.global_step = 0
         self.examples_seen = 0
         self.records: list[EpochRecord] = []
         self.saver = Saver()
         self.meter = Meter()
 
-    def _build(self) -> None:
-        self._is_chief = is_chief(self._strategy)
-        self._peers = Peers(self._strategy)
-        if self._seed is not None:
-            keras.utils.set_random_seed(self._seed)
-        with self._peers.together():
-            with self._strategy.scope(), self._peers.same_variables():
-                self._model = self._build_model()
-            self._engine = create_engine(
-                self._model, self._strategy, self._gradient_dtype
-            )
-            if not self._peers.alone:
-                self._peers.compare("Trainer", self._model_facts())
-
     @property
     def model(self) -> keras.Model:
         """Returns the model; save and inspect it as any Keras model."""
-        return self._model
+        return self._session.model
 
     @property
     def strategy(self) -> tf.distribute.Strategy:
         """Returns the strategy."""
-        return self._strategy
+        return self._session.strategy
 
     def fit(
         self,
@@ -228,7 +194,7 @@ class Trainer:
             ConfigurationError: An argument breaks a rule.
             Preempted: SIGTERM came, and the state is saved.
         """
-        with self._peers.together():
+        with self._session.peers.together():
             saving = save_options(
                 checkpoint_dir,
                 every_steps=save_every_steps,
@@ -241,7 +207,9 @@ class Trainer:
                     x, y, sample_weight, validation_split, validation_data
                 )
                 y = sample_weight = None
-            source = self._source(x, y, sample_weight, batch_size, shuffle)
+            source = self._session.source(
+                x, y, sample_weight, batch_size, shuffle
+            )
             if class_weight is not None:
                 source = data_lib.with_class_weight(source, class_weight)
             numbers = FitNumbers(
@@ -255,148 +223,32 @@ class Trainer:
             check_repeats(numbers, source)
             validation = None
             if validation_data is not None:
-                validation = self._source(
+                validation = self._session.source(
                     validation_data,
                     batch_size=None
                     if data_lib.is_batched(validation_data)
                     else validation_batch_size or batch_size,
                 )
-            if isinstance(self._strategy, EvaluatorStrategy):
+            if isinstance(self.strategy, EvaluatorStrategy):
                 return self._follow(source, validation, numbers, saving)
             while True:
                 try:
                     with explained(source):
-                        return self._fit(
+                        return loop.Training(
+                            self._session,
+                            self,
                             source,
                             validation,
                             numbers,
-                            verbose,
                             callbacks_lib.as_list(callbacks),
+                            verbose,
                             saving,
-                        )
+                            self._profiler,
+                        ).run()
                 except tf.errors.OpError:
-                    if not self._engine.is_lost():
+                    if not self._session.is_lost:
                         raise
                     saving = self._begin_again(saving)
-
-    def _follow(
-        self,
-        source: data_lib.Source,
-        validation: data_lib.Source | None,
-        numbers: FitNumbers,
-        saving: SaveOptions | None,
-    ) -> keras.callbacks.History:
-        """Evaluates the checkpoints of the cluster, in place of training."""
-        engine = self._prepare(source)
-        evaluate = None
-        if validation is not None:
-            steps = numbers.validation_steps
-            feed = self._feed_once(validation, steps)
-            hooks = self._callback_list([], 0, 1, None, False)
-
-            def evaluate() -> Logs:
-                return self._evaluate(feed, steps, hooks)
-
-        return follow(engine, saving, evaluate, numbers.epochs)
-
-    def _begin_again(self, saving: SaveOptions | None) -> SaveOptions:
-        """Makes strategy, model and engine anew where variables were lost.
-
-        Returns:
-            The options with which a run goes on from its last checkpoint.
-        """
-        if saving is None:
-            raise ConfigurationError(
-                "A run whose parameter server was lost goes on from a "
-                "checkpoint. Received: no checkpoint_dir. Pass one to fit()."
-            ) from None
-        _log.warning(
-            "a parameter server was lost; going on from the last checkpoint"
-        )
-        assert isinstance(self._strategy, ParameterServerStrategy)
-        self._strategy = self._strategy.again()
-        self._build()
-        return dataclasses.replace(saving, resume="auto")
-
-    def _fit(
-        self,
-        source: data_lib.Source,
-        validation_source: data_lib.Source | None,
-        numbers: FitNumbers,
-        verbose: int | str,
-        callbacks: list[keras.callbacks.Callback],
-        saving: SaveOptions | None,
-    ) -> keras.callbacks.History:
-        if not self._peers.alone or saving is not None:
-            check_seeded(source)
-        validation = None
-        if validation_source is not None:
-            validation = self._feed_once(
-                validation_source, numbers.validation_steps
-            )
-        if not self._peers.alone:
-            self._peers.compare("fit", fit_facts(source, validation, numbers))
-        engine = self._prepare(source)
-        run = RunState(
-            self,
-            self._model,
-            engine,
-            data_shape(source),
-            callbacks,
-            numbers.initial_epoch,
-        )
-        self.saver = self._saver(saving, run, callbacks)
-        pace = self._pace(callbacks, exact=saving is not None)
-        self._stop_together = self._peers.any(bool(callbacks))
-        steps = numbers.steps_per_epoch
-        hooks = self._callback_list(
-            callbacks + callbacks_lib.histograms(callbacks, engine.staleness),
-            verbose,
-            numbers.epochs,
-            steps or source.steps,
-            True,
-        )
-        run.load(self.saver.find())
-        self._model.stop_training = False
-        hooks.on_train_begin()
-        run.begin(keras_internals.take_restored_epoch(self._model))
-        feed = engine.feed(
-            source,
-            run.first_epoch,
-            chain=steps is not None or source.seekable,
-            training=True,
-        )
-        if run.resumed:
-            feed.resume(run.position.finished, run.position.step)
-        last = run.position.epoch if run.stopped else numbers.epochs
-        with self.saver.listening():
-            for epoch in range(run.position.epoch, last):
-                hooks.on_epoch_begin(epoch)
-                record = self._train_epoch(run, feed, steps, pace, hooks)
-                logs = dict(record.logs)
-                if validation and (epoch + 1) % numbers.validation_freq == 0:
-                    with self.meter.phase("evaluate"):
-                        scores = self._evaluate(
-                            validation, numbers.validation_steps, hooks
-                        )
-                    logs |= {f"val_{name}": v for name, v in scores.items()}
-                self.records.append(dataclasses.replace(record, logs=logs))
-                hooks.on_epoch_end(epoch, logs)
-                stopped = self._stopped()
-                run.end_epoch(logs)
-                self.saver.boundary(
-                    self.global_step, run.position.votes, epoch_ends=True
-                )
-                if stopped:
-                    break
-            self.saver.finish()
-        self._profiler.close()
-        if numbers.epochs > run.first_epoch:
-            self._model.optimizer.finalize_variable_values(
-                self._model.trainable_weights
-            )
-        hooks.on_train_end(run.position.last_logs)
-        return self._model.history
 
     def evaluate(
         self,
@@ -428,22 +280,22 @@ class Trainer:
         Raises:
             ConfigurationError: An argument breaks a rule.
         """
-        with self._peers.together():
-            source = self._source(x, y, sample_weight, batch_size)
-            self._compare("evaluate", source, steps)
-            hooks = self._callback_list(
+        session = self._session
+        with session.peers.together():
+            source = session.source(x, y, sample_weight, batch_size)
+            session.compare_data("evaluate", source, steps)
+            hooks = session.hooks(
                 callbacks_lib.as_list(callbacks),
                 verbose,
                 1,
                 steps or source.steps,
-                False,
             )
-            feed = self._feed_once(source, steps)
+            feed = session.feed_once(source, steps)
             with explained(source):
-                scores = self._evaluate(feed, steps, hooks)
+                scores = loop.evaluate(session, feed, steps, hooks)
         if return_dict:
             return scores
-        return keras_internals.in_order(self._model, scores)
+        return keras_internals.in_order(session.model, scores)
 
     def predict(
         self,
@@ -470,8 +322,9 @@ class Trainer:
         Raises:
             ConfigurationError: An argument breaks a rule.
         """
-        with self._peers.together():
-            source = self._source(x, batch_size=batch_size)
+        session = self._session
+        with session.peers.together():
+            source = session.source(x, batch_size=batch_size)
             if not source.totals_known:
                 raise ConfigurationError(
                     "predict keeps the order of rows, which a dataset_fn does "
@@ -479,41 +332,15 @@ class Trainer:
                     "tf.data.Dataset."
                 )
             check_finite("predict", source, steps)
-            self._compare("predict", source, steps)
-            hooks = self._callback_list(
+            session.compare_data("predict", source, steps)
+            hooks = session.hooks(
                 callbacks_lib.as_list(callbacks),
                 verbose,
                 1,
                 steps or source.steps,
-                False,
             )
             with explained(source):
-                return self._predict(source, steps, hooks)
-
-    def _predict(
-        self,
-        source: data_lib.Source,
-        steps: int | None,
-        hooks: keras.callbacks.CallbackList,
-    ) -> Any:
-        engine = self._current_engine()
-        limit = steps or source.steps
-        iterator = self._feed_once(source, steps).iterator(0, limit)
-        batches: list[Any] = []
-        hooks.on_predict_begin()
-        while limit is None or len(batches) < limit:
-            hooks.on_predict_batch_begin(len(batches))
-            outputs = engine.predict(iterator, source)
-            if outputs is None:
-                break
-            batches.append(outputs)
-            hooks.on_predict_batch_end(len(batches) - 1, {"outputs": outputs})
-        hooks.on_predict_end()
-        if not batches:
-            raise ConfigurationError(NO_BATCH)
-        return tf.nest.map_structure(
-            lambda *parts: np.concatenate(parts), *batches
-        )
+                return loop.predict(session, source, steps, hooks)
 
     def save(self, path: str, **options: Any) -> None:
         """Saves the model, optimizer state included, from the chief.
@@ -525,7 +352,7 @@ class Trainer:
             path: Ends with `.keras`.
             **options: For `keras.Model.save`.
         """
-        self._write(lambda: self._model.save(path, **options))
+        self._session.write(lambda: self.model.save(path, **options))
 
     def save_weights(self, path: str, **options: Any) -> None:
         """Saves the weights from the chief; every worker calls it.
@@ -534,7 +361,7 @@ class Trainer:
             path: Ends with `.weights.h5`.
             **options: For `keras.Model.save_weights`.
         """
-        self._write(lambda: self._model.save_weights(path, **options))
+        self._session.write(lambda: self.model.save_weights(path, **options))
 
     def export(self, path: str, **options: Any) -> None:
         """Writes a SavedModel for serving; every worker calls it.
@@ -543,7 +370,7 @@ class Trainer:
             path: A folder.
             **options: For `keras.Model.export`.
         """
-        self._write(lambda: self._model.export(path, **options))
+        self._session.write(lambda: self.model.export(path, **options))
 
     def train_on_batch(self, *_: Any, **__: Any) -> NoReturn:
         """Refuses; a `Trainer` owns its loop.
@@ -569,265 +396,40 @@ class Trainer:
         """
         raise ConfigurationError(by_batch("predict_on_batch", "predict"))
 
-    def _write(self, write: Callable[[], Any]) -> None:
-        with self._peers.together():
-            if self._is_chief:
-                write()
-            self._peers.any(False)
-
-    def _model_facts(self) -> dict[str, str]:
-        model = self._model
-        with warnings.catch_warnings():
-            # It is compared, and not saved.
-            warnings.simplefilter("ignore")
-            config = str(model.optimizer.get_config())
-        return {
-            "seed": str(self._seed),
-            "steps_per_execution": str(self._steps_per_execution),
-            "optimizer": _ADDRESS.sub("", config),
-            "jit_compile": str(model.jit_compile),
-        }
-
-    def _compare(
-        self, call: str, source: data_lib.Source, steps: int | None
-    ) -> None:
-        if not self._peers.alone:
-            check_seeded(source)
-            facts = data_facts(source) | {"steps": str(steps)}
-            self._peers.compare(call, facts)
-
-    def _prepare(self, source: data_lib.Source) -> Engine:
-        engine = self._current_engine()
-        with self._strategy.scope(), self._peers.same_variables():
-            engine.prepare(source)
-        return engine
-
-    def _source(
+    def _follow(
         self,
-        x: Any,
-        y: Any = None,
-        sample_weight: Any = None,
-        batch_size: int | None = None,
-        shuffle: bool = False,
-    ) -> data_lib.Source:
-        return data_lib.as_source(
-            x,
-            y,
-            sample_weight,
-            strategy=self._strategy,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=self._seed or 0,
-        )
+        source: data_lib.Source,
+        validation: data_lib.Source | None,
+        numbers: FitNumbers,
+        saving: SaveOptions | None,
+    ) -> keras.callbacks.History:
+        """Evaluates the checkpoints of the cluster, in place of training."""
+        session = self._session
+        engine = session.prepare(source)
+        evaluate = None
+        if validation is not None:
+            steps = numbers.validation_steps
+            feed = session.feed_once(validation, steps)
+            hooks = session.hooks([], 0, 1, None)
 
-    def _current_engine(self) -> Engine:
-        """Returns the engine, a new one where the model was recompiled."""
-        if not self._engine.is_current():
-            self._engine = create_engine(
-                self._model, self._strategy, self._gradient_dtype
-            )
-        return self._engine
+            def evaluate() -> Logs:
+                return loop.evaluate(session, feed, steps, hooks)
 
-    def _feed_once(
-        self, source: data_lib.Source, steps: int | None
-    ) -> DataFeed:
-        """Returns a feed of whole passes, for evaluations."""
-        whole = steps is None or steps == source.steps
-        return self._current_engine().feed(
-            source, chain=source.seekable and whole, training=False
-        )
+        return follow(engine, saving, evaluate, numbers.epochs)
 
-    def _saver(
-        self,
-        options: SaveOptions | None,
-        run: RunState,
-        callbacks: list[keras.callbacks.Callback],
-    ) -> Saver:
-        if options is None:
-            return Saver()
-        callbacks_lib.refuse_restoring(callbacks)
-        enable_determinism()
-        return CheckpointSaver(
-            options,
-            self._peers,
-            is_chief=self._is_chief,
-            capture=run.capture,
-        )
+    def _begin_again(self, saving: SaveOptions | None) -> SaveOptions:
+        """Makes strategy, model and engine anew where variables were lost.
 
-    def _train_epoch(
-        self,
-        run: RunState,
-        feed: DataFeed,
-        steps: int | None,
-        pace: Pace,
-        hooks: keras.callbacks.CallbackList,
-    ) -> EpochRecord:
-        engine, source, at = self._engine, feed.source, run.position
-        limit = steps or source.steps
-        iterator = feed.iterator(at.epoch, limit)
-        if not run.begin_epoch():
-            engine.reset_metrics()
-
-        def train(wanted: int) -> Execution:
-            votes = self.saver.votes()
-            left = wanted if limit is None else limit - at.step
-            ahead = self.saver.room(self.global_step, left)
-            started = time.perf_counter()
-            with self._profiler.around(self.global_step):
-                done = engine.train(
-                    iterator, wanted, source, pace.seconds, votes, ahead
-                )
-            self._profiler.note(
-                self.global_step + done.steps, done.steps, done.input_seconds
-            )
-            self.meter.execution(
-                time.perf_counter() - started,
-                done.steps,
-                done.input_seconds,
-                done.traced,
-            )
-            return self._count(done)
-
-        self._run_steps(
-            train,
-            limit,
-            pace,
-            hooks.on_train_batch_begin,
-            hooks.on_train_batch_end,
-            self._stopped,
-            at,
-            self.saver,
-        )
-        rest = self._count(engine.finish(iterator))
-        at.step += rest.steps
-        at.examples += rest.examples
-        if not at.step:
-            raise ConfigurationError(NO_BATCH)
-        return EpochRecord(
-            at.epoch, at.step, at.examples, at.seconds, at.logs | rest.logs
-        )
-
-    def _count(self, execution: Execution) -> Execution:
-        self.global_step += execution.steps
-        self.examples_seen += execution.examples
-        return execution
-
-    def _evaluate(
-        self,
-        feed: DataFeed,
-        steps: int | None,
-        hooks: keras.callbacks.CallbackList,
-    ) -> Logs:
-        source = feed.source
-        check_finite("evaluate", source, steps)
-        engine = self._prepare(source)
-        engine.reset_metrics()
-        pace = Pace(self._fixed_steps())
-        limit = steps or source.steps
-        iterator = feed.iterator(0, limit)
-        self._model.stop_evaluating = False
-        hooks.on_test_begin()
-        at = Position()
-        self._run_steps(
-            lambda wanted: engine.evaluate(
-                iterator, wanted, source, pace.seconds
-            ),
-            limit,
-            pace,
-            hooks.on_test_batch_begin,
-            hooks.on_test_batch_end,
-            lambda: self._model.stop_evaluating,
-            at,
-            Saver(),
-        )
-        if not at.step:
-            raise ConfigurationError(NO_BATCH)
-        if at.step != limit:
-            feed.restart()
-        hooks.on_test_end(at.logs)
-        return at.logs
-
-    def _run_steps(
-        self,
-        execute: Callable[[int], Execution],
-        limit: int | None,
-        pace: Pace,
-        begin: Callable[[int], None],
-        end: Callable[[int, Logs], None],
-        stopped: Callable[[], bool],
-        at: Position,
-        saver: Saver,
-    ) -> None:
-        """Executes up to `limit` steps, or until the data ends.
-
-        Saves between executions; at the end of an epoch that is left for
-        when its evaluation and its callbacks are done.
+        Returns:
+            The options with which a run goes on from its last checkpoint.
         """
-        while limit is None or at.step < limit:
-            started = time.perf_counter()
-            wanted = saver.room(self.global_step, pace.steps)
-            wanted = self._profiler.room(self.global_step, wanted)
-            if limit is not None:
-                wanted = min(wanted, limit - at.step)
-            begin(at.step)
-            result = pace.time(execute, wanted)
-            at.votes = result.votes
-            if result.steps:
-                at.step += result.steps
-                at.examples += result.examples
-                at.logs = result.logs
-                end(at.step - 1, at.logs)
-            over = result.steps < wanted or stopped() or at.step == limit
-            at.seconds += time.perf_counter() - started
-            if over:
-                break
-            saver.boundary(self.global_step, at.votes)
-
-    def _stopped(self) -> bool:
-        """Returns whether a callback of any worker has ended the training."""
-        if self._stop_together:
-            self._model.stop_training = self._peers.any(
-                self._model.stop_training
-            )
-        return bool(self._model.stop_training)
-
-    def _fixed_steps(self) -> int | None:
-        if self._steps_per_execution != "auto":
-            return int(self._steps_per_execution)
-        compiled = self._model.steps_per_execution
-        return compiled if compiled > 1 else None
-
-    def _pace(
-        self, callbacks: list[keras.callbacks.Callback], *, exact: bool
-    ) -> Pace:
-        fixed = self._fixed_steps()
-        watched = self._peers.any(
-            any(map(keras_internals.sees_every_batch, callbacks))
+        if saving is None:
+            raise ConfigurationError(
+                "A run whose parameter server was lost goes on from a "
+                "checkpoint. Received: no checkpoint_dir. Pass one to fit()."
+            ) from None
+        _log.warning(
+            "a parameter server was lost; going on from the last checkpoint"
         )
-        if fixed is None and watched:
-            fixed = 1
-        if fixed is None and exact and self._engine.boundaries_matter:
-            fixed = Pace.EXACT_STEPS
-        return Pace(fixed)
-
-    def _callback_list(
-        self,
-        callbacks: list[keras.callbacks.Callback],
-        verbose: int | str,
-        epochs: int,
-        steps: int | None,
-        training: bool,
-    ) -> keras.callbacks.CallbackList:
-        check_verbose(verbose)
-        if not self._is_chief:
-            verbose = 0
-            callbacks = callbacks_lib.for_other_workers(callbacks)
-        return keras.callbacks.CallbackList(
-            callbacks,
-            add_history=training,
-            add_progbar=verbose != 0,
-            model=self._model,
-            verbose=1 if verbose == "auto" else verbose,
-            epochs=epochs,
-            steps=steps,
-        )
+        self._session = self._session.again()
+        return dataclasses.replace(saving, resume="auto")

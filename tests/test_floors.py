@@ -2,7 +2,7 @@
 
 5   flags, cli, scaling_command, __init__, __main__
 4   job, benchmark
-3   trainer, run_state, saver, arguments, pace, parity
+3   trainer, loop, session, run_state, saver, arguments, pace, parity
 2   engine.*
 1   parameter_server, layers, strategy, data.*, peers, models, optimizers,
     callbacks, datasets.*, determinism, profiling, callback_state
@@ -52,6 +52,8 @@ FLOORS = {
     "callbacks": 1,
     "engine": 2,
     "trainer": 3,
+    "loop": 3,
+    "session": 3,
     "follower": 3,
     "arguments": 3,
     "explain": 3,
@@ -90,8 +92,16 @@ SAME_FLOOR = {
     ("parity", "trainer"),
     ("trainer", "arguments"),
     ("trainer", "explain"),
-    ("trainer", "pace"),
     ("trainer", "follower"),
+    ("trainer", "loop"),
+    ("trainer", "session"),
+    ("loop", "arguments"),
+    ("loop", "pace"),
+    ("loop", "run_state"),
+    ("loop", "saver"),
+    ("loop", "session"),
+    ("session", "arguments"),
+    ("session", "pace"),
     ("follower", "saver"),
     ("trainer", "run_state"),
     ("trainer", "saver"),
