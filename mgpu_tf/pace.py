@@ -16,7 +16,7 @@ class Pace:
     """
 
     TARGET_SECONDS = 0.5
-    MOST_STEPS = 1000
+    MOST_STEPS = 5000
 
     # Where the number must not depend on time.
     EXACT_STEPS = 10
