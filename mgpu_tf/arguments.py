@@ -147,6 +147,15 @@ def check_steps_per_execution(value: int | str) -> None:
     )
 
 
+def check_jit_compile(value: str | None) -> None:
+    """Refuses what belongs into `compile`."""
+    if value not in (None, "auto"):
+        raise ConfigurationError(
+            "jit_compile of a Trainer must be 'auto', or left out. Received: "
+            f"jit_compile={value!r}. Pass True or False to model.compile."
+        )
+
+
 def check_finite(
     method: str,
     source: data_lib.Source,

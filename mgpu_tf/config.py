@@ -170,6 +170,17 @@ class RunConfig:
         None, "The learning rate; one that suits the optimizer by default."
     )
     seed: int = _field(0, "Decides initial weights and the order of examples.")
+    gradient_dtype: str | None = _field(
+        None,
+        "Send gradients with half the bytes, and round them.",
+        GRADIENT_DTYPES,
+    )
+    jit_compile: str | None = _field(
+        None,
+        "auto: a short trial decides whether XLA compiles steps; by default "
+        "the model's compile() does.",
+        ("auto",),
+    )
     profile: str | None = _field(
         None,
         "START,STEPS: trace so many steps after so many, into "
@@ -198,7 +209,7 @@ class RunConfig:
         for field in dataclasses.fields(self):
             choices = field.metadata["choices"]
             value = getattr(self, field.name)
-            if choices and value not in choices:
+            if choices and value is not None and value not in choices:
                 raise ConfigurationError(
                     unknown_name(field.name, value, choices)
                 )

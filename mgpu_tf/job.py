@@ -98,6 +98,8 @@ def train(config: RunConfig, *, verbose: int | str = "auto") -> Trainer:
         lambda: _model(config, splits),
         strategy,
         seed=config.seed,
+        gradient_dtype=config.gradient_dtype,
+        jit_compile=config.jit_compile,
         profiler=profiler,
     )
     trainer.fit(

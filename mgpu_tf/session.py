@@ -9,6 +9,7 @@ server, `again` makes all of it anew.
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Callable
@@ -19,16 +20,19 @@ import tensorflow as tf
 
 from mgpu_tf import callbacks as callbacks_lib
 from mgpu_tf import data as data_lib
+from mgpu_tf import determinism
 from mgpu_tf.arguments import check_seeded, check_verbose, data_facts
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.base import DataFeed, Engine
-from mgpu_tf.pace import Pace
+from mgpu_tf.pace import Pace, Trial
 from mgpu_tf.parameter_server import ParameterServerStrategy
 from mgpu_tf.peers import Peers
 from mgpu_tf.strategy import is_chief
 
 # What differs between the same object of two processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+_log = logging.getLogger("mgpu_tf")
 
 BuildModel = Callable[[], keras.Model]
 
@@ -42,6 +46,7 @@ class Session:
         seed: As for `Trainer`.
         steps_per_execution: As for `Trainer`.
         gradient_dtype: As for `Trainer`.
+        jit_compile: As for `Trainer`.
 
     Attributes:
         strategy: The strategy.
@@ -62,14 +67,17 @@ class Session:
         seed: int | None,
         steps_per_execution: int | str = "auto",
         gradient_dtype: str | None = None,
+        jit_compile: str | None = None,
     ) -> None:
         self._build_model = build_model
         self._seed = seed
         self._steps_per_execution = steps_per_execution
         self._gradient_dtype = gradient_dtype
+        self._jit_compile = jit_compile
         self.strategy = strategy
         self.is_chief = is_chief(strategy)
         self.peers = Peers(strategy)
+        self._trial: Trial | None = None
         if seed is not None:
             keras.utils.set_random_seed(seed)
         with self.peers.together():
@@ -88,6 +96,7 @@ class Session:
             seed=self._seed,
             steps_per_execution=self._steps_per_execution,
             gradient_dtype=self._gradient_dtype,
+            jit_compile=self._jit_compile,
         )
 
     @property
@@ -97,6 +106,7 @@ class Session:
             self._engine = create_engine(
                 self.model, self.strategy, self._gradient_dtype
             )
+            self._trial = None
         return self._engine
 
     @property
@@ -214,7 +224,31 @@ class Session:
             fixed = 1
         if fixed is None and exact and self._engine.boundaries_matter:
             fixed = Pace.EXACT_STEPS
-        return Pace(fixed)
+        return Pace(fixed, self._trial_of_jit(exact))
+
+    def _trial_of_jit(self, exact: bool) -> Trial | None:
+        """Returns the trial that `jit_compile="auto"` asks for.
+
+        One that a `fit` was too short for begins again in the next.
+        """
+        if self._jit_compile != "auto":
+            return None
+        if exact or determinism.is_enabled():
+            _log.info(
+                "jit_compile='auto': steps are not compiled, since what a "
+                "trial decides, and with it the bits, would not repeat"
+            )
+            return None
+        if not self._engine.can_be_compiled:
+            _log.info(
+                "jit_compile='auto': steps are not compiled, since the "
+                "strategy, the loss or a layer does not go with XLA"
+            )
+            return None
+        if self._trial is None or not self._trial.over:
+            self._engine.compile_steps(False)
+            self._trial = Trial(self._engine.compile_steps)
+        return self._trial
 
     def _facts(self) -> dict[str, str]:
         model = self.model
@@ -226,5 +260,5 @@ class Session:
             "seed": str(self._seed),
             "steps_per_execution": str(self._steps_per_execution),
             "optimizer": _ADDRESS.sub("", config),
-            "jit_compile": str(model.jit_compile),
+            "jit_compile": str(self._jit_compile or model.jit_compile),
         }

@@ -27,6 +27,7 @@ from mgpu_tf.arguments import (
     by_batch,
     check_build_model,
     check_finite,
+    check_jit_compile,
     check_repeats,
     check_steps_per_execution,
     split_validation,
@@ -74,6 +75,9 @@ class Trainer:
         gradient_dtype: "bfloat16" or "float16" sends gradients between
             replicas with half the bytes, and rounds them; as they are by
             default.
+        jit_compile: "auto" finds out by a short trial, in steps that count,
+            whether steps are faster compiled by XLA, and says so in the log;
+            by default the model's `compile` says whether they are.
         profiler: Traces some steps of `fit`; the same on every worker.
 
     Attributes:
@@ -96,8 +100,10 @@ class Trainer:
         seed: int | None = 0,
         steps_per_execution: int | str = "auto",
         gradient_dtype: str | None = None,
+        jit_compile: str | None = None,
         profiler: Profiler | None = None,
     ) -> None:
+        check_jit_compile(jit_compile)
         check_steps_per_execution(steps_per_execution)
         check_build_model(build_model)
         self._session = Session(
@@ -106,6 +112,7 @@ class Trainer:
             seed=seed,
             steps_per_execution=steps_per_execution,
             gradient_dtype=gradient_dtype,
+            jit_compile=jit_compile,
         )
         self._profiler = profiler or Profiler(0, 0, None)
         self.global_step = 0

@@ -273,6 +273,10 @@ OTHERS = {
         lambda s: (lambda model: mgpu_tf.Trainer(lambda: model, s))(build()),
         "outside",
     ),
+    "jit_compile": (
+        lambda s: mgpu_tf.Trainer(build, s, jit_compile=True),
+        "jit_compile=True",
+    ),
     "steps_per_execution": (
         lambda s: mgpu_tf.Trainer(build, s, steps_per_execution=0),
         "steps_per_execution=0",

@@ -34,6 +34,8 @@ VALUES = {
     "learning_rate": 0.25,
     "seed": 4294967295,
     "output_dir": "out=1",
+    "gradient_dtype": "bfloat16",
+    "jit_compile": "auto",
     "profile": "10,5",
     "checkpoint_dir": "out=1/checkpoints",
     "save_every_steps": 20,

@@ -1,4 +1,5 @@
 import itertools
+import logging
 
 import keras
 import numpy as np
@@ -7,7 +8,9 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.engine.base import Execution
-from mgpu_tf.pace import Pace
+from mgpu_tf.pace import Pace, Trial
+from tests import clusters
+from tests.jobs import compiled
 
 SIZE = 45
 COLUMNS = ["one_device", "mirrored_x2", "mirrored_x4", "central_storage_x2"]
@@ -340,6 +343,51 @@ def test_pace_follows_the_agreed_time():
     assert asked[:3] == [1, 1, 1]
     assert asked[-1] == 50
     assert all(b <= 8 * a for a, b in itertools.pairwise(asked))
+
+
+@pytest.mark.parametrize("fixed", [None, 3])
+@pytest.mark.parametrize("faster", [False, True])
+def test_trial_of_two_ways(faster, fixed):
+    """Each execution tells what a step took in the one before it."""
+    ways, taken = [False], [0.0]
+    trial = Trial(ways.append)
+    pace = Pace(fixed, trial)
+
+    def execute(steps):
+        compiles = ways[-1] and True not in ways[:-1]
+        seconds = 0.8 if ways[-1] == faster else 1.0
+        taken.append(steps * (90.0 if compiles else seconds))
+        return Execution(steps, steps, {}, seconds=taken[-2])
+
+    for _ in range(12):
+        pace.time(execute, pace.steps)
+    assert trial.over
+    assert ways[-1] == faster
+    assert ways.count(True) == 1 + Trial.ROUNDS + int(faster)
+
+
+def test_jit_compile_by_trial(strategies, tmp_path):
+    """In processes of their own: here operations may have to repeat."""
+    expected = compiled.train(strategies["one_device"], None)
+    assert expected["told"] == []
+    workers = clusters.run_jobs(compiled, 2, str(tmp_path))["by_trial"]
+    for found in workers:
+        [line] = found["told"]
+        assert line.startswith("jit_compile='auto': a step takes ")
+        np.testing.assert_allclose(
+            found["losses"], expected["losses"], rtol=1e-5
+        )
+    # They agree on it, since they were told the same times.
+    assert workers[0] == workers[1]
+
+
+def test_no_trial_where_bits_must_repeat(strategies, tmp_path, caplog):
+    trainer = mgpu_tf.Trainer(
+        build, strategies["one_device"], jit_compile="auto"
+    )
+    with caplog.at_level(logging.INFO, "mgpu_tf"):
+        trainer.fit(*arrays(), verbose=0, checkpoint_dir=str(tmp_path))
+    assert "would not repeat" in caplog.text
 
 
 def test_fixed_pace():

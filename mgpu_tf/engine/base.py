@@ -109,6 +109,7 @@ class Engine(abc.ABC):
         self._model = model
         self._strategy = strategy
         self._compiled = keras_internals.compiled_state(model)
+        self._jit_compile = bool(model.jit_compile)
 
     def is_current(self) -> bool:
         """Returns whether the model is compiled as when this was made."""
@@ -144,6 +145,19 @@ class Engine(abc.ABC):
     def boundaries_matter(self) -> bool:
         """Whether it changes bits of the result where executions end."""
         return False
+
+    @property
+    def can_be_compiled(self) -> bool:
+        """Whether XLA can compile steps of training; prepared engines tell."""
+        return False
+
+    def compile_steps(self, jit_compile: bool) -> None:
+        """Says whether XLA compiles the steps of training that follow.
+
+        Args:
+            jit_compile: Whether; by default as the model was compiled.
+        """
+        self._jit_compile = jit_compile
 
     def staleness(self) -> list[float]:
         """Returns how late gradients were in the last epoch, where measured."""

@@ -187,6 +187,11 @@ def communicates(model: keras.Model) -> bool:
     )
 
 
+def layers_support_jit(model: keras.Model) -> bool:
+    """Returns whether XLA can compile all layers of a model."""
+    return all(layer.supports_jit for layer in layers_of(model))
+
+
 def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
     """Returns the layers of a model, nested ones included."""
     return list(model._flatten_layers())

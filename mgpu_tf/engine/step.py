@@ -115,8 +115,9 @@ class ReplicaStep:
         total: tf.Tensor,
         scale: Callable[[tf.Tensor], tf.Tensor],
         given: Writes | None = None,
+        jit_compile: bool = False,
     ) -> tuple[list[Any], list[tf.Tensor]]:
-        """Computes gradients, compiled by XLA where that was asked for.
+        """Computes gradients.
 
         Args:
             data: The rows of this replica.
@@ -124,6 +125,7 @@ class ReplicaStep:
             total: Rows of the global batch.
             scale: Scales the loss.
             given: As for `forward`.
+            jit_compile: Whether XLA compiles this, where it can.
 
         Returns:
             The gradients that there are, and the values to be written to
@@ -147,26 +149,27 @@ class ReplicaStep:
             present = [g for g in gradients if g is not None]
             return present, [value for _, value in writes]
 
-        if given is not None or not self._compiled_by_xla():
+        if not jit_compile or not self._compiled_by_xla():
             return compute(data, local, total)
         jitted = tf.function(compute, jit_compile=True, autograph=False)
         return jitted(data, local, total)
 
+    @property
+    def can_be_compiled(self) -> bool:
+        """Returns whether XLA can compile forward and backward pass."""
+        alone = self._replicas == 1
+        apart = alone or not keras_internals.communicates(self._model)
+        return apart and not self._state.stored_once
+
     def _compiled_by_xla(self) -> bool:
-        """Returns whether XLA compiles forward and backward pass."""
-        if not self._model.jit_compile:
-            return False
-        apart = not self._state.stored_once
-        if self._replicas > 1:
-            apart = apart and not keras_internals.communicates(self._model)
-        if not apart:
+        if not self.can_be_compiled:
             _log.info(
                 "jit_compile=True: the replicas of %s exchange values or "
                 "share variables in the forward pass, which XLA does not "
                 "compile; it runs without",
                 self._model.name,
             )
-        return apart
+        return self.can_be_compiled
 
 
 def outputs_of(model: keras.Model, data: Any) -> Any:

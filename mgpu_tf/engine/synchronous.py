@@ -78,6 +78,16 @@ class SynchronousEngine(Engine):
         authored = keras_internals.overrides(self._model, "train_step")
         return authored or (averaged and not self._state.stored_once)
 
+    @property
+    def can_be_compiled(self) -> bool:
+        """Whether XLA can compile steps of training; as in `Engine`."""
+        authored = keras_internals.overrides(self._model, "train_step")
+        return (
+            not authored
+            and self._step.can_be_compiled
+            and keras_internals.layers_support_jit(self._model)
+        )
+
     def snapshot(self) -> Snapshot:
         """Returns what takes and puts back all; as in `Engine`."""
         optimizers = keras_internals.optimizers_of(self._model)
@@ -202,7 +212,8 @@ class SynchronousEngine(Engine):
     ) -> Any:
         whole = isinstance(source, BatchSource)
         exact = determinism.is_enabled()
-        key = (kind, source.may_end, source.totals_known, whole, exact)
+        jit = kind == "train" and self._jit_compile
+        key = (kind, source.may_end, source.totals_known, whole, exact, jit)
         if key not in self._functions:
             self._functions[key] = tf.function(
                 python, autograph=False, reduce_retracing=True
@@ -353,7 +364,11 @@ class SynchronousEngine(Engine):
     ) -> list[Any]:
         step = self._step
         gradients, values = step.gradients(
-            data, local, total, self._model.optimizer.scale_loss
+            data,
+            local,
+            total,
+            self._model.optimizer.scale_loss,
+            jit_compile=self._jit_compile,
         )
         self._update.present = step.present
         self._state.write(list(zip(step.written, values, strict=True)))
