@@ -4,6 +4,7 @@
 # make lint    ruff and mypy
 # make soak    kills jobs and compares weights; FAULTS=30 SEED=1
 # make bench   the benchmarks, about 20 minutes; ONLY=name, ARGS=--continue
+# make growth  step time against replicas and parameters, about ten minutes
 # make parity  the whole parity matrix, about half an hour; writes its tables
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ METADATA := setup.cfg pyproject.toml
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: bench setup demo test lint parity soak format clean
+.PHONY: bench growth setup demo test lint parity soak format clean
 
 setup: $(VENV)/.base
 
@@ -34,6 +35,9 @@ soak: $(VENV)/.test
 
 bench: $(VENV)/.peers
 	$(BIN)/python -m experiments.benchmarks --only=$(ONLY) $(ARGS)
+
+growth: $(VENV)/.peers
+	$(BIN)/python -m experiments.benchmarks.growth $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -13,9 +13,14 @@ import sys
 import time
 
 from experiments.benchmarks import results
-from experiments.benchmarks.runner import Failed, alternate
-from experiments.benchmarks.table import BENCHMARKS
+from experiments.benchmarks.jobs import JOBS
+from experiments.benchmarks.memory import BALANCES, Balance
+from experiments.benchmarks.runner import Failed, Rates, alternate
+from experiments.benchmarks.starts import STARTS, Start
+from experiments.benchmarks.table import BENCHMARKS, Benchmark
+from experiments.benchmarks.waits import WAITS, Waits
 
+ALL = (*BENCHMARKS, *WAITS, *STARTS, *BALANCES)
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -33,9 +38,9 @@ def main() -> int:
         help="leave out what the log folder says is done",
     )
     arguments = parser.parse_args()
-    chosen = [b for b in BENCHMARKS if b.name.startswith(arguments.only)]
+    chosen = [b for b in ALL if b.name.startswith(arguments.only)]
     if arguments.rounds < 1 or not chosen:
-        names = ", ".join(b.name for b in BENCHMARKS)
+        names = ", ".join(b.name for b in ALL)
         parser.error(
             "--rounds must be 1 or more and --only the beginning of one of "
             f"{names}. Received: --rounds={arguments.rounds}, "
@@ -63,20 +68,13 @@ def _run(benchmark, arguments, logs: str, command: str) -> int:
     folder = os.path.join(logs, benchmark.name.replace("/", "."))
     os.makedirs(folder, exist_ok=True)
     try:
-        rates = alternate(
-            benchmark.contestants,
-            benchmark.job,
-            check_steps=benchmark.check_steps,
-            burst_seconds=benchmark.burst_seconds,
-            rounds=arguments.rounds,
-            log_folder=folder,
-            pinned=benchmark.pinned,
-            multiple=benchmark.multiple,
-        )
+        rates = _rates(benchmark, arguments.rounds, folder)
     except Failed as error:
         print(f"{benchmark.name}: {error}", file=sys.stderr, flush=True)
         return 1
-    found = results.rows(benchmark.name, benchmark.ratios, rates)
+    found = results.rows(
+        benchmark.name, benchmark.ratios, rates, benchmark.unit
+    )
     results.write(
         arguments.output_dir, benchmark.name, found, rates.failed, command
     )
@@ -87,12 +85,36 @@ def _run(benchmark, arguments, logs: str, command: str) -> int:
             f"  {row['contestant']} / {row['baseline']}: "
             f"{row['ratio_median']:.2f} "
             f"({row['ratio_min']:.2f} - {row['ratio_max']:.2f}){aim}; "
-            f"{row['rate_median']:.4g} {row['unit']}",
+            f"{results.told_rates(row)}",
             flush=True,
         )
     for name, why in rates.failed.items():
         print(f"  {name} did not run: {why}", flush=True)
     return 0
+
+
+def _rates(
+    benchmark: Benchmark | Waits | Start | Balance,
+    rounds: int,
+    folder: str,
+) -> Rates:
+    if not isinstance(benchmark, Benchmark):
+        return benchmark.measure(rounds)
+    found = alternate(
+        benchmark.contestants,
+        benchmark.job,
+        check_steps=benchmark.check_steps,
+        burst_seconds=benchmark.burst_seconds,
+        rounds=rounds,
+        log_folder=folder,
+        pinned=benchmark.pinned,
+        multiple=benchmark.multiple,
+    )
+    if benchmark.unit == "examples/s":
+        size = JOBS[benchmark.job].batch(1)
+        for name, rates in found.rates.items():
+            found.rates[name] = [rate * size for rate in rates]
+    return found
 
 
 if __name__ == "__main__":

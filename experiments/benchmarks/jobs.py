@@ -11,6 +11,7 @@ worker r of n takes the r-th of n equal parts of it, as `mgpu_tf` does.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -33,6 +34,9 @@ class Job:
         convolution: Whether it is the CNN.
         global_batch: The size of a step where it does not grow with the
             workers.
+        dataset: The set of the package that it trains on, made-up examples
+            where there is none.
+        examples: In a pass over the set.
     """
 
     input_shape: tuple[int, ...]
@@ -40,13 +44,20 @@ class Job:
     widths: tuple[int, ...]
     convolution: bool = False
     global_batch: int | None = None
+    dataset: str | None = None
+    examples: int = 0
+
+    @property
+    def pass_steps(self) -> int:
+        """The steps of a pass over the set."""
+        return -(-self.examples // self.batch(1))
 
     def batch(self, workers: int) -> int:
         """Returns the examples in a step, over all workers."""
         return self.global_batch or self.per_worker * workers
 
     def data(self, workers: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `BATCHES` global batches; classes follow a linear rule."""
+        """Returns `BATCHES` made-up batches; classes follow a linear rule."""
         rows = BATCHES * self.batch(workers)
         random = np.random.default_rng(1)
         x = random.standard_normal((rows, *self.input_shape), np.float32)
@@ -90,7 +101,41 @@ class Job:
         return [np.asarray(value, np.float32) for value in values]
 
 
+def _growing(millions: float) -> Job:
+    """Returns an MLP of about so many million parameters."""
+    columns, layers = 256, 4
+    # (layers - 1) * width**2 + (columns + CLASSES + layers) * width
+    squares, others = layers - 1, columns + CLASSES + layers
+    root = math.sqrt(others**2 + 4 * squares * millions * 1e6)
+    width = round((root - others) / (2 * squares))
+    return Job((columns,), 32, (width,) * layers, global_batch=32)
+
+
+GROWING = {f"mlp_{m}M": _growing(m) for m in (0.1, 0.5, 1, 5, 10, 25, 50)}
+
+SETS = {
+    "tabular": Job((20,), 128, (64,), dataset="tabular", examples=8_000),
+    "digits": Job(
+        (8, 8, 1),
+        64,
+        (16, 32),
+        convolution=True,
+        dataset="digits",
+        examples=1_437,
+    ),
+    "images": Job(
+        (64, 64, 3),
+        64,
+        (8, 16),
+        convolution=True,
+        dataset="images/64",
+        examples=1_024,
+    ),
+}
+
 JOBS = {
+    **GROWING,
+    **SETS,
     "tiny": Job((20,), 100, (64,), global_batch=100),
     "cnn": Job((32, 32, 3), 64, (32, 64, 128), convolution=True),
     "mlp": Job((784,), 128, (1024,) * 4),

@@ -8,7 +8,7 @@
     command    that made it
     results    one object for each ratio: name, contestant, baseline,
                ratio_median, ratio_min, ratio_max, alternations, loss; and
-               rate_median, baseline_rate_median, unit, aim, date
+               rate_median, baseline_rate_median, unit, aim, date, load
     failed     contestants that did not run, and why
 """
 
@@ -28,6 +28,19 @@ from experiments.benchmarks.table import Ratio
 JSON = "results.json"
 TEXT = "RESULTS.md"
 FIGURE = "results.png"
+_MEANING = {
+    "input": "`reading` is the pipeline with no model behind it; rates are "
+    "examples a second. `waited` is the rate of a run over what it would have "
+    "been had no step waited for data: 0.95 says that 5% of a step was wait.",
+    "start": "Rates of starts, told as times. `import` is the second import "
+    "within one process; `first_step_of_2` is from the launch of two "
+    "processes to the end of the first step of the later one.",
+    "memory": "The device, or process, of a run that held least over the one "
+    "that held most: 1 is balance.",
+}
+
+# The unit of rates that are told as times.
+STARTS = "starts/s"
 _TICKS = (0.2, 0.5, 1, 2, 5, 10)
 NOTES = "NOTES.md"
 _PACKAGES = ("tensorflow", "keras", "torch", "tf_keras", "jax", "numpy")
@@ -66,6 +79,7 @@ def rows(
                 "unit": unit,
                 "aim": ratio.aim,
                 "date": _today(),
+                "load": _load(),
             }
         )
     return found
@@ -93,10 +107,7 @@ def write(
     }
     failures |= {f"{name}:{who}": why for who, why in failed.items()}
     value = {
-        "machine": machine(),
-        "date": _today(),
-        "load": round(os.getloadavg()[0], 1),
-        "command": command,
+        **facts(command),
         "results": sorted(others + found, key=lambda row: row["name"]),
         "failed": failures,
     }
@@ -120,9 +131,8 @@ def text(value: Mapping, notes: str = "") -> str:
     lines = [
         "# Benchmarks",
         "",
-        f"{value['machine']}. {value['date']}, `{value['command']}`. Load "
-        f"average at the end {value['load']}; above the number of cores "
-        "other work ran beside.",
+        f"{value['machine']}. {value['date']}, `{value['command']}`. Where a "
+        "load average is above the number of cores, other work ran beside.",
         "",
         "Each ratio is taken between turns of the same round; told is the "
         "median over rounds, with the least and the greatest. All "
@@ -132,10 +142,15 @@ def text(value: Mapping, notes: str = "") -> str:
         "",
     ]
     names = list(dict.fromkeys(row["name"] for row in value["results"]))
+    groups = set()
     for name in names:
+        group = name.partition("/")[0]
+        lines += [f"## {name}", ""]
+        if group in _MEANING and group not in groups:
+            lines += [_MEANING[group], ""]
+        groups.add(group)
+        lines += _when(value["results"], name)
         lines += [
-            f"## {name}",
-            "",
             "| contestant | against | ratio | least - greatest | rounds "
             "| aim | rates |",
             "|---|---|---|---|---|---|---|",
@@ -151,8 +166,7 @@ def text(value: Mapping, notes: str = "") -> str:
                 f"| **{row['ratio_median']:.2f}** "
                 f"| {row['ratio_min']:.2f} - {row['ratio_max']:.2f} "
                 f"| {row['alternations']} | {aim} "
-                f"| {row['rate_median']:.4g} / "
-                f"{row['baseline_rate_median']:.4g} {row['unit']} |"
+                f"| {told_rates(row)} |"
             )
         lines.append("")
     if value.get("failed"):
@@ -160,6 +174,32 @@ def text(value: Mapping, notes: str = "") -> str:
         lines += [f"- {who}: {why}" for who, why in value["failed"].items()]
         lines.append("")
     return "\n".join(lines) + ("\n" + notes if notes else "")
+
+
+def facts(command: str) -> dict:
+    """Returns where, when and under what load something was measured."""
+    return {
+        "machine": machine(),
+        "date": _today(),
+        "load": _load(),
+        "command": command,
+    }
+
+
+def _when(found: Sequence[Mapping], name: str) -> list[str]:
+    """Returns when a benchmark ran and how busy the machine then was."""
+    row = next(row for row in found if row["name"] == name)
+    if "load" not in row:
+        return []
+    return [f"{row['date']}, load average at the end {row['load']}.", ""]
+
+
+def told_rates(row: Mapping) -> str:
+    """Returns the two rates of a row; of starts, the times."""
+    rates = row["rate_median"], row["baseline_rate_median"]
+    if row["unit"] == STARTS:
+        return " / ".join(f"{1000 / rate:,.0f}" for rate in rates) + " ms"
+    return " / ".join(f"{rate:.4g}" for rate in rates) + f" {row['unit']}"
 
 
 def machine() -> str:
@@ -229,6 +269,10 @@ def draw(value: Mapping, path: str) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _load() -> float:
+    return round(os.getloadavg()[0], 1)
 
 
 def _today() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from experiments.benchmarks.jobs import JOBS, SETS
 from experiments.benchmarks.runner import Contestant
 
 _HERE = "experiments.benchmarks.contestants"
@@ -15,6 +16,7 @@ _LOOP = f"{_HERE}.tensorflow_loop"
 _FIT = f"{_HERE}.keras_fit"
 _TRAINER = f"{_HERE}.trainer"
 _DDP = f"{_HERE}.torch_ddp"
+_READING = f"{_HERE}.reading"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Benchmark:
         check_steps: Steps until losses are compared.
         burst_seconds: About how long a contestant's turn takes.
         multiple: Steps of a turn are a multiple of so many.
+        unit: Of the rates that are told.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Benchmark:
     check_steps: int = 16
     burst_seconds: float = 3.0
     multiple: int = 1
+    unit: str = "steps/s"
 
 
 def _step_overhead(replicas: int) -> Benchmark:
@@ -163,6 +167,35 @@ def _communication_bound(count: int) -> Benchmark:
     )
 
 
+def _input(job: str, *, training: bool) -> Benchmark:
+    """The package's pipeline against tf.data written by hand."""
+    contestants = (
+        Contestant("tf_data", _READING, {"pipeline": "by_hand"}),
+        Contestant("mgpu_tf", _READING, {"pipeline": "mgpu_tf"}),
+    )
+    ratios = [Ratio("mgpu_tf", "tf_data")]
+    if training:
+        # They shuffle each in its own way, so losses agree roughly.
+        contestants = (
+            Contestant("tf_data_loop", _LOOP, {"call": 100}),
+            Contestant("mgpu_tf", _TRAINER, tolerance=0.1),
+            Contestant("tf_data_keras_fit", _FIT, tolerance=0.1),
+        )
+        ratios = [
+            Ratio("mgpu_tf", contestant.name)
+            for contestant in (contestants[0], contestants[2])
+        ]
+    return Benchmark(
+        f"input/{job}_{'training' if training else 'reading'}",
+        job,
+        contestants,
+        tuple(ratios),
+        check_steps=JOBS[job].pass_steps,
+        multiple=JOBS[job].pass_steps,
+        unit="examples/s",
+    )
+
+
 BENCHMARKS = (
     _step_overhead(1),
     _step_overhead(2),
@@ -170,4 +203,9 @@ BENCHMARKS = (
     _compute_bound(),
     _communication_bound(2),
     _communication_bound(3),
+    *(
+        _input(job, training=training)
+        for job in SETS
+        for training in (False, True)
+    ),
 )

@@ -27,19 +27,21 @@ class TrainerFit:
         replicas = options.pop("replicas", None)
         job = JOBS[place.job]
         strategy = mgpu_tf.create_strategy(name, num_virtual_devices=replicas)
-        self._data = datasets.of_all(job, place.workers)
+        self._data = datasets.for_fit(job, place.workers)
         self._trainer = mgpu_tf.Trainer(
             lambda: tensorflow_model.build(job), strategy, **options
         )
 
     def check(self, steps: int) -> float:
-        history = self._trainer.fit(self._data, epochs=1, steps_per_epoch=steps)
+        history = self._trainer.fit(
+            **self._data, epochs=1, steps_per_epoch=steps
+        )
         return history.history["loss"][0]
 
     def burst(self, steps: int) -> tuple[int, float]:
         times = tensorflow_model.EpochTimes()
         self._trainer.fit(
-            self._data,
+            **self._data,
             epochs=self.EPOCHS,
             steps_per_epoch=steps,
             callbacks=[times],

@@ -1,0 +1,309 @@
+"""How a step grows with replicas and with parameters: `make growth`.
+
+    python -m experiments.benchmarks.growth [--rounds=5] [--only=parameters]
+
+Hardware: any; on 2 quiet CPU cores about ten minutes. Writes `growth.json`,
+`GROWTH.md` and `growth.png` beside this file. Each point is a process, or
+two, of `mgpu_tf.Trainer.fit` with metrics and progress bar on; the points of
+a table take turns, and those of one model reach the same loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from experiments.benchmarks import jobs, results
+from experiments.benchmarks.runner import Contestant, Failed, Rates, alternate
+
+JSON = "growth.json"
+TEXT = "GROWTH.md"
+FIGURE = "growth.png"
+REPLICAS = tuple(range(1, 9))
+_TRAINER = "experiments.benchmarks.contestants.trainer"
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+_ONE = Contestant("one_device", _TRAINER, {"strategy": "one_device"})
+_PLACES = (
+    _ONE,
+    Contestant(
+        "mirrored_x2", _TRAINER, {"strategy": "mirrored", "replicas": 2}
+    ),
+    Contestant(
+        "2_workers", _TRAINER, {"strategy": "multi_worker_mirrored"}, workers=2
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """The time of a step at one size.
+
+    Attributes:
+        x: Replicas, or millions of parameters.
+        ms: Milliseconds of a step, one value for each round.
+    """
+
+    x: float
+    ms: list[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """Step times that grow, and the line through them.
+
+    Attributes:
+        name: What was varied, and where it ran.
+        unit: Of x.
+        points: In the order of x.
+    """
+
+    name: str
+    unit: str
+    points: list[Point]
+
+    def line(self) -> tuple[float, float, float]:
+        """Fits a line by least squares through the least times.
+
+        What else a machine does can only add to a time; the least of a few
+        rounds is the one it added to least.
+
+        Returns:
+            Milliseconds for one more of the unit, milliseconds at zero, and
+            the share of the variance that the line explains.
+        """
+        x = np.array([point.x for point in self.points])
+        y = np.array([min(point.ms) for point in self.points])
+        slope, intercept = np.polyfit(x, y, 1)
+        rest = ((y - slope * x - intercept) ** 2).sum()
+        whole = ((y - y.mean()) ** 2).sum()
+        return float(slope), float(intercept), float(1 - rest / whole)
+
+
+def over_replicas(rounds: int, logs: str) -> list[Series]:
+    """Measures 1 to 8 replicas, parts of the CPU, at one global batch."""
+    found = []
+    for job, steps in (("tiny", 100), ("mlp", 4)):
+        contestants = [_ONE] + [
+            Contestant(
+                f"mirrored_x{replicas}",
+                _TRAINER,
+                {"strategy": "mirrored", "replicas": replicas},
+            )
+            for replicas in REPLICAS[1:]
+        ]
+        rates = _alternate(contestants, job, steps, rounds, logs)
+        name = f"replicas, {millions(job):.3g} M parameters"
+        points = [
+            Point(count, _ms(rates.rates[contestant.name]))
+            for count, contestant in zip(REPLICAS, contestants, strict=True)
+        ]
+        found.append(Series(name, "replica", points))
+    return found
+
+
+def over_parameters(rounds: int, logs: str) -> list[Series]:
+    """Measures 0.1 to 50 million parameters, a core to each process."""
+    points: dict[str, list[Point]] = {place.name: [] for place in _PLACES}
+    for job in jobs.GROWING:
+        rates = _alternate(_PLACES, job, 4, rounds, logs, pinned=True)
+        for name, found in rates.rates.items():
+            points[name].append(Point(millions(job), _ms(found)))
+    return [
+        Series(f"parameters, {name}", "M parameters", those)
+        for name, those in points.items()
+    ]
+
+
+def _alternate(
+    contestants: Sequence[Contestant],
+    job: str,
+    steps: int,
+    rounds: int,
+    logs: str,
+    *,
+    pinned: bool = False,
+) -> Rates:
+    folder = os.path.join(logs, job)
+    os.makedirs(folder, exist_ok=True)
+    rates = alternate(
+        contestants,
+        job,
+        check_steps=steps,
+        burst_seconds=1.5,
+        rounds=rounds,
+        log_folder=folder,
+        pinned=pinned,
+        multiple=steps,
+    )
+    if rates.failed:
+        raise Failed(f"{job}: {rates.failed}")
+    print(f"{job}: { ({k: max(v) for k, v in rates.rates.items()}) } steps/s")
+    return rates
+
+
+def _ms(rates: Sequence[float]) -> list[float]:
+    return [round(1000 / rate, 4) for rate in rates]
+
+
+def millions(job: str) -> float:
+    """Returns the parameters of a job's model, statistics included."""
+    weights = jobs.JOBS[job].weights()
+    return round(sum(value.size for value in weights) / 1e6, 3)
+
+
+def as_json(series: Sequence[Series], facts: Mapping) -> dict:
+    """Returns what `growth.json` holds."""
+    entries = []
+    for one in series:
+        slope, intercept, explained = one.line()
+        entries.append(
+            dataclasses.asdict(one)
+            | {
+                "ms_per_unit": round(slope, 4),
+                "ms_at_zero": round(intercept, 4),
+                "r_squared": round(explained, 4),
+            }
+        )
+    return {**facts, "series": entries}
+
+
+def text(series: Sequence[Series], facts: Mapping) -> str:
+    """Returns the tables of `GROWTH.md`."""
+    lines = [
+        "# Growth of a step",
+        "",
+        f"{facts['machine']}. {facts['date']}, `{facts['command']}`. Load "
+        f"average at the end {facts['load']}.",
+        "",
+        "Milliseconds of a step of `Trainer.fit`; the line goes through the "
+        "least times, by least squares. Parts of one CPU share its cores, so "
+        "more replicas of it do the same work with more overhead, never "
+        "faster. Parameters: MLPs of four hidden layers, 32 examples in a "
+        "step, each process on one core with one thread.",
+        "",
+        f"![Growth]({FIGURE})",
+        "",
+    ]
+    for one in series:
+        slope, intercept, explained = one.line()
+        lines += [
+            f"## {one.name}",
+            "",
+            f"| {one.unit}s | least ms | median ms | greatest ms | line ms |"
+            if one.unit == "replica"
+            else f"| {one.unit} | least ms | median ms | greatest ms "
+            "| line ms |",
+            "|---|---|---|---|---|",
+        ]
+        for point in one.points:
+            lines.append(
+                f"| {point.x:g} | {min(point.ms):.3g} "
+                f"| {statistics.median(point.ms):.3g} "
+                f"| {max(point.ms):.3g} "
+                f"| {intercept + slope * point.x:.3g} |"
+            )
+        lines += [
+            "",
+            f"A step takes {intercept:.3g} ms + {slope:.3g} ms for each "
+            f"{one.unit} (R² {explained:.3f}).",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def draw(series: Sequence[Series], path: str) -> None:
+    """Draws the points, their spread and the lines, a panel for each x."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    kinds = list(dict.fromkeys(one.unit for one in series))
+    figure, panels = pyplot.subplots(
+        1, len(kinds), figsize=(5.5 * len(kinds), 4.2), squeeze=False
+    )
+    for unit, axes in zip(kinds, panels[0], strict=True):
+        for one in (one for one in series if one.unit == unit):
+            slope, intercept, _ = one.line()
+            x = np.array([point.x for point in one.points])
+            least = [min(point.ms) for point in one.points]
+            middle = [statistics.median(point.ms) for point in one.points]
+            above = [b - a for a, b in zip(least, middle, strict=True)]
+            bars = axes.errorbar(
+                x, least, yerr=[[0] * len(x), above], fmt="o", capsize=3
+            )
+            ends = np.linspace(x.min(), x.max(), 100)
+            axes.plot(
+                ends,
+                slope * ends + intercept,
+                color=bars[0].get_color(),
+                linewidth=1,
+                label=f"{one.name}: {intercept:.3g} + {slope:.3g} x ms",
+            )
+        axes.set_xlabel("replicas" if unit == "replica" else unit)
+        axes.set_ylabel("step, ms: least, bar to the median")
+        axes.set_yscale("log")
+        if unit != "replica":
+            axes.set_xscale("log")
+        axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def read(folder: str) -> list[Series]:
+    """Returns what was written before, nothing where there is none."""
+    try:
+        with open(os.path.join(folder, JSON), encoding="utf-8") as file:
+            entries = json.load(file)["series"]
+    except FileNotFoundError:
+        return []
+    return [
+        Series(e["name"], e["unit"], [Point(**p) for p in e["points"]])
+        for e in entries
+    ]
+
+
+def write(folder: str, series: Sequence[Series], facts: Mapping) -> None:
+    """Writes the three files."""
+    with open(os.path.join(folder, JSON), "w", encoding="utf-8") as file:
+        json.dump(as_json(series, facts), file, indent=1)
+        file.write("\n")
+    with open(os.path.join(folder, TEXT), "w", encoding="utf-8") as file:
+        file.write(text(series, facts))
+    draw(series, os.path.join(folder, FIGURE))
+
+
+_TABLES = {"replicas": over_replicas, "parameters": over_parameters}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.benchmarks.growth", description=__doc__
+    )
+    parser.add_argument("--only", choices=sorted(_TABLES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output_dir", default=_HERE)
+    arguments = parser.parse_args()
+    logs = os.path.join("runs", "growth")
+    held = read(arguments.output_dir)
+    for name, measure in _TABLES.items():
+        if arguments.only in (None, name):
+            kept = [one for one in held if not one.name.startswith(name)]
+            held = kept + measure(arguments.rounds, logs)
+    held.sort(key=lambda one: not one.name.startswith("replicas"))
+    os.makedirs(arguments.output_dir, exist_ok=True)
+    write(arguments.output_dir, held, results.facts("make growth"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
