@@ -194,8 +194,9 @@ def python(arguments: Sequence[str]) -> str:
         check=False,
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise Failed(f"{' '.join(arguments)[:80]}: {last}")
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        errors = [line for line in lines if "Error" in line]
+        raise Failed(f"{' '.join(arguments)[:80]}: {(errors or lines)[-1]}")
     return done.stdout
 
 

@@ -16,6 +16,7 @@ _LOOP = f"{_HERE}.tensorflow_loop"
 _FIT = f"{_HERE}.keras_fit"
 _TRAINER = f"{_HERE}.trainer"
 _DDP = f"{_HERE}.torch_ddp"
+_JAX = f"{_HERE}.keras_jax"
 _READING = f"{_HERE}.reading"
 
 
@@ -128,6 +129,14 @@ def _workers(
     )
 
 
+_KERAS_JAX = Contestant(
+    "keras_jax",
+    _JAX,
+    workers=2,
+    environment={"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
+)
+
+
 def _compute_bound() -> Benchmark:
     return _workers(
         "compute_bound",
@@ -137,9 +146,11 @@ def _compute_bound() -> Benchmark:
             Ratio("mgpu_tf", "ddp", 1.0),
             Ratio("mgpu_tf", "stock_loop", 1.2),
             Ratio("mgpu_tf", "limit", 0.85),
+            Ratio("mgpu_tf", "keras_jax"),
             Ratio("stock_loop", "limit"),
             Ratio("ddp", "limit"),
         ),
+        (_KERAS_JAX,),
     )
 
 
@@ -162,8 +173,9 @@ def _communication_bound(count: int) -> Benchmark:
             Ratio("mgpu_tf", "limit"),
             Ratio("stock_loop", "limit"),
             Ratio("ddp", "limit"),
+            *((Ratio("mgpu_tf", "keras_jax"),) if count == 2 else ()),
         ),
-        (half,),
+        (half, *((_KERAS_JAX,) if count == 2 else ())),
     )
 
 
