@@ -1,6 +1,6 @@
 """Runs the benchmarks: `make bench`, `make bench ONLY=step_overhead`.
 
-Hardware: any; on 2 CPU cores about 20 minutes for all. Expected: the ratios
+Hardware: any; on 2 CPU cores about 45 minutes for all. Expected: the ratios
 of RESULTS.md. Results are written after each benchmark, so a run that was
 broken off goes on with `make bench ARGS=--continue`.
 """
