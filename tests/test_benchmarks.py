@@ -57,7 +57,10 @@ def test_results_take_the_place_of_older_ones(tmp_path):
 
 def contestant(name, **options):
     same = options.pop("same_job", True)
-    return Contestant(name, "tests.sleeper", options, same_job=same)
+    copies = options.pop("copies", 1)
+    return Contestant(
+        name, "tests.fixed_rate", options, copies=copies, same_job=same
+    )
 
 
 def test_alternation_of_real_processes(tmp_path):
@@ -65,6 +68,7 @@ def test_alternation_of_real_processes(tmp_path):
         [
             contestant("fast", step_seconds=0.01),
             contestant("slow", step_seconds=0.03),
+            contestant("limit", step_seconds=0.005, copies=2),
             contestant("broken", error="no such thing"),
         ],
         "tiny",
@@ -73,11 +77,13 @@ def test_alternation_of_real_processes(tmp_path):
         rounds=3,
         log_folder=str(tmp_path),
     )
-    assert rates.losses == {"fast": 2.0, "slow": 2.0}
+    assert rates.losses == {"fast": 2.0, "slow": 2.0, "limit": 2.0}
     assert rates.failed == {"broken": "ValueError: no such thing"}
-    assert [len(found) for found in rates.rates.values()] == [3, 3]
-    (row,) = results.rows("x", [Ratio("fast", "slow")], rates)
-    assert row["ratio_median"] > 1.5
+    assert [len(found) for found in rates.rates.values()] == [3, 3, 3]
+    ratios = [Ratio("fast", "slow"), Ratio("fast", "limit")]
+    faster, of_limit = results.rows("x", ratios, rates)
+    assert faster["ratio_median"] == 3.0
+    assert of_limit["ratio_median"] == 0.5
 
 
 def test_another_loss_is_refused():

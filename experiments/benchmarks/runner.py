@@ -42,7 +42,8 @@ class Contestant:
         options: The module's own settings.
         workers: Processes that train together.
         copies: Processes that train alone at the same time, each as one
-            worker; their rates add up. What no group of workers can beat.
+            worker does with its part of the batch. The mean of their rates
+            is the rate of all, which no group of workers can beat.
         environment: Variables for its processes.
         same_job: Whether its loss must be that of the others.
         tolerance: By what part the loss may differ.
@@ -153,13 +154,19 @@ class Processes:
         return sum(answer["loss"] for answer in answers) / len(answers)
 
     def burst(self, steps: int) -> float:
-        """Makes steps on all processes; returns steps/s, or their sum."""
+        """Makes steps on all processes.
+
+        Returns:
+            Steps/s: of the group, which is as fast as its slowest worker, or
+            the mean of those that train alone.
+        """
         for child in self._children:
             child.stdin.write(f"{steps}\n".encode())
             child.stdin.flush()
         answers = [lines.next(BURST_SECONDS) for lines in self._answers]
         rates = [answer["steps"] / answer["seconds"] for answer in answers]
-        return sum(rates) if self.contestant.copies > 1 else min(rates)
+        alone = self.contestant.copies > 1
+        return sum(rates) / len(rates) if alone else min(rates)
 
     def end(self) -> None:
         """Ends the processes."""
@@ -283,7 +290,7 @@ def alternate(
         bursts = {}
         for processes in running:
             name = processes.contestant.name
-            rate = processes.burst(2 * multiple) / processes.contestant.copies
+            rate = processes.burst(2 * multiple)
             wanted = int(rate * burst_seconds) // multiple * multiple
             bursts[name] = max(multiple, wanted)
             result.rates[name] = []
