@@ -41,6 +41,7 @@ def draw_scaling(table: ScalingTable, path: str) -> None:
     axes.set_xlabel("devices")
     axes.set_ylabel("speed-up")
     axes.set_xticks(devices)
+    axes.set_ylim(bottom=0)
     axes.set_title(
         f"{table.scaling} scaling. {MEANING[table.kind]}",
         fontsize=8,

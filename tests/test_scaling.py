@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -87,4 +88,25 @@ def test_two_virtual_devices(tmp_path):
         assert len(point["examples_per_second"]) == 2
     one, two = (point["loss"] for point in value["points"])
     assert one == pytest.approx(two, rel=1e-4)
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="one process to a core"
+)
+def test_two_processes(tmp_path):
+    done = clusters.mgpu_tf(
+        "benchmark",
+        "--kind=processes",
+        "--devices=2",
+        "--steps=2",
+        "--repeats=2",
+        "--batch_size=8",
+        f"--output_dir={tmp_path}",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "this is speed-up" in done.stdout
+    (point,) = ScalingTable.read(str(tmp_path / "scaling.json")).points
+    assert (point.devices, point.global_batch_size) == (2, 16)
+    assert len(point.examples_per_second) == 2
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
