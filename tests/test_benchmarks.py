@@ -86,6 +86,42 @@ def test_alternation_of_real_processes(tmp_path):
     assert of_limit["ratio_median"] == 0.5
 
 
+def test_a_coordinator_answers_and_another_runs_inside(tmp_path):
+    first = Contestant(
+        "first",
+        "tests.fixed_rate",
+        {"step_seconds": 0.01},
+        workers=2,
+        num_ps=1,
+    )
+    slow = {"step_seconds": 0.03}
+    second = Contestant("second", "", slow, inside="first")
+    assert first.tasks == [
+        ("chief", 0),
+        ("worker", 0),
+        ("worker", 1),
+        ("ps", 0),
+    ]
+    rates = alternate(
+        [first, second],
+        "tiny",
+        check_steps=2,
+        burst_seconds=0.1,
+        rounds=3,
+        log_folder=str(tmp_path),
+    )
+    assert rates.losses == {"first": 4.0, "second": 4.0}
+    (row,) = results.rows("x", [Ratio("first", "second")], rates)
+    assert row["ratio_median"] == 3.0
+    logs = sorted(path.name for path in tmp_path.iterdir())
+    assert logs == [
+        "first.chief.0.log",
+        "first.ps.0.log",
+        "first.worker.0.log",
+        "first.worker.1.log",
+    ]
+
+
 def test_another_loss_is_refused():
     pair = [contestant("ours"), contestant("theirs")]
     check_losses(pair, {"ours": 1.0, "theirs": 1.001})
@@ -101,6 +137,8 @@ def test_another_loss_is_refused():
 def test_table(benchmark):
     names = [c.name for c in benchmark.contestants]
     assert len(set(names)) == len(names)
+    for found in benchmark.contestants:
+        assert found.inside is None or found.inside in names
     for ratio in benchmark.ratios:
         assert {ratio.contestant, ratio.baseline} <= set(names)
     assert benchmark.job in JOBS

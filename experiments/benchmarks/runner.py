@@ -44,9 +44,13 @@ class Contestant:
         copies: Processes that train alone at the same time, each as one
             worker does with its part of the batch. The mean of their rates
             is the rate of all, which no group of workers can beat.
+        num_ps: Parameter servers. With any there is a coordinator as well,
+            which alone answers; workers and servers only serve.
         environment: Variables for its processes.
         same_job: Whether its loss must be that of the others.
         tolerance: By what part the loss may differ.
+        inside: Another contestant, in whose processes it runs. `options` are
+            then arguments of its bursts, and its loss is the other's.
     """
 
     name: str
@@ -54,9 +58,19 @@ class Contestant:
     options: dict = dataclasses.field(default_factory=dict)
     workers: int = 1
     copies: int = 1
+    num_ps: int = 0
     environment: dict = dataclasses.field(default_factory=dict)
     same_job: bool = True
     tolerance: float = 2e-3
+    inside: str | None = None
+
+    @property
+    def tasks(self) -> list[tuple[str, int]]:
+        """Returns type and index of each process."""
+        count = max(self.workers, self.copies)
+        workers = [("worker", index) for index in range(count)]
+        servers = [("ps", index) for index in range(self.num_ps)]
+        return [("chief", 0), *workers, *servers] if servers else workers
 
 
 class Processes:
@@ -82,27 +96,32 @@ class Processes:
         self.contestant = contestant
         self._children: list[subprocess.Popen] = []
         self._answers: list[_Lines] = []
-        count = max(contestant.workers, contestant.copies)
+        tasks = contestant.tasks
         cores = sorted(os.sched_getaffinity(0))
-        ports = _free_ports(count)
-        for index in range(count):
+        ports = dict(zip(tasks, _free_ports(len(tasks)), strict=True))
+        # What a coordinator hands out is a whole batch for one worker.
+        sharing = 1 if contestant.num_ps else contestant.workers
+        for task in tasks:
+            task_type, index = task
             read, write = os.pipe()
             place = {
                 "module": contestant.module,
                 "job": job,
-                "index": index if contestant.workers > 1 else 0,
-                "workers": contestant.workers,
+                "index": index if sharing > 1 else 0,
+                "workers": sharing,
                 "options": contestant.options,
                 "check_steps": check_steps,
                 "answers": write,
                 "threads": 1 if pinned else None,
                 "core": (
                     cores[index % len(cores)]
-                    if pinned and count <= len(cores)
+                    if pinned and len(tasks) <= len(cores)
                     else None
                 ),
             }
-            log = os.path.join(log_folder, f"{contestant.name}.{index}.log")
+            log = os.path.join(
+                log_folder, f"{contestant.name}.{task_type}.{index}.log"
+            )
             with open(log, "wb") as output:
                 child = subprocess.Popen(
                     [
@@ -112,7 +131,7 @@ class Processes:
                         json.dumps(place),
                     ],
                     cwd=ROOT,
-                    env=self._environment(index, ports, pinned),
+                    env=self._environment(task, ports, pinned),
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -120,23 +139,32 @@ class Processes:
                 )
             os.close(write)
             self._children.append(child)
-            self._answers.append(_Lines(read, child, contestant.name))
+            if contestant.num_ps and task_type != "chief":
+                os.close(read)
+            else:
+                self._answers.append(_Lines(read, child))
 
     def _environment(
-        self, index: int, ports: list[int], pinned: bool
+        self,
+        task: tuple[str, int],
+        ports: dict[tuple[str, int], int],
+        pinned: bool,
     ) -> dict[str, str]:
         values = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
         values |= {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
         values["PYTHONPATH"] = ROOT
         if pinned:
             values |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        workers = self.contestant.workers
-        if workers > 1:
-            addresses = [f"127.0.0.1:{port}" for port in ports]
+        workers, num_ps = self.contestant.workers, self.contestant.num_ps
+        task_type, index = task
+        if workers > 1 or num_ps:
+            cluster: dict[str, list[str]] = {}
+            for (kind, _), port in ports.items():
+                cluster.setdefault(kind, []).append(f"127.0.0.1:{port}")
             values["TF_CONFIG"] = json.dumps(
                 {
-                    "cluster": {"worker": addresses},
-                    "task": {"type": "worker", "index": index},
+                    "cluster": cluster,
+                    "task": {"type": task_type, "index": index},
                 }
             )
             values |= {
@@ -144,7 +172,7 @@ class Processes:
                 "LOCAL_RANK": str(index),
                 "WORLD_SIZE": str(workers),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(ports[0]),
+                "MASTER_PORT": str(ports["worker", 0]),
             }
         return values | self.contestant.environment
 
@@ -153,16 +181,19 @@ class Processes:
         answers = [lines.next(START_SECONDS) for lines in self._answers]
         return sum(answer["loss"] for answer in answers) / len(answers)
 
-    def burst(self, steps: int) -> float:
-        """Makes steps on all processes.
+    def burst(self, steps: int, options: dict) -> float:
+        """Makes steps on all processes that answer.
+
+        Args:
+            steps: How many.
+            options: Further arguments of a burst.
 
         Returns:
             Steps/s: of the group, which is as fast as its slowest worker, or
             the mean of those that train alone.
         """
-        for child in self._children:
-            child.stdin.write(f"{steps}\n".encode())
-            child.stdin.flush()
+        for lines in self._answers:
+            lines.ask({"steps": steps, **options})
         answers = [lines.next(BURST_SECONDS) for lines in self._answers]
         rates = [answer["steps"] / answer["seconds"] for answer in answers]
         alone = self.contestant.copies > 1
@@ -170,23 +201,25 @@ class Processes:
 
     def end(self) -> None:
         """Ends the processes."""
-        for child, lines in zip(self._children, self._answers, strict=True):
+        for child in self._children:
             child.stdin.close()
             child.send_signal(signal.SIGKILL)
             child.wait()
+        for lines in self._answers:
             lines.close()
 
 
 class _Lines:
-    """JSON lines from a pipe, with a time limit."""
+    """What a process that answers is asked, and its JSON lines."""
 
-    def __init__(
-        self, descriptor: int, child: subprocess.Popen, name: str
-    ) -> None:
+    def __init__(self, descriptor: int, child: subprocess.Popen) -> None:
         self._descriptor = descriptor
         self._child = child
-        self._name = name
         self._rest = b""
+
+    def ask(self, wish: dict) -> None:
+        self._child.stdin.write((json.dumps(wish) + "\n").encode())
+        self._child.stdin.flush()
 
     def next(self, limit_seconds: float) -> dict:
         deadline = time.monotonic() + limit_seconds
@@ -266,44 +299,71 @@ def alternate(
         Failed: Two contestants did not train the same job.
     """
     result = Rates({}, {}, {})
-    running: list[Processes] = []
+    running: dict[str, Processes] = {}
     try:
         for contestant in contestants:
-            running.append(
-                Processes(
+            if contestant.inside is None:
+                running[contestant.name] = Processes(
                     contestant,
                     job,
                     check_steps,
                     pinned=pinned,
                     log_folder=log_folder,
                 )
-            )
-        for processes in list(running):
-            name = processes.contestant.name
+        for name, processes in list(running.items()):
             try:
                 result.losses[name] = processes.loss()
             except Failed as error:
                 result.failed[name] = str(error)
-                running.remove(processes)
+                del running[name]
                 processes.end()
         check_losses(contestants, result.losses)
-        bursts = {}
-        for processes in running:
-            name = processes.contestant.name
-            rate = processes.burst(2 * multiple)
-            wanted = int(rate * burst_seconds) // multiple * multiple
-            bursts[name] = max(multiple, wanted)
-            result.rates[name] = []
-        for turn in range(rounds):
+        turns = []
+        for contestant in contestants:
+            processes = running.get(contestant.inside or contestant.name)
+            if processes is not None:
+                turns.append(_Turn(contestant, processes))
+        for turn in turns:
+            turn.settle(multiple, burst_seconds)
+            result.rates[turn.contestant.name] = []
+            if turn.contestant.inside is not None:
+                loss = result.losses[turn.contestant.inside]
+                result.losses[turn.contestant.name] = loss
+        for round_ in range(rounds):
             # The order turns, so that nobody always follows the same one.
-            shift = turn % len(running)
-            for processes in running[shift:] + running[:shift]:
-                name = processes.contestant.name
-                result.rates[name].append(processes.burst(bursts[name]))
+            shift = round_ % len(turns)
+            for turn in turns[shift:] + turns[:shift]:
+                result.rates[turn.contestant.name].append(turn.take())
     finally:
-        for processes in running:
+        for processes in running.values():
             processes.end()
     return result
+
+
+class _Turn:
+    """The bursts of one contestant.
+
+    Args:
+        contestant: Whose.
+        processes: That make them.
+    """
+
+    def __init__(self, contestant: Contestant, processes: Processes) -> None:
+        self.contestant = contestant
+        self._processes = processes
+        inside = contestant.inside is not None
+        self._options = contestant.options if inside else {}
+        self._steps = 0
+
+    def settle(self, multiple: int, seconds: float) -> None:
+        """Finds how many steps take about so long."""
+        self._steps = 2 * multiple
+        wanted = int(self.take() * seconds) // multiple * multiple
+        self._steps = max(multiple, wanted)
+
+    def take(self) -> float:
+        """Makes a burst; returns steps/s."""
+        return self._processes.burst(self._steps, self._options)
 
 
 def check_losses(

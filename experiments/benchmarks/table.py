@@ -18,6 +18,8 @@ _TRAINER = f"{_HERE}.trainer"
 _DDP = f"{_HERE}.torch_ddp"
 _JAX = f"{_HERE}.keras_jax"
 _READING = f"{_HERE}.reading"
+_COORDINATOR = f"{_HERE}.coordinator_loop"
+_TF_KERAS = f"{_HERE}.tf_keras_fit"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +210,53 @@ def _input(job: str, *, training: bool) -> Benchmark:
     )
 
 
+# Of a piece of work of `mgpu_tf`.
+_STEPS_TO_A_CLOSURE = 10
+
+
+def _asynchronous(workers: int) -> Benchmark:
+    # Workers in another order every time train to another loss.
+    place: dict = {
+        "workers": workers,
+        "num_ps": 1,
+        "tolerance": 2e-3 if workers == 1 else 0.1,
+    }
+    call = {"call": _STEPS_TO_A_CLOSURE}
+    first = "tf_keras_fit_1"
+    fits = [
+        Contestant(first, _TF_KERAS, **place),
+        *(
+            Contestant(
+                f"tf_keras_fit_{steps}",
+                _TF_KERAS,
+                {"steps_per_execution": steps},
+                inside=first,
+            )
+            for steps in (10, 50, 100)
+        ),
+    ]
+    contestants = (
+        Contestant("coordinator_loop", _COORDINATOR, call, **place),
+        Contestant(
+            "mgpu_tf", _TRAINER, {"strategy": "parameter_server"}, **place
+        ),
+        *fits,
+    )
+    aimed = workers == 3
+    return Benchmark(
+        f"asynchronous/{workers}_workers",
+        "tiny",
+        contestants,
+        (
+            Ratio("mgpu_tf", "coordinator_loop", 0.9 if aimed else None),
+            *(Ratio("mgpu_tf", c.name, 2.0 if aimed else None) for c in fits),
+        ),
+        check_steps=300,
+        burst_seconds=3.0,
+        multiple=100 * workers,
+    )
+
+
 BENCHMARKS = (
     _step_overhead(1),
     _step_overhead(2),
@@ -215,6 +264,9 @@ BENCHMARKS = (
     _compute_bound(),
     _communication_bound(2),
     _communication_bound(3),
+    _asynchronous(1),
+    _asynchronous(2),
+    _asynchronous(3),
     *(
         _input(job, training=training)
         for job in SETS

@@ -3,8 +3,10 @@
 Started by `runner` with one JSON argument, a `Place`. It answers on the file
 descriptor that the place names, one JSON object a line: first
 `{"loss": ...}`, the mean loss of the steps that all contestants make alike,
-then for each number of steps on standard input `{"steps", "seconds"}`.
+then `{"steps", "seconds"}` for each object on standard input, which holds the
+`steps` to make and, for some contestants, options.
 Standard output is the contestant's own, so that its progress bar is drawn.
+The workers and servers of a coordinator do not come back from `create(place)`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Place:
         module: Its `create(place)` returns a `Contestant`.
         job: A key of `jobs.JOBS`.
         index: Of this process.
-        workers: How many processes train together.
+        workers: How many processes share a step.
         options: The contestant's own settings.
         check_steps: Steps to the comparison of losses.
         answers: File descriptor for answers.
@@ -69,7 +71,7 @@ def main() -> None:
         contestant = module.create(place)
         answer(loss=contestant.check(place.check_steps))
         for line in sys.stdin:
-            steps, seconds = contestant.burst(int(line))
+            steps, seconds = contestant.burst(**json.loads(line))
             answer(steps=steps, seconds=seconds)
     except Exception as error:
         traceback.print_exc()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import tensorflow as tf
 
 
@@ -16,7 +18,8 @@ def create(name: str, place) -> tf.distribute.Strategy:
     """Creates a strategy.
 
     Args:
-        name: "one_device", "mirrored", "multi_worker_mirrored".
+        name: "one_device", "mirrored", "multi_worker_mirrored",
+            "parameter_server".
         place: Options `replicas`, `bytes_per_pack`.
     """
     options = place.options
@@ -31,6 +34,8 @@ def create(name: str, place) -> tf.distribute.Strategy:
         return tf.distribute.MirroredStrategy(
             [f"CPU:{i}" for i in range(replicas)]
         )
+    if name == "parameter_server":
+        return _parameter_server()
     communication = tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=options.get("bytes_per_pack", 0),
         implementation=(
@@ -40,3 +45,25 @@ def create(name: str, place) -> tf.distribute.Strategy:
     return tf.distribute.MultiWorkerMirroredStrategy(
         communication_options=communication
     )
+
+
+def _parameter_server() -> tf.distribute.Strategy:
+    """As TensorFlow's tutorial; only the coordinator comes back."""
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    cluster = resolver.cluster_spec()
+    os.environ["GRPC_FAIL_FAST"] = "use_caller"
+    if resolver.task_type == "chief":
+        return tf.distribute.ParameterServerStrategy(resolver)
+    config = tf.compat.v1.ConfigProto()
+    needed = cluster.num_tasks("worker") + 1
+    if (os.cpu_count() or 1) < needed:
+        config.inter_op_parallelism_threads = needed
+    server = tf.distribute.Server(
+        cluster,
+        job_name=resolver.task_type,
+        task_index=resolver.task_id,
+        config=config,
+        protocol="grpc",
+    )
+    server.join()
+    raise SystemExit

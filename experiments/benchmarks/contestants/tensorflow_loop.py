@@ -65,24 +65,8 @@ class Loop:
         )
 
     def _function(self, iterator):
-        model, optimizer = self._model, self._model.optimizer
-
-        def step(x, y):
-            with tf.GradientTape() as tape:
-                logits = model(x, training=True)
-                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
-                    y, logits
-                )
-                loss = tf.reduce_sum(losses) / self._batch
-            variables = model.trainable_variables
-            gradients = tape.gradient(loss, variables)
-            optimizer.apply_gradients(zip(gradients, variables, strict=True))
-            if self._metrics:
-                right = tf.equal(tf.argmax(logits, 1, tf.int32), y)
-                self._sums[0].assign_add(loss)
-                self._sums[1].assign_add(
-                    tf.reduce_sum(tf.cast(right, tf.float32)) / self._batch
-                )
+        sums = self._sums if self._metrics else None
+        step = step_of(self._model, self._batch, sums)
 
         @tf.function(reduce_retracing=True)
         def run(steps):
@@ -111,3 +95,30 @@ class Loop:
         started = time.perf_counter()
         self._steps(steps)
         return steps, time.perf_counter() - started
+
+
+def step_of(model, batch: tf.Tensor, sums: list[tf.Variable] | None):
+    """Returns a step of one replica.
+
+    Args:
+        model: The model.
+        batch: The size of the global batch.
+        sums: Get the loss and the accuracy of each step; None for neither.
+    """
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+            loss = tf.reduce_sum(losses) / batch
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        if sums is not None:
+            right = tf.equal(tf.argmax(logits, 1, tf.int32), y)
+            sums[0].assign_add(loss)
+            sums[1].assign_add(
+                tf.reduce_sum(tf.cast(right, tf.float32)) / batch
+            )
+
+    return step

@@ -31,19 +31,26 @@ class TrainerFit:
         self._trainer = mgpu_tf.Trainer(
             lambda: tensorflow_model.build(job), strategy, **options
         )
+        self._made = 0
 
     def check(self, steps: int) -> float:
-        history = self._trainer.fit(
-            **self._data, epochs=1, steps_per_epoch=steps
-        )
-        return history.history["loss"][0]
+        return self._fit(steps, 1, []).history["loss"][0]
 
     def burst(self, steps: int) -> tuple[int, float]:
         times = tensorflow_model.EpochTimes()
-        self._trainer.fit(
-            **self._data,
-            epochs=self.EPOCHS,
-            steps_per_epoch=steps,
-            callbacks=[times],
-        )
+        self._fit(steps, self.EPOCHS, [times])
         return steps * (self.EPOCHS - 1), times.seconds
+
+    def _fit(self, steps: int, epochs: int, callbacks: list):
+        trainer = self._trainer
+        history = trainer.fit(
+            **self._data,
+            epochs=epochs,
+            steps_per_epoch=steps,
+            callbacks=callbacks,
+        )
+        self._made += steps * epochs
+        counts = {trainer.global_step, int(trainer.model.optimizer.iterations)}
+        if counts != {self._made}:
+            raise RuntimeError(f"made {self._made} steps, counted {counts}")
+        return history
