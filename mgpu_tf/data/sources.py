@@ -105,11 +105,12 @@ class Source(abc.ABC):
             count: How many workers.
 
         Returns:
-            `count` datasets of elements with whole batches; or one, of
-            which worker w takes batches w, w + count, w + 2 * count ...
+            `count` datasets of whole batches, nothing but the data; or one,
+            of which worker w takes batches w, w + count, w + 2 * count ...
         """
         del count
-        return [self.pass_dataset(0, Part(0, 1, 1))]
+        whole = self.pass_dataset(0, Part(0, 1, 1))
+        return [whole.map(lambda data, local, total: data)]
 
 
 class BatchSource(Source):
@@ -128,6 +129,11 @@ class BatchSource(Source):
         if self.totals_known:
             return cut(self.batches(index), part)
         return _sized(self.batches(index))
+
+    def shards(self, count: int) -> list[tf.data.Dataset]:
+        """Returns the batches, which the workers deal among them."""
+        del count
+        return [self.batches(0)]
 
 
 class DatasetSource(BatchSource):
@@ -212,7 +218,7 @@ class FunctionSource(BatchSource):
             tf.distribute.InputContext(count, index, count)
             for index in range(count)
         ]
-        return [_sized(self._dataset_fn(context)) for context in contexts]
+        return [self._dataset_fn(context) for context in contexts]
 
     def example(self) -> Any:
         """Returns the spec of a batch."""
@@ -261,7 +267,10 @@ class MappedSource(Source):
 
     def shards(self, count: int) -> list[tf.data.Dataset]:
         """Returns those of the source, mapped."""
-        return [self._mapped(s) for s in self._source.shards(count)]
+        return [
+            shard.map(lambda *data: self._function(_one(data)))
+            for shard in self._source.shards(count)
+        ]
 
     def example(self) -> Any:
         """Returns the spec of a mapped batch."""

@@ -205,11 +205,11 @@ class Run:
     def _take_in(self) -> None:
         name, values = self._dispatcher.next()
         self._admission.release(name)
-        sums, staleness = values
-        self._done += int(sums[0])
-        self._examples += int(sums[1])
+        counts, sums, staleness = np.split(values, [2, 2 + len(self._sums)])
+        self._done += int(counts[0])
+        self._examples += int(counts[1])
         self.staleness.add(staleness)
-        self._sums = self._sums + sums[2:]
+        self._sums = self._sums + sums
 
     def _tell(self) -> tuple[int, int]:
         steps = self._done - self._told

@@ -3,7 +3,7 @@
     local gradients
     -> summed over the GPUs of the worker, and accumulated there
     -> unscaled by the scale that the loss had, and checked to be finite
-    -> clipped -> applied -> counted -> averaged (EMA)
+    -> clipped -> sent to the servers -> applied -> counted -> averaged (EMA)
 
 Updates of several workers interleave, variable by variable; that is what
 asynchronous means. Counts are added in one operation on the parameter server,
@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals, update
+from mgpu_tf.engine.packs import Packs
 from mgpu_tf.errors import ConfigurationError
 
 Gradients = list[Any]
@@ -29,6 +30,7 @@ class AsynchronousUpdate:
     Args:
         model: A compiled and built model.
         strategy: Its strategy.
+        packs: Whose gradients go together.
 
     Attributes:
         every: Micro-batches in an update.
@@ -38,9 +40,12 @@ class AsynchronousUpdate:
     """
 
     def __init__(
-        self, model: keras.Model, strategy: tf.distribute.Strategy
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        packs: Packs,
     ) -> None:
-        self._strategy = strategy
+        self._strategy, self._packs = strategy, packs
         self._model = model
         self._variables = model.trainable_variables
         self._scaler, self._optimizer = update.unwrap(model.optimizer)
@@ -132,7 +137,7 @@ class AsynchronousUpdate:
             self._optimizer.apply(full, self._variables)
 
         with (
-            keras_internals.engine_order(self._optimizer),
+            keras_internals.engine_order(self._optimizer, self._packs.sent),
             keras_internals.counted_exactly(self._optimizer),
         ):
             self._strategy.run(apply, args=(gradients,))

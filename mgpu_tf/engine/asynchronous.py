@@ -37,6 +37,7 @@ from mgpu_tf.engine.base import (
 )
 from mgpu_tf.engine.dispatch import Dispatcher
 from mgpu_tf.engine.losses import GlobalLoss
+from mgpu_tf.engine.packs import Packs
 from mgpu_tf.engine.piece import Piece, predict
 from mgpu_tf.engine.snapshot import Snapshot
 from mgpu_tf.engine.state import ReplicaState
@@ -81,6 +82,7 @@ class AsynchronousEngine(Engine):
         self._step: ReplicaStep
         self._loss: GlobalLoss
         self._update: AsynchronousUpdate
+        self._packs: Packs
 
     @property
     def most_steps(self) -> int:
@@ -104,7 +106,12 @@ class AsynchronousEngine(Engine):
         replicas = self._strategy.num_replicas_in_sync
         self._state = ReplicaState(self._model, replicas)
         self._step = ReplicaStep(self._model, self._loss, self._state, replicas)
-        self._update = AsynchronousUpdate(self._model, self._strategy)
+        # Several GPUs of a worker each keep to their own copies.
+        weights = self._model.trainable_variables if replicas == 1 else []
+        self._packs = Packs(weights)
+        self._update = AsynchronousUpdate(
+            self._model, self._strategy, self._packs
+        )
         self._prepared = True
 
     def staleness(self) -> list[float]:
@@ -202,6 +209,7 @@ class AsynchronousEngine(Engine):
             self._state,
             self._update,
             self._loss,
+            self._packs,
             measured=measured,
         )
 

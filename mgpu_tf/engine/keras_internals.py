@@ -312,7 +312,10 @@ def overwrite(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 @contextlib.contextmanager
-def engine_order(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+def engine_order(
+    optimizer: keras.optimizers.Optimizer,
+    sent: Callable[[list[Any], list[Any]], list[Any]] | None = None,
+) -> Iterator[None]:
     """Makes an optimizer clip, apply and average only, while traced.
 
     In a replica Keras's TensorFlow optimizer sums gradients over replicas as
@@ -322,11 +325,15 @@ def engine_order(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
     Args:
         optimizer: An optimizer; those that it wraps included.
+        sent: Takes clipped gradients and their variables; returns the
+            gradients as they are to be applied.
     """
 
     def instructions(part: keras.optimizers.Optimizer) -> dict[str, Any]:
         def clip_apply_average(gradients: Any, variables: Any) -> None:
             gradients = part._clip_gradients(gradients)
+            if sent is not None:
+                gradients = sent(gradients, variables)
             part._apply_weight_decay(variables)
             part._backend_update_step(gradients, variables, part.learning_rate)
             if part.use_ema:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from mgpu_tf.data import Part
 from mgpu_tf.engine.async_update import AsynchronousUpdate
 from mgpu_tf.engine.losses import BatchShare, GlobalLoss
+from mgpu_tf.engine.packs import Packs
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.step import ReplicaStep, outputs_of
 from mgpu_tf.engine.work import Work
@@ -31,6 +32,7 @@ class Piece:
         state: What it may write besides weights.
         update: What happens with gradients.
         loss: The model's loss.
+        packs: Which weights a worker reads together.
         measured: Whether staleness is measured.
     """
 
@@ -42,6 +44,7 @@ class Piece:
         state: ReplicaState,
         update: AsynchronousUpdate,
         loss: GlobalLoss,
+        packs: Packs,
         *,
         measured: bool,
     ) -> None:
@@ -49,7 +52,7 @@ class Piece:
         self._strategy = strategy
         self._replicas = strategy.num_replicas_in_sync
         self._step, self._state = step, state
-        self._update, self._loss = update, loss
+        self._update, self._loss, self._packs = update, loss, packs
         options = strategy.staleness
         self._scaled_by = None
         if options.late_gradients == "scale":
@@ -64,7 +67,7 @@ class Piece:
         arguments: Any,
         steps: tf.Tensor,
         first: tf.Tensor,
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+    ) -> tf.Tensor:
         """Runs the steps.
 
         Args:
@@ -76,9 +79,9 @@ class Piece:
             first: Index of the first step among all of the run.
 
         Returns:
-            One float64 vector of steps, examples and the sums of the
-            metrics' state, and the staleness of each gradient, where it was
-            measured.
+            One float64 vector, which is one message: steps, examples, the
+            sums of the metrics' state, and the staleness of each gradient
+            where it was measured.
         """
         read = work.reader(iterator, arguments)
         zero = tf.constant(0, tf.int64)
@@ -89,9 +92,14 @@ class Piece:
                 tf.zeros(v.shape, v.dtype)
                 for v in self._model.trainable_variables
             ]
-        late = tf.TensorArray(
-            tf.float64, 0, dynamic_size=True, element_shape=[]
-        )
+        measured = training and self._measured
+        late = []
+        if measured:
+            late.append(
+                tf.TensorArray(
+                    tf.float64, 0, dynamic_size=True, element_shape=[]
+                )
+            )
 
         def body(
             done: tf.Tensor,
@@ -99,7 +107,7 @@ class Piece:
             ended: tf.Tensor,
             metrics: State,
             sums: State,
-            late: tf.TensorArray,
+            late: list[tf.TensorArray],
         ) -> Any:
             data, size = read(done)
 
@@ -119,10 +127,10 @@ class Piece:
                 ended = tf.equal(size, 0)
             else:
                 metrics, sums, staleness = go_on()
-                if training and self._measured:
-                    late = late.write(
-                        late.size(), tf.cast(staleness, tf.float64)
-                    )
+                late = [
+                    array.write(array.size(), tf.cast(staleness, tf.float64))
+                    for array in late
+                ]
                 done += 1
             return done, examples + size, ended, metrics, sums, late
 
@@ -137,7 +145,7 @@ class Piece:
         )
         counts = [tf.cast(t, tf.float64)[None] for t in (done, examples)]
         flat = [tf.cast(tf.reshape(m, [-1]), tf.float64) for m in metrics]
-        return tf.concat([*counts, *flat], 0), late.stack()
+        return tf.concat([*counts, *flat, *(a.stack() for a in late)], 0)
 
     def _train(
         self,
@@ -253,6 +261,7 @@ class Piece:
             first = tf.equal(_replica(), 0)
             metrics = [tf.where(first, m, tf.zeros_like(m)) for m in metrics]
         given: Writes = list(zip(self._state.metrics, metrics, strict=True))
+        given += self._packs.read()
         number = index * self._replicas + _replica()
         for state in self._state.seeds:
             value = state.value

@@ -65,7 +65,7 @@ class ReplicaStep:
             share: This replica's part of the global batch.
             training: Whether this is a step of training.
             given: Values that variables have for this step in place of
-                their own; by default the seeds of this replica.
+                their own, weights too; by default the seeds of this replica.
 
         Returns:
             The loss contribution, and the writes.
@@ -137,12 +137,15 @@ class ReplicaStep:
         ) -> tuple[list[Any], list[tf.Tensor]]:
             share = BatchShare(local, total, self._replicas)
             variables = self._model.trainable_variables
+            values = {id(variable): value for variable, value in given or ()}
+            weights = [values.get(id(v), v) for v in variables]
             with tf.GradientTape() as tape:
+                tape.watch([w for w in weights if isinstance(w, tf.Tensor)])
                 loss, writes = self.forward(
                     data, share, training=True, given=given
                 )
                 loss = scale(loss)
-            gradients = tape.gradient(loss, variables)
+            gradients = tape.gradient(loss, weights)
             _check_gradients(gradients, variables)
             self.present = [g is not None for g in gradients]
             self.written = [variable for variable, _ in writes]

@@ -25,6 +25,7 @@ import tensorflow as tf
 from mgpu_tf.data import Part, Source
 from mgpu_tf.data.feed import ended
 from mgpu_tf.data.order import serialized
+from mgpu_tf.data.sources import batch_size
 
 Batch = tuple[Any, tf.Tensor]
 Arguments = tuple[Any, ...]
@@ -200,7 +201,9 @@ class Shards:
 
         def stream() -> tf.data.Dataset:
             dataset = self.dataset(graphs, place_of_worker())
-            return dataset if source.endless else dataset.repeat()
+            if not source.endless:
+                dataset = dataset.repeat()
+            return dataset.prefetch(2)
 
         return iter(self._coordinator.create_per_worker_dataset(stream))
 
@@ -287,8 +290,8 @@ class StreamWork(Work):
 
         def read(step: tf.Tensor) -> Batch:
             del step
-            data, local, _ = next(iterator)
-            return data, local
+            data = next(iterator)
+            return data, batch_size(data)
 
         return read
 
@@ -330,13 +333,14 @@ class ShardWork(Work):
         """Reads the share from its beginning."""
         (place,) = arguments
         dataset = self._shards.dataset(next(iterator), place)
-        end = tf.data.Dataset.from_tensors(ended(self._shards.source))
+        none, _, _ = ended(self._shards.source)
+        end = tf.data.Dataset.from_tensors(none)
         elements = iter(dataset.concatenate(end.repeat()))
 
         def read(step: tf.Tensor) -> Batch:
             del step
-            data, local, _ = next(elements)
-            return data, local
+            data = next(elements)
+            return data, batch_size(data)
 
         return read
 
