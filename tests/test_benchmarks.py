@@ -207,6 +207,18 @@ def test_the_line_goes_through_the_least_times():
     assert (slope, intercept, explained) == pytest.approx((0.5, 0.5, 0.25))
 
 
+def test_points_take_the_place_of_older_ones():
+    newer = growth.Series(
+        "replicas, tiny", "replica", [growth.Point(x, [1.0]) for x in (3, 4)]
+    )
+    (one,) = growth.merged([grown()], [newer])
+    assert [point.x for point in one.points] == [1, 2, 3, 4]
+    assert [min(point.ms) for point in one.points] == [5.0, 8.0, 1.0, 1.0]
+    other = growth.Series("parameters, x", "M parameters", newer.points)
+    assert growth.merged([other], [grown()]) == [grown(), other]
+    assert growth.Series("x", "x", newer.points[:1]).line() == (0.0, 1.0, 1.0)
+
+
 def test_growth_is_written_and_read(tmp_path):
     facts = {"machine": "m", "date": "d", "load": 1.0, "command": "c"}
     growth.write(str(tmp_path), [grown()], facts)

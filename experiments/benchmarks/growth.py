@@ -3,9 +3,10 @@
     python -m experiments.benchmarks.growth [--rounds=5] [--only=parameters]
 
 Hardware: any; on 2 quiet CPU cores about ten minutes. Writes `growth.json`,
-`GROWTH.md` and `growth.png` beside this file. Each point is a process, or
+`GROWTH.md` and `growth.png` beside this file, anew after each model; `--only`
+leaves the others as they are. Each point is a process, or
 two, of `mgpu_tf.Trainer.fit` with metrics and progress bar on; the points of
-a table take turns, and those of one model reach the same loss.
+one model take turns and reach the same loss.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ import numpy as np
 from experiments.benchmarks import jobs, results
 from experiments.benchmarks.runner import Contestant, Failed, Rates, alternate
 
+_COMMAND = "make growth"
 JSON = "growth.json"
 TEXT = "GROWTH.md"
 FIGURE = "growth.png"
+_STEPS = 4
 REPLICAS = tuple(range(1, 9))
 _TRAINER = "experiments.benchmarks.contestants.trainer"
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -72,6 +75,8 @@ class Series:
     def line(self) -> tuple[float, float, float]:
         """Fits a line by least squares through the least times.
 
+        One point alone has a level one.
+
         What else a machine does can only add to a time; the least of a few
         rounds is the one it added to least.
 
@@ -81,51 +86,55 @@ class Series:
         """
         x = np.array([point.x for point in self.points])
         y = np.array([min(point.ms) for point in self.points])
+        if len(self.points) == 1:
+            return 0.0, float(y[0]), 1.0
         slope, intercept = np.polyfit(x, y, 1)
         rest = ((y - slope * x - intercept) ** 2).sum()
         whole = ((y - y.mean()) ** 2).sum()
         return float(slope), float(intercept), float(1 - rest / whole)
 
 
-def over_replicas(rounds: int, logs: str) -> list[Series]:
+def over_replicas(job: str, rounds: int, logs: str) -> list[Series]:
     """Measures 1 to 8 replicas, parts of the CPU, at one global batch."""
-    found = []
-    for job, steps in (("tiny", 100), ("mlp", 4)):
-        contestants = [_ONE] + [
-            Contestant(
-                f"mirrored_x{replicas}",
-                _TRAINER,
-                {"strategy": "mirrored", "replicas": replicas},
-            )
-            for replicas in REPLICAS[1:]
-        ]
-        rates = _alternate(contestants, job, steps, rounds, logs)
-        name = f"replicas, {millions(job):.3g} M parameters"
-        points = [
-            Point(count, _ms(rates.rates[contestant.name]))
-            for count, contestant in zip(REPLICAS, contestants, strict=True)
-        ]
-        found.append(Series(name, "replica", points))
-    return found
-
-
-def over_parameters(rounds: int, logs: str) -> list[Series]:
-    """Measures 0.1 to 50 million parameters, a core to each process."""
-    points: dict[str, list[Point]] = {place.name: [] for place in _PLACES}
-    for job in jobs.GROWING:
-        rates = _alternate(_PLACES, job, 4, rounds, logs, pinned=True)
-        for name, found in rates.rates.items():
-            points[name].append(Point(millions(job), _ms(found)))
-    return [
-        Series(f"parameters, {name}", "M parameters", those)
-        for name, those in points.items()
+    contestants = [_ONE] + [
+        Contestant(
+            f"mirrored_x{replicas}",
+            _TRAINER,
+            {"strategy": "mirrored", "replicas": replicas},
+        )
+        for replicas in REPLICAS[1:]
     ]
+    rates = _alternate(contestants, job, rounds, logs)
+    points = [
+        Point(count, _ms(rates.rates[contestant.name]))
+        for count, contestant in zip(REPLICAS, contestants, strict=True)
+    ]
+    name = f"replicas, {millions(job):.3g} M parameters"
+    return [Series(name, "replica", points)]
+
+
+def over_parameters(job: str, rounds: int, logs: str) -> list[Series]:
+    """Measures a number of parameters, a core to each process."""
+    rates = _alternate(_PLACES, job, rounds, logs, pinned=True)
+    return [
+        Series(
+            f"parameters, {name}",
+            "M parameters",
+            [Point(millions(job), _ms(found))],
+        )
+        for name, found in rates.rates.items()
+    ]
+
+
+MEASURES = {
+    **{f"replicas/{job}": (over_replicas, job) for job in ("tiny", "mlp")},
+    **{f"parameters/{job}": (over_parameters, job) for job in jobs.GROWING},
+}
 
 
 def _alternate(
     contestants: Sequence[Contestant],
     job: str,
-    steps: int,
     rounds: int,
     logs: str,
     *,
@@ -136,12 +145,12 @@ def _alternate(
     rates = alternate(
         contestants,
         job,
-        check_steps=steps,
+        check_steps=_STEPS,
         burst_seconds=1.5,
         rounds=rounds,
         log_folder=folder,
         pinned=pinned,
-        multiple=steps,
+        multiple=_STEPS,
     )
     if rates.failed:
         raise Failed(f"{job}: {rates.failed}")
@@ -185,8 +194,8 @@ def text(series: Sequence[Series], facts: Mapping) -> str:
         "",
         "Milliseconds of a step of `Trainer.fit`; the line goes through the "
         "least times, by least squares. Parts of one CPU share its cores, so "
-        "more replicas of it do the same work with more overhead, never "
-        "faster. Parameters: MLPs of four hidden layers, 32 examples in a "
+        "more replicas of it do the same work with more overhead. "
+        "Parameters: MLPs of four hidden layers, 32 examples in a "
         "step, each process on one core with one thread.",
         "",
         f"![Growth]({FIGURE})",
@@ -282,26 +291,42 @@ def write(folder: str, series: Sequence[Series], facts: Mapping) -> None:
     draw(series, os.path.join(folder, FIGURE))
 
 
-_TABLES = {"replicas": over_replicas, "parameters": over_parameters}
+def merged(held: Sequence[Series], found: Sequence[Series]) -> list[Series]:
+    """Returns what is held, with points that were found in place of older."""
+    series = {one.name: one for one in held}
+    for one in found:
+        points = {point.x: point for point in one.points}
+        before = series[one.name].points if one.name in series else []
+        points = {point.x: point for point in before} | points
+        series[one.name] = Series(
+            one.name, one.unit, [points[x] for x in sorted(points)]
+        )
+    return sorted(
+        series.values(), key=lambda one: one.name.startswith("parameters")
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.benchmarks.growth", description=__doc__
     )
-    parser.add_argument("--only", choices=sorted(_TABLES))
+    parser.add_argument("--only", default="", help="names begin with this")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output_dir", default=_HERE)
     arguments = parser.parse_args()
-    logs = os.path.join("runs", "growth")
-    held = read(arguments.output_dir)
-    for name, measure in _TABLES.items():
-        if arguments.only in (None, name):
-            kept = [one for one in held if not one.name.startswith(name)]
-            held = kept + measure(arguments.rounds, logs)
-    held.sort(key=lambda one: not one.name.startswith("replicas"))
-    os.makedirs(arguments.output_dir, exist_ok=True)
-    write(arguments.output_dir, held, results.facts("make growth"))
+    folder = arguments.output_dir
+    chosen = [name for name in MEASURES if name.startswith(arguments.only)]
+    if arguments.rounds < 1 or not chosen:
+        parser.error(
+            "--rounds must be 1 or more and --only the beginning of one of "
+            f"{', '.join(MEASURES)}. Received: --rounds={arguments.rounds}, "
+            f"--only={arguments.only}."
+        )
+    os.makedirs(folder, exist_ok=True)
+    for name in chosen:
+        measure, job = MEASURES[name]
+        found = measure(job, arguments.rounds, os.path.join("runs", "growth"))
+        write(folder, merged(read(folder), found), results.facts(_COMMAND))
     return 0
 
 
