@@ -4,9 +4,10 @@
 
 Hardware: any. With GPUs they are the devices. Without, it runs twice: parts
 of the CPU, 1 to 8, which show the overhead of more replicas, and one process
-to a core, which is speed-up. Expected on 2 CPU cores: about three minutes;
-two processes reach 1.5 to 1.9 of one on the CNN. Published beside: 1.7 / 3.5
-/ 6.2 on 2 / 4 / 8 GPUs, and TensorFlow's own on a DGX-1.
+to a core, which is speed-up. Expected on 2 CPU cores: about five minutes; two
+processes reached 1.2 of one on the CNN while other work ran, which meets two
+cores harder than one. Published beside: 1.7 / 3.5 / 6.2 on 2 / 4 / 8 GPUs, and
+TensorFlow's own on a DGX-1.
 """
 
 import argparse

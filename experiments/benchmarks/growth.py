@@ -154,7 +154,8 @@ def _alternate(
     )
     if rates.failed:
         raise Failed(f"{job}: {rates.failed}")
-    print(f"{job}: { ({k: max(v) for k, v in rates.rates.items()}) } steps/s")
+    for name, found in rates.rates.items():
+        print(f"{job}, {name}: {max(found):.4g} steps/s", flush=True)
     return rates
 
 

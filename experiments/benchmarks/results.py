@@ -41,7 +41,7 @@ _MEANING = {
 
 # The unit of rates that are told as times.
 STARTS = "starts/s"
-_TICKS = (0.2, 0.5, 1, 2, 5, 10)
+_TICKS = (0.2, 0.5, 1, 2, 5, 10, 20)
 NOTES = "NOTES.md"
 _PACKAGES = ("tensorflow", "keras", "torch", "tf_keras", "jax", "numpy")
 

@@ -102,7 +102,8 @@ class Streams:
                 try_autocache=False,
             )
             data = self._read("train", read_config=config)
-            return data.shuffle(_SHUFFLE_BUFFER, seed=self.seed).batch(batch)
+            data = data.shuffle(_SHUFFLE_BUFFER, seed=self.seed)
+            return self._batches(data, batch)
 
         if self.deterministic:
             return {"x": pipeline(0, 1, batch_size)}
@@ -112,18 +113,21 @@ class Streams:
         """Returns arguments of `Trainer.evaluate`."""
         splits = self.builder.info.splits
         name = next(n for n in ("test", "validation", "train") if n in splits)
-        return {"x": self._read(name).batch(batch_size)}
+        return {"x": self._batches(self._read(name), batch_size)}
 
     def _read(self, split: str, **options: Any) -> tf.data.Dataset:
+        return self.builder.as_dataset(
+            split=split, as_supervised=True, shuffle_files=False, **options
+        )
+
+    def _batches(self, data: tf.data.Dataset, size: int) -> tf.data.Dataset:
+        """Scales whole batches: what is shuffled and copied are bytes."""
         import tensorflow as tf
 
         def scaled(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return tf.cast(x, tf.float32) / self.scale, tf.cast(y, tf.int32)
 
-        data = self.builder.as_dataset(
-            split=split, as_supervised=True, shuffle_files=False, **options
-        )
-        return data.map(scaled, num_parallel_calls=tf.data.AUTOTUNE)
+        return data.batch(size).map(scaled, num_parallel_calls=tf.data.AUTOTUNE)
 
 
 def load(
