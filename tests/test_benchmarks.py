@@ -197,26 +197,32 @@ def test_growing_jobs_have_so_many_parameters(job):
 
 def grown():
     points = [growth.Point(x, [9.0 * x, 2.0 + 3.0 * x]) for x in (1, 2, 4)]
-    return growth.Series("replicas, tiny", "replica", points)
+    return growth.Series("replicas, tiny", "replicas", points)
 
 
 def test_the_line_goes_through_the_least_times():
-    assert grown().line() == pytest.approx((3.0, 2.0, 1.0))
-    points = [growth.Point(x, [y]) for x, y in ((0, 1.0), (1, 0.0), (2, 2.0))]
-    slope, intercept, explained = growth.Series("x", "y", points).line()
-    assert (slope, intercept, explained) == pytest.approx((0.5, 0.5, 0.25))
+    assert grown().line() == pytest.approx((3.0, 2.0, 0.0), abs=1e-9)
+
+
+def test_small_sizes_count_as_much_as_large_ones():
+    points = [growth.Point(x, [1.1 * x]) for x in (1, 2)]
+    points += [growth.Point(x, [0.9 * x]) for x in (100, 200)]
+    slope, intercept, away = growth.Series("x", "y", points).line()
+    assert slope == pytest.approx(0.9, rel=0.02)
+    assert slope + intercept == pytest.approx(1.1, rel=0.2)
+    assert 0 < away < 0.15
 
 
 def test_points_take_the_place_of_older_ones():
     newer = growth.Series(
-        "replicas, tiny", "replica", [growth.Point(x, [1.0]) for x in (3, 4)]
+        "replicas, tiny", "replicas", [growth.Point(x, [1.0]) for x in (3, 4)]
     )
     (one,) = growth.merged([grown()], [newer])
     assert [point.x for point in one.points] == [1, 2, 3, 4]
     assert [min(point.ms) for point in one.points] == [5.0, 8.0, 1.0, 1.0]
-    other = growth.Series("parameters, x", "M parameters", newer.points)
+    other = growth.Series("parameters, x", "millions", newer.points)
     assert growth.merged([other], [grown()]) == [grown(), other]
-    assert growth.Series("x", "x", newer.points[:1]).line() == (0.0, 1.0, 1.0)
+    assert growth.Series("x", "x", newer.points[:1]).line() == (0.0, 1.0, 0.0)
 
 
 def test_growth_is_written_and_read(tmp_path):
@@ -225,7 +231,7 @@ def test_growth_is_written_and_read(tmp_path):
     assert growth.read(str(tmp_path)) == [grown()]
     assert growth.read(str(tmp_path / "none")) == []
     told = (tmp_path / growth.TEXT).read_text()
-    assert "2 ms + 3 ms for each replica" in told
+    assert "2 ms + 3 ms x replicas" in told
     assert "| 4 | 14 | 25 | 36 | 14 |" in told
     figure = (tmp_path / growth.FIGURE).read_bytes()
     assert figure.startswith(b"\x89PNG")

@@ -73,25 +73,24 @@ class Series:
     points: list[Point]
 
     def line(self) -> tuple[float, float, float]:
-        """Fits a line by least squares through the least times.
-
-        One point alone has a level one.
+        """Fits a line through the least times.
 
         What else a machine does can only add to a time; the least of a few
-        rounds is the one it added to least.
+        rounds is the one it added to least. Squares are of deviations in
+        proportion, so that small sizes count as much as large ones.
 
         Returns:
             Milliseconds for one more of the unit, milliseconds at zero, and
-            the share of the variance that the line explains.
+            the greatest deviation of a point in proportion to it. One point
+            alone has a level line.
         """
         x = np.array([point.x for point in self.points])
         y = np.array([min(point.ms) for point in self.points])
-        if len(self.points) == 1:
-            return 0.0, float(y[0]), 1.0
-        slope, intercept = np.polyfit(x, y, 1)
-        rest = ((y - slope * x - intercept) ** 2).sum()
-        whole = ((y - y.mean()) ** 2).sum()
-        return float(slope), float(intercept), float(1 - rest / whole)
+        if len(x) == 1:
+            return 0.0, float(y[0]), 0.0
+        slope, intercept = np.polyfit(x, y, 1, w=1 / y)
+        away = np.abs(slope * x + intercept - y) / y
+        return float(slope), float(intercept), float(away.max())
 
 
 def over_replicas(job: str, rounds: int, logs: str) -> list[Series]:
@@ -110,7 +109,7 @@ def over_replicas(job: str, rounds: int, logs: str) -> list[Series]:
         for count, contestant in zip(REPLICAS, contestants, strict=True)
     ]
     name = f"replicas, {millions(job):.3g} M parameters"
-    return [Series(name, "replica", points)]
+    return [Series(name, "replicas", points)]
 
 
 def over_parameters(job: str, rounds: int, logs: str) -> list[Series]:
@@ -119,7 +118,7 @@ def over_parameters(job: str, rounds: int, logs: str) -> list[Series]:
     return [
         Series(
             f"parameters, {name}",
-            "M parameters",
+            "million parameters",
             [Point(millions(job), _ms(found))],
         )
         for name, found in rates.rates.items()
@@ -173,13 +172,13 @@ def as_json(series: Sequence[Series], facts: Mapping) -> dict:
     """Returns what `growth.json` holds."""
     entries = []
     for one in series:
-        slope, intercept, explained = one.line()
+        slope, intercept, away = one.line()
         entries.append(
             dataclasses.asdict(one)
             | {
                 "ms_per_unit": round(slope, 4),
                 "ms_at_zero": round(intercept, 4),
-                "r_squared": round(explained, 4),
+                "greatest_deviation": round(away, 4),
             }
         )
     return {**facts, "series": entries}
@@ -193,24 +192,21 @@ def text(series: Sequence[Series], facts: Mapping) -> str:
         f"{facts['machine']}. {facts['date']}, `{facts['command']}`. Load "
         f"average at the end {facts['load']}.",
         "",
-        "Milliseconds of a step of `Trainer.fit`; the line goes through the "
-        "least times, by least squares. Parts of one CPU share its cores, so "
-        "more replicas of it do the same work with more overhead. "
-        "Parameters: MLPs of four hidden layers, 32 examples in a "
-        "step, each process on one core with one thread.",
+        "Milliseconds of a step of `Trainer.fit`. The line goes through the "
+        "least times, by least squares of deviations in proportion. Parts of "
+        "one CPU share its cores, so more replicas of it do the same work "
+        "with more overhead. Parameters: MLPs of four hidden layers, 32 "
+        "examples in a step, each process on one core with one thread.",
         "",
         f"![Growth]({FIGURE})",
         "",
     ]
     for one in series:
-        slope, intercept, explained = one.line()
+        slope, intercept, away = one.line()
         lines += [
             f"## {one.name}",
             "",
-            f"| {one.unit}s | least ms | median ms | greatest ms | line ms |"
-            if one.unit == "replica"
-            else f"| {one.unit} | least ms | median ms | greatest ms "
-            "| line ms |",
+            f"| {one.unit} | least ms | median ms | greatest ms | line ms |",
             "|---|---|---|---|---|",
         ]
         for point in one.points:
@@ -222,26 +218,32 @@ def text(series: Sequence[Series], facts: Mapping) -> str:
             )
         lines += [
             "",
-            f"A step takes {intercept:.3g} ms + {slope:.3g} ms for each "
-            f"{one.unit} (R² {explained:.3f}).",
+            f"A step takes {intercept:.3g} ms + {slope:.3g} ms x {one.unit}; "
+            f"the point farthest from the line is off by {away:.0%}.",
             "",
         ]
     return "\n".join(lines)
 
 
 def draw(series: Sequence[Series], path: str) -> None:
-    """Draws the points, their spread and the lines, a panel for each x."""
+    """Draws the points, their spread and the lines.
+
+    Replicas have a panel for each model, and all parameters one.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    kinds = list(dict.fromkeys(one.unit for one in series))
-    figure, panels = pyplot.subplots(
-        1, len(kinds), figsize=(5.5 * len(kinds), 4.2), squeeze=False
+    panels: dict[str, list[Series]] = {}
+    for one in series:
+        panel = one.name if one.unit == "replicas" else one.unit
+        panels.setdefault(panel, []).append(one)
+    figure, every = pyplot.subplots(
+        1, len(panels), figsize=(4.5 * len(panels), 4.2), squeeze=False
     )
-    for unit, axes in zip(kinds, panels[0], strict=True):
-        for one in (one for one in series if one.unit == unit):
+    for those, axes in zip(panels.values(), every[0], strict=True):
+        for one in those:
             slope, intercept, _ = one.line()
             x = np.array([point.x for point in one.points])
             least = [min(point.ms) for point in one.points]
@@ -250,7 +252,7 @@ def draw(series: Sequence[Series], path: str) -> None:
             bars = axes.errorbar(
                 x, least, yerr=[[0] * len(x), above], fmt="o", capsize=3
             )
-            ends = np.linspace(x.min(), x.max(), 100)
+            ends = np.geomspace(x.min(), x.max(), 100)
             axes.plot(
                 ends,
                 slope * ends + intercept,
@@ -258,11 +260,12 @@ def draw(series: Sequence[Series], path: str) -> None:
                 linewidth=1,
                 label=f"{one.name}: {intercept:.3g} + {slope:.3g} x ms",
             )
-        axes.set_xlabel("replicas" if unit == "replica" else unit)
+        axes.set_xlabel(those[0].unit)
         axes.set_ylabel("step, ms: least, bar to the median")
-        axes.set_yscale("log")
-        if unit != "replica":
-            axes.set_xscale("log")
+        if those[0].unit == "replicas":
+            axes.set_ylim(bottom=0)
+        else:
+            axes.loglog()
         axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
