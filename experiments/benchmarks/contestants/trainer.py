@@ -50,7 +50,8 @@ class TrainerFit:
             callbacks=callbacks,
         )
         self._made += steps * epochs
-        counts = {trainer.global_step, int(trainer.model.optimizer.iterations)}
+        iterations = int(trainer.model.optimizer.iterations.numpy())
+        counts = {trainer.global_step, iterations}
         if counts != {self._made}:
             raise RuntimeError(f"made {self._made} steps, counted {counts}")
         return history
