@@ -91,6 +91,27 @@ def for_other_workers(
     return kept
 
 
+class ProgressLine(keras.callbacks.ProgbarLogger):
+    """Keras's progress bar, without some logs of an epoch.
+
+    Args:
+        left_out: How the names of those begin.
+    """
+
+    def __init__(self, left_out: str) -> None:
+        super().__init__()
+        self._left_out = left_out
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Ends the line of an epoch."""
+        shown = {
+            name: value
+            for name, value in (logs or {}).items()
+            if not name.startswith(self._left_out)
+        }
+        super().on_epoch_end(epoch, shown)
+
+
 class StalenessHistogram(keras.callbacks.Callback):
     """Writes how late gradients were beside what a `TensorBoard` writes.
 

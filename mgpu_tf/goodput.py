@@ -33,7 +33,7 @@ class Goodput:
         compile_seconds: Tracing and compiling of steps.
         input_seconds: Steps that waited for data; 0 where operations are
             made to repeat, which lets none of them look at a clock.
-        evaluate_seconds: Evaluations between epochs.
+        evaluate_seconds: Evaluations, between epochs and after them.
         save_seconds: Steps that waited for a checkpoint to be copied.
         step_seconds: Steps, less what they waited for.
         other_seconds: The rest: callbacks, the progress bar, the end.

@@ -35,6 +35,7 @@ from mgpu_tf.run_state import EpochRecord
 from mgpu_tf.strategy import (
     create_strategy,
     is_chief,
+    lost_workers,
     replica_count,
     strategy_name,
     worker_count,
@@ -162,6 +163,8 @@ def report(
         restarts=trainer.saver.recovery.restarts,
         lost_steps=trainer.saver.recovery.lost_steps,
         lost_seconds=trainer.saver.recovery.lost_seconds,
+        lost_workers=trainer.saver.recovery.lost_workers
+        + lost_workers(strategy),
         saving_seconds=trainer.saver.blocked_seconds,
         goodput=dataclasses.asdict(
             trainer.meter.goodput(trainer.saver.blocked_seconds)

@@ -40,6 +40,7 @@ from mgpu_tf.run_state import Counts, EpochRecord, Position, RunState
 from mgpu_tf.save_options import SaveOptions
 from mgpu_tf.saver import CheckpointSaver, Saver
 from mgpu_tf.session import Session
+from mgpu_tf.strategy import lost_workers
 
 
 class Watched(Counts, Protocol):
@@ -165,6 +166,7 @@ class Training:
             self._session.peers,
             is_chief=self._session.is_chief,
             capture=self._run.capture,
+            lost_workers=lambda: lost_workers(self._session.strategy),
         )
 
     def _epoch(self, epoch: int, feed: DataFeed) -> None:

@@ -80,6 +80,34 @@ class StalenessOptions:
             )
 
 
+class _Losses(logging.Filter):
+    """Shortens what TensorFlow says about tasks that are lost, and counts.
+
+    It prints every error with its traceback as it happens. Those that are
+    mended are told in a line; the others are raised.
+
+    Attributes:
+        workers: How often this process has lost a worker.
+    """
+
+    workers = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.module != "cluster_coordinator":
+            return True
+        if str(record.msg).startswith("Worker %s failed"):
+            self.workers += 1
+            task = record.getMessage().split()[1]
+            _log.warning(
+                "%s was lost; others do its work until it is back",
+                task.removeprefix("/job:").replace("/replica:0/task:", " "),
+            )
+        return False
+
+
+_losses = _Losses()
+
+
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """TensorFlow's strategy, with its cluster and what to do when late.
 
@@ -93,6 +121,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     ) -> None:
         self.cluster = cluster
         self.staleness = staleness
+        self._lost_before = _losses.workers
         super().__init__(
             tf.distribute.cluster_resolver.SimpleClusterResolver(
                 _spec(cluster),
@@ -110,6 +139,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """
         _await_tasks([*self.cluster.ps, *self.cluster.worker])
         return ParameterServerStrategy(self.cluster, self.staleness)
+
+    @property
+    def lost_workers(self) -> int:
+        """How often a worker was lost; others did its work."""
+        return _losses.workers - self._lost_before
 
     @property
     def num_workers(self) -> int:
@@ -174,7 +208,7 @@ def create_parameter_server_strategy(
     _hide_gpus()
     if cluster.task_type == "evaluator":
         return EvaluatorStrategy(cluster)
-    logging.getLogger("tensorflow").addFilter(_in_one_line)
+    logging.getLogger("tensorflow").addFilter(_losses)
     strategy = ParameterServerStrategy(cluster, options)
     if "MGPU_TF_RESTARTS" not in os.environ:  # No supervisor ends the servers.
         atexit.register(_dismiss_unless_failed, cluster)
@@ -227,23 +261,6 @@ def dismiss(cluster: ClusterConfig) -> None:
                 tf.device(f"/job:{job}/task:{index}"),
             ):
                 tf.raw_ops.Abort(error_msg="", exit_without_error=True)
-
-
-def _in_one_line(record: logging.LogRecord) -> bool:
-    """Shortens what TensorFlow says about tasks that are lost.
-
-    It prints every error with its traceback as it happens. Those that are
-    mended are told in a line; the others are raised.
-    """
-    if record.module != "cluster_coordinator":
-        return True
-    if str(record.msg).startswith("Worker %s failed"):
-        task = record.getMessage().split()[1]
-        _log.warning(
-            "%s was lost; others do its work until it is back",
-            task.removeprefix("/job:").replace("/replica:0/task:", " "),
-        )
-    return False
 
 
 def _dismiss_unless_failed(cluster: ClusterConfig) -> None:

@@ -26,11 +26,14 @@ class Recovery:
         lost_steps: Steps that were done and had to be done again.
         lost_seconds: Time from the moment that a checkpoint holds to the
             moment at which the run went on from it.
+        lost_workers: How often an asynchronous run lost a worker, whose work
+            others did, before it was begun again last.
     """
 
     restarts: int = 0
     lost_steps: int = 0
     lost_seconds: float = 0.0
+    lost_workers: int = 0
 
 
 class Progress:
@@ -45,12 +48,12 @@ class Progress:
         self._began = time.time()
         self._descriptor: int | None = None
 
-    def note(self, step: int) -> None:
-        """Notes that a step is done; a write of 40 bytes."""
+    def note(self, step: int, lost_workers: int = 0) -> None:
+        """Notes that a step is done; a write of 50 bytes."""
         if self._descriptor is None:
             path = os.path.join(self._folder, _PROGRESS)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-        text = f"{step:20d} {self._began:18.6f}\n"
+        text = f"{step:20d} {self._began:18.6f} {lost_workers:8d}\n"
         os.pwrite(self._descriptor, text.encode(), 0)
 
     def begin(self, step: int, saved_at: float | None) -> Recovery:
@@ -68,12 +71,13 @@ class Progress:
         totals = Recovery(**self._totals())
         if before is None:
             return totals
-        last_step, began = before
+        last_step, began, lost_workers = before
         since = began if saved_at is None else saved_at
         totals = Recovery(
             restarts=totals.restarts + 1,
             lost_steps=totals.lost_steps + max(0, last_step - step),
             lost_seconds=totals.lost_seconds + max(0.0, time.time() - since),
+            lost_workers=totals.lost_workers + lost_workers,
         )
         path = os.path.join(self._folder, _TOTALS)
         with open(path + ".tmp", "w", encoding="utf-8") as file:
@@ -89,12 +93,12 @@ class Progress:
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(self._folder, _PROGRESS))
 
-    def _read(self) -> tuple[int, float] | None:
+    def _read(self) -> tuple[int, float, int] | None:
         try:
             path = os.path.join(self._folder, _PROGRESS)
             with open(path, encoding="ascii") as file:
-                step, moment = file.read().split()
-            return int(step), float(moment)
+                step, moment, lost_workers = file.read().split()
+            return int(step), float(moment), int(lost_workers)
         except (FileNotFoundError, ValueError):
             return None
 

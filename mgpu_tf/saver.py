@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import sys
 import threading
@@ -110,6 +111,7 @@ class CheckpointSaver(Saver):
         peers: The workers, who have to agree.
         is_chief: Whether this process writes.
         capture: Returns the state at this moment; called on all workers.
+        lost_workers: Returns how many workers were lost so far.
     """
 
     def __init__(
@@ -119,16 +121,18 @@ class CheckpointSaver(Saver):
         *,
         is_chief: bool,
         capture: Callable[[], tuple[int, State, Arrays]],
+        lost_workers: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__()
         self._options = options
         self._peers = peers
         self._is_chief = is_chief
-        self._capture = capture
+        self._capture, self._lost_workers = capture, lost_workers
         self._progress: Progress | None = None
         self._writer: threading.Thread | None = None
         self._failed: OSError | None = None
         self._last_save = time.monotonic()
+        self._due_at = math.inf
         self._saved = False
         self._preempted = False
 
@@ -185,7 +189,10 @@ class CheckpointSaver(Saver):
     def room(self, step: int, wanted: int) -> int:
         """Returns how many of the wanted steps may run before a save."""
         every = self._options.every_steps
-        return wanted if every is None else min(wanted, every - step % every)
+        if every is None:
+            return wanted
+        self._due_at = step - step % every + every
+        return min(wanted, self._due_at - step)
 
     def votes(self) -> Votes:
         """Returns what this worker asks for."""
@@ -204,12 +211,12 @@ class CheckpointSaver(Saver):
         """Saves between two executions where it is time to; as above."""
         self._saved = False
         if self._progress is not None:
-            self._progress.note(step)
+            self._progress.note(step, self._lost_workers())
         options = self._options
         by_epoch = options.every_steps is None and options.every_seconds is None
         due = votes.save or votes.end
-        if options.every_steps is not None:
-            due |= step % options.every_steps == 0
+        # Later where an update of several steps had to end first.
+        due |= step >= self._due_at
         if due or (by_epoch and epoch_ends):
             self._save()
         if votes.end:

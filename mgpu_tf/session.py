@@ -24,6 +24,7 @@ from mgpu_tf import determinism
 from mgpu_tf.arguments import check_seeded, check_verbose, data_facts
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.base import DataFeed, Engine
+from mgpu_tf.engine.staleness import PREFIX
 from mgpu_tf.pace import Pace, Trial
 from mgpu_tf.parameter_server import ParameterServerStrategy
 from mgpu_tf.peers import Peers
@@ -189,10 +190,15 @@ class Session:
         if not self.is_chief:
             verbose = 0
             callbacks = callbacks_lib.for_other_workers(callbacks)
+        own = any(
+            isinstance(callback, keras.callbacks.ProgbarLogger)
+            for callback in callbacks
+        )
+        if verbose != 0 and not own:
+            callbacks = [*callbacks, callbacks_lib.ProgressLine(PREFIX)]
         return keras.callbacks.CallbackList(
             callbacks,
             add_history=training,
-            add_progbar=verbose != 0,
             model=self.model,
             verbose=1 if verbose == "auto" else verbose,
             epochs=epochs,

@@ -280,6 +280,13 @@ def replica_count(strategy: tf.distribute.Strategy) -> int:
     return strategy.num_replicas_in_sync
 
 
+def lost_workers(strategy: tf.distribute.Strategy) -> int:
+    """Returns how often the strategy lost a worker and went on without."""
+    if isinstance(strategy, ParameterServerStrategy):
+        return strategy.lost_workers
+    return 0
+
+
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether this process writes the files of a run."""
     if isinstance(strategy, EvaluatorStrategy):

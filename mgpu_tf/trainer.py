@@ -298,7 +298,7 @@ class Trainer:
                 steps or source.steps,
             )
             feed = session.feed_once(source, steps)
-            with explained(source):
+            with explained(source), self.meter.phase("evaluate"):
                 scores = loop.evaluate(session, feed, steps, hooks)
         if return_dict:
             return scores

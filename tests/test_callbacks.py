@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mgpu_tf
+from mgpu_tf.callbacks import ProgressLine
 from tests import clusters
 from tests.jobs import callbacks
 
@@ -69,3 +70,27 @@ def test_not_a_callback(strategies):
     for wrong in ([keras.callbacks.TerminateOnNaN], ["stop"], 3):
         with pytest.raises(mgpu_tf.ConfigurationError, match="callbacks must"):
             trainer.fit(*callbacks.numbers(), callbacks=wrong)
+
+
+@pytest.mark.parametrize("verbose", [1, 2])
+def test_the_progress_line_leaves_out_what_is_in_the_logs(verbose, capsys):
+    line = ProgressLine("staleness_")
+    line.set_params({"verbose": verbose, "epochs": 2, "steps": 5})
+    logs = {"loss": 0.5, "staleness_mean": 2.0, "val_loss": 0.25}
+    line.on_epoch_begin(0)
+    line.on_epoch_end(0, logs)
+    shown = capsys.readouterr().out
+    assert "loss: 0.5" in shown
+    assert "val_loss: 0.25" in shown
+    assert "staleness" not in shown
+    assert "staleness_mean" in logs
+
+
+@pytest.mark.parametrize("own", [[], [keras.callbacks.ProgbarLogger()]])
+def test_one_progress_line(own, strategies, capsys):
+    trainer = mgpu_tf.Trainer(callbacks.build(), strategies["one_device"])
+    data = callbacks.numbers()
+    trainer.fit(*data, epochs=1, verbose=2, callbacks=own)
+    assert capsys.readouterr().out.count("loss:") == 1
+    trainer.fit(*data, epochs=1, verbose=0)
+    assert capsys.readouterr().out == ""

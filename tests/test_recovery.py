@@ -8,16 +8,18 @@ from mgpu_tf.recovery import Progress, Recovery
 def test_adds_up_over_restarts(tmp_path):
     first = Progress(str(tmp_path))
     assert first.begin(0, None) == Recovery()
-    first.note(7)
-    first.note(12)
+    first.note(7, lost_workers=1)
+    first.note(12, lost_workers=2)
     second = Progress(str(tmp_path))
     saved_at = time.time() - 100
     cost = second.begin(10, saved_at)
     assert (cost.restarts, cost.lost_steps) == (1, 2)
     assert 100 <= cost.lost_seconds < 1000
-    second.note(30)
+    assert cost.lost_workers == 2
+    second.note(30, lost_workers=3)
     third = Progress(str(tmp_path)).begin(30, time.time())
     assert (third.restarts, third.lost_steps) == (2, 2)
+    assert third.lost_workers == 5
 
 
 def test_a_start_without_a_checkpoint_loses_all(tmp_path):

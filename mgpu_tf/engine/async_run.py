@@ -59,12 +59,17 @@ class Run:
             settle: Whether nothing may be under way by then.
 
         Returns:
-            Steps done since the last call, and the examples in them.
+            Steps done since the last call, and the examples in them; they
+            go on to the end of an update.
         """
         if not self._kind:
             self._begin(kind)
         if settle:
             ahead = max(self._handed - self._told, wanted)
+        if ahead is not None and kind == "train":
+            # A piece that ended within an update would lose what it has
+            # accumulated.
+            ahead = -(-ahead // self._engine.every) * self._engine.every
         end = math.inf if ahead is None else self._told + ahead
         while self._done - self._told < wanted:
             self._hand_out(wanted, end)

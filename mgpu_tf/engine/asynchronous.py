@@ -141,8 +141,16 @@ class AsynchronousEngine(Engine):
         """Runs training steps; as in `Engine`."""
         self.prepare(source)
         settle = votes.save or votes.end
+        known = len(self._pieces)
         done, examples = iterator.advance("train", steps, ahead, settle)
-        return Execution(done, examples, iterator.logs(), seconds, votes)
+        return Execution(
+            done,
+            examples,
+            iterator.logs(),
+            seconds,
+            votes,
+            traced=len(self._pieces) > known,
+        )
 
     def evaluate(
         self, iterator: Any, steps: int, source: Source, seconds: float = 0.0

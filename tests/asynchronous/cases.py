@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import (
 )
 
 import mgpu_tf
-from mgpu_tf import datasets
+from mgpu_tf import checkpoints, datasets
 from mgpu_tf.errors import ConfigurationError
 
 ROWS, BATCH = 90, 16
@@ -172,6 +172,28 @@ def equal(name, strategy):
     }
 
 
+def saved_in_accumulation(strategy):
+    """Saves every 4 steps of a run whose updates take 3."""
+    build = model_of(lambda: sgd(0.1, gradient_accumulation_steps=3))
+    weights, saved = [], []
+    for each in (strategy, mgpu_tf.create_one_device_strategy("CPU:0")):
+        trainer = mgpu_tf.Trainer(build, each)
+        with tempfile.TemporaryDirectory() as folder:
+            trainer.fit(
+                *arrays(96),
+                batch_size=BATCH,
+                epochs=2,
+                verbose=0,
+                checkpoint_dir=folder,
+                save_every_steps=4,
+                keep_checkpoints=9,
+            )
+            entries = checkpoints.entries(folder, thorough=False)
+            saved.append(sorted(entry.step for entry in entries))
+        weights.append(trainer.model.get_weights())
+    return {"difference": largest(*weights), "saved": saved}
+
+
 def largest(one, other):
     """Returns the largest difference of nested numbers."""
     pairs = zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True)
@@ -199,8 +221,11 @@ def digits_900(strategy):
         scores = trainer.evaluate(
             *splits.test, batch_size=64, verbose=0, return_dict=True
         )
+        goodput = trainer.meter.goodput()
         found.append(
             {
+                "compile": goodput.compile_seconds,
+                "evaluate": goodput.evaluate_seconds,
                 "global_step": trainer.global_step,
                 "iterations": int(trainer.model.optimizer.iterations.numpy()),
                 "examples_seen": trainer.examples_seen,
@@ -475,6 +500,7 @@ CASES = {
         for name in EQUAL
     },
     "digits_900": digits_900,
+    "saved_in_accumulation": saved_in_accumulation,
     "scores_of_1797": scores_of_1797,
     "each_example_once": each_example_once,
     "sharded_embedding": sharded_embedding,

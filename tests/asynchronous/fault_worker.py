@@ -64,6 +64,7 @@ def main():
         "test loss": scores["loss"],
         "restarts": trainer.saver.recovery.restarts,
         "lost_steps": trainer.saver.recovery.lost_steps,
+        "lost_workers": trainer.saver.recovery.lost_workers,
     }
     with open(os.path.join(folder, "result.json"), "w") as file:
         json.dump(result, file)

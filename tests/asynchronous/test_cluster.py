@@ -62,7 +62,9 @@ def start(num_workers, num_ps, cases, folder):
 @pytest.fixture(scope="module")
 def one_worker(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one_worker")
-    start(1, 1, [f"equal_{name}" for name in EQUAL], folder)
+    # What saves makes operations repeat from there on, so it comes last.
+    cases = [*(f"equal_{name}" for name in EQUAL), "saved_in_accumulation"]
+    start(1, 1, cases, folder)
     return folder
 
 
@@ -87,6 +89,12 @@ def test_one_worker_equals_one_device(name, one_worker):
     assert max(differences.values()) < 1e-5, differences
 
 
+def test_a_save_waits_for_the_end_of_an_update(one_worker):
+    found = result(one_worker, "saved_in_accumulation")
+    assert found["saved"] == [[6, 9, 12], [4, 8, 12]]
+    assert found["difference"] < 1e-5
+
+
 def test_only_the_coordinator_runs_the_script(three_workers):
     output = (three_workers / "output").read_text()
     assert output.count("COORDINATOR") == 1
@@ -99,6 +107,12 @@ def test_counts_are_exact_and_digits_are_learned(three_workers):
         assert run["examples_seen"] == 900 * 32
         assert run["records"] == [300 * 32] * 3
         assert run["accuracy"] >= 0.94
+
+
+def test_compiling_and_evaluating_are_told(three_workers):
+    for run in result(three_workers, "digits_900"):
+        assert run["compile"] > 0
+        assert run["evaluate"] > 0
 
 
 def test_scores_and_outputs_of_all_examples(three_workers):
