@@ -211,7 +211,7 @@ def _input(job: str, *, training: bool) -> Benchmark:
 
 
 # Of a piece of work of `mgpu_tf`.
-_STEPS_TO_A_CLOSURE = 10
+_STEPS_TO_A_CLOSURE = 50
 
 
 def _asynchronous(workers: int) -> Benchmark:

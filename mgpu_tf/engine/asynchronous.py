@@ -46,9 +46,9 @@ from mgpu_tf.engine.work import Work
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.parameter_server import ParameterServerStrategy
 
-# Steps in a piece of work: more gain little, and a slow worker keeps the
-# others waiting for longer at the end of an epoch.
-MOST_STEPS = 10
+# Steps in a piece of work, where so many fit into an execution of the trainer:
+# more gain nothing, and with a worker as many are lost.
+MOST_STEPS = 50
 
 
 class AsynchronousEngine(Engine):
