@@ -19,8 +19,8 @@
     lost_steps          steps that had to be done again
     lost_seconds        time from the states that were gone back to until the
                         run went on from them
-    lost_workers        how often an asynchronous run lost a worker, whose
-                        work others did
+    lost_workers        how often an asynchronous run lost a worker that was
+                        at work, and others did it
     saving_seconds      for how long training was held up by saving
     goodput             where the chief's time went: wall_seconds, and of them
                         step_, start_, compile_, input_, evaluate_, save_ and

