@@ -10,6 +10,7 @@ import numpy as np
 
 import mgpu_tf
 from mgpu_tf.models import create_model
+from tests.parity.cases import set_floatx
 
 CLASSES = 5
 BATCH = 8
@@ -58,11 +59,11 @@ def job(name):
         return model
 
     def run(strategy, folder):
-        keras.config.set_floatx("float64")
+        set_floatx("float64")
         try:
             return {"losses": train(strategy)}
         finally:
-            keras.config.set_floatx("float32")
+            set_floatx("float32")
             keras.backend.clear_session()
 
     def train(strategy):
