@@ -149,8 +149,8 @@ def measure(name, synchronous, slow, max_staleness, late_gradients):
     command += [f"--max_passes={FLAGS.max_passes}"]
     processes = {}
     found = {"name": name, "points": []}
-    with ports.ReservedPorts(count) as reserved, contextlib.ExitStack() as end:
-        for task in layout(synchronous, reserved.numbers):
+    with ports.reserved(count) as numbers, contextlib.ExitStack() as end:
+        for task in layout(synchronous, numbers):
             first = task.is_chief
             processes[task.task_name] = subprocess.Popen(
                 command,

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 from collections.abc import Iterator
 
 from mgpu_tf.cluster import ClusterConfig
+from mgpu_tf.launch.ports import is_listening
 
 FIRST_SECONDS = 20.0
 _CONNECT_SECONDS = 2.0
@@ -37,11 +37,7 @@ def missing_tasks(cluster: ClusterConfig) -> list[str]:
             if address == cluster.address or name == "evaluator":
                 continue
             host, _, port = address.rpartition(":")
-            try:
-                socket.create_connection(
-                    (host.strip("[]"), int(port)), _CONNECT_SECONDS
-                ).close()
-            except OSError:
+            if not is_listening(host.strip("[]"), int(port), _CONNECT_SECONDS):
                 found.append(f"{name} {index} at {address}")
     return found
 

@@ -85,6 +85,7 @@ SAME_FLOOR = {
     ("launch", "errors"),
     ("target", "errors"),
     ("missing", "cluster"),
+    ("missing", "launch"),
     ("data", "strategy"),
     ("strategy", "parameter_server"),
     ("layers", "parameter_server"),

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from mgpu_tf.launch.ports import ReservedPorts, is_listening
+from mgpu_tf.launch.ports import is_listening, reserved
 
 
 @contextlib.contextmanager
@@ -20,52 +20,48 @@ def bound(port, *, reuse, address="127.0.0.1"):
 
 def test_distinct():
     with contextlib.ExitStack() as stack:
-        several = [stack.enter_context(ReservedPorts(100)) for _ in range(5)]
-        numbers = [port for ports in several for port in ports.numbers]
+        several = [stack.enter_context(reserved(100)) for _ in range(5)]
+        numbers = [port for held in several for port in held]
         assert len(set(numbers)) == 500
         assert all(0 < port < 65536 for port in numbers)
 
 
 def test_not_given_to_who_asks_for_any():
     with contextlib.ExitStack() as stack:
-        reserved = stack.enter_context(ReservedPorts(100)).numbers
+        held = stack.enter_context(reserved(100))
         others = [
             stack.enter_context(bound(0, reuse=reuse))
             for reuse in (False, True)
             for _ in range(100)
         ]
         given = {server.getsockname()[1] for server in others}
-        assert not given & set(reserved)
+        assert not given & set(held)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", ""])
 def test_server_takes_it(address):
-    with ReservedPorts(1) as ports:
-        (port,) = ports.numbers
-        assert not is_listening(port)
+    with reserved(1) as (port,):
+        assert not is_listening("127.0.0.1", port)
         with bound(port, reuse=True, address=address) as server:
-            assert not is_listening(port)
+            assert not is_listening("127.0.0.1", port)
             server.listen()
-            assert is_listening(port)
-        assert not is_listening(port)
-        assert ports.numbers == (port,)
+            assert is_listening("127.0.0.1", port)
+        assert not is_listening("127.0.0.1", port)
 
 
 def test_refused_without_reuse():
-    with ReservedPorts(1) as ports:
+    with reserved(1) as numbers:
         with (
             pytest.raises(OSError) as caught,
-            bound(*ports.numbers, reuse=False),
+            bound(*numbers, reuse=False),
         ):
             pass
         assert caught.value.errno == errno.EADDRINUSE
 
 
 def test_free_after_close():
-    with ReservedPorts(3) as ports:
-        numbers = ports.numbers
-    assert ports.numbers == ()
-    ports.close()
+    with reserved(3) as numbers:
+        pass
     free = 0
     for port in numbers:
         # Somebody else on this machine may have got one of them by now.

@@ -88,8 +88,8 @@ def start(tasks, *arguments):
 
 def test_servers_end_with_the_coordinator_unless_it_failed():
     """Nobody supervises: the coordinator dismisses, or comes back."""
-    with ports.ReservedPorts(3) as reserved:
-        chief, worker, ps = (f"127.0.0.1:{n}" for n in reserved.numbers)
+    with ports.reserved(3) as numbers:
+        chief, worker, ps = (f"127.0.0.1:{n}" for n in numbers)
         tasks = [
             ClusterConfig(kind, 0, chief=(chief,), worker=(worker,), ps=(ps,))
             for kind in ("worker", "ps", "chief")

@@ -165,14 +165,15 @@ class ReplicaStep:
         return apart and not self._state.stored_once
 
     def _compiled_by_xla(self) -> bool:
-        if not self.can_be_compiled:
+        can_be = self.can_be_compiled
+        if not can_be:
             _log.info(
                 "jit_compile=True: the replicas of %s exchange values or "
                 "share variables in the forward pass, which XLA does not "
                 "compile; it runs without",
                 self._model.name,
             )
-        return self.can_be_compiled
+        return can_be
 
 
 def outputs_of(model: keras.Model, data: Any) -> Any:

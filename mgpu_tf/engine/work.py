@@ -287,13 +287,7 @@ class StreamWork(Work):
     ) -> Callable[[tf.Tensor], Batch]:
         """Takes the next batch of the worker's stream."""
         del arguments
-
-        def read(step: tf.Tensor) -> Batch:
-            del step
-            data = next(iterator)
-            return data, batch_size(data)
-
-        return read
+        return _next_of(iterator)
 
     @property
     def key(self) -> Any:
@@ -335,19 +329,23 @@ class ShardWork(Work):
         dataset = self._shards.dataset(next(iterator), place)
         none, _, _ = ended(self._shards.source)
         end = tf.data.Dataset.from_tensors(none)
-        elements = iter(dataset.concatenate(end.repeat()))
-
-        def read(step: tf.Tensor) -> Batch:
-            del step
-            data = next(elements)
-            return data, batch_size(data)
-
-        return read
+        return _next_of(iter(dataset.concatenate(end.repeat())))
 
     @property
     def key(self) -> Any:
         """The form of a batch."""
         return ("shard", *self._shards.key)
+
+
+def _next_of(iterator: Any) -> Callable[[tf.Tensor], Batch]:
+    """Returns what takes batch after batch, whichever step it is for."""
+
+    def read(step: tf.Tensor) -> Batch:
+        del step
+        data = next(iterator)
+        return data, batch_size(data)
+
+    return read
 
 
 def calls_python(source: Source) -> bool:

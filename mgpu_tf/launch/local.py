@@ -186,8 +186,8 @@ class _Supervisor:
     def _attempt(self, num_workers: int) -> _End:
         """Runs all tasks to their end, or to the failure of one."""
         self._tasks, self._exits = [], queue.Queue()
-        with ports.ReservedPorts(self._size(num_workers)) as reserved:
-            for cluster in self._layout(num_workers, reserved.numbers):
+        with ports.reserved(self._size(num_workers)) as numbers:
+            for cluster in self._layout(num_workers, numbers):
                 self._start(cluster)
             return self._wait()
 
@@ -306,7 +306,7 @@ class _Supervisor:
         limit = self._options.startup_seconds
         waiting = [task for task in self._tasks if not task.ready]
         for task in waiting:
-            task.ready = ports.is_listening(task.port)
+            task.ready = ports.is_listening("127.0.0.1", task.port)
         waited = {
             task.name: now - task.started for task in waiting if not task.ready
         }
