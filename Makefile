@@ -3,8 +3,8 @@
 # make test    the default test suite
 # make lint    ruff and mypy
 # make soak    kills jobs and compares weights; FAULTS=30 SEED=1
-# make bench   the benchmarks, about 45 minutes; ONLY=name, ARGS=--continue
-# make growth  step time against replicas and parameters, about ten minutes
+# make bench   the benchmarks; ONLY=name, ARGS=--continue
+# make growth  step time against replicas and parameters
 # make parity  the whole parity matrix, about half an hour; writes its tables
 
 PYTHON ?= python3

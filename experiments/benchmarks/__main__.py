@@ -1,8 +1,8 @@
 """Runs the benchmarks: `make bench`, `make bench ONLY=step_overhead`.
 
-Hardware: any; on 2 CPU cores about 45 minutes for all. Expected: the ratios
-of RESULTS.md. Results are written after each benchmark, so a run that was
-broken off goes on with `make bench ARGS=--continue`.
+Hardware: any; on 2 quiet CPU cores one to five minutes for each benchmark.
+Expected: the ratios of RESULTS.md. Results are written after each benchmark,
+so a run that was broken off goes on with `make bench ARGS=--continue`.
 """
 
 from __future__ import annotations

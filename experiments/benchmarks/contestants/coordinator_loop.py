@@ -24,7 +24,7 @@ def create(place) -> CoordinatorLoop:
 
 
 class CoordinatorLoop:
-    """Options: `call` (steps to a closure), `metrics`."""
+    """Options: `call` (steps to a closure)."""
 
     def __init__(self, place) -> None:
         job = JOBS[place.job]
@@ -42,8 +42,8 @@ class CoordinatorLoop:
                 lambda: datasets.of_worker(job, 0, 1)
             )
         )
-        sums = self._sums if place.options.get("metrics", True) else None
-        step = step_of(self._model, tf.constant(float(job.batch(1))), sums)
+        batch = tf.constant(float(job.batch(1)))
+        step = step_of(self._model, batch, self._sums)
 
         @tf.function(reduce_retracing=True)
         def run(iterator, steps):

@@ -24,7 +24,7 @@ def create(place) -> Loop:
 
 
 class Loop:
-    """Options: `strategy`, `replicas`, `call` (steps to a call), `metrics`."""
+    """Options: `strategy`, `replicas`, `call` (steps to a call)."""
 
     def __init__(self, place) -> None:
         job = JOBS[place.job]
@@ -32,7 +32,6 @@ class Loop:
         name = options.get("strategy", "one_device")
         self._strategy = strategies.create(name, place)
         self._call = options.get("call", 20)
-        self._metrics = options.get("metrics", True)
         with self._strategy.scope():
             self._model = tensorflow_model.build(job)
             self._model.optimizer.build(self._model.trainable_variables)
@@ -65,8 +64,7 @@ class Loop:
         )
 
     def _function(self, iterator):
-        sums = self._sums if self._metrics else None
-        step = step_of(self._model, self._batch, sums)
+        step = step_of(self._model, self._batch, self._sums)
 
         @tf.function(reduce_retracing=True)
         def run(steps):
@@ -97,13 +95,13 @@ class Loop:
         return steps, time.perf_counter() - started
 
 
-def step_of(model, batch: tf.Tensor, sums: list[tf.Variable] | None):
+def step_of(model, batch: tf.Tensor, sums: list[tf.Variable]):
     """Returns a step of one replica.
 
     Args:
         model: The model.
         batch: The size of the global batch.
-        sums: Get the loss and the accuracy of each step; None for neither.
+        sums: Get the loss and the accuracy of each step.
     """
 
     def step(x, y):
@@ -114,11 +112,8 @@ def step_of(model, batch: tf.Tensor, sums: list[tf.Variable] | None):
         variables = model.trainable_variables
         gradients = tape.gradient(loss, variables)
         model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        if sums is not None:
-            right = tf.equal(tf.argmax(logits, 1, tf.int32), y)
-            sums[0].assign_add(loss)
-            sums[1].assign_add(
-                tf.reduce_sum(tf.cast(right, tf.float32)) / batch
-            )
+        right = tf.equal(tf.argmax(logits, 1, tf.int32), y)
+        sums[0].assign_add(loss)
+        sums[1].assign_add(tf.reduce_sum(tf.cast(right, tf.float32)) / batch)
 
     return step
