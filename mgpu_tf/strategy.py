@@ -12,26 +12,24 @@ communication checked against the devices, and errors that name the remedy.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import tensorflow as tf
-from tensorflow.python.distribute import collective_all_reduce_strategy
 
+from mgpu_tf import devices as devices_lib
 from mgpu_tf.cluster import ClusterConfig
 from mgpu_tf.config import COMMUNICATIONS
+from mgpu_tf.devices import Devices
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
 from mgpu_tf.missing import told_of_missing
 from mgpu_tf.parameter_server import (
     EvaluatorStrategy,
     ParameterServerStrategy,
     create_parameter_server_strategy,
 )
-
-Devices = int | Sequence[int | str] | None
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -134,11 +132,11 @@ def create_one_device_strategy(
         ConfigurationError: There is no such device.
     """
     if device is None:
-        device = "GPU:0" if _gpus() else "CPU:0"
+        device = "GPU:0" if devices_lib.gpus() else "CPU:0"
     if isinstance(device, str) and device.upper().startswith("CPU"):
-        _select_gpus([])
+        devices_lib.select_gpus([])
         return tf.distribute.OneDeviceStrategy("/cpu:0")
-    _select_gpus(_gpu_indices([device]))
+    devices_lib.select_gpus(devices_lib.gpu_indices([device]))
     return tf.distribute.OneDeviceStrategy("/gpu:0")
 
 
@@ -163,8 +161,8 @@ def create_mirrored_strategy(
         ConfigurationError: A device does not exist, or the communication
             cannot work on these devices.
     """
-    names = _local_devices(devices, num_virtual_devices)
-    return _MirroredStrategy(names, _cross_device_ops(communication, names))
+    names = devices_lib.select_local(devices, num_virtual_devices)
+    return MirroredStrategy(names, _cross_device_ops(communication, names))
 
 
 def create_multi_worker_mirrored_strategy(
@@ -202,14 +200,14 @@ def create_multi_worker_mirrored_strategy(
     _check_communication(
         "multi_worker_mirrored", communication, ("auto", "nccl", "ring")
     )
-    if communication == "nccl" and not _gpus():
+    if communication == "nccl" and not devices_lib.gpus():
         raise ConfigurationError(_no_gpu_for("nccl", "ring"))
-    names = _local_devices(devices, num_virtual_devices)
+    names = devices_lib.select_local(devices, num_virtual_devices)
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=_IMPLEMENTATIONS[communication]
     )
-    with _strategy_first(cluster), told_of_missing(cluster):
-        return _MultiWorkerStrategy(cluster, options, len(names))
+    with told_of_missing(cluster):
+        return MultiWorkerMirroredStrategy(cluster, options, len(names))
 
 
 def create_central_storage_strategy(
@@ -230,7 +228,7 @@ def create_central_storage_strategy(
     Raises:
         ConfigurationError: A device does not exist.
     """
-    names = _local_devices(devices, num_virtual_devices)
+    names = devices_lib.select_local(devices, num_virtual_devices)
     return tf.distribute.experimental.CentralStorageStrategy(
         compute_devices=names, parameter_device="/cpu:0"
     )
@@ -325,7 +323,7 @@ def _choose(options: StrategyOptions) -> tuple[str, str]:
     if options.num_virtual_devices:
         count = options.num_virtual_devices
         return "mirrored", f"the CPU is split into {count} virtual devices"
-    gpus = len(_gpu_indices(options.devices))
+    gpus = len(devices_lib.gpu_indices(options.devices))
     if gpus > 1:
         return "mirrored", f"{gpus} GPUs on this machine"
     if gpus == 1:
@@ -416,98 +414,6 @@ _IMPLEMENTATIONS = {
 }
 
 
-class _MirroredStrategy(tf.distribute.MirroredStrategy):
-    """`MirroredStrategy` of which a process may have several, of any size.
-
-    TensorFlow numbers the groups that communicate from 1 in each strategy,
-    and a second strategy over other devices then fails at its first step.
-    """
-
-    _groups = itertools.count(start=1000, step=1000)
-
-    def __init__(
-        self,
-        devices: list[str],
-        cross_device_ops: tf.distribute.CrossDeviceOps | None,
-    ) -> None:
-        self._collective_key_base = next(self._groups)
-        super().__init__(devices, cross_device_ops=cross_device_ops)
-
-
-class _MultiWorkerExtended(
-    collective_all_reduce_strategy.CollectiveAllReduceExtended
-):
-    """TensorFlow fixes one CPU replica to a worker; this one has several.
-
-    With GPUs TensorFlow counts the visible ones itself, and nothing differs.
-    """
-
-    def __init__(
-        self,
-        strategy: tf.distribute.Strategy,
-        resolver: tf.distribute.cluster_resolver.ClusterResolver,
-        options: tf.distribute.experimental.CommunicationOptions,
-        num_local_devices: int,
-    ) -> None:
-        self._num_cpu_replicas = num_local_devices
-        super().__init__(
-            strategy, cluster_resolver=resolver, communication_options=options
-        )
-
-    def _initialize_local_devices(
-        self,
-        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
-        worker_device: str,
-    ) -> tuple[tuple[str, ...], str]:
-        devices, kind = super()._initialize_local_devices(
-            cluster_resolver, worker_device
-        )
-        if kind != "CPU":
-            return devices, kind
-        devices = tuple(
-            f"{worker_device}/device:CPU:{i}"
-            for i in range(self._num_cpu_replicas)
-        )
-        return devices, kind
-
-
-class _MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
-    """`MultiWorkerMirroredStrategy` with a settable count of CPU replicas."""
-
-    def __init__(
-        self,
-        cluster: ClusterConfig | None,
-        options: tf.distribute.experimental.CommunicationOptions,
-        num_local_devices: int,
-    ) -> None:
-        extended = _MultiWorkerExtended(
-            self, _resolver(cluster), options, num_local_devices
-        )
-        tf.distribute.Strategy.__init__(self, extended)
-
-
-def _resolver(
-    cluster: ClusterConfig | None,
-) -> tf.distribute.cluster_resolver.ClusterResolver:
-    if cluster is None:
-        return tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec({}), task_type=None, task_id=None
-        )
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(
-            {
-                name: addresses
-                for name, addresses in cluster.tasks.items()
-                if name in ("chief", "worker")
-            }
-        ),
-        task_type=cluster.task_type,
-        task_id=cluster.task_index,
-        num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
-        rpc_layer="grpc",
-    )
-
-
 def _check_synchronous(cluster: ClusterConfig) -> None:
     _ = cluster.worker_index  # Refuses ps and evaluator tasks by name.
     if cluster.ps:
@@ -516,28 +422,6 @@ def _check_synchronous(cluster: ClusterConfig) -> None:
             f"Received: TF_CONFIG with {len(cluster.ps)} ps tasks. Use a "
             "cluster of chief and worker tasks."
         )
-
-
-@contextlib.contextmanager
-def _strategy_first(cluster: ClusterConfig | None) -> Iterator[None]:
-    try:
-        yield
-    except tf.errors.UnknownError as error:
-        if cluster is None or "Could not start gRPC server" not in str(error):
-            raise
-        raise ConfigurationError(
-            "The port of a task must be free. Received: TF_CONFIG with "
-            f"{cluster.task_name} at {cluster.address}, which another process "
-            "holds. End it, or choose another port on all tasks."
-        ) from None
-    except RuntimeError as error:
-        if "program startup" not in str(error):
-            raise
-        raise ConfigurationError(
-            "A multi-worker strategy must be created before TensorFlow runs "
-            "its first op. Received: an op ran earlier in this process. "
-            "Move create_strategy() to the top of the script."
-        ) from None
 
 
 def _cross_device_ops(
@@ -587,104 +471,6 @@ def _refuse_virtual_devices(strategy: str, count: int | None) -> None:
             f"The strategy {strategy!r} takes no virtual devices. Received: "
             f"num_virtual_devices={count}. Use 'mirrored'."
         )
-
-
-def _local_devices(
-    devices: Devices, num_virtual_devices: int | None
-) -> list[str]:
-    """Selects this process's devices and returns their logical names."""
-    if num_virtual_devices is not None:
-        if devices is not None:
-            raise ConfigurationError(
-                "Give `devices` (GPUs) or `num_virtual_devices` (parts of "
-                f"the CPU), not both. Received: devices={devices!r}, "
-                f"num_virtual_devices={num_virtual_devices}."
-            )
-        _select_gpus([])
-        _split_cpu(num_virtual_devices)
-        return [f"CPU:{i}" for i in range(num_virtual_devices)]
-    indices = _gpu_indices(devices)
-    _select_gpus(indices)
-    if not indices:
-        return ["CPU:0"]
-    return [f"GPU:{i}" for i in range(len(indices))]
-
-
-def _gpus() -> list[tf.config.PhysicalDevice]:
-    return tf.config.list_physical_devices("GPU")
-
-
-def _gpu_indices(devices: Devices) -> list[int]:
-    available = len(_gpus())
-    if devices is None:
-        return list(range(available))
-    if isinstance(devices, int):
-        if devices < 1:
-            raise ConfigurationError(
-                f"A number of devices must be 1 or more. Received: {devices}."
-            )
-        wanted = list(range(devices))
-    else:
-        wanted = [_gpu_index(device) for device in devices]
-    if not wanted or len(set(wanted)) != len(wanted):
-        raise ConfigurationError(
-            "`devices` must name one GPU or more, each once. Received: "
-            f"{devices!r}."
-        )
-    if max(wanted) >= available:
-        raise ConfigurationError(
-            f"There are {available} GPUs on this machine. Received: "
-            f"devices={devices!r}. Use fewer, or num_virtual_devices="
-            f"{len(wanted)} to try the same on the CPU."
-        )
-    return wanted
-
-
-def _gpu_index(device: int | str) -> int:
-    text = str(device).upper().removeprefix("/").removeprefix("DEVICE:")
-    number = text.removeprefix("GPU:")
-    if not number.isdecimal():
-        raise ConfigurationError(
-            'A device must be a GPU by index or name, such as 1 or "GPU:1". '
-            f"Received: {device!r}."
-        )
-    return int(number)
-
-
-def _select_gpus(indices: list[int]) -> None:
-    gpus = _gpus()
-    chosen = [gpus[i] for i in indices]
-    if not gpus:
-        return
-    try:
-        tf.config.set_visible_devices(chosen, "GPU")
-        for gpu in chosen:
-            tf.config.experimental.set_memory_growth(gpu, True)
-    except RuntimeError:
-        if tf.config.get_visible_devices("GPU") != chosen:
-            raise ConfigurationError(
-                "GPUs must be selected before TensorFlow runs its first op. "
-                "Received: an op ran earlier in this process. Move "
-                "create_strategy() to the top of the script."
-            ) from None
-
-
-def _split_cpu(count: int) -> None:
-    if count < 1:
-        raise ConfigurationError(
-            f"num_virtual_devices must be 1 or more. Received: {count}."
-        )
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    wanted = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
-    try:
-        tf.config.set_logical_device_configuration(cpu, wanted)
-    except RuntimeError:
-        if len(tf.config.list_logical_devices("CPU")) < count:
-            raise ConfigurationError(
-                "The CPU must be split before TensorFlow runs its first op. "
-                "Received: an op ran earlier in this process. Move "
-                "create_strategy() to the top of the script."
-            ) from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,136 @@
+"""TensorFlow's synchronous strategies, less two of their limits.
+
+A process may have several `MirroredStrategy`, and a worker of a
+`MultiWorkerMirroredStrategy` several replicas on its CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy
+
+from mgpu_tf.cluster import ClusterConfig
+from mgpu_tf.errors import ConfigurationError
+
+
+class MirroredStrategy(tf.distribute.MirroredStrategy):
+    """`MirroredStrategy` of which a process may have several, of any size.
+
+    TensorFlow numbers the groups that communicate from 1 in each strategy,
+    and a second strategy over other devices then fails at its first step.
+    """
+
+    _groups = itertools.count(start=1000, step=1000)
+
+    def __init__(
+        self,
+        devices: list[str],
+        cross_device_ops: tf.distribute.CrossDeviceOps | None,
+    ) -> None:
+        self._collective_key_base = next(self._groups)
+        super().__init__(devices, cross_device_ops=cross_device_ops)
+
+
+class _MultiWorkerExtended(
+    collective_all_reduce_strategy.CollectiveAllReduceExtended
+):
+    """TensorFlow fixes one CPU replica to a worker; this one has several.
+
+    With GPUs TensorFlow counts the visible ones itself, and nothing differs.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        options: tf.distribute.experimental.CommunicationOptions,
+        num_local_devices: int,
+    ) -> None:
+        self._num_cpu_replicas = num_local_devices
+        super().__init__(
+            strategy, cluster_resolver=resolver, communication_options=options
+        )
+
+    def _initialize_local_devices(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        worker_device: str,
+    ) -> tuple[tuple[str, ...], str]:
+        devices, kind = super()._initialize_local_devices(
+            cluster_resolver, worker_device
+        )
+        if kind != "CPU":
+            return devices, kind
+        devices = tuple(
+            f"{worker_device}/device:CPU:{i}"
+            for i in range(self._num_cpu_replicas)
+        )
+        return devices, kind
+
+
+class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """`MultiWorkerMirroredStrategy` with a settable count of CPU replicas.
+
+    Raises:
+        ConfigurationError: The task's port is taken, or an op ran before.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterConfig | None,
+        options: tf.distribute.experimental.CommunicationOptions,
+        num_local_devices: int,
+    ) -> None:
+        with _created_first(cluster):
+            extended = _MultiWorkerExtended(
+                self, _resolver(cluster), options, num_local_devices
+            )
+        tf.distribute.Strategy.__init__(self, extended)
+
+
+def _resolver(
+    cluster: ClusterConfig | None,
+) -> tf.distribute.cluster_resolver.ClusterResolver:
+    if cluster is None:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({}), task_type=None, task_id=None
+        )
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(
+            {
+                name: addresses
+                for name, addresses in cluster.tasks.items()
+                if name in ("chief", "worker")
+            }
+        ),
+        task_type=cluster.task_type,
+        task_id=cluster.task_index,
+        num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
+        rpc_layer="grpc",
+    )
+
+
+@contextlib.contextmanager
+def _created_first(cluster: ClusterConfig | None) -> Iterator[None]:
+    try:
+        yield
+    except tf.errors.UnknownError as error:
+        if cluster is None or "Could not start gRPC server" not in str(error):
+            raise
+        raise ConfigurationError(
+            "The port of a task must be free. Received: TF_CONFIG with "
+            f"{cluster.task_name} at {cluster.address}, which another process "
+            "holds. End it, or choose another port on all tasks."
+        ) from None
+    except RuntimeError as error:
+        if "program startup" not in str(error):
+            raise
+        raise ConfigurationError(
+            "A multi-worker strategy must be created before TensorFlow runs "
+            "its first op. Received: an op ran earlier in this process. "
+            "Move create_strategy() to the top of the script."
+        ) from None
