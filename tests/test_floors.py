@@ -4,8 +4,9 @@
 4   job, benchmark
 3   trainer, loop, session, run_state, saver, arguments, pace, parity
 2   engine.*
-1   parameter_server, layers, strategy, data.*, peers, models, optimizers,
-    callbacks, datasets.*, determinism, profiling, callback_state
+1   parameter_server, layers, devices, mirrored, strategy, data.*, peers,
+    models, optimizers, callbacks, datasets.*, determinism, profiling,
+    callback_state
 0   _version, errors, cluster, config, report, quiet, display, target, missing,
     checkpoints, recovery, save_options, folders,
     scaling, goodput, plots, launch.*
