@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import flags
 
-from mgpu_tf import checkpoints, quiet, scaling_command
+from mgpu_tf import checkpoints, plan_command, quiet, scaling_command
 from mgpu_tf import flags as run_flags
 from mgpu_tf._version import __version__
 from mgpu_tf.cluster import ClusterConfig
@@ -84,6 +84,7 @@ Commands:
   launch       start a script as a cluster of local processes
   parity       compare a model on strategies with one device
   benchmark    throughput on 1, 2, 4, 8 devices
+  plan         memory, hours and price of a training
   checkpoints  list, verify and prune the checkpoints of a run
   version      print the version
 
@@ -316,12 +317,21 @@ def _benchmark(arguments: list[str]) -> int:
     return scaling_command.run(values)
 
 
+def _plan(arguments: list[str]) -> int:
+    values = flags.FlagValues()
+    plan_command.define(values)
+    if not _parse_flags_only(values, arguments, "plan", plan_command.USAGE):
+        return 0
+    return plan_command.run(values)
+
+
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "launch": _launch,
     "checkpoints": _checkpoints,
     "parity": _parity,
     "benchmark": _benchmark,
+    "plan": _plan,
 }
 
 

@@ -134,6 +134,8 @@ print("IMPORTED", *heavy & {{*sys.modules}})
                 (["parity", "--help"], 0),
                 (["benchmark", "--help"], 0),
                 (["checkpoints", "--help"], 0),
+                (["plan", "--help"], 0),
+                (["plan", "--num_parameters=1.5G"], 0),
                 (["launch", "--num_workers=1", "--", "true"], 0),
                 (["--help"], 0),
                 (["version"], 0),

@@ -1,6 +1,6 @@
 """The order of the house: imports only go down.
 
-5   flags, cli, scaling_command, __init__, __main__
+5   flags, cli, scaling_command, plan_command, __init__, __main__
 4   job, benchmark
 3   trainer, loop, session, run_state, saver, arguments, pace, parity
 2   engine.*
@@ -9,7 +9,7 @@
     callback_state
 0   _version, errors, cluster, config, report, quiet, display, target, missing,
     checkpoints, recovery, save_options, folders,
-    scaling, goodput, plots, launch.*
+    scaling, planner, goodput, plots, launch.*
 """
 
 import ast
@@ -39,6 +39,7 @@ FLOORS = {
     "recovery": 0,
     "save_options": 0,
     "folders": 0,
+    "planner": 0,
     "parameter_server": 1,
     "layers": 1,
     "devices": 1,
@@ -70,6 +71,7 @@ FLOORS = {
     "flags": 5,
     "cli": 5,
     "scaling_command": 5,
+    "plan_command": 5,
     "__init__": 5,
     "__main__": 5,
 }
@@ -115,6 +117,10 @@ SAME_FLOOR = {
     ("__main__", "cli"),
     ("cli", "flags"),
     ("cli", "scaling_command"),
+    ("cli", "plan_command"),
+    ("planner", "config"),
+    ("planner", "errors"),
+    ("planner", "scaling"),
     ("plots", "errors"),
     ("plots", "scaling"),
 }

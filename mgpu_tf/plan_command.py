@@ -1,0 +1,158 @@
+"""The command `mgpu-tf plan`: memory, hours and price of a training."""
+
+from __future__ import annotations
+
+import json
+
+from absl import flags
+
+from mgpu_tf import planner
+from mgpu_tf.config import OPTIMIZERS
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.scaling import ScalingTable
+
+USAGE = """mgpu-tf plan [--flags]
+
+Tells what a training will take before it is started: with --num_parameters
+what each device must hold, with --scaling, a file that mgpu-tf benchmark
+wrote, the hours and the price on each number of devices that was measured.
+
+Example:
+  mgpu-tf plan --num_parameters=1.5G --optimizer=adam --device_memory_gib=16
+  mgpu-tf plan --scaling=runs/scaling/scaling.json --examples=1.28M --epochs=90
+"""
+
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
+
+
+def define(values: flags.FlagValues) -> None:
+    """Defines the flags of the command."""
+    text, number, real = (
+        flags.DEFINE_string,
+        flags.DEFINE_integer,
+        flags.DEFINE_float,
+    )
+    for define_flag, name, default, meaning in (
+        (text, "num_parameters", None, "Trainable parameters; 25.6M, 1.5G."),
+        (
+            text,
+            "optimizer",
+            "adam",
+            f"The optimizer: {', '.join(OPTIMIZERS)}.",
+        ),
+        (real, "device_memory_gib", None, "Memory of a device, in GiB."),
+        (text, "scaling", None, "A scaling.json of mgpu-tf benchmark."),
+        (text, "examples", None, "Examples in an epoch; 50000, 1.28M."),
+        (number, "epochs", 1, "Epochs."),
+        (real, "price", None, "What a device costs for an hour."),
+    ):
+        define_flag(name, default, meaning, flag_values=values)
+
+
+def run(values: flags.FlagValues) -> int:
+    """Runs the command with parsed flags.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigurationError: A flag is wrong.
+    """
+    if values.num_parameters is None and values.scaling is None:
+        raise ConfigurationError(
+            "plan needs the size of the model or what was measured. "
+            "Received: neither. Write --num_parameters=25.6M, or "
+            "--scaling=FILE with --examples=N."
+        )
+    told = []
+    if values.num_parameters is not None:
+        told.append(_memory(values))
+    if values.scaling is not None:
+        told.append(_costs(values))
+    print("\n\n".join(told))
+    return 0
+
+
+def _memory(values: flags.FlagValues) -> str:
+    memory = planner.StateMemory(
+        _count("num_parameters", values.num_parameters),
+        values.optimizer,
+    )
+    room = values.device_memory_gib
+    if room is not None and room <= 0:
+        raise ConfigurationError(
+            "device_memory_gib must be above 0. Received: "
+            f"device_memory_gib={room}."
+        )
+    return memory.text(None if room is None else int(room * (1 << 30)))
+
+
+def _costs(values: flags.FlagValues) -> str:
+    if values.examples is None:
+        raise ConfigurationError(
+            "Hours need the examples of an epoch. Received: --scaling without "
+            "--examples. Write --examples=50000."
+        )
+    if values.price is not None and values.price < 0:
+        raise ConfigurationError(
+            f"price must be 0 or more. Received: price={values.price}."
+        )
+    examples = _count("examples", values.examples)
+    table = _read(values.scaling)
+    head = [
+        "devices",
+        "batch",
+        "examples/s",
+        "efficiency",
+        "hours",
+        "device hours",
+    ]
+    rows = [head if values.price is None else [*head, "price"]]
+    for cost in planner.costs(table, examples, values.epochs):
+        row = [
+            str(cost.devices),
+            str(cost.global_batch_size),
+            f"{cost.examples_per_second:,.0f}",
+            f"{cost.efficiency:.0%}",
+            f"{cost.hours:,.2f}",
+            f"{cost.device_hours:,.2f}",
+        ]
+        if values.price is not None:
+            row.append(f"{cost.device_hours * values.price:,.2f}")
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    title = (
+        f"{table.model}, {table.scaling} scaling: {values.epochs} epochs of "
+        f"{examples:,} examples"
+    )
+    lines = [
+        "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    return "\n".join([title, *lines])
+
+
+def _read(path: str) -> ScalingTable:
+    try:
+        return ScalingTable.read(path)
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            "scaling must be a file that mgpu-tf benchmark --output_dir "
+            f"wrote. Received: scaling={path!r} ({type(error).__name__})."
+        ) from None
+
+
+def _count(name: str, text: str) -> int:
+    """Returns the number that `25.6M` stands for."""
+    digits = text.rstrip("".join(_UNITS)).rstrip()
+    unit = text[len(digits) :].strip()
+    try:
+        value = float(digits) * _UNITS[unit]
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 1 <= value < 1e18:
+        raise ConfigurationError(
+            f"{name} must be a number of 1 or more, with K, M or G if you "
+            f"like. Received: {name}={text!r}."
+        )
+    return round(value)

@@ -1,0 +1,151 @@
+"""What a training will take, told before it is started.
+
+    memory = StateMemory(25_600_000, "adam")
+    print(memory.text())
+    for cost in costs(table, examples=1_280_000, epochs=90):
+        print(cost.devices, cost.hours)
+
+Memory is counted: what synchronous training holds on every device, whatever
+the batch is. Time is measured: by `mgpu-tf benchmark`, on the numbers of
+devices that it tells of, and nothing is said of others.
+
+References: S. Rajbhandari et al.: ZeRO, 2020, section 3.1, counts the same
+parts of what a model holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mgpu_tf.config import OPTIMIZERS
+from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
+from mgpu_tf.scaling import ScalingTable
+
+# Values that Keras's optimizers keep for each parameter.
+SLOTS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "lamb": 2, "lion": 1}
+
+_FLOAT32 = 4
+_GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class StateMemory:
+    """What each device holds of a model in float32 while it is trained.
+
+    Activations come on top; they grow with the batch of a device.
+
+    Attributes:
+        parameters: Trainable parameters of the model.
+        optimizer: One of `OPTIMIZERS`.
+
+    Raises:
+        ConfigurationError: An attribute is wrong.
+    """
+
+    parameters: int
+    optimizer: str = "adam"
+
+    def __post_init__(self) -> None:
+        check_integer("parameters", self.parameters, 1)
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigurationError(
+                unknown_name("optimizer", self.optimizer, OPTIMIZERS)
+            )
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights."""
+        return _FLOAT32 * self.parameters
+
+    @property
+    def slots(self) -> int:
+        """Bytes that the optimizer keeps between steps."""
+        return SLOTS[self.optimizer] * self.weights
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients at the end of a backward pass."""
+        return self.weights
+
+    @property
+    def total(self) -> int:
+        """Bytes of all three."""
+        return self.weights + self.slots + self.gradients
+
+    def text(self, device_memory: int | None = None) -> str:
+        """Returns the parts in GiB, for a terminal.
+
+        Args:
+            device_memory: Bytes of a device, to tell what is left.
+        """
+        parts = [
+            ("weights", self.weights),
+            (f"optimizer ({self.optimizer})", self.slots),
+            ("gradients", self.gradients),
+            ("each device, without activations", self.total),
+        ]
+        if device_memory is not None:
+            left = device_memory - self.total
+            name = "left for activations" if left >= 0 else "does not fit by"
+            parts.append((name, abs(left)))
+        width = max(len(name) for name, _ in parts)
+        return "\n".join(
+            f"{name:<{width}}  {size / _GIB:8.3f} GiB" for name, size in parts
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a whole training takes on so many devices.
+
+    Attributes:
+        devices: How many.
+        global_batch_size: Examples in a step.
+        examples_per_second: The median that was measured.
+        efficiency: Speed-up over devices.
+        hours: From the first step to the last; start, evaluation and saves
+            come on top.
+    """
+
+    devices: int
+    global_batch_size: int
+    examples_per_second: float
+    efficiency: float
+    hours: float
+
+    @property
+    def device_hours(self) -> float:
+        """What is paid for."""
+        return self.hours * self.devices
+
+
+def costs(table: ScalingTable, examples: int, epochs: int) -> list[Cost]:
+    """Returns what a training takes on each number of devices measured.
+
+    Args:
+        table: What `mgpu-tf benchmark` measured.
+        examples: In an epoch.
+        epochs: How many.
+
+    Raises:
+        ConfigurationError: The table is of parts of one CPU, which share
+            its cores and tell nothing of time on devices of their own.
+    """
+    check_integer("examples", examples, 1)
+    check_integer("epochs", epochs, 1)
+    if table.kind == "virtual":
+        raise ConfigurationError(
+            "A plan needs devices that do not share cores. Received: a table "
+            "of virtual devices. Measure with mgpu-tf benchmark "
+            "--kind=processes, or on GPUs."
+        )
+    return [
+        Cost(
+            point.devices,
+            point.global_batch_size,
+            point.median,
+            table.efficiency(point),
+            examples * epochs / point.median / 3600,
+        )
+        for point in table.points
+    ]

@@ -1,0 +1,103 @@
+import keras
+import pytest
+
+from mgpu_tf import cli, planner
+from mgpu_tf.config import OPTIMIZERS
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.models import create_model
+from mgpu_tf.optimizers import create_optimizer
+from mgpu_tf.scaling import ScalingPoint, ScalingTable
+
+
+def table(kind="processes"):
+    points = [
+        ScalingPoint(1, 64, [100.0], 0.5),
+        ScalingPoint(4, 256, [320.0], 0.5),
+    ]
+    return ScalingTable("mlp", kind, "weak", points)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_what_variables_hold(name):
+    model = create_model("mlp", (8, 8, 1), 10)
+    optimizer = create_optimizer(name)
+    optimizer.build(model.trainable_variables)
+    memory = planner.StateMemory(model.count_params(), name)
+    slots = [v for v in optimizer.variables if v.shape.rank]
+    assert memory.weights == bytes_of(model.trainable_variables)
+    assert memory.slots == bytes_of(slots)
+    assert memory.total == memory.weights + memory.slots + memory.gradients
+
+
+def bytes_of(variables):
+    return sum(
+        v.numpy().nbytes for v in map(keras.ops.convert_to_tensor, variables)
+    )
+
+
+def test_every_optimizer_has_its_slots():
+    assert set(planner.SLOTS) == set(OPTIMIZERS)
+
+
+def test_what_is_left_and_what_is_missing():
+    memory = planner.StateMemory(1 << 28, "adam")
+    assert memory.total == 4 << 30
+    assert memory.text(16 << 30).splitlines()[-1].split() == (
+        ["left", "for", "activations", "12.000", "GiB"]
+    )
+    assert memory.text(3 << 30).splitlines()[-1].split() == (
+        ["does", "not", "fit", "by", "1.000", "GiB"]
+    )
+
+
+def test_hours_and_device_hours():
+    one, four = planner.costs(table(), examples=36_000, epochs=10)
+    assert (one.devices, one.hours, one.device_hours) == (1, 1.0, 1.0)
+    assert four.hours == pytest.approx(1 / 3.2)
+    assert four.device_hours == pytest.approx(4 / 3.2)
+    assert four.efficiency == 0.8
+
+
+def test_parts_of_one_cpu_tell_nothing_of_time():
+    with pytest.raises(ConfigurationError, match="do not share cores"):
+        planner.costs(table("virtual"), 1, 1)
+
+
+def test_command_tells_both(tmp_path, capsys):
+    path = str(tmp_path / "scaling.json")
+    table().write(path)
+    arguments = ["--num_parameters=268.435456M", "--device_memory_gib=16"]
+    arguments += [f"--scaling={path}", "--examples=36K", "--epochs=10"]
+    assert cli.main(["plan", *arguments, "--price=2.5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4].split() == ["left", "for", "activations", "12.000", "GiB"]
+    assert lines[6] == "mlp, weak scaling: 10 epochs of 36,000 examples"
+    assert " ".join(lines[8].split()) == "1 64 100 100% 1.00 1.00 2.50"
+    assert " ".join(lines[9].split()) == "4 256 320 80% 0.31 1.25 3.12"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "Received: neither"),
+        ("--num_parameters=many", "num_parameters='many'"),
+        ("--num_parameters=0", "num_parameters='0'"),
+        ("--num_parameters=nan", "num_parameters='nan'"),
+        ("--num_parameters=3Q", "num_parameters='3Q'"),
+        ("--num_parameters=1M --optimizer=adm", "Did you mean 'adam'"),
+        (
+            "--num_parameters=1M --device_memory_gib=0",
+            "device_memory_gib must be above 0",
+        ),
+        ("--scaling=nowhere.json", "without --examples"),
+        ("--scaling=nowhere.json --examples=9", "FileNotFoundError"),
+        ("--scaling=setup.cfg --examples=9", "JSONDecodeError"),
+        ("--scaling=nowhere.json --examples=9 --price=-1", "price must be 0"),
+        ("--num_parameters=1M --epochs=x", "--epochs=x"),
+    ],
+)
+def test_a_mistake_is_one_line(flags, message, capsys):
+    assert cli.main(["plan", *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
