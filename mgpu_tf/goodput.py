@@ -6,7 +6,9 @@
         ...
     print(meter.goodput())     # 40% of 10.0 s: step 4.0, start 5.0, ...
 
-Goodput is the time of useful steps over the time since the process began.
+Goodput is the time of useful steps over the time since the run began. A run
+that goes on from a checkpoint goes on from what it tells, too: what a process
+did after it, and the pause until the next began, were for nothing.
 
 References: the goodput of MaxText's and Google Cloud's ML Goodput
 measurement; its complement is told by cause.
@@ -24,10 +26,10 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """The seconds of a process, by what they were spent on.
+    """The seconds of a run, by what they were spent on.
 
     Attributes:
-        wall_seconds: Since the process began.
+        wall_seconds: Since its first process began.
         start_seconds: Until the first step was asked for: imports, the
             cluster, the model, the data, a checkpoint that was read.
         compile_seconds: Tracing and compiling of steps.
@@ -35,18 +37,21 @@ class Goodput:
             made to repeat, which lets none of them look at a clock.
         evaluate_seconds: Evaluations, between epochs and after them.
         save_seconds: Steps that waited for a checkpoint to be copied.
+        restart_seconds: From a checkpoint to the beginning of the process
+            that went on from it: work that was lost, and the pause.
         step_seconds: Steps, less what they waited for.
         other_seconds: The rest: callbacks, the progress bar, the end.
     """
 
-    wall_seconds: float
-    start_seconds: float
-    compile_seconds: float
-    input_seconds: float
-    evaluate_seconds: float
-    save_seconds: float
-    step_seconds: float
-    other_seconds: float
+    wall_seconds: float = 0.0
+    start_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    input_seconds: float = 0.0
+    evaluate_seconds: float = 0.0
+    save_seconds: float = 0.0
+    restart_seconds: float = 0.0
+    step_seconds: float = 0.0
+    other_seconds: float = 0.0
 
     @property
     def share(self) -> float:
@@ -63,6 +68,7 @@ class Goodput:
                 "input",
                 "evaluate",
                 "save",
+                "restart",
                 "other",
             )
         ]
@@ -72,7 +78,7 @@ class Goodput:
 
 
 class Meter:
-    """Adds up the time of a process.
+    """Adds up the time of a run, as a process sees it.
 
     Args:
         began: When the process began, on the clock of `time.time`; as the
@@ -81,11 +87,37 @@ class Meter:
 
     def __init__(self, began: float | None = None) -> None:
         self._began = process_began() if began is None else began
+        self._before: Goodput | None = None
+        self._clear()
+
+    def _clear(self) -> None:
         self._first: float | None = None
         self._plain: list[tuple[float, int]] = []
         self._traced: list[tuple[float, int]] = []
         self._input = 0.0
         self._phases: dict[str, float] = {}
+
+    def resume(
+        self, before: Goodput, saved_at: float, *, restarted: bool
+    ) -> None:
+        """Goes on from what a checkpoint tells.
+
+        Args:
+            before: Where the time had gone when it was made.
+            saved_at: When that was, on the clock of `time.time`.
+            restarted: Whether the run had not ended; the time since is none
+                of its time otherwise.
+        """
+        if self._first or self._before or self._began < saved_at:
+            # The same process goes back; what it did since is done again.
+            self._clear()
+            self._began = time.time()
+        gap = max(0.0, self._began - saved_at) if restarted else 0.0
+        self._before = dataclasses.replace(
+            before,
+            wall_seconds=before.wall_seconds + gap,
+            restart_seconds=before.restart_seconds + gap,
+        )
 
     def execution(
         self, seconds: float, steps: int, input_seconds: float, traced: bool
@@ -116,10 +148,10 @@ class Meter:
             self._phases[name] = self._phases.get(name, 0.0) + passed
 
     def goodput(self, save_seconds: float = 0.0) -> Goodput:
-        """Returns where the time has gone until now.
+        """Returns where the time of the run has gone until now.
 
         Args:
-            save_seconds: What steps waited for checkpoints.
+            save_seconds: What steps of this process waited for checkpoints.
         """
         now = time.time()
         wall = now - self._began
@@ -143,16 +175,23 @@ class Meter:
             + save_seconds
             + step
         )
-        return Goodput(
+        mine = Goodput(
             wall_seconds=wall,
             start_seconds=first - self._began,
             compile_seconds=compiling,
             input_seconds=self._input,
             evaluate_seconds=evaluate,
             save_seconds=save_seconds,
+            restart_seconds=0.0,
             step_seconds=step,
             other_seconds=max(0.0, wall - known),
         )
+        return mine if self._before is None else _sum(self._before, mine)
+
+
+def _sum(one: Goodput, other: Goodput) -> Goodput:
+    fields = [field.name for field in dataclasses.fields(Goodput)]
+    return Goodput(**{f: getattr(one, f) + getattr(other, f) for f in fields})
 
 
 def process_began() -> float:

@@ -166,6 +166,7 @@ class Training:
             self._session.peers,
             is_chief=self._session.is_chief,
             capture=self._run.capture,
+            meter=self._watched.meter,
             lost_workers=lambda: lost_workers(self._session.strategy),
         )
 

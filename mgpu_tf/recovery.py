@@ -56,8 +56,13 @@ class Progress:
         text = f"{step:20d} {self._began:18.6f} {lost_workers:8d}\n"
         os.pwrite(self._descriptor, text.encode(), 0)
 
+    @property
+    def left_behind(self) -> bool:
+        """Whether a process began the run and did not come to its end."""
+        return self._read() is not None
+
     def begin(self, step: int, saved_at: float | None) -> Recovery:
-        """Reads what the run before has left, and adds up what was lost.
+        """Reads what the process before has left, adds up what was lost.
 
         Args:
             step: The global step at which the run goes on.

@@ -22,9 +22,10 @@
     lost_workers        how often an asynchronous run lost a worker that was
                         at work, and others did it
     saving_seconds      for how long training was held up by saving
-    goodput             where the chief's time went: wall_seconds, and of them
-                        step_, start_, compile_, input_, evaluate_, save_ and
-                        other_seconds
+    goodput             where the chief's time went, that of processes which
+                        failed included: wall_seconds, and of them step_,
+                        start_, compile_, input_, evaluate_, save_, restart_
+                        and other_seconds
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ workers say.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import signal
@@ -27,6 +28,7 @@ from mgpu_tf.callback_state import with_arrays, without_arrays
 from mgpu_tf.engine.base import NO_VOTES, Votes
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.folders import make_folder
+from mgpu_tf.goodput import Goodput, Meter
 from mgpu_tf.launch.task import PREEMPTED
 from mgpu_tf.peers import Peers
 from mgpu_tf.recovery import Progress, Recovery
@@ -111,6 +113,7 @@ class CheckpointSaver(Saver):
         peers: The workers, who have to agree.
         is_chief: Whether this process writes.
         capture: Returns the state at this moment; called on all workers.
+        meter: Knows where the time of the run has gone; goes on with it.
         lost_workers: Returns how many workers were lost so far.
     """
 
@@ -121,6 +124,7 @@ class CheckpointSaver(Saver):
         *,
         is_chief: bool,
         capture: Callable[[], tuple[int, State, Arrays]],
+        meter: Meter,
         lost_workers: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__()
@@ -128,6 +132,7 @@ class CheckpointSaver(Saver):
         self._peers = peers
         self._is_chief = is_chief
         self._capture, self._lost_workers = capture, lost_workers
+        self._meter = meter
         self._progress: Progress | None = None
         self._writer: threading.Thread | None = None
         self._failed: OSError | None = None
@@ -162,10 +167,23 @@ class CheckpointSaver(Saver):
             )
         found = None if step < 0 else self._read(step)
         if self._is_chief:
-            self._progress = Progress(folder)
-            saved_at = None if found is None else found[0]["saved_at"]
-            self.recovery = self._progress.begin(max(step, 0), saved_at)
+            self._begin(max(step, 0), None if found is None else found[0])
         return found
+
+    def _begin(self, step: int, state: State | None) -> None:
+        """Goes on with what the processes before knew of time and failures."""
+        saved_at = None if state is None else state["saved_at"]
+        self._progress = Progress(self._options.folder)
+        restarted = self._progress.left_behind
+        self.recovery = self._progress.begin(step, saved_at)
+        if state is not None:
+            before = Goodput(**state["goodput"])
+        elif restarted:
+            before = Goodput()
+            saved_at = time.time() - self.recovery.lost_seconds
+        else:
+            return
+        self._meter.resume(before, saved_at, restarted=restarted)
 
     def _read(self, step: int) -> tuple[State, Arrays]:
         names = {
@@ -264,6 +282,8 @@ class CheckpointSaver(Saver):
         step, state, arrays = self._capture()
         if self._is_chief:
             state["saved_at"] = time.time()
+            spent = self._meter.goodput(self.blocked_seconds)
+            state["goodput"] = dataclasses.asdict(spent)
             self._writer = threading.Thread(
                 target=self._write, args=(step, state, arrays)
             )

@@ -85,7 +85,7 @@ class Trainer:
         examples_seen: Examples trained on by this trainer.
         records: One `EpochRecord` for each epoch trained.
         saver: What saving and failures have cost the last `fit`.
-        meter: Where the time of the process went, as far as `fit` knows.
+        meter: Where the time of the run went, as far as `fit` knows.
 
     Raises:
         ConfigurationError: `build_model` does not return a compiled model

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from mgpu_tf.goodput import Meter, process_began
+from mgpu_tf.goodput import Goodput, Meter, process_began
 
 
 def test_seconds_add_up_to_the_wall():
@@ -38,6 +38,43 @@ def test_says_where_the_time_went():
     meter.execution(seconds=5.0, steps=5, input_seconds=1.0, traced=False)
     text = str(meter.goodput())
     assert text.startswith("40% of 10.0 s: step 4.0, start 5.0")
+
+
+BEFORE = Goodput(
+    wall_seconds=100.0, step_seconds=60.0, save_seconds=5.0, restart_seconds=1.0
+)
+
+
+def resumed(*, restarted):
+    """A process that began 10 s ago, 20 s after the checkpoint."""
+    meter = Meter(began=time.time() - 10.0)
+    meter.resume(BEFORE, time.time() - 30.0, restarted=restarted)
+    meter.execution(seconds=4.0, steps=4, input_seconds=1.0, traced=False)
+    return meter
+
+
+def test_goes_on_with_the_time_of_the_process_before():
+    found = resumed(restarted=True).goodput(save_seconds=2.0)
+    assert found.wall_seconds == pytest.approx(100 + 20 + 10, abs=1.0)
+    assert found.restart_seconds == pytest.approx(1 + 20, abs=1.0)
+    assert found.step_seconds == pytest.approx(60 + 3)
+    assert (found.input_seconds, found.save_seconds) == (1.0, 7.0)
+    assert "restart 21.0" in str(found)
+
+
+def test_the_time_after_an_end_is_none_of_the_run():
+    found = resumed(restarted=False).goodput()
+    assert found.wall_seconds == pytest.approx(110.0, abs=1.0)
+    assert found.restart_seconds == 1.0
+
+
+def test_steps_after_a_checkpoint_that_is_gone_back_to_do_not_count():
+    meter = resumed(restarted=True)
+    meter.resume(BEFORE, time.time() - 5.0, restarted=True)
+    found = meter.goodput()
+    assert found.wall_seconds == pytest.approx(105.0, abs=1.0)
+    assert found.restart_seconds == pytest.approx(6.0, abs=1.0)
+    assert (found.step_seconds, found.input_seconds) == (60.0, 0.0)
 
 
 def test_process_began_before_now():

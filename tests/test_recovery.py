@@ -7,10 +7,12 @@ from mgpu_tf.recovery import Progress, Recovery
 
 def test_adds_up_over_restarts(tmp_path):
     first = Progress(str(tmp_path))
+    assert not first.left_behind
     assert first.begin(0, None) == Recovery()
     first.note(7, lost_workers=1)
     first.note(12, lost_workers=2)
     second = Progress(str(tmp_path))
+    assert second.left_behind
     saved_at = time.time() - 100
     cost = second.begin(10, saved_at)
     assert (cost.restarts, cost.lost_steps) == (1, 2)
@@ -34,6 +36,7 @@ def test_what_follows_the_end_is_no_restart(tmp_path):
     progress.note(5)
     progress.end()
     progress.end()
+    assert not progress.left_behind
     assert Progress(str(tmp_path)).begin(5, time.time()) == Recovery()
 
 

@@ -57,6 +57,7 @@ def test_fewer_workers_go_on_with_their_own_numbers(tmp_path):
         path = tmp_path / "out" / name / "report.json"
         return json.loads(path.read_text())
 
+    began = time.time()
     flags = ["--num_workers=2", "--min_workers=1", "--backoff_seconds=3"]
     process = subprocess.Popen(
         [
@@ -90,3 +91,9 @@ def test_fewer_workers_go_on_with_their_own_numbers(tmp_path):
     assert fewer["global_step"] == one["global_step"] == 12 * 23
     assert fewer["weights_sha256"] == one["weights_sha256"]
     assert (fewer["restarts"], one["restarts"]) == (1, 1)
+    spent = fewer["goodput"]
+    wall = spent.pop("wall_seconds")
+    assert wall < time.time() - began
+    assert sum(spent.values()) == pytest.approx(wall, rel=0.01)
+    # The pause, and what was done between the checkpoint and the kill.
+    assert 3.0 < spent["restart_seconds"] < wall
