@@ -177,13 +177,12 @@ class CheckpointSaver(Saver):
         restarted = self._progress.left_behind
         self.recovery = self._progress.begin(step, saved_at)
         if state is not None:
-            before = Goodput(**state["goodput"])
+            before, since = Goodput(**state["goodput"]), state["saved_at"]
         elif restarted:
-            before = Goodput()
-            saved_at = time.time() - self.recovery.lost_seconds
+            before, since = Goodput(), time.time() - self.recovery.lost_seconds
         else:
             return
-        self._meter.resume(before, saved_at, restarted=restarted)
+        self._meter.resume(before, since, restarted=restarted)
 
     def _read(self, step: int) -> tuple[State, Arrays]:
         names = {

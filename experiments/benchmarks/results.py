@@ -131,8 +131,8 @@ def text(value: Mapping, notes: str = "") -> str:
     lines = [
         "# Benchmarks",
         "",
-        f"{value['machine']}. {value['date']}, `{value['command']}`. Where a "
-        "load average is above the number of cores, other work ran beside.",
+        f"{value['machine']}. {value['date']}, `{value['command']}`. The load "
+        "average counts what the contestants run, and any other work.",
         "",
         "Each ratio is taken between turns of the same round; told is the "
         "median over rounds, with the least and the greatest. All "
@@ -265,7 +265,7 @@ def draw(value: Mapping, path: str) -> None:
     axes.minorticks_off()
     axes.axvline(1.0, color="black", linewidth=0.5)
     axes.set_xlabel("ratio of rates; red: the aim")
-    axes.invert_yaxis()
+    axes.set_ylim(len(shown) - 0.4, -0.6)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
