@@ -77,5 +77,11 @@ def test_steps_after_a_checkpoint_that_is_gone_back_to_do_not_count():
     assert (found.step_seconds, found.input_seconds) == (60.0, 0.0)
 
 
+def test_another_trainer_of_the_process_goes_on_from_the_checkpoint():
+    meter = Meter(began=time.time() - 1000.0)
+    meter.resume(BEFORE, time.time() - 5.0, restarted=True)
+    assert meter.goodput().wall_seconds == pytest.approx(105.0, abs=1.0)
+
+
 def test_process_began_before_now():
     assert 0.0 < time.time() - process_began() < 86_400.0
