@@ -16,12 +16,16 @@ measurement; its complement is told by cause.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+# Calls that tell how long a step takes.
+_RATES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,12 @@ class Goodput:
     step_seconds: float = 0.0
     other_seconds: float = 0.0
 
+    @classmethod
+    def of(cls, values: Mapping[str, float]) -> Goodput:
+        """Returns it from its fields, as far as they are known."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{n: v for n, v in values.items() if n in names})
+
     @property
     def share(self) -> float:
         """Useful step time over wall time, 0 to 1."""
@@ -83,36 +93,44 @@ class Meter:
     Args:
         began: When the process began, on the clock of `time.time`; as the
             system says by default.
+
+    Attributes:
+        began: The same; later where the process went back to a checkpoint.
     """
 
     def __init__(self, began: float | None = None) -> None:
-        self._began = process_began() if began is None else began
+        self.began = process_began() if began is None else began
         self._before: Goodput | None = None
         self._clear()
 
     def _clear(self) -> None:
         self._first: float | None = None
-        self._plain: list[tuple[float, int]] = []
+        self._plain = 0.0
         self._traced: list[tuple[float, int]] = []
+        self._rates: collections.deque[float]
+        self._rates = collections.deque(maxlen=_RATES)
         self._input = 0.0
         self._phases: dict[str, float] = {}
+        self._early = 0.0
 
-    def resume(
-        self, before: Goodput, saved_at: float, *, restarted: bool
-    ) -> None:
+    def resume(self, before: Goodput, since: float, *, restarted: bool) -> None:
         """Goes on from what a checkpoint tells.
 
         Args:
             before: Where the time had gone when it was made.
-            saved_at: When that was, on the clock of `time.time`.
-            restarted: Whether the run had not ended; the time since is none
-                of its time otherwise.
+            since: When that was, on the clock of `time.time`.
+            restarted: Whether a process had failed, so that the time since
+                was for nothing. Otherwise the run had ended, and the time
+                since is none of its time.
         """
-        if self._first or self._before or self._began < saved_at:
-            # The same process goes back; what it did since is done again.
+        again = self._first is not None or self._before is not None
+        if again and not restarted:
+            return
+        if again or self.began < since:
+            # This process, or a trainer in it, has done more than is kept.
             self._clear()
-            self._began = time.time()
-        gap = max(0.0, self._began - saved_at) if restarted else 0.0
+            self.began = time.time()
+        gap = max(0.0, self.began - since) if restarted else 0.0
         self._before = dataclasses.replace(
             before,
             wall_seconds=before.wall_seconds + gap,
@@ -132,14 +150,19 @@ class Meter:
         """
         if self._first is None:
             self._first = time.time() - seconds
-        (self._traced if traced else self._plain).append(
-            (seconds - input_seconds, steps)
-        )
+            self._early = sum(self._phases.values())
+        busy = seconds - input_seconds
+        if traced:
+            self._traced.append((busy, steps))
+        else:
+            self._plain += busy
+            if steps:
+                self._rates.append(busy / steps)
         self._input += input_seconds
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Notes how long the block takes."""
+        """Notes how long the block, "evaluate" or "save", takes."""
         started = time.perf_counter()
         try:
             yield
@@ -147,44 +170,30 @@ class Meter:
             passed = time.perf_counter() - started
             self._phases[name] = self._phases.get(name, 0.0) + passed
 
-    def goodput(self, save_seconds: float = 0.0) -> Goodput:
-        """Returns where the time of the run has gone until now.
-
-        Args:
-            save_seconds: What steps of this process waited for checkpoints.
-        """
+    def goodput(self) -> Goodput:
+        """Returns where the time of the run has gone until now."""
         now = time.time()
-        wall = now - self._began
-        first = now if self._first is None else self._first
-        step = sum(seconds for seconds, _ in self._plain)
-        compiling = 0.0
-        if self._traced:
-            done = [s / n for s, n in self._plain if n]
-            # A call that traced made its steps as fast as the others, or,
-            # where there were no others, its steps are not told apart.
-            usual = statistics.median(done) if done else 0.0
-            useful = sum(min(s, n * usual) for s, n in self._traced)
-            compiling = sum(s for s, _ in self._traced) - useful
-            step += useful
-        evaluate = self._phases.get("evaluate", 0.0)
-        known = (
-            (first - self._began)
-            + compiling
-            + self._input
-            + evaluate
-            + save_seconds
-            + step
-        )
+        phases = sum(self._phases.values())
+        if self._first is None:
+            start = now - self.began - phases
+        else:
+            start = self._first - self.began - self._early
+        # A call that traced made its steps as fast as the others, or, where
+        # there were no others, its steps are not told apart.
+        usual = statistics.median(self._rates) if self._rates else 0.0
+        useful = sum(min(s, n * usual) for s, n in self._traced)
+        compiling = sum(s for s, _ in self._traced) - useful
+        step = self._plain + useful
+        known = start + compiling + self._input + phases + step
         mine = Goodput(
-            wall_seconds=wall,
-            start_seconds=first - self._began,
+            wall_seconds=now - self.began,
+            start_seconds=start,
             compile_seconds=compiling,
             input_seconds=self._input,
-            evaluate_seconds=evaluate,
-            save_seconds=save_seconds,
-            restart_seconds=0.0,
+            evaluate_seconds=self._phases.get("evaluate", 0.0),
+            save_seconds=self._phases.get("save", 0.0),
             step_seconds=step,
-            other_seconds=max(0.0, wall - known),
+            other_seconds=max(0.0, now - self.began - known),
         )
         return mine if self._before is None else _sum(self._before, mine)
 

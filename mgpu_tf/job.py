@@ -149,7 +149,7 @@ def report(
         return_dict=True,
         verbose=verbose,
     )
-    strategy = trainer.strategy
+    strategy, goodput = trainer.strategy, trainer.meter.goodput()
     result = Report(
         strategy=strategy_name(strategy),
         num_workers=worker_count(strategy),
@@ -165,10 +165,8 @@ def report(
         lost_seconds=trainer.saver.recovery.lost_seconds,
         lost_workers=trainer.saver.recovery.lost_workers
         + lost_workers(strategy),
-        saving_seconds=trainer.saver.blocked_seconds,
-        goodput=dataclasses.asdict(
-            trainer.meter.goodput(trainer.saver.blocked_seconds)
-        ),
+        saving_seconds=goodput.save_seconds,
+        goodput=dataclasses.asdict(goodput),
     )
     if config.output_dir is not None:
         trainer.save(os.path.join(config.output_dir, MODEL_FILE))

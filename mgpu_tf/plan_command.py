@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import math
 
 from absl import flags
 
 from mgpu_tf import planner
 from mgpu_tf.config import OPTIMIZERS
-from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.scaling import ScalingTable
+from mgpu_tf.errors import ConfigurationError, is_integer
+from mgpu_tf.scaling import MEANING, ScalingTable
 
 USAGE = """mgpu-tf plan [--flags]
 
 Tells what a training will take before it is started: with --num_parameters
 what each device must hold, with --scaling, a file that mgpu-tf benchmark
-wrote, the hours and the price on each number of devices that was measured.
+wrote, the hours and the price on each number of devices that was measured,
+with batches that were ready: waiting for data comes on top.
 
 Example:
   mgpu-tf plan --num_parameters=1.5G --optimizer=adam --device_memory_gib=16
@@ -23,6 +24,16 @@ Example:
 """
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
+_MOST = 1e15
+
+# Flags that say nothing without the other.
+_NEEDS = {
+    "optimizer": "num_parameters",
+    "device_memory_gib": "num_parameters",
+    "examples": "scaling",
+    "epochs": "scaling",
+    "price": "scaling",
+}
 
 
 def define(values: flags.FlagValues) -> None:
@@ -64,6 +75,12 @@ def run(values: flags.FlagValues) -> int:
             "Received: neither. Write --num_parameters=25.6M, or "
             "--scaling=FILE with --examples=N."
         )
+    for name, other in _NEEDS.items():
+        if values[name].present and values[other].value is None:
+            raise ConfigurationError(
+                f"{name} goes with {other}. Received: --{name} without "
+                f"--{other}. Give both, or leave it out."
+            )
     told = []
     if values.num_parameters is not None:
         told.append(_memory(values))
@@ -79,9 +96,9 @@ def _memory(values: flags.FlagValues) -> str:
         values.optimizer,
     )
     room = values.device_memory_gib
-    if room is not None and room <= 0:
+    if room is not None and not 0 < room < _MOST:
         raise ConfigurationError(
-            "device_memory_gib must be above 0. Received: "
+            "device_memory_gib must be a number above 0. Received: "
             f"device_memory_gib={room}."
         )
     return memory.text(None if room is None else int(room * (1 << 30)))
@@ -93,9 +110,15 @@ def _costs(values: flags.FlagValues) -> str:
             "Hours need the examples of an epoch. Received: --scaling without "
             "--examples. Write --examples=50000."
         )
-    if values.price is not None and values.price < 0:
+    if values.price is not None and not 0 <= values.price < _MOST:
         raise ConfigurationError(
-            f"price must be 0 or more. Received: price={values.price}."
+            "price must be a number of 0 or more. Received: "
+            f"price={values.price}."
+        )
+    if not 1 <= values.epochs < _MOST:
+        raise ConfigurationError(
+            f"epochs must be from 1 to {_MOST:.0g}. Received: "
+            f"epochs={values.epochs}."
         )
     examples = _count("examples", values.examples)
     table = _read(values.scaling)
@@ -134,25 +157,39 @@ def _costs(values: flags.FlagValues) -> str:
 
 def _read(path: str) -> ScalingTable:
     try:
-        return ScalingTable.read(path)
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        table = ScalingTable.read(path)
+        _check(table)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
             "scaling must be a file that mgpu-tf benchmark --output_dir "
             f"wrote. Received: scaling={path!r} ({type(error).__name__})."
         ) from None
+    return table
+
+
+def _check(table: ScalingTable) -> None:
+    """Raises ValueError or TypeError where no benchmark measures so."""
+    sound = bool(table.points) and table.kind in MEANING
+    for point in table.points:
+        rates = point.examples_per_second
+        sound &= is_integer(point.devices) and point.devices > 0
+        sound &= bool(rates) and all(0 < r < math.inf for r in rates)
+    if not sound:
+        raise ValueError(table)
 
 
 def _count(name: str, text: str) -> int:
     """Returns the number that `25.6M` stands for."""
-    digits = text.rstrip("".join(_UNITS)).rstrip()
-    unit = text[len(digits) :].strip()
+    text = text.strip().upper()
+    digits = text.rstrip("".join(_UNITS))
+    unit = text[len(digits) :]
     try:
         value = float(digits) * _UNITS[unit]
     except (ValueError, KeyError):
         value = 0.0
-    if not 1 <= value < 1e18:
+    if not 1 <= value < _MOST:
         raise ConfigurationError(
-            f"{name} must be a number of 1 or more, with K, M or G if you "
+            f"{name} must be a number of 1 or more, with K, M, G or B if you "
             f"like. Received: {name}={text!r}."
         )
     return round(value)

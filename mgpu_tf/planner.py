@@ -103,8 +103,8 @@ class Cost:
         global_batch_size: Examples in a step.
         examples_per_second: The median that was measured.
         efficiency: Speed-up over devices.
-        hours: From the first step to the last; start, evaluation and saves
-            come on top.
+        hours: From the first step to the last, with batches that are ready;
+            waiting for data, start, evaluation and saves come on top.
     """
 
     devices: int

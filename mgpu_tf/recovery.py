@@ -41,25 +41,29 @@ class Progress:
 
     Args:
         folder: An existing folder; the run's alone.
+        since: When this process began, on the clock of `time.time`.
+
+    Attributes:
+        since: When the run began; where it had ended and goes on, when it
+            went on.
+        restarted: Whether a process before this one did not come to its end.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, since: float) -> None:
         self._folder = folder
+        self.since = since
+        self.restarted = False
         self._began = time.time()
         self._descriptor: int | None = None
 
     def note(self, step: int, lost_workers: int = 0) -> None:
-        """Notes that a step is done; a write of 50 bytes."""
+        """Notes that a step is done; a write of 69 bytes."""
         if self._descriptor is None:
             path = os.path.join(self._folder, _PROGRESS)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-        text = f"{step:20d} {self._began:18.6f} {lost_workers:8d}\n"
+        moments = f"{self._began:18.6f} {self.since:18.6f}"
+        text = f"{step:20d} {lost_workers:8d} {moments}\n"
         os.pwrite(self._descriptor, text.encode(), 0)
-
-    @property
-    def left_behind(self) -> bool:
-        """Whether a process began the run and did not come to its end."""
-        return self._read() is not None
 
     def begin(self, step: int, saved_at: float | None) -> Recovery:
         """Reads what the process before has left, adds up what was lost.
@@ -76,18 +80,22 @@ class Progress:
         totals = Recovery(**self._totals())
         if before is None:
             return totals
-        last_step, began, lost_workers = before
-        since = began if saved_at is None else saved_at
+        last_step, lost_workers, began, self.since = before
+        self.restarted = True
+        # What was lost before that process began, it has counted itself.
+        lost_since = max(saved_at or 0.0, began)
         totals = Recovery(
             restarts=totals.restarts + 1,
             lost_steps=totals.lost_steps + max(0, last_step - step),
-            lost_seconds=totals.lost_seconds + max(0.0, time.time() - since),
+            lost_seconds=totals.lost_seconds
+            + max(0.0, time.time() - lost_since),
             lost_workers=totals.lost_workers + lost_workers,
         )
         path = os.path.join(self._folder, _TOTALS)
         with open(path + ".tmp", "w", encoding="utf-8") as file:
             json.dump(dataclasses.asdict(totals), file)
         os.replace(path + ".tmp", path)
+        self.note(step)
         return totals
 
     def end(self) -> None:
@@ -98,12 +106,12 @@ class Progress:
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(self._folder, _PROGRESS))
 
-    def _read(self) -> tuple[int, float, int] | None:
+    def _read(self) -> tuple[int, int, float, float] | None:
         try:
             path = os.path.join(self._folder, _PROGRESS)
             with open(path, encoding="ascii") as file:
-                step, moment, lost_workers = file.read().split()
-            return int(step), float(moment), int(lost_workers)
+                step, lost_workers, began, since = file.read().split()
+            return int(step), int(lost_workers), float(began), float(since)
         except (FileNotFoundError, ValueError):
             return None
 

@@ -55,13 +55,11 @@ class Saver:
 
     Attributes:
         recovery: What failures have cost the run so far.
-        blocked_seconds: For how long the step thread was held up by saving.
         saves: How many states were saved.
     """
 
     def __init__(self) -> None:
         self.recovery = Recovery()
-        self.blocked_seconds = 0.0
         self.saves = 0
 
     def find(self) -> tuple[State, Arrays] | None:
@@ -167,22 +165,21 @@ class CheckpointSaver(Saver):
             )
         found = None if step < 0 else self._read(step)
         if self._is_chief:
-            self._begin(max(step, 0), None if found is None else found[0])
+            self._begin(max(step, 0), {} if found is None else found[0])
         return found
 
-    def _begin(self, step: int, state: State | None) -> None:
+    def _begin(self, step: int, state: State) -> None:
         """Goes on with what the processes before knew of time and failures."""
-        saved_at = None if state is None else state["saved_at"]
-        self._progress = Progress(self._options.folder)
-        restarted = self._progress.left_behind
-        self.recovery = self._progress.begin(step, saved_at)
-        if state is not None:
-            before, since = Goodput(**state["goodput"]), state["saved_at"]
-        elif restarted:
-            before, since = Goodput(), time.time() - self.recovery.lost_seconds
-        else:
-            return
-        self._meter.resume(before, since, restarted=restarted)
+        saved_at = state.get("saved_at")
+        progress = Progress(self._options.folder, self._meter.began)
+        self._progress = progress
+        self.recovery = progress.begin(step, saved_at)
+        if progress.restarted or saved_at is not None:
+            since = saved_at or 0.0
+            if progress.restarted:
+                since = max(since, progress.since)
+            before = Goodput.of(state.get("goodput", {}))
+            self._meter.resume(before, since, restarted=progress.restarted)
 
     def _read(self, step: int) -> tuple[State, Arrays]:
         names = {
@@ -275,14 +272,13 @@ class CheckpointSaver(Saver):
 
     def _save(self) -> None:
         """Copies the state, and has it written in the background."""
-        started = time.perf_counter()
-        if self._writer is not None:
-            self._writer.join()
-        step, state, arrays = self._capture()
+        with self._meter.phase("save"):
+            if self._writer is not None:
+                self._writer.join()
+            step, state, arrays = self._capture()
         if self._is_chief:
             state["saved_at"] = time.time()
-            spent = self._meter.goodput(self.blocked_seconds)
-            state["goodput"] = dataclasses.asdict(spent)
+            state["goodput"] = dataclasses.asdict(self._meter.goodput())
             self._writer = threading.Thread(
                 target=self._write, args=(step, state, arrays)
             )
@@ -290,7 +286,6 @@ class CheckpointSaver(Saver):
         self._last_save = time.monotonic()
         self._saved = True
         self.saves += 1
-        self.blocked_seconds += time.perf_counter() - started
 
     def _write(self, step: int, state: State, arrays: Arrays) -> None:
         options = self._options
@@ -317,10 +312,9 @@ class CheckpointSaver(Saver):
             )
 
     def _flush(self) -> None:
-        started = time.perf_counter()
-        if self._writer is not None:
-            self._writer.join()
-        self.blocked_seconds += time.perf_counter() - started
+        with self._meter.phase("save"):
+            if self._writer is not None:
+                self._writer.join()
         if self._failed is not None:
             raise self._failed
 

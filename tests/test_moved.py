@@ -26,6 +26,7 @@ def test_ended_in_the_middle(two_workers_x2, folder):
     newest = checkpoints.newest(os.path.join(folder, "ended"))
     # The step after the signal tells the other worker.
     assert newest.step == moved.STEP + 1
+    # In the middle of an epoch, and of an update.
     assert newest.step % 10 and newest.step % 3
 
 

@@ -1,3 +1,6 @@
+import json
+import math
+
 import keras
 import pytest
 
@@ -7,6 +10,7 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.models import create_model
 from mgpu_tf.optimizers import create_optimizer
 from mgpu_tf.scaling import ScalingPoint, ScalingTable
+from tests import clusters
 
 
 def table(kind="processes"):
@@ -26,7 +30,7 @@ def test_state_is_what_variables_hold(name):
     slots = [v for v in optimizer.variables if v.shape.rank]
     assert memory.weights == bytes_of(model.trainable_variables)
     assert memory.slots == bytes_of(slots)
-    assert memory.total == memory.weights + memory.slots + memory.gradients
+    assert memory.gradients == memory.weights
 
 
 def bytes_of(variables):
@@ -80,24 +84,71 @@ def test_command_tells_both(tmp_path, capsys):
     ("flags", "message"),
     [
         ("", "Received: neither"),
-        ("--num_parameters=many", "num_parameters='many'"),
+        ("--num_parameters=many", "num_parameters='MANY'"),
         ("--num_parameters=0", "num_parameters='0'"),
-        ("--num_parameters=nan", "num_parameters='nan'"),
+        ("--num_parameters=nan", "num_parameters='NAN'"),
         ("--num_parameters=3Q", "num_parameters='3Q'"),
         ("--num_parameters=1M --optimizer=adm", "Did you mean 'adam'"),
-        (
-            "--num_parameters=1M --device_memory_gib=0",
-            "device_memory_gib must be above 0",
-        ),
+        ("--num_parameters=1M --device_memory_gib=0", "gib=0.0"),
+        ("--num_parameters=1M --device_memory_gib=nan", "gib=nan"),
+        ("--num_parameters=1M --device_memory_gib=inf", "gib=inf"),
+        ("--num_parameters=1M --price=1", "price goes with scaling"),
+        ("--scaling=x --optimizer=sgd", "optimizer goes with num_parameters"),
         ("--scaling=nowhere.json", "without --examples"),
         ("--scaling=nowhere.json --examples=9", "FileNotFoundError"),
         ("--scaling=setup.cfg --examples=9", "JSONDecodeError"),
-        ("--scaling=nowhere.json --examples=9 --price=-1", "price must be 0"),
+        (
+            "--scaling=experiments/benchmarks/results.png --examples=9",
+            "UnicodeDecodeError",
+        ),
+        ("--scaling=nowhere.json --examples=9 --price=-1", "price=-1.0"),
+        ("--scaling=nowhere.json --examples=9 --price=nan", "price=nan"),
+        ("--scaling=nowhere.json --examples=9 --epochs=0", "epochs=0"),
+        (f"--scaling=x --examples=9 --epochs=1{'0' * 400}", "epochs=10000"),
         ("--num_parameters=1M --epochs=x", "--epochs=x"),
     ],
 )
-def test_a_mistake_is_one_line(flags, message, capsys):
+def test_a_mistake_is_one_line(flags, message, capsys, monkeypatch):
+    monkeypatch.chdir(clusters.ROOT)
     assert cli.main(["plan", *flags.split()]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def points(**other):
+    point = {"devices": 1, "global_batch_size": 8, "loss": 0.0}
+    return [{**point, "examples_per_second": [9.0], **other}]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"points": []},
+        {"points": 5},
+        {"points": points(devices=0)},
+        {"points": points(devices="1")},
+        {"points": points(examples_per_second=[])},
+        {"points": points(examples_per_second=[0.0])},
+        {"points": points(examples_per_second=[-1.0])},
+        {"points": points(examples_per_second=[math.nan])},
+        {"points": points(examples_per_second=["1"])},
+        {"points": points(examples_per_second=7.0)},
+        {"points": points(), "kind": "moons"},
+        {"points": points(), "kind": []},
+    ],
+)
+def test_a_table_that_no_benchmark_wrote(wrong, tmp_path, capsys):
+    path = tmp_path / "scaling.json"
+    value = {"model": "mlp", "kind": "processes", "scaling": "weak", **wrong}
+    path.write_text(json.dumps(value))
+    assert cli.main(["plan", f"--scaling={path}", "--examples=9"]) == 2
+    error = capsys.readouterr().err
+    assert "scaling must be a file" in error
+    assert error.count("\n") == 1
+
+
+def test_units_in_any_case(capsys):
+    for text in ("1m", "1M", "1000k", " 0.001g "):
+        assert cli.main(["plan", f"--num_parameters={text}"]) == 0
+        assert "0.004 GiB" in capsys.readouterr().out

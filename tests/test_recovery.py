@@ -2,45 +2,107 @@
 
 import time
 
+import pytest
+
+from mgpu_tf.goodput import Meter
 from mgpu_tf.recovery import Progress, Recovery
 
 
-def test_adds_up_over_restarts(tmp_path):
-    first = Progress(str(tmp_path))
-    assert not first.left_behind
+class Clock:
+    """Stands for `time.time`; moves when it is told to."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "time", clock)
+    return clock
+
+
+def test_adds_up_over_restarts(tmp_path, clock):
+    first = Progress(str(tmp_path), clock.now)
     assert first.begin(0, None) == Recovery()
+    assert not first.restarted
     first.note(7, lost_workers=1)
     first.note(12, lost_workers=2)
-    second = Progress(str(tmp_path))
-    assert second.left_behind
-    saved_at = time.time() - 100
+    saved_at = clock.now
+    clock.now += 100
+    second = Progress(str(tmp_path), clock.now)
     cost = second.begin(10, saved_at)
-    assert (cost.restarts, cost.lost_steps) == (1, 2)
-    assert 100 <= cost.lost_seconds < 1000
-    assert cost.lost_workers == 2
+    assert second.restarted
+    assert (cost.restarts, cost.lost_steps, cost.lost_workers) == (1, 2, 2)
+    assert cost.lost_seconds == 100
     second.note(30, lost_workers=3)
-    third = Progress(str(tmp_path)).begin(30, time.time())
-    assert (third.restarts, third.lost_steps) == (2, 2)
-    assert third.lost_workers == 5
+    clock.now += 10
+    third = Progress(str(tmp_path), clock.now).begin(30, clock.now)
+    assert (third.restarts, third.lost_steps, third.lost_workers) == (2, 2, 5)
+    assert third.lost_seconds == 100
 
 
 def test_a_start_without_a_checkpoint_loses_all(tmp_path):
-    Progress(str(tmp_path)).note(5)
-    cost = Progress(str(tmp_path)).begin(0, None)
+    Progress(str(tmp_path), 0.0).note(5)
+    cost = Progress(str(tmp_path), 0.0).begin(0, None)
     assert (cost.restarts, cost.lost_steps) == (1, 5)
 
 
+def test_processes_that_fail_at_once_lose_their_own_time(tmp_path, clock):
+    """Each restart adds what passed since the one before it, once."""
+    Progress(str(tmp_path), clock.now).note(5)
+    for restarts in (1, 2, 3):
+        clock.now += 40
+        progress = Progress(str(tmp_path), clock.now)
+        cost = progress.begin(0, None)
+        assert (cost.restarts, cost.lost_steps) == (restarts, 5)
+        assert cost.lost_seconds == 40 * restarts
+        assert progress.since == 1000.0
+
+
 def test_what_follows_the_end_is_no_restart(tmp_path):
-    progress = Progress(str(tmp_path))
+    progress = Progress(str(tmp_path), 0.0)
     progress.begin(0, None)
     progress.note(5)
     progress.end()
     progress.end()
-    assert not progress.left_behind
-    assert Progress(str(tmp_path)).begin(5, time.time()) == Recovery()
+    following = Progress(str(tmp_path), 0.0)
+    assert following.begin(5, time.time()) == Recovery()
+    assert not following.restarted
+
+
+def test_a_pause_after_the_end_is_not_lost(tmp_path, clock):
+    """A run that ended goes on days later, and fails before it has saved."""
+    saved_at = clock.now
+    clock.now += 300_000
+    following = Progress(str(tmp_path), clock.now)
+    following.begin(5, saved_at)
+    following.note(8)
+    clock.now += 50
+    last = Progress(str(tmp_path), clock.now)
+    assert last.begin(5, saved_at).lost_seconds == 50
+    assert last.since == 301_000.0
 
 
 def test_a_torn_note_is_no_note(tmp_path):
     (tmp_path / "progress").write_text("12")
     (tmp_path / "recovery.json").write_text("{")
-    assert Progress(str(tmp_path)).begin(0, None) == Recovery()
+    assert Progress(str(tmp_path), 0.0).begin(0, None) == Recovery()
+
+
+def test_the_wall_of_processes_that_failed_before_they_saved(tmp_path, clock):
+    """Their beginnings are in the wall as well, each once."""
+    Progress(str(tmp_path), clock.now - 20).note(5)
+    for attempt in (1, 2, 3):
+        clock.now += 40
+        meter = Meter(began=clock.now - 10)
+        progress = Progress(str(tmp_path), meter.began)
+        progress.begin(0, None)
+        meter.resume(Meter(clock.now).goodput(), progress.since, restarted=True)
+        found = meter.goodput()
+        assert found.wall_seconds == 20 + 40 * attempt
+        assert found.restart_seconds == 20 + 40 * attempt - 10
+        assert found.start_seconds == 10

@@ -1,5 +1,6 @@
 """A run that was broken off and resumed ends with the same bits."""
 
+import dataclasses
 import logging
 import os
 import random
@@ -150,6 +151,10 @@ def assert_same_bits(run, strategy, tmp_path, breaks, **kwargs):
     assert run(strategy, tmp_path / "broken", **kwargs) == control
     assert run.trainer.saver.recovery.restarts == len(breaks)
     assert run.trainer.global_step == steps
+    spent = dataclasses.asdict(run.trainer.meter.goodput())
+    wall = spent.pop("wall_seconds")
+    assert sum(spent.values()) == pytest.approx(wall, rel=0.01)
+    assert (spent["restart_seconds"] > 0) == bool(breaks)
     return control
 
 
@@ -376,7 +381,7 @@ def test_saves_by_time_and_keeps_so_many(run, strategies, tmp_path):
         keep_checkpoints=2,
     )
     assert run.trainer.saver.saves >= 2
-    assert run.trainer.saver.blocked_seconds > 0
+    assert run.trainer.meter.goodput().save_seconds > 0
     assert len(checkpoints.entries(str(tmp_path))) == 2
 
 

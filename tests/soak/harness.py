@@ -180,7 +180,7 @@ class Job:
         with contextlib.suppress(FileNotFoundError, ValueError):
             path = os.path.join(self._checkpoints, "progress")
             with open(path, encoding="ascii") as file:
-                step, began, _ = file.read().split()
+                step, _, began, _ = file.read().split()
             return int(step), float(began)
         return 0, 0.0
 
