@@ -6,6 +6,7 @@ Keras or NumPy is imported; `--help` needs none of them either.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -308,21 +309,13 @@ def _checkpoints(arguments: list[str]) -> int:
     return BROKEN if any(entry.problem for entry in found) else 0
 
 
-def _benchmark(arguments: list[str]) -> int:
+def _of_module(name: str, module: Any, arguments: list[str]) -> int:
+    """Runs a command whose flags and text are a module's."""
     values = flags.FlagValues()
-    scaling_command.define(values)
-    usage = scaling_command.USAGE
-    if not _parse_flags_only(values, arguments, "benchmark", usage):
+    module.define(values)
+    if not _parse_flags_only(values, arguments, name, module.USAGE):
         return 0
-    return scaling_command.run(values)
-
-
-def _plan(arguments: list[str]) -> int:
-    values = flags.FlagValues()
-    plan_command.define(values)
-    if not _parse_flags_only(values, arguments, "plan", plan_command.USAGE):
-        return 0
-    return plan_command.run(values)
+    return module.run(values)
 
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -330,8 +323,8 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "launch": _launch,
     "checkpoints": _checkpoints,
     "parity": _parity,
-    "benchmark": _benchmark,
-    "plan": _plan,
+    "benchmark": functools.partial(_of_module, "benchmark", scaling_command),
+    "plan": functools.partial(_of_module, "plan", plan_command),
 }
 
 

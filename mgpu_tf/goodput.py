@@ -22,7 +22,7 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 # Calls that tell how long a step takes.
 _RATES = 1000
@@ -56,12 +56,6 @@ class Goodput:
     restart_seconds: float = 0.0
     step_seconds: float = 0.0
     other_seconds: float = 0.0
-
-    @classmethod
-    def of(cls, values: Mapping[str, float]) -> Goodput:
-        """Returns it from its fields, as far as they are known."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{n: v for n, v in values.items() if n in names})
 
     @property
     def share(self) -> float:

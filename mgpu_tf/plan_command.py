@@ -9,7 +9,7 @@ from absl import flags
 from mgpu_tf import planner
 from mgpu_tf.config import OPTIMIZERS
 from mgpu_tf.errors import ConfigurationError, is_integer
-from mgpu_tf.scaling import MEANING, ScalingTable
+from mgpu_tf.scaling import MEANING, ScalingTable, aligned
 
 USAGE = """mgpu-tf plan [--flags]
 
@@ -131,28 +131,24 @@ def _costs(values: flags.FlagValues) -> str:
         "device hours",
     ]
     rows = [head if values.price is None else [*head, "price"]]
-    for cost in planner.costs(table, examples, values.epochs):
+    hours = planner.hours(table, examples, values.epochs)
+    for point, time in zip(table.points, hours, strict=True):
         row = [
-            str(cost.devices),
-            str(cost.global_batch_size),
-            f"{cost.examples_per_second:,.0f}",
-            f"{cost.efficiency:.0%}",
-            f"{cost.hours:,.2f}",
-            f"{cost.device_hours:,.2f}",
+            str(point.devices),
+            str(point.global_batch_size),
+            f"{point.median:,.0f}",
+            f"{table.efficiency(point):.0%}",
+            f"{time:,.2f}",
+            f"{time * point.devices:,.2f}",
         ]
         if values.price is not None:
-            row.append(f"{cost.device_hours * values.price:,.2f}")
+            row.append(f"{time * point.devices * values.price:,.2f}")
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     title = (
         f"{table.model}, {table.scaling} scaling: {values.epochs} epochs of "
         f"{examples:,} examples"
     )
-    lines = [
-        "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True))
-        for row in rows
-    ]
-    return "\n".join([title, *lines])
+    return "\n".join([title, *aligned(rows)])
 
 
 def _read(path: str) -> ScalingTable:

@@ -2,8 +2,7 @@
 
     memory = StateMemory(25_600_000, "adam")
     print(memory.text())
-    for cost in costs(table, examples=1_280_000, epochs=90):
-        print(cost.devices, cost.hours)
+    print(hours(table, examples=1_280_000, epochs=90))
 
 Memory is counted: what synchronous training holds on every device, whatever
 the batch is. Time is measured: by `mgpu-tf benchmark`, on the numbers of
@@ -94,38 +93,17 @@ class StateMemory:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """What a whole training takes on so many devices.
-
-    Attributes:
-        devices: How many.
-        global_batch_size: Examples in a step.
-        examples_per_second: The median that was measured.
-        efficiency: Speed-up over devices.
-        hours: From the first step to the last, with batches that are ready;
-            waiting for data, start, evaluation and saves come on top.
-    """
-
-    devices: int
-    global_batch_size: int
-    examples_per_second: float
-    efficiency: float
-    hours: float
-
-    @property
-    def device_hours(self) -> float:
-        """What is paid for."""
-        return self.hours * self.devices
-
-
-def costs(table: ScalingTable, examples: int, epochs: int) -> list[Cost]:
-    """Returns what a training takes on each number of devices measured.
+def hours(table: ScalingTable, examples: int, epochs: int) -> list[float]:
+    """Returns how long a training takes at each point of a table.
 
     Args:
         table: What `mgpu-tf benchmark` measured.
         examples: In an epoch.
         epochs: How many.
+
+    Returns:
+        From the first step to the last, with batches that are ready; waiting
+        for data, start, evaluation and saves come on top.
 
     Raises:
         ConfigurationError: The table is of parts of one CPU, which share
@@ -139,13 +117,4 @@ def costs(table: ScalingTable, examples: int, epochs: int) -> list[Cost]:
             "of virtual devices. Measure with mgpu-tf benchmark "
             "--kind=processes, or on GPUs."
         )
-    return [
-        Cost(
-            point.devices,
-            point.global_batch_size,
-            point.median,
-            table.efficiency(point),
-            examples * epochs / point.median / 3600,
-        )
-        for point in table.points
-    ]
+    return [examples * epochs / point.median / 3600 for point in table.points]

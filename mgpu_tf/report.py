@@ -108,14 +108,17 @@ class Report:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
         epochs = [
-            EpochReport(**_known(EpochReport, epoch))
+            EpochReport(**known(EpochReport, epoch))
             for epoch in values.pop("epochs")
         ]
-        return cls(epochs=epochs, **_known(cls, values))
+        return cls(epochs=epochs, **known(cls, values))
 
 
-def _known(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out fields that a later version has added."""
+def known(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values that are fields of a dataclass.
+
+    What another version has written may have others.
+    """
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: values[name] for name in values if name in names}
 

@@ -32,6 +32,7 @@ from mgpu_tf.goodput import Goodput, Meter
 from mgpu_tf.launch.task import PREEMPTED
 from mgpu_tf.peers import Peers
 from mgpu_tf.recovery import Progress, Recovery
+from mgpu_tf.report import known
 from mgpu_tf.save_options import SaveOptions
 
 _log = logging.getLogger("mgpu_tf")
@@ -178,7 +179,7 @@ class CheckpointSaver(Saver):
             since = saved_at or 0.0
             if progress.restarted:
                 since = max(since, progress.since)
-            before = Goodput.of(state.get("goodput", {}))
+            before = Goodput(**known(Goodput, state.get("goodput", {})))
             self._meter.resume(before, since, restarted=progress.restarted)
 
     def _read(self, step: int) -> tuple[State, Arrays]:

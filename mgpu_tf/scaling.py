@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from collections.abc import Sequence
 
 # Speed-ups on 1, 2, 4 and 8 GPUs.
 PUBLISHED = {
@@ -98,16 +99,8 @@ class ScalingTable:
                     *(_published(name, point.devices) for name in names),
                 ]
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width)
-                for cell, width in zip(row, widths, strict=True)
-            )
-            for row in rows
-        ]
         title = f"{self.model}, {self.scaling} scaling. {MEANING[self.kind]}"
-        return "\n".join([title, *lines])
+        return "\n".join([title, *aligned(rows)])
 
     def write(self, path: str) -> None:
         """Writes the table as JSON."""
@@ -132,6 +125,17 @@ class ScalingTable:
             for entry in value["points"]
         ]
         return cls(value["model"], value["kind"], value["scaling"], points)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table, its columns to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) for cell, width in zip(row, widths, strict=True)
+        )
+        for row in rows
+    ]
 
 
 def _published(name: str, devices: int) -> str:

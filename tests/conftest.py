@@ -1,6 +1,7 @@
 """Fixtures of all tests: strategies on parts of the CPU, float64."""
 
 import os
+import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -38,3 +39,21 @@ def floatx_of():
 def data_dir(tmp_path_factory):
     """A folder for prepared data sets, new in each session."""
     return str(tmp_path_factory.mktemp("data"))
+
+
+class Clock:
+    """Stands for the clocks of `time`; moves when it is told to."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "time", clock)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock

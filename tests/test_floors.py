@@ -118,6 +118,7 @@ SAME_FLOOR = {
     ("cli", "flags"),
     ("cli", "scaling_command"),
     ("cli", "plan_command"),
+    ("recovery", "report"),
     ("planner", "config"),
     ("planner", "errors"),
     ("planner", "scaling"),

@@ -54,17 +54,14 @@ def test_what_is_left_and_what_is_missing():
     )
 
 
-def test_hours_and_device_hours():
-    one, four = planner.costs(table(), examples=36_000, epochs=10)
-    assert (one.devices, one.hours, one.device_hours) == (1, 1.0, 1.0)
-    assert four.hours == pytest.approx(1 / 3.2)
-    assert four.device_hours == pytest.approx(4 / 3.2)
-    assert four.efficiency == 0.8
+def test_hours():
+    hours = planner.hours(table(), examples=36_000, epochs=10)
+    assert hours == [1.0, pytest.approx(1 / 3.2)]
 
 
 def test_parts_of_one_cpu_tell_nothing_of_time():
     with pytest.raises(ConfigurationError, match="do not share cores"):
-        planner.costs(table("virtual"), 1, 1)
+        planner.hours(table("virtual"), 1, 1)
 
 
 def test_command_tells_both(tmp_path, capsys):

@@ -2,27 +2,8 @@
 
 import time
 
-import pytest
-
-from mgpu_tf.goodput import Meter
+from mgpu_tf.goodput import Goodput, Meter
 from mgpu_tf.recovery import Progress, Recovery
-
-
-class Clock:
-    """Stands for `time.time`; moves when it is told to."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(time, "time", clock)
-    return clock
 
 
 def test_adds_up_over_restarts(tmp_path, clock):
@@ -101,7 +82,7 @@ def test_the_wall_of_processes_that_failed_before_they_saved(tmp_path, clock):
         meter = Meter(began=clock.now - 10)
         progress = Progress(str(tmp_path), meter.began)
         progress.begin(0, None)
-        meter.resume(Meter(clock.now).goodput(), progress.since, restarted=True)
+        meter.resume(Goodput(), progress.since, restarted=True)
         found = meter.goodput()
         assert found.wall_seconds == 20 + 40 * attempt
         assert found.restart_seconds == 20 + 40 * attempt - 10

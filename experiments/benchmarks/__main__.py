@@ -1,6 +1,6 @@
 """Runs the benchmarks: `make bench`, `make bench ONLY=step_overhead`.
 
-Hardware: any; on 2 quiet CPU cores one to five minutes for each benchmark.
+Hardware: any; on 2 quiet CPU cores half a minute to six for each benchmark.
 Expected: the ratios of RESULTS.md. Results are written after each benchmark,
 so a run that was broken off goes on with `make bench ARGS=--continue`.
 """

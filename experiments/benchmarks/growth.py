@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks.growth [--rounds=5] [--only=parameters]
 
-Hardware: any; on 2 quiet CPU cores about ten minutes. Writes `growth.json`,
+Hardware: any. Writes `growth.json`,
 `GROWTH.md` and `growth.png` beside this file, anew after each model; `--only`
 leaves the others as they are. Each point is a process, or
 two, of `mgpu_tf.Trainer.fit` with metrics and progress bar on; the points of
