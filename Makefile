@@ -1,11 +1,13 @@
 # make setup   the environment, in .venv
 # make demo    the main job: two worker processes, then one device
 # make test    the default test suite
+# make test-full  every test, the slow ones too
 # make lint    ruff and mypy
 # make soak    kills jobs and compares weights; FAULTS=30 SEED=1
 # make bench   the benchmarks; ONLY=name, ARGS=--continue
 # make growth  step time against replicas and parameters
 # make parity  the whole parity matrix, about half an hour; writes its tables
+# make conformance  what Keras runs against Keras's numbers; writes its table
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +16,7 @@ METADATA := setup.cfg pyproject.toml
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: bench growth setup demo test lint parity soak format clean
+.PHONY: bench conformance growth setup demo test test-full lint parity soak format clean
 
 setup: $(VENV)/.base
 
@@ -24,8 +26,14 @@ demo: $(VENV)/.base
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)
 
+test-full: $(VENV)/.test
+	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
 parity: $(VENV)/.test
 	$(BIN)/python -m tests.parity.run $(ARGS)
+
+conformance: $(VENV)/.test
+	$(BIN)/python -m tests.conformance.run $(ARGS)
 
 FAULTS ?= 30
 SEED ?= 1

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from mgpu_tf.cluster import ClusterConfig
     from mgpu_tf.config import RunConfig
     from mgpu_tf.determinism import enable_determinism
-    from mgpu_tf.engine.update import apply_gradients
+    from mgpu_tf.engine.contributions import mean_over_batch, sum_over_batch
     from mgpu_tf.errors import ClusterError, ConfigurationError, WorkerError
     from mgpu_tf.job import run
     from mgpu_tf.normalization import synchronize_batch_normalization
+    from mgpu_tf.own_loop import Loop
     from mgpu_tf.parameter_server import create_parameter_server_strategy
     from mgpu_tf.parity import ParityReport, check_parity
     from mgpu_tf.report import Report
@@ -44,12 +45,12 @@ _HOMES = {
     "ClusterConfig": "mgpu_tf.cluster",
     "ClusterError": "mgpu_tf.errors",
     "ConfigurationError": "mgpu_tf.errors",
+    "Loop": "mgpu_tf.own_loop",
     "ParityReport": "mgpu_tf.parity",
     "Report": "mgpu_tf.report",
     "RunConfig": "mgpu_tf.config",
     "Trainer": "mgpu_tf.trainer",
     "WorkerError": "mgpu_tf.errors",
-    "apply_gradients": "mgpu_tf.engine.update",
     "check_parity": "mgpu_tf.parity",
     "create_central_storage_strategy": "mgpu_tf.strategy",
     "create_mirrored_strategy": "mgpu_tf.strategy",
@@ -60,7 +61,9 @@ _HOMES = {
     "create_tpu_strategy": "mgpu_tf.strategy",
     "enable_determinism": "mgpu_tf.determinism",
     "is_chief": "mgpu_tf.strategy",
+    "mean_over_batch": "mgpu_tf.engine.contributions",
     "run": "mgpu_tf.job",
+    "sum_over_batch": "mgpu_tf.engine.contributions",
     "synchronize_batch_normalization": "mgpu_tf.normalization",
 }
 
@@ -68,13 +71,13 @@ __all__ = [
     "ClusterConfig",
     "ClusterError",
     "ConfigurationError",
+    "Loop",
     "ParityReport",
     "Report",
     "RunConfig",
     "Trainer",
     "WorkerError",
     "__version__",
-    "apply_gradients",
     "check_parity",
     "create_central_storage_strategy",
     "create_mirrored_strategy",
@@ -87,7 +90,9 @@ __all__ = [
     "flags",
     "is_chief",
     "layers",
+    "mean_over_batch",
     "run",
+    "sum_over_batch",
     "synchronize_batch_normalization",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import keras
@@ -17,6 +18,10 @@ NO_BATCH = (
 )
 
 
+def _is_collection(value: Any) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, (str, dict))
+
+
 @dataclasses.dataclass(frozen=True)
 class FitNumbers:
     """The numbers that `fit` was called with.
@@ -29,19 +34,28 @@ class FitNumbers:
     initial_epoch: int
     steps_per_epoch: int | None
     validation_steps: int | None
-    validation_freq: int
+    validation_freq: int | Collection[int]
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
+        for name, value in vars(self).items():
             optional = name.endswith(("steps_per_epoch", "validation_steps"))
-            if value is not None or not optional:
-                check_integer(name, value, 0 if name == "initial_epoch" else 1)
+            several = name == "validation_freq" and _is_collection(value)
+            for number in value if several else [value]:
+                if number is not None or not optional:
+                    least = 0 if name == "initial_epoch" else 1
+                    check_integer(name, number, least)
+
+    def validates(self, epoch: int) -> bool:
+        """Returns whether an epoch, from 0, ends with an evaluation."""
+        if isinstance(self.validation_freq, Collection):
+            return epoch + 1 in self.validation_freq
+        return (epoch + 1) % self.validation_freq == 0
 
 
 def split_validation(
     x: Any, y: Any, sample_weight: Any, fraction: float, validation_data: Any
 ) -> tuple[Any, Any]:
-    """Returns the arrays to train on, and those to validate on."""
+    """Returns `(x, y, sample_weight)` to train on, and those to validate on."""
     if validation_data is not None:
         raise ConfigurationError(
             "Give validation_data or validation_split, not both. Received: "
@@ -52,8 +66,7 @@ def split_validation(
             "validation_split takes the last rows of arrays. Received: data "
             "that comes in batches. Pass validation_data."
         )
-    arrays = data_lib.packed_arrays(x, y, sample_weight)
-    return data_lib.split_arrays(arrays, fraction)
+    return data_lib.split_arrays((x, y, sample_weight), fraction)
 
 
 def fit_facts(
@@ -62,9 +75,7 @@ def fit_facts(
     numbers: FitNumbers,
 ) -> dict[str, str]:
     """Returns what all workers must agree on before they train."""
-    facts = {
-        name: str(value) for name, value in dataclasses.asdict(numbers).items()
-    }
+    facts = {name: str(value) for name, value in vars(numbers).items()}
     facts |= data_facts(source)
     if validation is None:
         return facts | {"validation data": "none"}
@@ -91,19 +102,18 @@ def data_shape(source: data_lib.Source) -> dict[str, str]:
 
 def check_seeded(source: data_lib.Source) -> None:
     """Refuses an order that other processes cannot repeat."""
-    if source.unseeded:
+    if source.unrepeatable:
         raise ConfigurationError(
             "Data that several workers read, or that a resumed run reads "
-            "again, must come in one order. Received: a tf.data.Dataset with "
-            "a shuffle that has no seed. Write shuffle(..., seed=1)."
+            f"again, must come in one order. Received: {source.unrepeatable}"
         )
 
 
-def by_batch(method: str, instead: str) -> str:
+def by_batch(method: str) -> str:
     """Returns the message for a method that takes single batches."""
     return (
-        f"A Trainer runs whole epochs. Received: {method}(). Call {instead}"
-        "(...), with steps where it is to stop early."
+        "Parameter servers deal out whole epochs to their workers. Received: "
+        f"{method}(). Call fit(...), evaluate(...) or predict(...)."
     )
 
 

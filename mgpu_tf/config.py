@@ -26,6 +26,7 @@ STRATEGIES = (
     "tpu",
 )
 GRADIENT_DTYPES = ("bfloat16", "float16")
+EMBEDDING_GRADIENTS = ("keras", "summed")
 COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy")
 LATE_GRADIENTS = ("hold", "scale")
 MODELS = ("mlp", "cnn", "resnet", "transformer")
@@ -174,6 +175,12 @@ class RunConfig:
         None,
         "Send gradients with half the bytes, and round them.",
         GRADIENT_DTYPES,
+    )
+    embedding_gradients: str = _field(
+        "keras",
+        "keras: the optimizer sees a row for each lookup of an embedding; "
+        "summed: the rows of one index are added up first.",
+        EMBEDDING_GRADIENTS,
     )
     jit_compile: str | None = _field(
         None,

@@ -46,6 +46,8 @@ def explained(source: data_lib.Source) -> Iterator[None]:
     except ConfigurationError:
         raise
     except tf.errors.InvalidArgumentError as error:
+        if data_lib.SIZES_DIFFER in str(error):
+            raise ConfigurationError(data_lib.SIZES_DIFFER) from error
         found = _LABEL.search(str(error))
         if found is None:
             raise

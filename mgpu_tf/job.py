@@ -100,6 +100,7 @@ def train(config: RunConfig, *, verbose: int | str = "auto") -> Trainer:
         strategy,
         seed=config.seed,
         gradient_dtype=config.gradient_dtype,
+        embedding_gradients=config.embedding_gradients,
         jit_compile=config.jit_compile,
         profiler=profiler,
     )

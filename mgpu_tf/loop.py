@@ -31,7 +31,7 @@ from mgpu_tf.arguments import (
 )
 from mgpu_tf.determinism import enable_determinism
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.base import DataFeed, Execution, Logs
+from mgpu_tf.engine.base import DataFeed, Execution, Logs, UnevenData
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.goodput import Meter
 from mgpu_tf.pace import Pace
@@ -90,15 +90,14 @@ class Training:
                 validation, numbers.validation_steps
             )
         if not peers.alone:
-            facts = fit_facts(source, self._validation, numbers)
-            peers.compare("fit", facts)
+            peers.compare(fit_facts(source, self._validation, numbers))
         self._session = session
         self._model = session.model
         self._watched = watched
         self._source = source
         self._numbers = numbers
         self._profiler = profiler
-        self._engine = engine = session.prepare(source)
+        self._engine = engine = session.prepare_training(source)
         self._run = RunState(
             watched,
             self._model,
@@ -176,8 +175,7 @@ class Training:
         hooks.on_epoch_begin(epoch)
         record = self._train(feed)
         logs = dict(record.logs)
-        due = (epoch + 1) % numbers.validation_freq == 0
-        if self._validation is not None and due:
+        if self._validation is not None and numbers.validates(epoch):
             with self._watched.meter.phase("evaluate"):
                 scores = evaluate(
                     self._session,
@@ -205,7 +203,9 @@ class Training:
         limit = self._numbers.steps_per_epoch or source.steps
         iterator = feed.iterator(at.epoch, limit)
         if not self._run.begin_epoch():
-            engine.reset_metrics()
+            # TensorFlow reads over all replicas what it overwrites.
+            with self._session.peers.inside():
+                engine.reset_metrics()
 
         def train(wanted: int) -> Execution:
             step = self._watched.global_step
@@ -213,7 +213,7 @@ class Training:
             left = wanted if limit is None else limit - at.step
             ahead = self._saver.room(step, left)
             started = time.perf_counter()
-            with self._profiler.around(step):
+            with self._profiler.around(step), self._session.peers.inside():
                 done = engine.train(
                     iterator, wanted, source, self._pace.seconds, votes, ahead
                 )
@@ -291,15 +291,21 @@ def evaluate(
     source, model = feed.source, session.model
     check_finite("evaluate", source, steps)
     engine = session.prepare(source)
-    engine.reset_metrics()
+    with session.peers.inside():
+        engine.reset_metrics()
     pace = Pace(session.fixed_steps)
     limit = steps or source.steps
     iterator = feed.iterator(0, limit)
     model.stop_evaluating = False
     hooks.on_test_begin()
     at = Position()
+
+    def execute(wanted: int) -> Execution:
+        with session.peers.inside():
+            return engine.evaluate(iterator, wanted, source, pace.seconds)
+
     run_steps(
-        lambda wanted: engine.evaluate(iterator, wanted, source, pace.seconds),
+        execute,
         limit,
         pace,
         at,
@@ -339,7 +345,11 @@ def predict(
     hooks.on_predict_begin()
     while limit is None or len(batches) < limit:
         hooks.on_predict_batch_begin(len(batches))
-        outputs = engine.predict(iterator, source)
+        try:
+            with session.peers.inside():
+                outputs = engine.predict(iterator, source)
+        except UnevenData as error:
+            raise error.after(len(batches)) from None
         if outputs is None:
             break
         batches.append(outputs)
@@ -347,7 +357,19 @@ def predict(
     hooks.on_predict_end()
     if not batches:
         raise ConfigurationError(NO_BATCH)
-    return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *batches)
+    return tf.nest.map_structure(_joined, *batches)
+
+
+def _joined(*parts: np.ndarray) -> Any:
+    """Joins the outputs of batches; ragged, as in Keras, where they differ."""
+    shapes = np.array([part.shape[1:] for part in parts])
+    differ = np.flatnonzero((shapes != shapes[0]).any(axis=0))
+    if not differ.size:
+        return np.concatenate(parts)
+    rank = int(differ[-1]) + 1
+    return tf.concat(
+        [tf.RaggedTensor.from_tensor(p, ragged_rank=rank) for p in parts], 0
+    )
 
 
 def run_steps(
@@ -381,7 +403,10 @@ def run_steps(
         if limit is not None:
             wanted = min(wanted, limit - at.step)
         begin(at.step)
-        result = pace.time(execute, wanted)
+        try:
+            result = pace.time(execute, wanted)
+        except UnevenData as error:
+            raise error.after(at.step) from None
         at.votes = result.votes
         if result.steps:
             at.step += result.steps

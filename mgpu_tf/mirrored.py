@@ -2,12 +2,18 @@
 
 A process may have several `MirroredStrategy`, and a worker of a
 `MultiWorkerMirroredStrategy` several replicas on its CPU.
+
+    with as_one_replica():                  # in a replica
+        strategy.num_replicas_in_sync       # 1
+
+Code that was written for one device then computes what it would there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
 
 import tensorflow as tf
@@ -16,8 +22,36 @@ from tensorflow.python.distribute import collective_all_reduce_strategy
 from mgpu_tf.cluster import ClusterConfig
 from mgpu_tf.errors import ConfigurationError
 
+_view = threading.local()
 
-class MirroredStrategy(tf.distribute.MirroredStrategy):
+
+@contextlib.contextmanager
+def as_one_replica() -> Iterator[None]:
+    """Lets strategies say, on this thread, that there is one replica.
+
+    Keras divides a loss by the number of replicas at hand, and code that
+    asks for it does so as well.
+    """
+    before = getattr(_view, "is_one", False)
+    _view.is_one = True
+    try:
+        yield
+    finally:
+        _view.is_one = before
+
+
+class OneReplicaView:
+    """What makes a strategy heed `as_one_replica`."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Returns how many replicas step together."""
+        if getattr(_view, "is_one", False):
+            return 1
+        return super().num_replicas_in_sync  # type: ignore[misc]
+
+
+class MirroredStrategy(OneReplicaView, tf.distribute.MirroredStrategy):
     """`MirroredStrategy` of which a process may have several, of any size.
 
     TensorFlow numbers the groups that communicate from 1 in each strategy,
@@ -72,7 +106,9 @@ class _MultiWorkerExtended(
         return devices, kind
 
 
-class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(
+    OneReplicaView, tf.distribute.MultiWorkerMirroredStrategy
+):
     """`MultiWorkerMirroredStrategy` with a settable count of CPU replicas.
 
     Raises:

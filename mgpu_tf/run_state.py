@@ -229,7 +229,7 @@ class RunState:
                     self._every_callback(), self._before, after, strict=True
                 )
             ],
-            "generators": _generators(),
+            "generators": generators(),
             "environment": determinism.environment(),
             "variables": self._snapshot.paths(),
         }
@@ -258,7 +258,7 @@ class RunState:
             self._every_callback(), state["callbacks"], strict=True
         ):
             remind(callback, values)
-        _restore_generators(state["generators"])
+        restore_generators(state["generators"])
 
     def _every_callback(self) -> list[keras.callbacks.Callback]:
         return [self._model.history, *self._callbacks]
@@ -276,7 +276,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (int, float, str, bool, dict, list, np.ndarray))
 
 
-def _generators() -> State:
+def generators() -> State:
     """Returns the state of the generators of Python, NumPy and Keras."""
     seed = keras_internals.global_seed_state()
     if seed is not None:
@@ -288,7 +288,8 @@ def _generators() -> State:
     }
 
 
-def _restore_generators(states: State) -> None:
+def restore_generators(states: State) -> None:
+    """Puts back what `generators` has returned."""
     if states["keras"] is not None:
         seed = keras_internals.global_seed_state(create=True)
         seed.assign(decode(states["keras"]))

@@ -290,18 +290,8 @@ class CheckpointSaver(Saver):
 
     def _write(self, step: int, state: State, arrays: Arrays) -> None:
         options = self._options
-        every = {f"variables/{name}": array for name, array in arrays.items()}
-
-        def store(array: np.ndarray) -> str:
-            name = f"callbacks/{len(every):05d}"
-            every[name] = array
-            return name
-
-        state = without_arrays(state, store)
-        stored = {name: _to_stored(array) for name, array in every.items()}
         try:
-            checkpoints.write(options.folder, step, state, stored)
-            checkpoints.prune(options.folder, options.keep)
+            write_state(options.folder, step, state, arrays, options.keep)
             self._failed = None
         except OSError as error:
             self._failed = error
@@ -318,6 +308,34 @@ class CheckpointSaver(Saver):
                 self._writer.join()
         if self._failed is not None:
             raise self._failed
+
+
+def write_state(
+    folder: str, step: int, state: State, arrays: Arrays, keep: int
+) -> None:
+    """Writes a checkpoint, and deletes all but the newest.
+
+    Args:
+        folder: Where checkpoints are kept.
+        step: The global step.
+        state: The state of the run, with arrays anywhere in it.
+        arrays: The variables by name.
+        keep: How many checkpoints to keep.
+
+    Raises:
+        OSError: The disk is full or the folder cannot be written.
+    """
+    every = {f"variables/{name}": array for name, array in arrays.items()}
+
+    def store(array: np.ndarray) -> str:
+        name = f"callbacks/{len(every):05d}"
+        every[name] = array
+        return name
+
+    state = without_arrays(state, store)
+    stored = {name: _to_stored(array) for name, array in every.items()}
+    checkpoints.write(folder, step, state, stored)
+    checkpoints.prune(folder, keep)
 
 
 def read_state(path: str) -> tuple[State, Arrays]:

@@ -10,8 +10,6 @@ server, `again` makes all of it anew.
 from __future__ import annotations
 
 import logging
-import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,18 +18,16 @@ import tensorflow as tf
 
 from mgpu_tf import callbacks as callbacks_lib
 from mgpu_tf import data as data_lib
-from mgpu_tf import determinism
+from mgpu_tf import determinism, likeness
 from mgpu_tf.arguments import check_seeded, check_verbose, data_facts
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.base import DataFeed, Engine
+from mgpu_tf.engine.options import StepOptions
 from mgpu_tf.engine.staleness import PREFIX
 from mgpu_tf.pace import Pace, Trial
 from mgpu_tf.parameter_server import ParameterServerStrategy
 from mgpu_tf.peers import Peers
 from mgpu_tf.strategy import is_chief
-
-# What differs between the same object of two processes.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -46,7 +42,7 @@ class Session:
         strategy: Any strategy.
         seed: As for `Trainer`.
         steps_per_execution: As for `Trainer`.
-        gradient_dtype: As for `Trainer`.
+        options: How steps are made.
         jit_compile: As for `Trainer`.
 
     Attributes:
@@ -67,13 +63,13 @@ class Session:
         *,
         seed: int | None,
         steps_per_execution: int | str = "auto",
-        gradient_dtype: str | None = None,
+        options: StepOptions | None = None,
         jit_compile: str | None = None,
     ) -> None:
         self._build_model = build_model
         self._seed = seed
         self._steps_per_execution = steps_per_execution
-        self._gradient_dtype = gradient_dtype
+        self._options = options
         self._jit_compile = jit_compile
         self.strategy = strategy
         self.is_chief = is_chief(strategy)
@@ -81,12 +77,12 @@ class Session:
         self._trial: Trial | None = None
         if seed is not None:
             keras.utils.set_random_seed(seed)
-        with self.peers.together():
+        with self.peers.together("Trainer"):
+            self.peers.compare(self._facts())
             with strategy.scope(), self.peers.same_variables():
                 self.model = build_model()
-            self._engine = create_engine(self.model, strategy, gradient_dtype)
-            if not self.peers.alone:
-                self.peers.compare("Trainer", self._facts())
+            self._engine = create_engine(self.model, strategy, options)
+            self._compare_model()
 
     def again(self) -> Session:
         """Returns the same, made anew where a parameter server was lost."""
@@ -96,7 +92,7 @@ class Session:
             self.strategy.again(),
             seed=self._seed,
             steps_per_execution=self._steps_per_execution,
-            gradient_dtype=self._gradient_dtype,
+            options=self._options,
             jit_compile=self._jit_compile,
         )
 
@@ -105,7 +101,7 @@ class Session:
         """Returns the engine, a new one where the model was recompiled."""
         if not self._engine.is_current():
             self._engine = create_engine(
-                self.model, self.strategy, self._gradient_dtype
+                self.model, self.strategy, self._options
             )
             self._trial = None
         return self._engine
@@ -126,13 +122,28 @@ class Session:
             engine.prepare(source)
         return engine
 
+    def prepare_training(self, source: data_lib.Source) -> Engine:
+        """Returns the engine, and checks that all workers begin alike.
+
+        Args:
+            source: As for `prepare`.
+
+        Raises:
+            ConfigurationError: Another worker has other weights, or layers
+                that are configured in another way.
+        """
+        engine = self.prepare(source)
+        self._compare_model()
+        return engine
+
     def source(
         self,
         x: Any,
         y: Any = None,
         sample_weight: Any = None,
         batch_size: int | None = None,
-        shuffle: bool = False,
+        shuffle: bool | str = False,
+        steps: int | None = None,
     ) -> data_lib.Source:
         """Returns data of any kind as global batches; as `data.as_source`."""
         return data_lib.as_source(
@@ -143,6 +154,7 @@ class Session:
             batch_size=batch_size,
             shuffle=shuffle,
             seed=self._seed or 0,
+            steps=steps,
         )
 
     def feed_once(self, source: data_lib.Source, steps: int | None) -> DataFeed:
@@ -152,9 +164,7 @@ class Session:
             source, chain=source.seekable and whole, training=False
         )
 
-    def compare_data(
-        self, call: str, source: data_lib.Source, steps: int | None
-    ) -> None:
+    def compare_data(self, source: data_lib.Source, steps: int | None) -> None:
         """Compares what the workers pass to `evaluate` or `predict`.
 
         Raises:
@@ -163,11 +173,18 @@ class Session:
         if not self.peers.alone:
             check_seeded(source)
             facts = data_facts(source) | {"steps": str(steps)}
-            self.peers.compare(call, facts)
+            self.peers.compare(facts)
 
-    def write(self, write: Callable[[], Any]) -> None:
-        """Writes a file on the chief; the others wait until it is there."""
-        with self.peers.together():
+    def write(self, name: str, path: str, write: Callable[[], Any]) -> None:
+        """Writes a file on the chief; the others wait until it is there.
+
+        Args:
+            name: The method that was called.
+            path: What it was called with.
+            write: Writes.
+        """
+        with self.peers.together(name):
+            self.peers.compare({"path": str(path)})
             if self.is_chief:
                 write()
             self.peers.any(False)
@@ -256,15 +273,17 @@ class Session:
             self._trial = Trial(self._engine.compile_steps)
         return self._trial
 
+    def _compare_model(self) -> None:
+        """Compares how models are configured, and what their weights are."""
+        if not self.peers.alone:
+            self.peers.compare(
+                likeness.configuration(self.model) | likeness.values(self.model)
+            )
+
     def _facts(self) -> dict[str, str]:
-        model = self.model
-        with warnings.catch_warnings():
-            # It is compared, and not saved.
-            warnings.simplefilter("ignore")
-            config = str(model.optimizer.get_config())
         return {
             "seed": str(self._seed),
             "steps_per_execution": str(self._steps_per_execution),
-            "optimizer": _ADDRESS.sub("", config),
-            "jit_compile": str(self._jit_compile or model.jit_compile),
+            "options": str(self._options),
+            "jit_compile": str(self._jit_compile),
         }

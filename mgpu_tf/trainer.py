@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, NoReturn
+from collections.abc import Collection
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -35,11 +36,12 @@ from mgpu_tf.arguments import (
 from mgpu_tf.callbacks import Callbacks
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import Logs
+from mgpu_tf.engine.options import StepOptions
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.explain import explained
 from mgpu_tf.follower import follow
 from mgpu_tf.goodput import Meter
-from mgpu_tf.parameter_server import EvaluatorStrategy
+from mgpu_tf.parameter_server import EvaluatorStrategy, ParameterServerStrategy
 from mgpu_tf.profiling import Profiler
 from mgpu_tf.run_state import EpochRecord
 from mgpu_tf.save_options import SaveOptions, save_options
@@ -75,6 +77,10 @@ class Trainer:
         gradient_dtype: "bfloat16" or "float16" sends gradients between
             replicas with half the bytes, and rounds them; as they are by
             default.
+        embedding_gradients: "keras" hands the optimizer a row for each time
+            that an index of an embedding was looked up, as Keras does;
+            "summed" adds up the rows of one index first, which is the
+            gradient of the loss.
         jit_compile: "auto" finds out by a short trial, in steps that count,
             whether steps are faster compiled by XLA, and says so in the log;
             by default the model's `compile` says whether they are.
@@ -100,6 +106,7 @@ class Trainer:
         seed: int | None = 0,
         steps_per_execution: int | str = "auto",
         gradient_dtype: str | None = None,
+        embedding_gradients: str = "keras",
         jit_compile: str | None = None,
         profiler: Profiler | None = None,
     ) -> None:
@@ -111,7 +118,7 @@ class Trainer:
             strategy or create_strategy("auto"),
             seed=seed,
             steps_per_execution=steps_per_execution,
-            gradient_dtype=gradient_dtype,
+            options=StepOptions(gradient_dtype, embedding_gradients),
             jit_compile=jit_compile,
         )
         self._profiler = profiler or Profiler(0, 0, None)
@@ -133,23 +140,23 @@ class Trainer:
 
     def fit(
         self,
-        x: Any,
+        x: Any = None,
         y: Any = None,
-        *,
         batch_size: int | None = None,
         epochs: int = 1,
         verbose: int | str = "auto",
         callbacks: Callbacks = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         class_weight: dict[int, float] | None = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
-        validation_freq: int = 1,
+        validation_freq: int | Collection[int] = 1,
+        *,
         checkpoint_dir: str | None = None,
         save_every_steps: int | None = None,
         save_every_seconds: float | None = None,
@@ -159,12 +166,14 @@ class Trainer:
         """Trains the model.
 
         Args:
-            x: Arrays; a `tf.data.Dataset`, a `keras.utils.PyDataset` or a
-                generator of global batches; or a function from
+            x: An array, or a list, tuple or dict of them, nested; a
+                `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator
+                of global batches; or a function from
                 `tf.distribute.InputContext` to a dataset batched with the
                 per-replica size.
-            y: Targets, for arrays.
-            batch_size: Global batch size, for arrays; 32 by default.
+            y: Targets, for arrays; nested as well.
+            batch_size: Global batch size, for arrays; 32 by default, or with
+                `steps_per_epoch` what so many steps need.
             epochs: Index of the epoch to stop before.
             verbose: 0 silent, 1 progress bar, 2 a line for each epoch.
             callbacks: As in Keras; they run on every worker, but files are
@@ -173,7 +182,8 @@ class Trainer:
                 kept for validation.
             validation_data: `(x, y)`, `(x, y, sample_weight)`, a dataset or
                 a dataset_fn, evaluated at the end of epochs.
-            shuffle: Whether arrays come in a new order each epoch.
+            shuffle: Whether arrays come in a new order each epoch; "batch"
+                shuffles within batches.
             class_weight: The weight of the examples of each class, for
                 integer targets or one-hot ones; a class left out weighs 1.
             sample_weight: Weights, for arrays.
@@ -183,7 +193,8 @@ class Trainer:
                 an epoch is one pass.
             validation_steps: Steps in an evaluation; all data by default.
             validation_batch_size: Global; `batch_size` by default.
-            validation_freq: Evaluate every so many epochs.
+            validation_freq: Evaluate every so many epochs, or after the
+                epochs of a list, counted from 1.
             checkpoint_dir: A folder that every worker sees, for checkpoints
                 of the whole state. Operations are then made to repeat bit
                 for bit, and SIGTERM saves and ends the process.
@@ -201,7 +212,7 @@ class Trainer:
             ConfigurationError: An argument breaks a rule.
             Preempted: SIGTERM came, and the state is saved.
         """
-        with self._session.peers.together():
+        with self._session.peers.together("fit"):
             saving = save_options(
                 checkpoint_dir,
                 every_steps=save_every_steps,
@@ -210,15 +221,9 @@ class Trainer:
                 resume=resume,
             )
             if validation_split:
-                x, validation_data = split_validation(
+                (x, y, sample_weight), validation_data = split_validation(
                     x, y, sample_weight, validation_split, validation_data
                 )
-                y = sample_weight = None
-            source = self._session.source(
-                x, y, sample_weight, batch_size, shuffle
-            )
-            if class_weight is not None:
-                source = data_lib.with_class_weight(source, class_weight)
             numbers = FitNumbers(
                 epochs=epochs,
                 initial_epoch=initial_epoch,
@@ -226,15 +231,23 @@ class Trainer:
                 validation_steps=validation_steps,
                 validation_freq=validation_freq,
             )
+            source = self._session.source(
+                x, y, sample_weight, batch_size, shuffle, steps_per_epoch
+            )
+            if class_weight is not None:
+                source = data_lib.with_class_weight(source, class_weight)
             check_finite("fit", source, steps_per_epoch, "steps_per_epoch")
             check_repeats(numbers, source)
             validation = None
             if validation_data is not None:
+                val_x, val_y, weight = keras.utils.unpack_x_y_sample_weight(
+                    validation_data
+                )
+                size = validation_batch_size or batch_size
+                if data_lib.is_batched(val_x):
+                    size = None
                 validation = self._session.source(
-                    validation_data,
-                    batch_size=None
-                    if data_lib.is_batched(validation_data)
-                    else validation_batch_size or batch_size,
+                    val_x, val_y, weight, size, steps=validation_steps
                 )
             if isinstance(self.strategy, EvaluatorStrategy):
                 return self._follow(source, validation, numbers, saving)
@@ -259,9 +272,8 @@ class Trainer:
 
     def evaluate(
         self,
-        x: Any,
+        x: Any = None,
         y: Any = None,
-        *,
         batch_size: int | None = None,
         verbose: int | str = "auto",
         sample_weight: Any = None,
@@ -288,9 +300,11 @@ class Trainer:
             ConfigurationError: An argument breaks a rule.
         """
         session = self._session
-        with session.peers.together():
-            source = session.source(x, y, sample_weight, batch_size)
-            session.compare_data("evaluate", source, steps)
+        with session.peers.together("evaluate"):
+            source = session.source(
+                x, y, sample_weight, batch_size, steps=steps
+            )
+            session.compare_data(source, steps)
             hooks = session.hooks(
                 callbacks_lib.as_list(callbacks),
                 verbose,
@@ -307,7 +321,6 @@ class Trainer:
     def predict(
         self,
         x: Any,
-        *,
         batch_size: int | None = None,
         verbose: int | str = "auto",
         steps: int | None = None,
@@ -330,8 +343,8 @@ class Trainer:
             ConfigurationError: An argument breaks a rule.
         """
         session = self._session
-        with session.peers.together():
-            source = session.source(x, batch_size=batch_size)
+        with session.peers.together("predict"):
+            source = session.source(x, batch_size=batch_size, steps=steps)
             if not source.totals_known:
                 raise ConfigurationError(
                     "predict keeps the order of rows, which a dataset_fn does "
@@ -339,7 +352,7 @@ class Trainer:
                     "tf.data.Dataset."
                 )
             check_finite("predict", source, steps)
-            session.compare_data("predict", source, steps)
+            session.compare_data(source, steps)
             hooks = session.hooks(
                 callbacks_lib.as_list(callbacks),
                 verbose,
@@ -359,7 +372,9 @@ class Trainer:
             path: Ends with `.keras`.
             **options: For `keras.Model.save`.
         """
-        self._session.write(lambda: self.model.save(path, **options))
+        self._session.write(
+            "save", path, lambda: self.model.save(path, **options)
+        )
 
     def save_weights(self, path: str, **options: Any) -> None:
         """Saves the weights from the chief; every worker calls it.
@@ -368,7 +383,11 @@ class Trainer:
             path: Ends with `.weights.h5`.
             **options: For `keras.Model.save_weights`.
         """
-        self._session.write(lambda: self.model.save_weights(path, **options))
+        self._session.write(
+            "save_weights",
+            path,
+            lambda: self.model.save_weights(path, **options),
+        )
 
     def export(self, path: str, **options: Any) -> None:
         """Writes a SavedModel for serving; every worker calls it.
@@ -377,31 +396,112 @@ class Trainer:
             path: A folder.
             **options: For `keras.Model.export`.
         """
-        self._session.write(lambda: self.model.export(path, **options))
+        self._session.write(
+            "export", path, lambda: self.model.export(path, **options)
+        )
 
-    def train_on_batch(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses; a `Trainer` owns its loop.
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: dict[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Trains on one global batch, for loops of one's own.
+
+        Every worker of a cluster passes the whole batch.
+
+        Args:
+            x: Arrays, `[global_batch_size, ...]`.
+            y: Targets.
+            sample_weight: Weights.
+            class_weight: As for `fit`; not beside `sample_weight`.
+            return_dict: Whether to return a dict by name.
+
+        Returns:
+            Loss and metrics of this batch, as in Keras.
 
         Raises:
-            ConfigurationError: Always.
+            ConfigurationError: An argument breaks a rule.
         """
-        raise ConfigurationError(by_batch("train_on_batch", "fit"))
+        session = self._session
+        with session.peers.together("train_on_batch"):
+            source = self._one_batch("train_on_batch", x, y, sample_weight)
+            if class_weight is not None:
+                source = data_lib.with_class_weight(source, class_weight)
+            engine = session.prepare(source)
+            engine.reset_metrics()
+            feed = engine.feed(source, chain=True, training=True)
+            with explained(source):
+                done = engine.train(feed.iterator(0, 1), 1, source)
+        self.global_step += done.steps
+        self.examples_seen += done.examples
+        return self._scores(done.logs, return_dict)
 
-    def test_on_batch(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses; a `Trainer` owns its loop.
+    def test_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Computes loss and metrics of one global batch.
+
+        Args:
+            x: Arrays, `[global_batch_size, ...]`.
+            y: Targets.
+            sample_weight: Weights.
+            return_dict: Whether to return a dict by name.
+
+        Returns:
+            As `evaluate`.
 
         Raises:
-            ConfigurationError: Always.
+            ConfigurationError: An argument breaks a rule.
         """
-        raise ConfigurationError(by_batch("test_on_batch", "evaluate"))
+        session = self._session
+        with session.peers.together("test_on_batch"):
+            source = self._one_batch("test_on_batch", x, y, sample_weight)
+            engine = session.prepare(source)
+            engine.reset_metrics()
+            feed = engine.feed(source, chain=True, training=False)
+            with explained(source):
+                done = engine.evaluate(feed.iterator(0, 1), 1, source)
+        return self._scores(done.logs, return_dict)
 
-    def predict_on_batch(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses; a `Trainer` owns its loop.
+    def predict_on_batch(self, x: Any) -> Any:
+        """Returns the model's outputs for one global batch.
+
+        Args:
+            x: Arrays, `[global_batch_size, ...]`.
+
+        Returns:
+            Arrays in the order of the rows, the same on every worker.
 
         Raises:
-            ConfigurationError: Always.
+            ConfigurationError: An argument breaks a rule.
         """
-        raise ConfigurationError(by_batch("predict_on_batch", "predict"))
+        session = self._session
+        with session.peers.together("predict_on_batch"):
+            source = self._one_batch("predict_on_batch", x)
+            feed = session.feed_once(source, 1)
+            with explained(source):
+                return session.engine.predict(feed.iterator(0, 1), source)
+
+    def _one_batch(
+        self, method: str, x: Any, y: Any = None, sample_weight: Any = None
+    ) -> data_lib.Source:
+        """Returns arrays as a source of a single batch."""
+        if isinstance(self.strategy, ParameterServerStrategy):
+            raise ConfigurationError(by_batch(method))
+        rows = len(tf.nest.flatten(x)[0])
+        return self._session.source(x, y, sample_weight, batch_size=rows)
+
+    def _scores(self, logs: Logs, return_dict: bool) -> Any:
+        if return_dict:
+            return logs
+        return keras_internals.in_order(self.model, logs)
 
     def _follow(
         self,

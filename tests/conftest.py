@@ -19,6 +19,8 @@ def strategies():
     return {
         "mirrored_x4": mgpu_tf.create_mirrored_strategy(num_virtual_devices=4),
         "mirrored_x2": mgpu_tf.create_mirrored_strategy(num_virtual_devices=2),
+        # Two replicas hide what divides exactly.
+        "mirrored_x3": mgpu_tf.create_mirrored_strategy(num_virtual_devices=3),
         "one_device": mgpu_tf.create_one_device_strategy("CPU:0"),
         "central_storage_x2": mgpu_tf.create_central_storage_strategy(
             num_virtual_devices=2

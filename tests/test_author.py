@@ -1,4 +1,6 @@
-"""A `train_step` of the author's own, and what it does not go with."""
+"""A `train_step` of the author's own: the numbers of one device, or a name."""
+
+import logging
 
 import keras
 import numpy as np
@@ -6,131 +8,353 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
+from mgpu_tf.engine import probe
+from tests import columns
+
+ops = keras.ops
 
 
-class Own(keras.Model):
-    """Squares by hand; returns a value that is no metric."""
+@pytest.fixture(autouse=True)
+def float64():
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx(before[0])
+    keras.config.set_dtype_policy(before[1])
+
+
+def network(inputs, outputs):
+    return keras.Sequential(
+        [
+            keras.Input((inputs,)),
+            keras.layers.Dense(4, activation="tanh"),
+            keras.layers.Dense(outputs),
+        ]
+    )
+
+
+class Gan(keras.Model):
+    """Two optimizers, a loss object beside a mean by hand, metrics."""
 
     def __init__(self):
         super().__init__()
-        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+        self.g, self.d = network(3, 5), network(5, 1)
+        self.g_metric = keras.metrics.Mean(name="g_loss")
+        self.d_metric = keras.metrics.Mean(name="d_loss")
 
-    def call(self, inputs):
-        return self.dense(inputs)
+    def compile(self, optimizers):
+        super().compile()
+        self.optimizers = optimizers
+        self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    @property
+    def metrics(self):
+        return [self.d_metric, self.g_metric]
+
+    def call(self, x):
+        return self.g(x)
+
+    def train_step(self, data):
+        z, real = data
+        zeros = ops.zeros((ops.shape(z)[0], 1))
+        with tf.GradientTape() as tape:
+            both = self.d(ops.concatenate([self.g(z), real], 0))
+            labels = ops.concatenate([zeros + 1, zeros], 0)
+            d_loss = self.loss_fn(labels, both)
+        weights = self.d.trainable_weights
+        self.optimizers["d"].apply_gradients(
+            zip(tape.gradient(d_loss, weights), weights, strict=True)
+        )
+        with tf.GradientTape() as tape:
+            judged = self.d(self.g(z))
+            g_loss = ops.mean(-judged) + self.loss_fn(zeros, judged)
+        weights = self.g.trainable_weights
+        self.optimizers["g"].apply(tape.gradient(g_loss, weights), weights)
+        self.d_metric.update_state(d_loss)
+        self.g_metric.update_state(g_loss)
+        return {
+            "d_loss": self.d_metric.result(),
+            "last": g_loss,
+            "g_loss": self.g_metric.result(),
+        }
+
+
+def build_gan():
+    model = Gan()
+    model.compile(
+        {
+            "d": keras.optimizers.Adam(0.01, global_clipnorm=0.1),
+            "g": keras.optimizers.SGD(
+                0.05,
+                momentum=0.9,
+                clipnorm=0.2,
+                gradient_accumulation_steps=2,
+                use_ema=True,
+                ema_overwrite_frequency=2,
+            ),
+        }
+    )
+    return model
+
+
+class Regression(keras.Model):
+    """One network, with a loss that is given."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.body, self.loss_of = network(5, 1), loss
+
+    def call(self, x):
+        return self.body(x)
 
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            square = tf.square(self(x) - y)
-            replicas = tf.distribute.get_strategy().num_replicas_in_sync
-            loss = tf.reduce_mean(square) / replicas
+            loss = self.loss_of(x, y, self(x, training=True))
         variables = self.trainable_variables
-        gradients = tape.gradient(loss, variables)
-        self.apply(gradients, variables)
-        return {"square": tf.reduce_mean(square)}
-
-    def apply(self, gradients, variables):
-        self.optimizer.apply(gradients, variables)
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"value": loss}
 
 
-class OwnClipped(Own):
-    def apply(self, gradients, variables):
-        mgpu_tf.apply_gradients(self.optimizer, gradients, variables)
-
-
-def build(model_class, optimizer):
-    def build_model():
-        model = model_class()
-        model.compile(optimizer())
+def regression(loss, optimizer=None):
+    def build():
+        model = Regression(loss)
+        model.compile(optimizer or keras.optimizers.Adam(0.01))
         return model
 
-    return build_model
+    return build
 
 
-def arrays(examples=8):
+def arrays(columns=(5, 1), rows=22):
+    """Rows that 2 and 3 replicas cut unevenly, and the last batch too."""
     generator = np.random.default_rng(0)
-    x = generator.normal(size=(examples, 3)).astype("float32")
-    return x, x.sum(1, keepdims=True) + 1
+    return [generator.normal(size=(rows, n)) for n in columns]
 
 
-def fit(strategy, model_class, optimizer, examples=8):
-    trainer = mgpu_tf.Trainer(build(model_class, optimizer), strategy)
-    x, y = arrays(examples)
-    history = trainer.fit(
-        x, y, batch_size=8, epochs=2, shuffle=False, verbose=0
-    )
-    return trainer, history.history
+FIT = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
 
 
-@pytest.mark.parametrize("column", ["mirrored_x2", "mirrored_x4"])
-def test_values_that_are_no_metric_are_means(column, strategies):
-    def sgd():
-        return keras.optimizers.SGD(0.1)
-
-    _, alone = fit(strategies["one_device"], Own, sgd)
-    _, ours = fit(strategies[column], Own, sgd)
-    assert list(ours) == ["square"]
-    np.testing.assert_allclose(ours["square"], alone["square"], rtol=1e-5)
+def by_keras(build, data):
+    keras.utils.set_random_seed(0)
+    model = build()
+    return model, model.fit(*data, **FIT).history
 
 
-def test_apply_gradients_clips_the_sum(strategies):
-    def clipped():
-        return keras.optimizers.SGD(0.1, global_clipnorm=0.2)
-
-    alone, _ = fit(strategies["one_device"], Own, clipped)
-    ours, _ = fit(strategies["mirrored_x2"], OwnClipped, clipped)
-    for a, b in zip(
-        alone.model.get_weights(), ours.model.get_weights(), strict=True
+def compare(build, data, strategy):
+    """Fits with Keras and with the trainer; compares weights and logs."""
+    model, history = by_keras(build, data)
+    trainer = mgpu_tf.Trainer(build, strategy)
+    ours = trainer.fit(*data, **FIT).history
+    assert list(ours) == list(history)
+    for name, values in history.items():
+        np.testing.assert_allclose(ours[name], values, rtol=1e-9)
+    for ref, own in zip(
+        model.get_weights(), trainer.model.get_weights(), strict=True
     ):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+        np.testing.assert_allclose(own, ref, rtol=1e-9, atol=1e-12)
+    return model, trainer
 
 
-REFUSED = {
-    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=1.0),
-    "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=1.0),
-    "clipvalue": lambda: keras.optimizers.SGD(0.1, clipvalue=1.0),
-    "gradient_accumulation_steps": lambda: keras.optimizers.SGD(
-        0.1, gradient_accumulation_steps=2
+COLUMNS = columns.EVERY
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_gan_is_that_of_one_device(column, strategies):
+    model, trainer = compare(build_gan, arrays((3, 5)), strategies[column])
+    slots = [
+        (ref, own)
+        for name in ("d", "g")
+        for ref, own in zip(
+            model.optimizers[name].variables,
+            trainer.model.optimizers[name].variables,
+            strict=True,
+        )
+        # Of sums that wait each replica has a part.
+        if "accumulator" not in ref.path
+    ]
+    for ref, own in slots:
+        np.testing.assert_allclose(own.numpy(), ref.numpy(), atol=1e-12)
+
+
+def squares(x, y, p):
+    return ops.square(p - y)
+
+
+EQUAL = {
+    "mean": lambda *a: ops.mean(squares(*a)),
+    "object": lambda x, y, p: keras.losses.MeanSquaredError()(y, p),
+    "both": lambda x, y, p: (
+        keras.losses.MeanSquaredError()(y, p) + ops.mean(ops.abs(p))
     ),
-    "ema_overwrite_frequency": lambda: keras.optimizers.SGD(
-        0.1, use_ema=True, ema_overwrite_frequency=2
+    "declared mean": lambda *a: mgpu_tf.mean_over_batch(squares(*a)),
+    "declared weights": lambda x, y, p: mgpu_tf.mean_over_batch(
+        squares(x, y, p), weights=ops.cast(x[:, 0] > 0, "float64")
     ),
-    "LossScaleOptimizer": lambda: keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.1)
+    "declared sum": lambda x, y, p: (
+        mgpu_tf.sum_over_batch(squares(x, y, p)) + ops.mean(p)
     ),
 }
 
 
+@pytest.mark.parametrize("name", EQUAL)
+def test_losses_of_which_replicas_take_part(name, strategies):
+    compare(regression(EQUAL[name]), arrays(), strategies["mirrored_x3"])
+
+
+def average(x, y, p):
+    return tf.nn.compute_average_loss(
+        squares(x, y, p)[:, 0], global_batch_size=8
+    )
+
+
+def over_all(x, y, p):
+    rows = tf.cast(tf.shape(y)[0], tf.float64)
+    if tf.distribute.has_strategy():
+        context = tf.distribute.get_replica_context()
+        rows = context.all_reduce("sum", rows)
+    return ops.sum(squares(x, y, p)) / rows
+
+
+REFUSED = {
+    "sum": lambda *a: ops.sum(squares(*a)),
+    "constant": average,
+    "own reduction": over_all,
+}
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(name, strategies):
-    with pytest.raises(mgpu_tf.ConfigurationError, match=name) as error:
-        fit(strategies["mirrored_x2"], Own, REFUSED[name])
+def test_sums_are_refused_by_name(name, strategies):
+    trainer = mgpu_tf.Trainer(
+        regression(REFUSED[name]), strategies["mirrored_x3"]
+    )
+    with pytest.raises(
+        mgpu_tf.ConfigurationError, match="sum_over_batch"
+    ) as error:
+        trainer.fit(*arrays(), **FIT)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gradient_accumulation_steps",
-        "ema_overwrite_frequency",
-        "LossScaleOptimizer",
-    ],
-)
-def test_apply_gradients_refuses_the_rest(name, strategies):
-    with pytest.raises(mgpu_tf.ConfigurationError, match=name):
-        fit(strategies["mirrored_x2"], OwnClipped, REFUSED[name])
+def test_a_loss_over_pairs_is_warned_of(strategies, caplog):
+    def pairs(x, y, p):
+        logits = -ops.square(p - ops.transpose(y))
+        chosen = ops.log_softmax(logits, axis=-1)
+        return -ops.mean(tf.linalg.diag_part(chosen))
+
+    trainer = mgpu_tf.Trainer(regression(pairs), strategies["mirrored_x2"])
+    with caplog.at_level(logging.WARNING, logger="mgpu_tf"):
+        trainer.fit(*arrays(), **FIT)
+    warned = [r for r in caplog.records if "no mean over rows" in r.message]
+    assert len(warned) == 1
 
 
-def test_one_device_refuses_nothing(strategies):
-    for optimizer in REFUSED.values():
-        fit(strategies["one_device"], Own, optimizer)
+def test_an_optimizer_around_the_step_is_refused(strategies):
+    adam = keras.optimizers.Adam()
+
+    class Around(Regression):
+        def train_step(self, data):
+            adam.apply([], [])
+            return {}
+
+    def build():
+        model = Around(None)
+        model.compile()
+        return model
+
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    with pytest.raises(mgpu_tf.ConfigurationError, match="'adam'"):
+        trainer.fit(*arrays(), **FIT)
+
+
+def test_what_was_made_outside_is_refused(strategies):
+    adam = keras.optimizers.Adam(name="early")
+    metric = keras.metrics.MeanAbsoluteError(name="early")
+    dense = keras.layers.Dense(1, name="early")
+    dense.build((None, 5))
+
+    def with_optimizer():
+        model = network(5, 1)
+        model.compile(adam, "mse")
+        return model
+
+    def with_metric():
+        model = network(5, 1)
+        model.compile("adam", "mse", metrics=[metric])
+        model.kept = metric
+        return model
+
+    def with_layer():
+        model = keras.Sequential([keras.Input((5,)), dense])
+        model.compile("adam", "mse")
+        return model
+
+    for kind, build in (
+        ("optimizer", with_optimizer),
+        ("metric", with_metric),
+        ("layer", with_layer),
+    ):
+        with pytest.raises(
+            mgpu_tf.ConfigurationError, match=f"{kind} 'early', made outside"
+        ):
+            mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+
+
+def test_a_stateful_layer_is_refused_on_replicas(strategies):
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input(batch_shape=(4, 3, 2)),
+                keras.layers.LSTM(2, stateful=True, name="memory"),
+            ]
+        )
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(mgpu_tf.ConfigurationError, match="'memory'"):
+        mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    generator = np.random.default_rng(0)
+    data = [generator.normal(size=(8, 3, 2)), generator.normal(size=(8, 2))]
+    options = FIT | {"batch_size": 4}
+    keras.utils.set_random_seed(0)
+    model = build()
+    model.fit(*data, **options)
+    trainer = mgpu_tf.Trainer(build, strategies["one_device"])
+    trainer.fit(*data, **options)
+    for ref, own in zip(
+        [*model.variables, *model.layers[0].states],
+        [*trainer.model.variables, *trainer.model.layers[0].states],
+        strict=True,
+    ):
+        if "seed" not in ref.path:
+            np.testing.assert_allclose(own.numpy(), ref.numpy(), atol=1e-12)
 
 
 def test_replica_without_an_example(strategies):
+    trainer = mgpu_tf.Trainer(
+        regression(EQUAL["mean"]), strategies["mirrored_x4"]
+    )
     with pytest.raises(mgpu_tf.ConfigurationError, match="on every replica"):
-        fit(
-            strategies["mirrored_x4"],
-            Own,
-            lambda: keras.optimizers.SGD(0.1),
-            examples=10,
-        )
+        trainer.fit(*arrays(rows=10), **FIT)
+
+
+def draws(values, noise=0.0):
+    generator = np.random.default_rng(1)
+    values = np.broadcast_to(values, (4, len(values)))
+    return values + noise * generator.normal(size=values.shape)
+
+
+@pytest.mark.parametrize(
+    ("once", "twice", "verdict"),
+    [
+        (draws([1, 2, 3]), draws([1, 2, 3]), 1.0),
+        (draws([1, 2, 3]), draws([2, 4, 6]), 0.5),
+        (draws([1, 2, 3]), draws([1, 2, -3]), None),
+        (draws(np.ones(500), 1.0), draws(np.ones(500), 0.7), 1.0),
+        (draws(np.ones(500), 1.0), draws(2 * np.ones(500), 1.4), None),
+        (draws(np.zeros(3)), draws(np.zeros(3)), 1.0),
+        (draws([np.nan]), draws([1.0]), 1.0),
+    ],
+)
+def test_the_judge(once, twice, verdict):
+    found = probe.judge(once, twice)
+    assert found == (None if verdict is None else pytest.approx(verdict))

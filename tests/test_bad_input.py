@@ -156,7 +156,7 @@ def in_fit(*data, **options):
 # What is done with a trainer, and what the line must hold.
 CALLS = {
     "no_data": (lambda t: in_fit(None)(t), "None"),
-    "text": (lambda t: in_fit("data")(t), "shapes"),
+    "text": (lambda t: in_fit("data")(t), "np.asarray"),
     "no_examples": (lambda t: in_fit(X[:0], Y[:0])(t), "1 or more"),
     "lengths_differ": (lambda t: in_fit(X, Y[:7])(t), "(7,)"),
     "sparse": (lambda t: in_fit(tf.sparse.from_dense(X), Y)(t), "SparseTensor"),
@@ -255,9 +255,6 @@ CALLS = {
         lambda t: t.predict(X[:, :2], verbose=0),
         "fit the model",
     ),
-    "train_on_batch": (lambda t: t.train_on_batch(X, Y), "Call fit"),
-    "test_on_batch": (lambda t: t.test_on_batch(X, Y), "Call evaluate"),
-    "predict_on_batch": (lambda t: t.predict_on_batch(X), "Call predict"),
 }
 
 # What is done without one.

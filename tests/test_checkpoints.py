@@ -171,6 +171,42 @@ for step in range(1, 10**6):
     assert os.listdir(tmp_path) == [entry.name]
 
 
+def test_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Bytes and folder reach the disk before the name, the name after."""
+    seen = []
+    fsync, rename = os.fsync, os.rename
+
+    def observed_fsync(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        is_file = os.path.isfile(path)
+        seen.append((path, os.path.getsize(path) if is_file else None))
+        fsync(descriptor)
+
+    def observed_rename(before, after):
+        seen.append((before, after))
+        rename(before, after)
+
+    monkeypatch.setattr(os, "fsync", observed_fsync)
+    monkeypatch.setattr(os, "rename", observed_rename)
+    path = checkpoints.write(str(tmp_path), 1, {"step": 1}, arrays())
+    [unfinished] = {
+        os.path.dirname(name) for name, size in seen if isinstance(size, int)
+    }
+    sizes = {
+        name: os.path.getsize(os.path.join(path, name))
+        for name in os.listdir(path)
+    }
+    assert len(sizes) == 2
+    assert dict(seen[:2]) == {
+        os.path.join(unfinished, name): size for name, size in sizes.items()
+    }
+    assert seen[2:] == [
+        (unfinished, None),
+        (unfinished, path),
+        (str(tmp_path), None),
+    ]
+
+
 def test_one_of_the_same_step_is_replaced(tmp_path):
     save(tmp_path, 1, 2)
     truncate(tmp_path / "step-0000000002")

@@ -35,6 +35,7 @@ VALUES = {
     "seed": 4294967295,
     "output_dir": "out=1",
     "gradient_dtype": "bfloat16",
+    "embedding_gradients": "summed",
     "jit_compile": "auto",
     "profile": "10,5",
     "checkpoint_dir": "out=1/checkpoints",

@@ -2,11 +2,12 @@
 
 5   flags, cli, scaling_command, plan_command, __init__, __main__
 4   job, benchmark
-3   trainer, loop, session, run_state, saver, arguments, pace, parity
+3   trainer, own_loop, loop, session, run_state, saver, arguments, pace,
+    parity, likeness
 2   engine.*
 1   parameter_server, layers, devices, mirrored, strategy, data.*, peers,
     models, optimizers, callbacks, datasets.*, determinism, profiling,
-    callback_state
+    callback_state, messages, calls
 0   _version, errors, cluster, config, report, quiet, display, target, missing,
     checkpoints, recovery, save_options, folders,
     scaling, planner, goodput, plots, launch.*
@@ -53,10 +54,14 @@ FLOORS = {
     "determinism": 1,
     "callback_state": 1,
     "peers": 1,
+    "messages": 1,
+    "calls": 1,
+    "likeness": 3,
     "callbacks": 1,
     "engine": 2,
     "trainer": 3,
     "loop": 3,
+    "own_loop": 3,
     "session": 3,
     "follower": 3,
     "arguments": 3,
@@ -97,18 +102,25 @@ SAME_FLOOR = {
     ("strategy", "parameter_server"),
     ("layers", "parameter_server"),
     ("peers", "data"),
+    ("peers", "messages"),
+    ("peers", "calls"),
     ("parity", "trainer"),
     ("trainer", "arguments"),
     ("trainer", "explain"),
     ("trainer", "follower"),
     ("trainer", "loop"),
     ("trainer", "session"),
+    ("own_loop", "explain"),
+    ("own_loop", "run_state"),
+    ("own_loop", "saver"),
+    ("own_loop", "session"),
     ("loop", "arguments"),
     ("loop", "pace"),
     ("loop", "run_state"),
     ("loop", "saver"),
     ("loop", "session"),
     ("session", "arguments"),
+    ("session", "likeness"),
     ("session", "pace"),
     ("follower", "saver"),
     ("trainer", "run_state"),

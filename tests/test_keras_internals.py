@@ -202,3 +202,199 @@ def test_apply_counts_with_the_counter(monkeypatch):
     with keras_internals.counted_exactly(optimizer):
         ops = counting_ops(lambda: optimizer.apply([tf.constant(1.0)]))
     assert "AssignAddVariableOp" in ops
+
+
+def in_parts(optimizer, variables, gradients):
+    """Applies as parameter servers do: weight by weight."""
+
+    def apply(part, gradients, variables):
+        values, rate = keras_internals.count_update(part, 1, [])
+        for gradient, variable in zip(gradients, variables, strict=True):
+            keras_internals.update_weights(
+                part, [gradient], [variable], values, rate
+            )
+            keras_internals.average_weights(
+                part, [variable], values, tf.constant(False)
+            )
+
+    @tf.function
+    def step():
+        with keras_internals.applied_by(optimizer, apply):
+            optimizer.apply(gradients, variables)
+
+    for _ in range(3):
+        step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1),
+        lambda: keras.optimizers.Adam(0.1, global_clipnorm=0.5, use_ema=True),
+        lambda: keras.optimizers.Nadam(0.1),
+        lambda: keras.optimizers.Adafactor(
+            keras.optimizers.schedules.CosineDecay(0.1, 5)
+        ),
+        lambda: keras.optimizers.Muon(0.1, weight_decay=0.1),
+        lambda: keras.optimizers.MultiOptimizer(
+            lambda v, made=[]: made.append(keras.optimizers.Lion()) or made[0]
+        ),
+    ],
+)
+def test_an_update_in_parts_is_the_whole_update(make):
+    gradients = [tf.ones([3, 2]), tf.constant([0.5, -2.0])]
+    results = []
+    for apart in (False, True):
+        variables = [
+            keras.Variable(tf.ones([3, 2]), name="kernel"),
+            keras.Variable(tf.ones([2]), name="bias"),
+        ]
+        optimizer = make()
+        optimizer.build(variables)
+        if apart:
+            in_parts(optimizer, variables, gradients)
+        else:
+            for _ in range(3):
+                optimizer.apply(gradients, variables)
+        results.append([*variables, *optimizer.variables])
+        for part in keras_internals.parts(optimizer):
+            assert "_backend_apply_gradients" not in vars(part)
+    for expected, held in zip(*results, strict=True):
+        np.testing.assert_allclose(held.numpy(), expected.numpy(), rtol=1e-5)
+
+
+def test_what_belongs_to_a_weight_is_built_beside_it():
+    """Adafactor's factors, Nadam's product: Keras says nothing about them."""
+    placed = []
+
+    def creator(next_creator, **options):
+        placed.append(options.pop("colocate_with", None))
+        return next_creator(**options)
+
+    weights = [keras.Variable(tf.ones([3, 2])) for _ in range(2)]
+    for optimizer, beside in (
+        (keras.optimizers.Adafactor(), [weights[0]] * 2 + [weights[1]] * 2),
+        (keras.optimizers.Nadam(), None),
+    ):
+        placed.clear()
+        with (
+            tf.variable_creator_scope(creator),
+            keras_internals.built_beside(optimizer),
+        ):
+            optimizer.build(weights)
+        assert "build" not in vars(optimizer)
+        if beside is None:
+            assert placed[-1] is optimizer._iterations.value
+        else:
+            found = [each for each in placed if each is not None]
+            assert {id(each) for each in found} == {
+                id(weight.value) for weight in weights
+            }
+
+
+def test_shares_that_moving_statistics_keep():
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.BatchNormalization(momentum=0.7)]
+    )
+    layer = model.layers[0]
+    assert keras_internals.kept_shares(model) == {
+        id(layer.moving_mean): 0.7,
+        id(layer.moving_variance): 0.7,
+    }
+
+
+def test_weights_that_an_update_writes_more_than_once():
+    model = keras.Sequential(
+        [
+            keras.Input((2,)),
+            keras.layers.Embedding(5, 3, embeddings_constraint="non_neg"),
+            keras.layers.Dense(2, kernel_constraint="non_neg"),
+        ]
+    )
+    model.compile(keras.optimizers.SGD())
+    (kernel,) = keras_internals.written_in_steps(model)
+    assert kernel is model.layers[1].kernel
+    model.compile(keras.optimizers.AdamW())
+    found = keras_internals.written_in_steps(model)
+    assert [id(v) for v in found] == [
+        id(v) for v in model.layers[1].trainable_variables
+    ]
+
+
+def test_unreduced_has_the_mask_that_a_loss_sets():
+    loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=0)
+    y = tf.constant([[0, 1], [1, 0]])
+    p = tf.fill([2, 2, 3], 1 / 3)
+    weighted, raw = keras_internals.unreduced(
+        loss, y, p, tf.constant([[2.0], [1]])
+    )
+    mask = keras_internals.mask_of_loss(p, raw)
+    assert mask.numpy().tolist() == [[False, True], [True, False]]
+    np.testing.assert_allclose(weighted, raw * [[2.0], [1.0]])
+    assert loss.reduction == "sum_over_batch_size"
+
+
+def test_scaling_by_replicas_is_known_from_other_products(strategies):
+    found = []
+
+    @tf.function(autograph=False)
+    def run(x):
+        def replica():
+            loss = keras.losses.MeanSquaredError()(x, 2 * x)
+            found.append(keras_internals.before_scaling(loss.op, None))
+            half = tf.reduce_mean(x) * 0.5
+            found.append(keras_internals.before_scaling(half.op, None))
+
+        strategies["mirrored_x2"].run(replica)
+
+    run.get_concrete_function(tf.TensorSpec([None, 3]))
+    assert [t.op.type if t is not None else None for t in found] == [
+        "DivNoNan",
+        None,
+        "DivNoNan",
+        None,
+    ]
+
+
+def test_compute_loss_is_made_of_the_parts_that_are_replaced():
+    model = build()
+    model.layers[0].kernel_regularizer = keras.regularizers.L2(1.0)
+    keras_internals.build(model, SPEC)
+    x, y = tf.ones([1, 3]), tf.zeros([1, 2])
+    before = float(model.compute_loss(x, y, model(x)))
+
+    def container(y, y_pred, sample_weight):
+        return tf.constant(40.0)
+
+    with keras_internals.losses_replaced(
+        model, container, lambda loss: tf.constant(2.0)
+    ):
+        assert float(model.compute_loss(x, y, model(x))) == 42.0
+    assert float(model.compute_loss(x, y, model(x))) == before
+
+
+@pytest.mark.parametrize("mask", [None, [[True, False]]])
+def test_batch_normalization_takes_its_statistics_by_one_method(mask):
+    layer = keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((2, 3)), layer])
+    mask = None if mask is None else tf.constant(mask)
+    seen = []
+
+    def take(layer, own, inputs, mask):
+        seen.append(mask)
+        return own(inputs, mask)
+
+    with keras_internals.moments_replaced(model, take):
+        layer(tf.ones([1, 2, 3]), training=True, mask=mask)
+    layer(tf.ones([1, 2, 3]), training=True, mask=mask)
+    assert len(seen) == 1
+    assert seen[0] is mask
+
+
+def test_losses_that_are_known_by_example():
+    known = keras_internals.is_known_by_example
+    assert known(keras.losses.Hinge())
+    assert known(keras.losses.CTC())
+    assert not known(keras.losses.Circle())
+    wrapper = keras.losses.get(lambda y, p: y)
+    assert not known(type(keras.losses.Hinge()).__mro__[1](wrapper))

@@ -28,6 +28,8 @@ def build():
         layers.append(keras.layers.Dense(1))
     model = keras.Sequential(layers)
     model.compile("sgd", "mse")
+    if case == "variable" and worker:
+        keras.Variable([1.0, 2.0])
     return model
 
 
@@ -57,7 +59,10 @@ SAME = "All workers must have the same "
 DIFFERENCES = {
     "model": SAME + "model (its variable number 0). Received: kernel of shape "
     "[4, 5] on worker 0, kernel of shape [4, 6] on worker 1.",
-    "model_of_first_batch": SAME + "model (its variable number 4). Received: ",
+    "model_of_first_batch": SAME + "layers of the model. Received: Sequential, "
+    "Dense, Dense on worker 0, Sequential, Dense, Dense, Dense on worker 1.",
+    "variable": SAME + "model (its variable number 8). Received: none on "
+    "worker 0, another one, variable, on worker 1.",
     "batch_size": SAME + "data's length. Received: 8 examples in batches of 4 "
     "on worker 0, 8 examples in batches of 5 on worker 1.",
     "call": SAME + "call. Received: fit on worker 0, evaluate on worker 1.",

@@ -10,13 +10,12 @@ clipping. What changed:
 - The step is the `train_step` of a Keras 3 model. The loop around it, the
   distribution of the data, the metrics over replicas and the progress bar,
   which the tutorial writes out, are the trainer's; callbacks work.
-- The loss is divided by the size of the global batch, as in the tutorial. The
-  size is a constant there; here the step asks, so that a last batch that is
-  smaller has the right mean as well.
-- `mgpu_tf.apply_gradients` in place of `optimizer.apply_gradients`: gradients
-  are summed over replicas first and clipped then. The other way round, as
-  Keras does it, each replica clips its own part and the result depends on the
-  number of replicas.
+- The loss is the mean over the batch at hand, as on one device, where the
+  tutorial divides by the size of the global batch. Replicas weigh by the rows
+  that they hold.
+- Gradients are summed over replicas first and clipped then. The other way
+  round, as Keras does it, each replica clips its own part and the result
+  depends on the number of replicas.
 - scikit-learn's digits in place of Fashion MNIST, so that nothing is
   downloaded.
 
@@ -66,23 +65,16 @@ class Classifier(keras.Model):
             losses = keras.losses.sparse_categorical_crossentropy(
                 y, logits, from_logits=True
             )
-            # The replicas' losses add up to the mean over the global batch.
-            loss = tf.reduce_sum(losses) / global_size(y)
+            loss = tf.reduce_mean(losses)
         variables = self.trainable_variables
         gradients = tape.gradient(loss, variables)
-        mgpu_tf.apply_gradients(self.optimizer, gradients, variables)
+        self.optimizer.apply(gradients, variables)
         for metric in self.metrics:
             if metric.name == "loss":
                 metric.update_state(losses)
             else:
                 metric.update_state(y, logits)
         return {metric.name: metric.result() for metric in self.metrics}
-
-
-def global_size(y):
-    """Returns how many examples all replicas have in this step."""
-    replica = tf.distribute.get_replica_context()
-    return replica.all_reduce("sum", tf.cast(tf.shape(y)[0], tf.float32))
 
 
 def build_model():

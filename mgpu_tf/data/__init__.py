@@ -27,10 +27,12 @@ from mgpu_tf.data.sources import (
     FunctionSource,
     Source,
 )
+from mgpu_tf.data.structures import SIZES_DIFFER, pack
 from mgpu_tf.data.weights import with_class_weight
 from mgpu_tf.errors import ConfigurationError, check_integer
 
 __all__ = [
+    "SIZES_DIFFER",
     "ArraySource",
     "BatchSource",
     "DatasetFn",
@@ -45,12 +47,11 @@ __all__ = [
     "distribute",
     "input_context",
     "next_batch",
+    "pack",
     "part_of",
     "split_arrays",
     "with_class_weight",
 ]
-
-DEFAULT_BATCH_SIZE = 32
 
 
 def as_source(
@@ -60,23 +61,26 @@ def as_source(
     *,
     strategy: tf.distribute.Strategy,
     batch_size: int | None = None,
-    shuffle: bool = False,
+    shuffle: bool | str = False,
     seed: int = 0,
+    steps: int | None = None,
 ) -> Source:
     """Makes a source of what Keras's `fit`, `evaluate` and `predict` take.
 
     Args:
-        x: Arrays (or a tuple `(x, y)` or `(x, y, sample_weight)` of them); a
+        x: An array, or a list, tuple or dict of them, nested; a
             `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator of
             global batches; or a function from `tf.distribute.InputContext`
             to a dataset batched with the per-replica size.
-        y: Targets, for arrays.
+        y: Targets, for arrays; nested as well.
         sample_weight: Weights of shape `[examples, ...]`, for arrays.
         strategy: The strategy that the source will feed.
-        batch_size: Global batch size, for arrays; 32 by default.
+        batch_size: Global batch size, for arrays; 32 by default, or with
+            `steps` what so many batches need.
         shuffle: Whether arrays, and the batches of a PyDataset, come in a
-            new order each epoch.
+            new order each epoch; "batch" shuffles within batches of arrays.
         seed: Decides the order, together with the epoch.
+        steps: Steps that are wanted of a pass over arrays.
 
     Returns:
         The source.
@@ -91,38 +95,26 @@ def as_source(
             "or a dataset_fn. Received: None."
         )
     kind = _kind_with_batches(x)
+    if shuffle not in (True, False, "batch"):
+        raise ConfigurationError(
+            "shuffle must be True, False or 'batch'. Received: "
+            f"shuffle={shuffle!r}."
+        )
     if kind is not None:
         _refuse_array_arguments(kind, y, sample_weight, batch_size)
     if isinstance(x, tf.data.Dataset):
         return DatasetSource(x)
     if isinstance(x, keras.utils.PyDataset):
-        return PyDatasetSource(x, shuffle, seed)
+        return PyDatasetSource(x, bool(shuffle), seed)
     if isinstance(x, Iterator):
         return GeneratorSource(x)
     if callable(x):
         return FunctionSource(x, strategy)
-    if batch_size is None:
-        batch_size = DEFAULT_BATCH_SIZE
-    check_integer("batch_size", batch_size, 1)
+    if batch_size is not None:
+        check_integer("batch_size", batch_size, 1)
     return ArraySource(
-        packed_arrays(x, y, sample_weight), int(batch_size), shuffle, seed
+        pack(x, y, sample_weight), batch_size, shuffle, seed, steps
     )
-
-
-def packed_arrays(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
-    """Returns arrays as one `x`, `(x, y)` or `(x, y, sample_weight)`.
-
-    Args:
-        x: Arrays, or such a tuple already.
-        y: Targets.
-        sample_weight: Weights.
-
-    Returns:
-        The structure that a batch of them has.
-    """
-    if isinstance(x, tuple) and y is None and 1 < len(x) <= 3:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(x)
-    return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
 
 def is_batched(x: Any) -> bool:

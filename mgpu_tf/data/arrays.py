@@ -8,23 +8,42 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from mgpu_tf.data import structures
 from mgpu_tf.data.part import Part
-from mgpu_tf.data.sources import Rows, Source, digest, spec_of, to_tensor
+from mgpu_tf.data.sources import Rows, Source
 from mgpu_tf.errors import ConfigurationError
 
+BATCH_SIZE = 32
 HASHED = 10_000
 
 
 class ArraySource(Source):
-    """Arrays in memory; every worker gathers only the rows that it needs."""
+    """Arrays in memory; every worker gathers only the rows that it needs.
+
+    Args:
+        data: Arrays, nested.
+        batch_size: Rows of a global batch; 32 by default, or what `steps`
+            batches need.
+        shuffle: Whether rows come in a new order each pass; "batch" keeps
+            the rows of a batch together.
+        seed: Decides the order, together with the pass.
+        steps: Steps that are wanted of a pass.
+    """
 
     seekable = True
 
     def __init__(
-        self, data: Any, batch_size: int, shuffle: bool, seed: int
+        self,
+        data: Any,
+        batch_size: int | None,
+        shuffle: bool | str,
+        seed: int,
+        steps: int | None = None,
     ) -> None:
-        self._data = tf.nest.map_structure(to_tensor, data)
+        self._data = structures.tensors_of(data)
         self._examples = _common_length(self._data)
+        if batch_size is None:
+            batch_size = -(-self._examples // steps) if steps else BATCH_SIZE
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
@@ -48,12 +67,9 @@ class ArraySource(Source):
             low, high = part.bounds(size, position % part.local)
             rows = slice(start + low, start + high)
             if order is None:
-                data = tf.nest.map_structure(lambda t: t[rows], self._data)
+                data = structures.rows(self._data, rows.start, rows.stop)
             else:
-                chosen = order[rows]
-                data = tf.nest.map_structure(
-                    lambda t: tf.gather(t, chosen), self._data
-                )
+                data = structures.gather(self._data, order[rows])
             return data, high - low, size
 
         first, last = start * part.local, self._steps * part.local
@@ -61,7 +77,7 @@ class ArraySource(Source):
 
     def example(self) -> Any:
         """Returns the spec of a batch."""
-        return tf.nest.map_structure(spec_of, self._data)
+        return structures.spec_of(self._data)
 
     def rows(self) -> Rows:
         """Returns the arrays and the order of their rows."""
@@ -80,14 +96,22 @@ class ArraySource(Source):
     def fingerprint(self) -> str:
         """Returns a hash of up to `HASHED` examples, spread over all."""
         step = -(-self._examples // HASHED)
-        return digest(tf.nest.map_structure(lambda t: t[::step], self._data))
+        leaves = structures.with_rows(self._data)
+        return structures.digest([leaf[::step] for leaf in leaves])
 
     def _order(self, index: Any) -> tf.Tensor:
-        return tf.random.experimental.stateless_shuffle(
-            tf.range(self._examples, dtype=tf.int64),
-            seed=tf.stack(
-                [tf.cast(self._seed, tf.int64), tf.cast(index, tf.int64)]
-            ),
+        rows = tf.range(self._examples, dtype=tf.int64)
+        seed = tf.stack(
+            [tf.cast(self._seed, tf.int64), tf.cast(index, tf.int64)]
+        )
+        if self._shuffle != "batch":
+            return tf.random.experimental.stateless_shuffle(rows, seed)
+        within = tf.random.stateless_uniform(
+            [self._examples], seed, dtype=tf.float64
+        )
+        return tf.cast(
+            tf.argsort(tf.cast(rows // self._batch_size, tf.float64) + within),
+            tf.int64,
         )
 
 
@@ -104,7 +128,7 @@ def split_arrays(data: Any, fraction: float) -> tuple[Any, Any]:
     Raises:
         ConfigurationError: One of the two would be without examples.
     """
-    data = tf.nest.map_structure(to_tensor, data)
+    data = structures.tensors_of(data)
     examples = _common_length(data)
     if not isinstance(fraction, float) or not 0 < fraction < 1:
         raise ConfigurationError(
@@ -118,13 +142,13 @@ def split_arrays(data: Any, fraction: float) -> tuple[Any, Any]:
             f"validation_split={fraction} of {examples} examples."
         )
     return (
-        tf.nest.map_structure(lambda t: t[:first], data),
-        tf.nest.map_structure(lambda t: t[first:], data),
+        structures.rows(data, None, first),
+        structures.rows(data, first, None),
     )
 
 
 def _common_length(data: Any) -> int:
-    leaves = tf.nest.flatten(data)
+    leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
     lengths = {int(leaf.shape[0]) if leaf.shape.rank else 0 for leaf in leaves}
     if len(lengths) != 1 or lengths == {0}:
         shapes = [tuple(leaf.shape) for leaf in leaves]

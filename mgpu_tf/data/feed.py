@@ -11,8 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from mgpu_tf.data import structures
 from mgpu_tf.data.part import part_of
-from mgpu_tf.data.sources import BatchSource, Source, batch_size
+from mgpu_tf.data.sources import BatchSource, Source
+from mgpu_tf.data.structures import batch_size
 
 
 def distribute(
@@ -105,6 +107,10 @@ def next_batch(
         return _for_replicas(strategy, lambda replica: elements[replica])
     batch = next(iterator)
     size = batch_size(batch)
+    checks = structures.check_sizes(batch, size) if part.total > 1 else []
+    if checks:
+        with tf.control_dependencies(checks):
+            size = tf.identity(size)
 
     def cut(replica: int) -> tuple[Any, tf.Tensor, tf.Tensor]:
         if part.total == 1:
@@ -112,7 +118,7 @@ def next_batch(
         # Numbers where the shape tells, so that the step need not ask.
         known = tf.get_static_value(size)
         low, high = part.bounds(size if known is None else known, replica)
-        data = tf.nest.map_structure(lambda t: t[low:high], batch)
+        data = structures.rows(batch, low, high)
         return data, tf.convert_to_tensor(high - low), size
 
     return _for_replicas(strategy, cut)
@@ -239,18 +245,5 @@ class Feed:
 def ended(source: Source) -> tuple[Any, tf.Tensor, tf.Tensor]:
     """Returns the element that says that the data has ended."""
     total = 0 if source.totals_known else -1
-    data = tf.nest.map_structure(_empty, source.example())
+    data = structures.empty(source.example())
     return data, tf.constant(0, tf.int64), tf.constant(total, tf.int64)
-
-
-def _empty(spec: Any) -> Any:
-    if isinstance(spec, tf.RaggedTensorSpec):
-        values = tf.zeros(
-            [0] + [0] * (spec.shape.rank - spec.ragged_rank - 1), spec.dtype
-        )
-        splits = [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank
-        return tf.RaggedTensor.from_nested_row_splits(values, splits)
-    shape = [0, *(size or 0 for size in spec.shape[1:])]
-    if spec.dtype == tf.string:
-        return tf.constant([], tf.string, shape=shape)
-    return tf.zeros(shape, spec.dtype)

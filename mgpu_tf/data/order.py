@@ -1,16 +1,24 @@
 """Whether a `tf.data.Dataset` comes in the same order each time it is made.
 
-The graph of a dataset tells its random operations and their seeds, without
-reading an element: an iterator would take an order that training was to have.
+    order = order_of(dataset)
+    order.fingerprint     the same for the same pipeline, in any process
+    order.unrepeatable    what keeps it from one order, "" where nothing does
+
+The graph of a dataset tells its operations, their seeds and their functions,
+without reading an element: an iterator would take an order that training was
+to have. Names of nodes and functions are generated, and functions come in any
+order, so neither counts (`data.graph`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
 
 import tensorflow as tf
 from google.protobuf import message
+
+from mgpu_tf.data.graph import Graph, Node
 
 # As TensorFlow numbers what is done about the state of a dataset's functions.
 _IGNORE_STATE = 1
@@ -21,13 +29,14 @@ class Order:
     """What decides the order of a dataset.
 
     Attributes:
-        operations: The operations of the pipeline, with the seeds of those
-            that are random; empty where TensorFlow cannot tell.
-        unseeded: Whether one of them draws its own seed.
+        fingerprint: The operations of the pipeline and a hash of all that it
+            does; empty where TensorFlow cannot tell.
+        unrepeatable: What makes the order another one in each process, and
+            the remedy, as two sentences; empty where nothing does.
     """
 
-    operations: tuple[str, ...]
-    unseeded: bool
+    fingerprint: str
+    unrepeatable: str
 
 
 def serialized(dataset: tf.data.Dataset) -> tf.Tensor:
@@ -43,52 +52,150 @@ def order_of(dataset: tf.data.Dataset) -> Order:
     """Returns what decides the order of a dataset.
 
     Args:
-        dataset: Any; one of Python functions tells nothing, and one above
-            2 GB in memory does not either.
+        dataset: Any; one above 2 GB in memory tells nothing.
 
     Returns:
-        Its operations and seeds.
+        Its fingerprint, and what is random about its order.
     """
     try:
-        graph = tf.compat.v1.GraphDef.FromString(serialized(dataset).numpy())
+        text = serialized(dataset).numpy()
+        graph = Graph(tf.compat.v1.GraphDef.FromString(text))
     except (tf.errors.OpError, message.DecodeError):
-        return Order((), False)
-    operations: list[str] = []
-    unseeded = False
-    for nodes in (graph.node, *(f.node_def for f in graph.library.function)):
-        constants = {
-            node.name: node.attr["value"].tensor
-            for node in nodes
-            if node.op == "Const"
-        }
-        for node in nodes:
-            if "Dataset" not in node.op:
-                continue
-            seeds = _seeds(node, constants)
-            operations.append(node.op + (str(seeds) if seeds else ""))
-            unseeded |= seeds == (0, 0)
-    return Order(tuple(operations), unseeded)
+        return Order("", "")
+    operations = ", ".join(
+        node.op + _described(node.seeds)
+        for node in graph.nodes()
+        if "Dataset" in node.op
+    )
+    reason = _search(graph, graph.body()).reason
+    return Order(f"{operations} ({graph.fingerprint()})", reason)
 
 
-# Which inputs of an operation are its two seeds.
-_SEEDS = {
-    "ShuffleDataset": slice(2, 4),
-    "ShuffleDatasetV2": slice(2, 4),
-    "ShuffleDatasetV3": slice(2, 4),
-    "ShuffleAndRepeatDataset": slice(2, 4),
-    "ShuffleAndRepeatDatasetV2": slice(2, 4),
-    "RandomDataset": slice(0, 2),
-    "RandomDatasetV2": slice(0, 2),
+def _described(seeds: tuple[int, ...]) -> str:
+    return str(seeds) if seeds else ""
+
+
+# Operations whose functions decide which rows there are.
+_DECIDERS = {
+    "FilterDataset": "filter",
+    "ParallelFilterDataset": "filter",
+    "TakeWhileDataset": "take_while",
+    "FlatMapDataset": "flat_map",
+    "InterleaveDataset": "interleave",
+    "ParallelInterleaveDataset": "interleave",
+    "ParallelInterleaveDatasetV2": "interleave",
+    "ParallelInterleaveDatasetV3": "interleave",
+    "ParallelInterleaveDatasetV4": "interleave",
+    "LegacyParallelInterleaveDatasetV2": "interleave",
+    "GroupByWindowDataset": "group_by_window",
+    "GroupByReducerDataset": "group_by_reducer",
 }
 
 
-def _seeds(
-    node: tf.compat.v1.NodeDef, constants: dict[str, Any]
-) -> tuple[int, ...]:
-    """Returns the two seeds of a random operation, none of another one."""
-    if node.op not in _SEEDS:
-        return ()
-    names = [name.partition(":")[0] for name in node.input[_SEEDS[node.op]]]
-    if not all(name in constants for name in names):
-        return ()
-    return tuple(int(tf.make_ndarray(constants[name])) for name in names)
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What is random in a graph, or in the functions of an operation.
+
+    Attributes:
+        reason: Why rows do not repeat; empty where they do.
+        drawn: The unseeded random operation that values come from, if any:
+            harmless augmentation, unless rows are chosen by them.
+        chooses: The one that rows are chosen by, if any.
+    """
+
+    reason: str = ""
+    drawn: str = ""
+    chooses: str = ""
+
+
+def _search(graph: Graph, nodes: list[Node]) -> _Found:
+    """Looks through the nodes of a graph, inputs first."""
+    drawn_of: dict[str, str] = {}
+    for node in nodes:
+        reason = _own_reason(node)
+        if reason:
+            return _Found(reason)
+        within = _within(graph, node)
+        if within.reason:
+            return within
+        upstream = _first(drawn_of.get(name, "") for name in node.inputs)
+        chooses = upstream or within.chooses
+        if node.op in _DECIDERS and chooses:
+            return _Found(_of_decider(_DECIDERS[node.op], chooses))
+        drawn_of[node.name] = upstream or within.drawn or _drawn_by(node)
+    return _Found(drawn=_first(drawn_of.values()))
+
+
+def _within(graph: Graph, node: Node) -> _Found:
+    """Looks through the functions of an operation.
+
+    A function that makes a dataset may augment what that gives: what its own
+    operations draw decides about rows, what its maps draw does not.
+    """
+    drawn, chooses = "", ""
+    for name in node.functions:
+        body = graph.body(name)
+        found = _search(graph, body)
+        if found.reason:
+            return found
+        own = [inner for inner in body if "Dataset" not in inner.op]
+        drawn = drawn or found.drawn
+        chooses = chooses or _search(graph, own).drawn
+    return _Found(drawn=drawn, chooses=chooses)
+
+
+def _first(texts: Iterable[str]) -> str:
+    return next(filter(None, texts), "")
+
+
+def _own_reason(node: Node) -> str:
+    """Returns what an operation itself leaves open about the order."""
+    if node.seeds == (0, 0):
+        if node.op.startswith("Shuffle"):
+            return (
+                "a tf.data.Dataset with a shuffle that has no seed. Write "
+                "shuffle(..., seed=1)."
+            )
+        return (
+            "a tf.data.Dataset with a random choice that has no seed, as of "
+            "sample_from_datasets or Dataset.random. Pass seed=1 to it."
+        )
+    if node.unordered:
+        name = node.op.partition("Dataset")[0]
+        return (
+            f"a tf.data.Dataset with {name}(deterministic=False), whose "
+            "elements come as they are ready. Leave deterministic=False out."
+        )
+    return ""
+
+
+def _of_decider(name: str, drawn: str) -> str:
+    return (
+        f"a tf.data.Dataset with a {name} that chooses rows by random numbers "
+        f"without a seed ({drawn}). Draw them by tf.random.stateless_uniform "
+        "with a seed of each row, such as its number from enumerate(), or put "
+        "random augmentation after it."
+    )
+
+
+# Operations that draw from what TensorFlow seeds by itself.
+_DRAWING = {
+    "RandomUniform",
+    "RandomUniformInt",
+    "RandomStandardNormal",
+    "TruncatedNormal",
+    "ParameterizedTruncatedNormal",
+    "RandomShuffle",
+    "RandomGamma",
+    "RandomPoisson",
+    "RandomPoissonV2",
+    "Multinomial",
+    "RandomCrop",
+    "SampleDistortedBoundingBox",
+    "SampleDistortedBoundingBoxV2",
+}
+
+
+def _drawn_by(node: Node) -> str:
+    unseeded = node.op in _DRAWING and node.seed_attributes == (0, 0)
+    return node.op if unseeded else ""

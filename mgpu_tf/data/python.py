@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -11,7 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.data.sources import BatchSource, spec_of, targets_digest, to_tensor
+from mgpu_tf.data import structures
+from mgpu_tf.data.sources import BatchSource
 from mgpu_tf.errors import ConfigurationError
 
 # Batches that tell which dimensions vary, such as padded lengths.
@@ -47,13 +48,11 @@ class PyDatasetSource(BatchSource):
         peeked = min(PEEKED, self.steps or PEEKED)
         batches = [_batch(dataset[index]) for index in range(peeked)]
         self._spec = _common_spec(batches)
-        self._fingerprint = targets_digest(batches[0])
+        self._fingerprint = structures.targets_digest(batches[0])
 
     def batches(self, index: Any) -> tf.data.Dataset:
         """Returns pass `index`, made as it is read."""
-        return tf.data.Dataset.from_generator(
-            self._batches, args=[index], output_signature=self._spec
-        )
+        return _dataset_of(self._batches, self._spec, [index])
 
     def example(self) -> Any:
         """Returns the spec of a batch."""
@@ -106,15 +105,13 @@ class GeneratorSource(BatchSource):
                 "generator without elements."
             )
         self._spec = _common_spec(peeked)
-        self._fingerprint = targets_digest(peeked[0])
+        self._fingerprint = structures.targets_digest(peeked[0])
         self._rest = itertools.chain(peeked, map(_batch, iterator))
 
     def batches(self, index: Any) -> tf.data.Dataset:
         """Returns what is left of the iterator."""
         del index
-        return tf.data.Dataset.from_generator(
-            lambda: self._rest, output_signature=self._spec
-        )
+        return _dataset_of(lambda: self._rest, self._spec)
 
     def example(self) -> Any:
         """Returns the spec of a batch."""
@@ -125,11 +122,31 @@ class GeneratorSource(BatchSource):
         return self._fingerprint
 
 
+def _dataset_of(
+    batches: Callable[..., Iterator[Any]], spec: Any, arguments: Any = None
+) -> tf.data.Dataset:
+    """Makes a dataset, which cannot have None from Python, of batches."""
+    present = [leaf for leaf in tf.nest.flatten(spec) if leaf is not None]
+
+    def leaves(*given: Any) -> Iterator[Any]:
+        for batch in batches(*given):
+            tf.nest.assert_same_structure(spec, batch)
+            yield tuple(t for t in tf.nest.flatten(batch) if t is not None)
+
+    def packed(*leaves: Any) -> Any:
+        queue = iter(leaves)
+        return tf.nest.map_structure(
+            lambda leaf: None if leaf is None else next(queue), spec
+        )
+
+    return tf.data.Dataset.from_generator(
+        leaves, args=arguments, output_signature=tuple(present)
+    ).map(packed)
+
+
 def _batch(data: Any) -> Any:
-    if isinstance(data, list):
-        data = tuple(data)
-    data = tf.nest.map_structure(to_tensor, data)
-    leaves = tf.nest.flatten(data)
+    data = structures.batch_of(data)
+    leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
     sizes = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
     if len(sizes) != 1 or None in sizes:
         raise ConfigurationError(
@@ -140,13 +157,14 @@ def _batch(data: Any) -> Any:
 
 
 def _common_spec(batches: list[Any]) -> Any:
-    specs = [tf.nest.map_structure(spec_of, batch) for batch in batches]
-    return tf.nest.map_structure(_common, *specs)
+    return tf.nest.map_structure(
+        _common, *(structures.spec_of(batch) for batch in batches)
+    )
 
 
 def _common(*specs: Any) -> Any:
     first = specs[0]
-    if isinstance(first, tf.RaggedTensorSpec):
+    if not isinstance(first, tf.TensorSpec):
         return first
     shape = first.shape
     for spec in specs[1:]:

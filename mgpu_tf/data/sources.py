@@ -9,16 +9,16 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
+from mgpu_tf.data import structures
 from mgpu_tf.data.order import Order, order_of
 from mgpu_tf.data.part import Part, input_context
+from mgpu_tf.data.structures import batch_size, whole
 from mgpu_tf.errors import ConfigurationError
 
 DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -90,9 +90,9 @@ class Source(abc.ABC):
         """
 
     @property
-    def unseeded(self) -> bool:
-        """Returns whether the order is another one in each process."""
-        return False
+    def unrepeatable(self) -> str:
+        """Returns why each process has an order of its own; empty if not."""
+        return ""
 
     def rows(self) -> Rows | None:
         """Returns the arrays, where batches are rows of some."""
@@ -144,8 +144,8 @@ class DatasetSource(BatchSource):
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self._dataset = dataset
-        self._spec = tf.nest.map_structure(batch_free, dataset.element_spec)
-        _check_batched(dataset.element_spec)
+        self._spec = structures.specs_of_elements(dataset.element_spec)
+        structures.check_batched(dataset.element_spec)
         cardinality = int(dataset.cardinality())
         if cardinality == 0:
             raise ConfigurationError(
@@ -165,13 +165,13 @@ class DatasetSource(BatchSource):
         return self._spec
 
     def fingerprint(self) -> str:
-        """Returns the operations of the pipeline, with their seeds."""
-        return ", ".join(self.order.operations)
+        """Returns the operations of the pipeline, and a hash of it."""
+        return self.order.fingerprint
 
     @property
-    def unseeded(self) -> bool:
-        """Returns whether a random operation of the dataset has no seed."""
-        return self.order.unseeded
+    def unrepeatable(self) -> str:
+        """Returns what decides the order anew in each process."""
+        return self.order.unrepeatable
 
     @functools.cached_property
     def order(self) -> Order:
@@ -200,10 +200,8 @@ class FunctionSource(BatchSource):
                 "A dataset_fn must return a tf.data.Dataset. Received: "
                 f"{type(self._dataset).__name__}."
             )
-        _check_batched(self._dataset.element_spec)
-        self._spec = tf.nest.map_structure(
-            batch_free, self._dataset.element_spec
-        )
+        structures.check_batched(self._dataset.element_spec)
+        self._spec = structures.specs_of_elements(self._dataset.element_spec)
         cardinality = int(self._dataset.cardinality())
         self.endless = cardinality == tf.data.INFINITE_CARDINALITY
 
@@ -268,7 +266,7 @@ class MappedSource(Source):
     def shards(self, count: int) -> list[tf.data.Dataset]:
         """Returns those of the source, mapped."""
         return [
-            shard.map(lambda *data: self._function(_one(data)))
+            shard.map(whole(shard.element_spec, self._function))
             for shard in self._source.shards(count)
         ]
 
@@ -277,12 +275,12 @@ class MappedSource(Source):
         concrete = tf.function(self._function).get_concrete_function(
             self._source.example()
         )
-        return tf.nest.map_structure(batch_free, concrete.structured_outputs)
+        return structures.spec_of(concrete.structured_outputs)
 
     @property
-    def unseeded(self) -> bool:
+    def unrepeatable(self) -> str:
         """Returns that of the source."""
-        return self._source.unseeded
+        return self._source.unrepeatable
 
     def length(self) -> str:
         """Returns that of the source."""
@@ -296,11 +294,10 @@ class MappedSource(Source):
 def _sized(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Turns batches of replicas into elements with an unknown total."""
 
-    def element(*data: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
-        data = _one(data)
+    def element(data: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
         return data, batch_size(data), tf.constant(-1, tf.int64)
 
-    return dataset.map(element)
+    return dataset.map(whole(dataset.element_spec, element))
 
 
 def cut(dataset: tf.data.Dataset, part: Part) -> tf.data.Dataset:
@@ -308,101 +305,19 @@ def cut(dataset: tf.data.Dataset, part: Part) -> tf.data.Dataset:
 
     def rows(data: Any, replica: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
         size = batch_size(data)
+        if part.total == 1:
+            return data, size, size
+        with tf.control_dependencies(structures.check_sizes(data, size)):
+            size = tf.identity(size)
         low, high = part.bounds(size, replica)
-        return (
-            tf.nest.map_structure(lambda t: t[low:high], data),
-            high - low,
-            size,
+        return structures.rows(data, low, high), high - low, size
+
+    def every(data: Any) -> tf.data.Dataset:
+        return tf.data.Dataset.range(part.local).map(
+            lambda replica: rows(data, replica)
         )
 
+    spec = dataset.element_spec
     if part.local == 1:
-        return dataset.map(lambda *data: rows(_one(data), 0))
-    return dataset.flat_map(
-        lambda *data: tf.data.Dataset.range(part.local).map(
-            lambda replica: rows(_one(data), replica)
-        )
-    )
-
-
-def to_tensor(array: Any) -> Any:
-    """Converts as Keras does: floats to `keras.config.floatx()`."""
-    if isinstance(array, tf.SparseTensor):
-        raise ConfigurationError(_SPARSE)
-    if isinstance(array, (tf.Tensor, tf.RaggedTensor)):
-        tensor = array
-    else:
-        array = np.asarray(array)
-        if array.dtype == object:
-            array = array.astype(str)
-        with tf.device("CPU:0"):
-            tensor = tf.convert_to_tensor(array)
-    if tensor.dtype.is_floating:
-        tensor = tf.cast(tensor, keras.config.floatx())
-    return tensor
-
-
-def digest(data: Any) -> str:
-    """Returns a short hash of nested tensors."""
-    found = hashlib.sha256()
-    for leaf in tf.nest.flatten(data, expand_composites=True):
-        array = np.asarray(leaf)
-        found.update(
-            b"\0".join(array.ravel())
-            if array.dtype == object
-            else array.tobytes()
-        )
-    return found.hexdigest()[:12]
-
-
-def targets_digest(batch: Any) -> str:
-    """Returns the hash of a batch's targets, or of all where it has none."""
-    return digest(batch[1:] if isinstance(batch, tuple) else batch)
-
-
-def spec_of(value: Any) -> tf.TypeSpec:
-    """Returns the spec of batches of which a tensor is made or is one."""
-    return batch_free(tf.type_spec_from_value(value))
-
-
-def batch_free(spec: Any) -> tf.TypeSpec:
-    """Returns a spec with the batch size left open."""
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec(
-            [None, *spec.shape[1:]],
-            spec.dtype,
-            spec.ragged_rank,
-            spec.row_splits_dtype,
-        )
-    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
-
-
-_SPARSE = (
-    "Data must be dense or ragged. Received: a SparseTensor. Convert it, such "
-    "as with tf.sparse.to_dense."
-)
-
-
-def _one(data: tuple[Any, ...]) -> Any:
-    """Undoes tf.data's unpacking of an element into arguments."""
-    return data if len(data) > 1 else data[0]
-
-
-def batch_size(data: Any) -> tf.Tensor:
-    """Returns the rows of a batch, a constant where its shape tells."""
-    first = tf.nest.flatten(data)[0]
-    if isinstance(first, tf.RaggedTensor):
-        return first.nrows(out_type=tf.int64)
-    if first.shape[0] is not None:
-        return tf.constant(first.shape[0], tf.int64)
-    return tf.shape(first, out_type=tf.int64)[0]
-
-
-def _check_batched(spec: Any) -> None:
-    leaves = tf.nest.flatten(spec)
-    if any(isinstance(leaf, tf.SparseTensorSpec) for leaf in leaves):
-        raise ConfigurationError(_SPARSE)
-    if not leaves or any(leaf.shape.rank == 0 for leaf in leaves):
-        raise ConfigurationError(
-            "A dataset must be batched: `dataset.batch(global_batch_size)`. "
-            f"Received: elements {spec}."
-        )
+        return dataset.map(whole(spec, lambda data: rows(data, 0)))
+    return dataset.flat_map(whole(spec, every))

@@ -26,6 +26,7 @@ from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.async_feed import AsynchronousFeed
 from mgpu_tf.engine.async_run import Run
+from mgpu_tf.engine.async_state import SharedStatistics
 from mgpu_tf.engine.async_update import AsynchronousUpdate
 from mgpu_tf.engine.base import (
     NO_VOTES,
@@ -37,6 +38,7 @@ from mgpu_tf.engine.base import (
 )
 from mgpu_tf.engine.dispatch import Dispatcher
 from mgpu_tf.engine.losses import GlobalLoss
+from mgpu_tf.engine.options import StepOptions
 from mgpu_tf.engine.packs import Packs
 from mgpu_tf.engine.piece import Piece, predict
 from mgpu_tf.engine.snapshot import Snapshot
@@ -57,6 +59,7 @@ class AsynchronousEngine(Engine):
     Args:
         model: A compiled model, made in the strategy's scope.
         strategy: From `create_parameter_server_strategy`.
+        options: How steps are made.
 
     Attributes:
         dispatcher: What is under way on the workers.
@@ -68,10 +71,14 @@ class AsynchronousEngine(Engine):
     """
 
     def __init__(
-        self, model: keras.Model, strategy: ParameterServerStrategy
+        self,
+        model: keras.Model,
+        strategy: ParameterServerStrategy,
+        options: StepOptions,
     ) -> None:
         super().__init__(model, strategy)
         _refuse(model)
+        self._options = options
         self.strategy = strategy
         self.dispatcher = Dispatcher(strategy)
         self.next_step = 0
@@ -83,6 +90,7 @@ class AsynchronousEngine(Engine):
         self._loss: GlobalLoss
         self._update: AsynchronousUpdate
         self._packs: Packs
+        self._shared: SharedStatistics
 
     @property
     def most_steps(self) -> int:
@@ -99,18 +107,24 @@ class AsynchronousEngine(Engine):
         """Creates what training and evaluation need; as in `Engine`."""
         if self._prepared:
             return
-        batch = keras.utils.unpack_x_y_sample_weight(source.example())
-        with self._strategy.scope():
-            keras_internals.build(self._model, batch)
+        with keras_internals.built_beside(self._model.optimizer):
+            self.build(source)
         self._loss = GlobalLoss(self._model)
         replicas = self._strategy.num_replicas_in_sync
-        self._state = ReplicaState(self._model, replicas)
+        self._state = ReplicaState(self._model, replicas, asynchronous=True)
         self._step = ReplicaStep(self._model, self._loss, self._state, replicas)
         # Several GPUs of a worker each keep to their own copies.
         weights = self._model.trainable_variables if replicas == 1 else []
-        self._packs = Packs(weights)
+        several = keras_internals.written_in_steps(self._model)
+        self._packs = Packs(weights, also=several if replicas == 1 else [])
+        self._shared = SharedStatistics(
+            self._model,
+            self._state,
+            packed=replicas == 1,
+            workers=self.strategy.num_workers,
+        )
         self._update = AsynchronousUpdate(
-            self._model, self._strategy, self._packs
+            self._model, self._strategy, self._packs, self._options
         )
         self._prepared = True
 
@@ -216,8 +230,8 @@ class AsynchronousEngine(Engine):
             self._step,
             self._state,
             self._update,
-            self._loss,
             self._packs,
+            self._shared,
             measured=measured,
         )
 
@@ -267,6 +281,12 @@ class AsynchronousEngine(Engine):
 
 
 def _refuse(model: keras.Model) -> None:
+    if model.run_eagerly:
+        raise ConfigurationError(
+            "On 'parameter_server' workers get their steps as graphs. "
+            "Received: run_eagerly=True. Debug with 'one_device' or "
+            "'mirrored', or compile without it."
+        )
     for method in ("train_step", "test_step"):
         if keras_internals.overrides(model, method):
             raise ConfigurationError(

@@ -19,9 +19,11 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.data import Source
-from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine import building, keras_internals
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.parameter_server import ParameterServerStrategy
+from mgpu_tf.strategy import replica_count
 
 Logs = dict[str, Any]
 
@@ -66,6 +68,34 @@ class Execution:
     traced: bool = False
 
 
+class UnevenData(ConfigurationError):
+    """The data of some workers has ended, that of others has not.
+
+    Args:
+        ended: The workers whose data has ended.
+        workers: How many there are.
+        steps: Batches that all of them had.
+    """
+
+    def __init__(
+        self, ended: Sequence[int], workers: int, steps: int = 0
+    ) -> None:
+        self.ended, self.workers, self.steps = ended, workers, steps
+        received = ", ".join(
+            f"{steps if w in ended else f'more than {steps}'} on worker {w}"
+            for w in range(workers)
+        )
+        super().__init__(
+            "All workers must have the same number of batches. Received: "
+            f"{received}. Give all of them the same data, or ask for no more "
+            "steps than each has."
+        )
+
+    def after(self, steps: int) -> UnevenData:
+        """Returns the same, with so many steps done before."""
+        return UnevenData(self.ended, self.workers, self.steps + steps)
+
+
 class DataFeed(Protocol):
     """Where the epochs of a run read from."""
 
@@ -106,6 +136,10 @@ class Engine(abc.ABC):
         self, model: keras.Model, strategy: tf.distribute.Strategy
     ) -> None:
         _check_compiled(model, strategy)
+        several = replica_count(strategy) > 1
+        if several or isinstance(strategy, ParameterServerStrategy):
+            _check_made_inside(model, strategy)
+            _check_stateless(model)
         self._model = model
         self._strategy = strategy
         self._compiled = keras_internals.compiled_state(model)
@@ -236,12 +270,15 @@ class Engine(abc.ABC):
         del iterator
         return Execution(0, 0, {}, 0.0)
 
+    def build(self, source: Source) -> None:
+        """Creates the variables of the model, its metrics and optimizers."""
+        with self._strategy.scope():
+            building.build(self._model, source.example())
+
     def build_layers(self, source: Source) -> None:
         """Creates the variables of the model's layers, and nothing else."""
-        if not self._model.built:
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(source.example())
-            with self._strategy.scope():
-                keras_internals.build_layers(self._model, x)
+        with self._strategy.scope():
+            building.build_layers(self._model, source.example())
 
 
 def _check_compiled(
@@ -264,3 +301,53 @@ def _check_compiled(
             f"model {model.name!r}, made outside. Create it inside "
             "build_model."
         )
+
+
+def _check_made_inside(
+    model: keras.Model, strategy: tf.distribute.Strategy
+) -> None:
+    """Refuses variables of which the strategy has not made the copies.
+
+    An optimizer of such counts once for each replica, and metrics as well.
+    """
+    optimizers = [
+        part
+        for optimizer in keras_internals.optimizers_of(model)
+        for part in keras_internals.parts(optimizer)
+    ]
+    owned = [
+        ("optimizer", optimizer.name, variable)
+        for optimizer in optimizers
+        for variable in optimizer.variables
+    ]
+    owned += [
+        ("metric", metric.name, variable)
+        for metric in keras_internals.metrics_of(model)
+        for variable in metric.variables
+    ]
+    owned += [
+        ("layer", layer.name, variable)
+        for layer in keras_internals.layers_of(model)
+        for variable in layer.variables
+        if layer is not model
+    ]
+    owned += [("model", model.name, variable) for variable in model.variables]
+    for kind, name, variable in owned:
+        if not strategy.extended.variable_created_in_scope(variable.value):
+            raise ConfigurationError(
+                "What a model uses must be made in the strategy's scope. "
+                f"Received: the {kind} {name!r}, made outside. Create it "
+                "inside build_model."
+            )
+
+
+def _check_stateless(model: keras.Model) -> None:
+    """Refuses layers that keep a state for each row of a batch."""
+    for layer in keras_internals.layers_of(model):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise ConfigurationError(
+                "A recurrent layer with stateful=True keeps a state for each "
+                "row of a batch, which replicas share out. Received: the "
+                f"layer {layer.name!r} on several replicas. Use 'one_device', "
+                "or return_state=True and pass initial_state yourself."
+            )

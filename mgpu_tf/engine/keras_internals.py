@@ -9,6 +9,7 @@ that moves one of the names used here.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ import keras
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 from keras.src.utils.python_utils import is_default
+
+from mgpu_tf.layers import ShardedEmbedding
 
 
 def build(model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
@@ -29,6 +32,42 @@ def build(model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
     model._symbolic_build(data_batch=batch)
 
 
+def build_eagerly(model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
+    """Creates the same by running the model on a batch, without a graph.
+
+    Args:
+        model: A compiled model, whose code may need values.
+        batch: `(x, y, sample_weight)` as tensors.
+    """
+    x, y, sample_weight = batch
+    training = {"training": False} if takes_training(model) else {}
+    with keras.StatelessScope():
+        y_pred = model(x, **training)
+    with keras.StatelessScope():
+        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        model._compute_loss(x, y, y_pred, sample_weight, False)
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    model._post_build()
+
+
+def is_built(model: keras.Model) -> bool:
+    """Returns whether a `train_step` will find all variables made.
+
+    The model itself may never be called by it.
+    """
+    parts = [layer for layer in layers_of(model) if layer is not model]
+    parts += [
+        part
+        for part in (model._compile_metrics, model._compile_loss)
+        if part is not None
+    ]
+    # The default of `compile` may be there and have no part in the step.
+    own = [o for o in optimizers_of(model) if o is not model.optimizer]
+    parts += own or [model.optimizer]
+    return all(part.built for part in parts)
+
+
 def build_layers(model: keras.Model, x: Any) -> None:
     """Creates the variables of a model's layers, and nothing else.
 
@@ -37,9 +76,37 @@ def build_layers(model: keras.Model, x: Any) -> None:
         x: Inputs as tensors or specs with shape and dtype.
     """
     inputs = tf.nest.map_structure(
-        lambda t: keras.KerasTensor(t.shape, t.dtype.name), x
+        lambda t: (
+            None if t is None else keras.KerasTensor(t.shape, t.dtype.name)
+        ),
+        x,
     )
     keras.src.backend.compute_output_spec(model, inputs, training=False)
+
+
+@contextlib.contextmanager
+def built_when_applied(
+    optimizers: list[keras.optimizers.Optimizer],
+) -> Iterator[None]:
+    """Lets optimizers make their variables where they would apply.
+
+    Args:
+        optimizers: Some optimizers; what they do is put off for a while.
+    """
+
+    def instructions(
+        optimizer: keras.optimizers.Optimizer,
+    ) -> dict[str, Any]:
+        def build_only(gradients: Any, variables: Any = None) -> None:
+            del gradients
+            if variables is not None and not optimizer.built:
+                with tf.init_scope():
+                    optimizer.build(list(variables))
+
+        return {"apply": build_only}
+
+    with _replaced(optimizers, instructions):
+        yield
 
 
 def takes_training(model: keras.Model) -> bool:
@@ -76,37 +143,105 @@ def compute_loss(model: keras.Model, *arguments: Any) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def compiled_loss_replaced(model: keras.Model, other: Any) -> Iterator[None]:
-    """Lets a model use another container of losses while it is traced."""
-    own = vars(model)["_compile_loss"]
-    vars(model)["_compile_loss"] = other
+def losses_replaced(
+    model: keras.Model,
+    container: Any,
+    added: Callable[[tf.Tensor], tf.Tensor],
+) -> Iterator[None]:
+    """Lets Keras's `compute_loss` use other parts while it is traced.
+
+    Args:
+        model: A compiled model.
+        container: In place of the container of the compiled losses.
+        added: Takes a loss that a layer added, or a regularizer's; returns
+            what is added up.
+    """
+    parts = {"_compile_loss": container, "_aggregate_additional_loss": added}
+    own = {name: vars(model)[name] for name in parts if name in vars(model)}
+    vars(model).update(parts)
     try:
         yield
     finally:
-        vars(model)["_compile_loss"] = own
+        for name in parts:
+            del vars(model)[name]
+        vars(model).update(own)
 
 
 def with_losses_replaced(
-    compile_loss: Any, replace: Callable[[keras.losses.Loss], Any]
-) -> Any:
+    compile_loss: Any | None, replace: Callable[[keras.losses.Loss], Any]
+) -> Any | None:
     """Returns a copy of the container with every loss replaced.
 
     The model's own container stays as it is.
 
     Args:
-        compile_loss: A built container, from `compiled_loss`.
+        compile_loss: A container, from `compiled_loss`.
         replace: Takes a loss, returns what is called in its place.
 
     Returns:
         The copy; called as `copy(y, y_pred, sample_weight)` it returns the
-        sum of the weighted losses, as the original does.
+        sum of the weighted losses, as the original does. None where there is
+        none, or none that was built: nothing has used it.
     """
+    if compile_loss is None or not compile_loss.built:
+        return None
     twin = shallow_copy(compile_loss)
     twin._flat_losses = [
         term._replace(loss=replace(term.loss))
         for term in compile_loss._flat_losses
     ]
     return twin
+
+
+def unreduced(
+    loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the losses as Keras reduces them, and as its `call` has them.
+
+    Args:
+        loss: A loss with any reduction.
+        y_true: Targets.
+        y_pred: Outputs.
+        sample_weight: Weights or None.
+
+    Returns:
+        The losses times weights and masks, and the losses alone.
+    """
+    twin = shallow_copy(loss)
+    twin.reduction = "none"
+    raw: list[tf.Tensor] = []
+
+    def call(*arguments: Any) -> tf.Tensor:
+        raw.append(loss.call(*arguments))
+        return raw[0]
+
+    twin.call = call
+    return twin(y_true, y_pred, sample_weight), raw[0]
+
+
+def is_known_by_example(loss: keras.losses.Loss) -> bool:
+    """Returns whether a loss is Keras's own, of one example at a time.
+
+    Those that give one value for each example are, but for `Circle`; how
+    some of them look at labels hides it.
+    """
+    written = getattr(loss, "fn", type(loss))
+    return written.__module__.startswith("keras.") and not isinstance(
+        loss, keras.losses.Circle
+    )
+
+
+def mask_of_loss(y_pred: Any, losses: tf.Tensor) -> Any | None:
+    """Returns the mask that Keras reduces losses by, None without one.
+
+    Args:
+        y_pred: Outputs, which layers may have given a mask.
+        losses: From the `call` of a loss, which may have set one as well.
+    """
+    given, own = mask_of(y_pred), mask_of(losses)
+    if given is None or own is None:
+        return own if given is None else given
+    return given & own
 
 
 def merged_weights(
@@ -146,6 +281,80 @@ def synchronized_statistics(model: keras.Model) -> list[keras.Variable]:
     ]
 
 
+def moving_statistics(model: keras.Model) -> list[keras.Variable]:
+    """Returns the moving statistics of Keras's own normalization."""
+    return [
+        variable
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        for variable in layer._non_trainable_variables
+    ]
+
+
+def frozen_weights(model: keras.Model) -> list[keras.Variable]:
+    """Returns the weights that were made to be trained, and are not."""
+    trained = {id(variable) for variable in model.trainable_variables}
+    return [
+        variable
+        for layer in layers_of(model)
+        for variable in layer._trainable_variables
+        if id(variable) not in trained
+    ]
+
+
+def single_metrics(
+    metrics: Iterable[keras.metrics.Metric],
+) -> Iterator[keras.metrics.Metric]:
+    """Yields metrics, those of a container of compiled ones each."""
+    for metric in metrics:
+        inner = getattr(metric, "metrics", None)
+        if inner is None:
+            yield metric
+        else:
+            yield from single_metrics(inner)
+
+
+def is_keras_own(part: Any) -> bool:
+    """Returns whether a metric or layer is one of Keras's own classes."""
+    return type(part).__module__.startswith("keras.")
+
+
+@contextlib.contextmanager
+def moments_replaced(
+    model: keras.Model, take: Callable[..., Any]
+) -> Iterator[None]:
+    """Lets normalizations take their statistics in another way.
+
+    Args:
+        model: A model; while a step of it is traced.
+        take: Called with a layer, its own method, the inputs and their mask;
+            returns mean and variance.
+    """
+
+    def instructions(layer: Any) -> dict[str, Any]:
+        own = layer._moments
+        return {"_moments": lambda inputs, mask: take(layer, own, inputs, mask)}
+
+    layers = [
+        layer
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+    ]
+    with _replaced(layers, instructions):
+        yield
+
+
+def kept_shares(model: keras.Model) -> dict[int, float]:
+    """Returns by identity how much of a moving statistic a step keeps."""
+    own = keras.layers.BatchNormalization
+    return {
+        id(variable): layer.momentum
+        for layer in layers_of(model)
+        if isinstance(layer, own) and type(layer).call is own.call
+        for variable in (layer.moving_mean, layer.moving_variance)
+    }
+
+
 def sees_every_batch(callback: keras.callbacks.Callback) -> bool:
     """Returns whether a user's callback has something to do at each batch.
 
@@ -183,8 +392,17 @@ def communicates(model: keras.Model) -> bool:
     container = compiled_loss(model)
     losses = [] if container is None else container._flat_losses
     return any(
-        term.loss.reduction == "mean_with_sample_weight" for term in losses
+        term.loss.reduction == "mean_with_sample_weight"
+        or _masks_itself(term.loss)
+        for term in losses
     )
+
+
+def _masks_itself(loss: keras.losses.Loss) -> bool:
+    """Returns whether a loss of Keras sets a mask on what it returns."""
+    if isinstance(loss, keras.losses.Circle):
+        return True
+    return getattr(loss, "_fn_kwargs", {}).get("ignore_class") is not None
 
 
 def layers_support_jit(model: keras.Model) -> bool:
@@ -213,15 +431,66 @@ def overrides(model: keras.Model, method: str) -> bool:
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Returns the compiled optimizer and those that are attributes."""
-    found = [model.optimizer, *vars(model).values()]
-    return list(
-        {
-            id(value): value
-            for value in found
-            if isinstance(value, keras.optimizers.Optimizer)
-        }.values()
-    )
+    """Returns the optimizers that a model or a layer of it holds.
+
+    The compiled one is the first; lists and dicts of them are looked into.
+    """
+    found: dict[int, keras.optimizers.Optimizer] = {}
+
+    def look(value: Any) -> None:
+        if isinstance(value, keras.optimizers.Optimizer):
+            found[id(value)] = value
+        elif isinstance(value, dict):
+            for part in value.values():
+                look(part)
+        elif isinstance(value, list | tuple):
+            for part in value:
+                look(part)
+
+    look(model.optimizer)
+    for layer in layers_of(model):
+        for name, value in vars(layer).items():
+            # Keras's own lists of layers and variables start like this.
+            if not name.startswith("_") or name == "_optimizer":
+                look(value)
+    return list(found.values())
+
+
+def row_states(model: keras.Model) -> list[keras.Variable]:
+    """Returns what stateful layers keep for each row of a batch.
+
+    Keras does not count it among a model's variables.
+    """
+    return [
+        state
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.RNN) and layer.stateful
+        for state in keras.tree.flatten(layer.states)
+        if state is not None
+    ]
+
+
+def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
+    """Returns the metrics of a model, and those that it does not list.
+
+    A model whose author wrote the property `metrics` anew may hold others.
+    """
+    held = [metric for layer in layers_of(model) for metric in layer._metrics]
+    every = {id(metric): metric for metric in [*model.metrics, *held]}
+    return list(every.values())
+
+
+def parts_of(variables: Iterable[keras.Variable]) -> set[int]:
+    """Returns the ids of TensorFlow's variables behind those of Keras.
+
+    Behind one there is a variable on each replica.
+    """
+    strategy = tf.distribute.get_strategy()
+    return {
+        id(part)
+        for variable in variables
+        for part in strategy.experimental_local_results(variable.value)
+    }
 
 
 def seed_states(model: keras.Model) -> list[keras.Variable]:
@@ -251,6 +520,25 @@ def global_seed_state(*, create: bool = False) -> Any:
     return seeds.global_seed_generator().state
 
 
+def global_seed_generator() -> Any:
+    """Returns the generator behind `keras.random` and no seed, if any."""
+    seeds = keras.src.random.seed_generator
+    return keras.src.backend.common.global_state.get_global_attribute(
+        seeds.GLOBAL_SEED_GENERATOR
+    )
+
+
+def lend_global_seed(generator: Any) -> None:
+    """Gives this thread the generator of another one.
+
+    A replica is a thread, where Keras would make one of its own.
+    """
+    seeds = keras.src.random.seed_generator
+    keras.src.backend.common.global_state.set_global_attribute(
+        seeds.GLOBAL_SEED_GENERATOR, generator
+    )
+
+
 def grow_scale(scaler: keras.optimizers.LossScaleOptimizer) -> None:
     """Counts a finite step; doubles the scale after so many in a row."""
     due = tf.equal(scaler.step_counter + 1, scaler.dynamic_growth_steps)
@@ -278,9 +566,18 @@ def count_micro_step(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def accumulators(
-    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+    optimizer: keras.optimizers.Optimizer,
+    variables: list[keras.Variable] | None = None,
 ) -> list[keras.Variable]:
-    """Returns where the optimizer accumulates, for each variable."""
+    """Returns where the optimizer accumulates, for each variable.
+
+    Args:
+        optimizer: An optimizer that accumulates.
+        variables: Some of what it is for; all by default, none where it is
+            not built.
+    """
+    if variables is None:
+        return list(getattr(optimizer, "_accumulated_gradients", []))
     return [
         optimizer._accumulated_gradients[optimizer._get_variable_index(v)]
         for v in variables
@@ -362,39 +659,328 @@ def counted_exactly(
         optimizer: An optimizer; those that it wraps included.
     """
     counters = [part._iterations for part in parts(optimizer)]
+    with _replaced(counters, _counted_exactly):
+        yield
 
-    def instructions(counter: Any) -> dict[str, Any]:
-        return {"assign_add": lambda value: counter.value.assign_add(value)}
 
-    with _replaced(counters, instructions):
+def _counted_exactly(counter: Any) -> dict[str, Any]:
+    return {"assign_add": lambda value: counter.value.assign_add(value)}
+
+
+@contextlib.contextmanager
+def applied_by(
+    optimizer: keras.optimizers.Optimizer,
+    apply: Callable[[keras.optimizers.Optimizer, list[Any], list[Any]], None],
+) -> Iterator[None]:
+    """Hands clipped gradients to another than the optimizer, while traced.
+
+    Args:
+        optimizer: An optimizer; those that it wraps included.
+        apply: Takes the optimizer that was to apply them, the gradients and
+            their variables; counts the update, and constrains the weights.
+    """
+    wrappers = [p for p in parts(optimizer) if hasattr(p, "optimizers")]
+    appliers = [p for p in parts(optimizer) if not hasattr(p, "optimizers")]
+
+    def instructions(part: keras.optimizers.Optimizer) -> dict[str, Any]:
+        def clip_and_hand_over(gradients: Any, variables: Any) -> None:
+            apply(part, part._clip_gradients(gradients), variables)
+
+        return {"_backend_apply_gradients": clip_and_hand_over}
+
+    def uncounted(counter: Any) -> dict[str, Any]:
+        return {"assign_add": lambda value: None}
+
+    constrained = [v for v in optimizer._trainable_variables if v.constraint]
+    with (
+        _replaced([part._iterations for part in wrappers], _counted_exactly),
+        _replaced([part._iterations for part in appliers], uncounted),
+        _replaced(appliers, instructions),
+        _replaced(constrained, lambda _: {"_constraint": None}),
+    ):
+        yield
+
+
+def counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """Returns where an optimizer counts the gradients it was given."""
+    return optimizer._iterations
+
+
+def own_variables(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.Variable]:
+    """Returns what an optimizer keeps for all weights together.
+
+    That is its attributes; what belongs to one weight is in a list.
+    """
+    held = vars(optimizer).values()
+    return [value for value in held if isinstance(value, keras.Variable)]
+
+
+def count_update(
+    optimizer: keras.optimizers.Optimizer,
+    steps: int,
+    elsewhere: list[tuple[keras.Variable, tf.Tensor]],
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Counts an update, and does what an optimizer does once for each.
+
+    Args:
+        optimizer: An optimizer that wraps no other.
+        steps: Gradients in an update.
+        elsewhere: Values for those of `own_variables` that are only read.
+
+    Returns:
+        What `own_variables` are for this update, and its learning rate.
+    """
+    held = optimizer._iterations
+    number = tf.convert_to_tensor(held.value) + (steps - 1)
+    held.value.assign_add(steps)
+    strategy = tf.distribute.get_strategy()
+    once = {"_distributed_tf_update_step": lambda *_: None}
+    with (
+        _with_values([(held, number), *elsewhere]),
+        _replaced([optimizer], lambda _: once),
+    ):
+        # Keras's method goes through a replica, of which there is one here.
+        with tf.distribute.ReplicaContext(strategy, 0):
+            optimizer._backend_update_step([], [], None)
+        values = [
+            tf.convert_to_tensor(v.value) for v in own_variables(optimizer)
+        ]
+        rate = tf.convert_to_tensor(optimizer.learning_rate)
+    return values, rate
+
+
+def update_weights(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: list[Any],
+    variables: list[keras.Variable],
+    values: list[tf.Tensor],
+    rate: tf.Tensor,
+) -> None:
+    """Makes the update of some weights and what the optimizer has for them.
+
+    Args:
+        optimizer: An optimizer that wraps no other.
+        gradients: One for each variable, clipped.
+        variables: Some of its variables.
+        values: From `count_update`.
+        rate: From `count_update`.
+    """
+    strategy = tf.distribute.get_strategy()
+    with _for_this_update(optimizer, values, rate):
+        with tf.distribute.ReplicaContext(strategy, 0):
+            optimizer._apply_weight_decay(variables)
+        pairs = [
+            (gradient, variable.value)
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+        rate = optimizer.learning_rate
+        optimizer._distributed_tf_update_step(strategy, pairs, rate)
+
+
+def written_in_steps(model: keras.Model) -> list[keras.Variable]:
+    """Returns the weights that an update writes more than once.
+
+    Weight decay, averages and constraints are writes of their own. Not tables
+    of which only rows are looked up, as they would be read as a whole.
+    """
+    several = any(
+        part.weight_decay or part.use_ema for part in parts(model.optimizer)
+    )
+    looked_up = {
+        id(weight)
+        for layer in layers_of(model)
+        if isinstance(layer, (keras.layers.Embedding, ShardedEmbedding))
+        for weight in layer.weights
+    }
+    return [
+        variable
+        for variable in model.trainable_variables
+        if (several or variable.constraint is not None)
+        and id(variable) not in looked_up
+    ]
+
+
+def average_weights(
+    optimizer: keras.optimizers.Optimizer,
+    variables: list[keras.Variable],
+    values: list[tf.Tensor],
+    overwrite: tf.Tensor,
+) -> None:
+    """Moves the averages of some weights on.
+
+    Args:
+        optimizer: An optimizer that wraps no other.
+        variables: Some of its variables.
+        values: From `count_update`.
+        overwrite: Whether the averages are written over the weights.
+    """
+    if not optimizer.use_ema:
+        return
+    averages = [
+        optimizer._model_variables_moving_average[
+            optimizer._get_variable_index(variable)
+        ]
+        for variable in variables
+    ]
+    some = {"_model_variables_moving_average": averages}
+    with (
+        _for_this_update(optimizer, values, None),
+        _replaced([optimizer], lambda _: some),
+    ):
+        optimizer._update_model_variables_moving_average(variables)
+    if not optimizer.ema_overwrite_frequency:
+        return
+    for variable, average in zip(variables, averages, strict=True):
+        if average is not None:
+            held = variable.value
+            held.assign(tf.where(overwrite, average.value, held))
+
+
+@contextlib.contextmanager
+def _for_this_update(
+    optimizer: keras.optimizers.Optimizer,
+    values: list[tf.Tensor],
+    rate: tf.Tensor | None,
+) -> Iterator[None]:
+    """Gives what an optimizer keeps for all weights values for a while."""
+    pairs = zip(own_variables(optimizer), values, strict=True)
+    given = {}
+    if not isinstance(optimizer._learning_rate, keras.Variable):
+        given = {"_get_current_learning_rate": lambda: rate}
+    with _with_values(list(pairs)), _replaced([optimizer], lambda _: given):
         yield
 
 
 @contextlib.contextmanager
-def checked_order(
-    optimizer: keras.optimizers.Optimizer,
-    check: Callable[[keras.optimizers.Optimizer], None],
+def _with_values(
+    pairs: list[tuple[keras.Variable, tf.Tensor]],
 ) -> Iterator[None]:
-    """Calls a check before an optimizer applies in its own order.
+    """Lets variables be tensors, which nothing can write to, for a while."""
+    given = {id(variable): value for variable, value in pairs}
+    with _replaced(
+        [variable for variable, _ in pairs],
+        lambda variable: {"_value": given[id(variable)]},
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def built_beside(
+    optimizer: keras.optimizers.Optimizer,
+) -> Iterator[None]:
+    """Lets an optimizer create what belongs to a weight beside it.
+
+    What belongs to no weight goes beside the optimizer's counter. Keras does
+    so for most of it; the factors of Adafactor and the product of Nadam would
+    be on any server.
 
     Args:
         optimizer: An optimizer; those that it wraps included.
-        check: Takes the optimizer; raises where it must not apply.
     """
 
     def instructions(part: keras.optimizers.Optimizer) -> dict[str, Any]:
-        # Loss scaling comes before anything else is decided.
-        scales = isinstance(part, keras.optimizers.LossScaleOptimizer)
-        name = "apply" if scales else "_backend_apply_gradients"
-        keras_own = getattr(part, name)
+        own = part.build
 
-        def apply(*arguments: Any, **named: Any) -> None:
-            check(optimizer)
-            keras_own(*arguments, **named)
+        def build(variables: list[keras.Variable]) -> None:
+            announced = _Announcing(variables, part._iterations)
 
-        return {name: apply}
+            def create(next_creator: Any, **options: Any) -> Any:
+                if "colocate_with" not in options:
+                    options["colocate_with"] = announced.current.value
+                return next_creator(**options)
+
+            with tf.variable_creator_scope(create):
+                own(announced)
+
+        return {"build": build}
 
     with _replaced(parts(optimizer), instructions):
+        yield
+
+
+class _Announcing(list):
+    """A list that knows which of its items a loop is at."""
+
+    def __init__(self, items: Iterable[Any], otherwise: Any) -> None:
+        super().__init__(items)
+        self._otherwise = self.current = otherwise
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            self.current = item
+            yield item
+        self.current = self._otherwise
+
+
+@contextlib.contextmanager
+def caught_by(
+    optimizers: Iterable[keras.optimizers.Optimizer],
+    apply: Callable[
+        [keras.optimizers.Optimizer, list[Any], list[keras.Variable]], None
+    ],
+) -> Iterator[None]:
+    """Lets another function apply the gradients that optimizers are given.
+
+    Args:
+        optimizers: Whose `apply` and `apply_gradients` are caught.
+        apply: Takes the optimizer, the gradients and their variables.
+    """
+
+    def instructions(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+        def caught(gradients: Any, trainable_variables: Any = None) -> None:
+            if trainable_variables is None:
+                trainable_variables = optimizer._trainable_variables
+            apply(optimizer, list(gradients), list(trainable_variables))
+
+        return {"apply": caught}
+
+    with _replaced(optimizers, instructions):
+        yield
+
+
+@contextlib.contextmanager
+def applying_itself(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Undoes `caught_by` for an optimizer, inside of it."""
+    with _replaced(
+        [optimizer],
+        lambda part: {"apply": functools.partial(type(part).apply, part)},
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def watched_metrics(
+    metrics: Iterable[keras.metrics.Metric],
+    updated: Callable[[keras.metrics.Metric, list[Any]], dict[str, Any]],
+    read: Callable[[keras.metrics.Metric, Any], None],
+) -> Iterator[None]:
+    """Watches what is given to metrics and what is read from them.
+
+    Args:
+        metrics: The metrics.
+        updated: Takes a metric and the arguments of `update_state` that are
+            not None; returns named ones that it gets besides.
+        read: Takes a metric and what its `result` has returned.
+    """
+
+    def instructions(metric: keras.metrics.Metric) -> dict[str, Any]:
+        own_update, own_result = metric.update_state, metric.result
+
+        def update_state(*arguments: Any, **named: Any) -> Any:
+            given = [*arguments, *named.values()]
+            more = updated(metric, [v for v in given if v is not None])
+            return own_update(*arguments, **named | more)
+
+        def result() -> Any:
+            value = own_result()
+            read(metric, value)
+            return value
+
+        return {"update_state": update_state, "result": result}
+
+    with _replaced(metrics, instructions):
         yield
 
 
@@ -429,3 +1015,24 @@ def parts(
         yield from parts(inner)
     for other in getattr(optimizer, "optimizers", ()):
         yield from parts(other)
+
+
+def before_scaling(op: tf.Operation, otherwise: Any) -> Any:
+    """Returns what Keras has divided by the number of replicas in an op.
+
+    Every reduced `keras.losses.Loss` is, where there are several; its graph
+    is that of a product with any number.
+
+    Args:
+        op: An operation of a graph.
+        otherwise: What to return where the operation is another.
+
+    Returns:
+        The value before it was scaled.
+    """
+    if op.type != "Mul" or op.inputs[1].op.type not in ("Const", "Cast"):
+        return otherwise
+    scales = keras_loss.scale_loss_for_distribution
+    if any(frame.name == scales.__name__ for frame in op.traceback):
+        return op.inputs[0]
+    return otherwise

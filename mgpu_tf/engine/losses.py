@@ -14,12 +14,16 @@ have computed on the whole batch. Denominators by the loss's `reduction`:
     "sum_over_batch_size", "mean"      number of losses; with a mask, of those
                                        that are not masked out
     "mean_with_sample_weight"          sum of the weights
+
+A loss whose function has reduced the rows itself is read, as are the losses
+that layers add and what a `compute_loss` of the author's own returns
+(`reading.py`). On one replica all is as Keras has it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -28,75 +32,11 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.contributions import BatchShare, as_float
+from mgpu_tf.engine.reading import Reader, Unreadable
 from mgpu_tf.errors import ConfigurationError
 
-
-@dataclasses.dataclass(frozen=True)
-class BatchShare:
-    """How much of the global batch a replica holds.
-
-    Attributes:
-        local: Examples on this replica, an int64 scalar; may be 0.
-        total: Examples of the global batch, an int64 scalar, at least 1.
-        replicas: Number of replicas.
-    """
-
-    local: tf.Tensor
-    total: tf.Tensor
-    replicas: int
-
-    def fraction(self, dtype: tf.DType) -> tf.Tensor:
-        """Returns local / total."""
-        return tf.cast(self.local, dtype) / tf.cast(self.total, dtype)
-
-    def select(self, held: Any, empty: Any) -> Any:
-        """Returns `held`, or `empty` where the replica has no example.
-
-        The values are selected, not multiplied: whatever a layer makes of
-        an empty batch, NaN included, is dropped.
-        """
-        if self.replicas == 1 or self._surely_holds():
-            return held
-        if isinstance(held, tf.IndexedSlices):
-            values = tf.where(
-                self.local > 0, held.values, tf.zeros_like(held.values)
-            )
-            return tf.IndexedSlices(values, held.indices, held.dense_shape)
-        return tf.where(self.local > 0, held, tf.cast(empty, held.dtype))
-
-    def select_all(self, held: list[Any]) -> list[Any]:
-        """Returns tensors, or zeros where the replica has no example.
-
-        As `select`, but what is held is not copied.
-        """
-        if self.replicas == 1 or self._surely_holds():
-            return held
-        return tf.cond(
-            self.local > 0,
-            lambda: [_identity(value) for value in held],
-            lambda: [_zeros_like(value) for value in held],
-        )
-
-    def _surely_holds(self) -> bool:
-        return bool(tf.get_static_value(self.local))
-
-    def sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns the sum of a value over all replicas, without gradient."""
-        if self.replicas == 1:
-            return value
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce("sum", tf.stop_gradient(value))
-
-
-def _identity(value: Any) -> Any:
-    return tf.nest.map_structure(tf.identity, value, expand_composites=True)
-
-
-def _zeros_like(value: Any) -> Any:
-    if isinstance(value, tf.IndexedSlices):
-        zeros = tf.zeros_like(value.values)
-        return tf.IndexedSlices(zeros, value.indices, value.dense_shape)
-    return tf.zeros_like(value)
+_log = logging.getLogger("mgpu_tf")
 
 
 class GlobalLoss:
@@ -110,11 +50,10 @@ class GlobalLoss:
         self._model = model
         self._own = keras_internals.overrides(model, "compute_loss")
         self._current = threading.local()
-        self._container = keras_internals.compiled_loss(model)
-        if self._container is not None:
-            self._container = keras_internals.with_losses_replaced(
-                self._container, lambda loss: _BoundTerm(loss, self._current)
-            )
+        self._container = keras_internals.with_losses_replaced(
+            keras_internals.compiled_loss(model),
+            lambda loss: _BoundTerm(loss, self._current),
+        )
 
     def __call__(
         self,
@@ -125,12 +64,13 @@ class GlobalLoss:
         added: list[tf.Tensor],
         share: BatchShare,
         training: bool = True,
+        reader: Reader | None = None,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Computes this replica's contribution to the loss.
 
-        What layers add and the regularizers of weights take part with the
-        replica's share of the examples: a loss that does not depend on the
-        examples counts once in all, a mean over them is the global mean.
+        What layers add and what a `compute_loss` of the author's own returns
+        is read: a constant, as of the regularizers, counts once in all, a
+        mean over the examples is the global mean, a sum the global sum.
 
         Args:
             x: Inputs, for a `compute_loss` of the author's own.
@@ -140,35 +80,38 @@ class GlobalLoss:
             added: What layers gave to `add_loss` during the call.
             share: This replica's part of the global batch.
             training: Whether this is a step of training.
+            reader: Reads the step; by default one that knows of the
+                arguments alone.
 
         Returns:
             The contribution, a scalar, and the contribution of each compiled
             loss before its loss weight.
 
         Raises:
-            ConfigurationError: There is nothing to minimize.
+            ConfigurationError: There is nothing to minimize, or it cannot be
+                read what a value is over the examples.
         """
         terms: list[tf.Tensor] = []
-        self._current.share, self._current.terms = share, terms
+        if reader is None:
+            reader = Reader([x, y, y_pred, sample_weight])
+        current = self._current
+        current.share, current.terms, current.reader = share, terms, reader
+        if self._own:
+            arguments = (x, y, y_pred, sample_weight, training)
+            value = keras_internals.compute_loss(self._model, *arguments)
+            name = f"{type(self._model).__name__}.compute_loss"
+            return _read(reader, as_float(value), share, name), terms
+        contributions = []
+        if self._container is not None:
+            total = self._container(y, y_pred, sample_weight)
+            if total is not None:
+                contributions.append(total)
         regularizers = [
             variable.regularizer(variable)
             for variable in self._model.trainable_variables
             if variable.regularizer is not None
         ]
-        extra = [
-            tf.reduce_sum(_as_float(loss)) for loss in [*added, *regularizers]
-        ]
-        contributions = []
-        if self._own:
-            contributions += self._of_author(
-                (x, y, y_pred, sample_weight, training), extra, share
-            )
-        elif self._container is not None:
-            total = self._container(y, y_pred, sample_weight)
-            if total is not None:
-                contributions.append(total)
-        if not self._own:
-            contributions += [_part(loss, share) for loss in extra]
+        contributions += map(self._added, [*added, *regularizers])
         if not contributions:
             raise ConfigurationError(
                 "A model needs a loss to train. Received: a model compiled "
@@ -177,50 +120,76 @@ class GlobalLoss:
             )
         return tf.add_n(contributions), terms
 
+    def regularized(
+        self, given: list[tuple[keras.Variable, tf.Tensor]]
+    ) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Returns the weights with regularizers, for the scope of a step.
+
+        A `compute_loss` of the author's own asks Keras for their losses,
+        which looks for the weights there and nowhere else.
+
+        Args:
+            given: The variables that have a value there already.
+        """
+        known = {id(variable) for variable, _ in given}
+        return [
+            (variable, tf.convert_to_tensor(variable))
+            for variable in self._model.trainable_variables
+            if self._own
+            and variable.regularizer is not None
+            and id(variable) not in known
+        ]
+
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Lets a `compute_loss` of the author's own see global losses.
 
-        While a step is traced, `super().compute_loss(...)` inside of it uses
-        the denominators of the global batch.
+        While a step is traced, what `super().compute_loss(...)` inside of it
+        returns is made of contributions.
         """
-        if not self._own or self._container is None:
+        if not self._own:
             yield
             return
-        with keras_internals.compiled_loss_replaced(
-            self._model, _Recorded(self._container, self._current)
-        ):
+        container = self._container
+        if container is not None:
+            container = _Declared(container, self._current)
+        elif keras_internals.compiled_loss(self._model) is not None:
+            container = _Unbuilt(self._model, self._current)
+
+        def added(loss: tf.Tensor) -> tf.Tensor:
+            return self._current.reader.declare(self._added(loss))
+
+        with keras_internals.losses_replaced(self._model, container, added):
             yield
 
-    def _of_author(
-        self,
-        arguments: tuple[Any, ...],
-        extra: list[tf.Tensor],
-        share: BatchShare,
-    ) -> list[tf.Tensor]:
-        """The contributions in what a `compute_loss` of one's own returns.
-
-        Where it calls Keras's, the compiled losses in it are contributions
-        already, and what layers added is there divided by the number of
-        replicas. All else counts as a mean over the examples.
-        """
-        self._current.total = None
-        value = _as_float(keras_internals.compute_loss(self._model, *arguments))
-        compiled = self._current.total
-        if compiled is None:
-            return [_part(value, share)]
-        rest = value - compiled
-        for loss in extra:
-            rest -= tf.cast(loss, value.dtype) / share.replicas
-        return [
-            share.select(compiled, 0),
-            *(_part(loss, share) for loss in [*extra, rest]),
-        ]
+    def _added(self, loss: tf.Tensor) -> tf.Tensor:
+        """The contribution of what a layer added, summed as Keras sums it."""
+        total = tf.reduce_sum(as_float(loss))
+        current = self._current
+        return _read(current.reader, total, current.share, "add_loss")
 
     @property
     def trackers(self) -> list[keras.metrics.Mean]:
         """The means that Keras reports for single losses of several."""
         return [] if self._container is None else self._container.metrics
+
+
+def _read(
+    reader: Reader, value: tf.Tensor, share: BatchShare, name: str
+) -> tf.Tensor:
+    """The contribution to a value that the author's code has reduced."""
+    if share.replicas == 1:
+        return value
+    try:
+        return share.select(reader.contribution(value, share), 0)
+    except Unreadable as error:
+        raise ConfigurationError(
+            "On several replicas a loss must be a sum of means, sums and "
+            "constants over the examples, or be declared. Received: from "
+            f"{name}, on {share.replicas} replicas, {error}. Reduce one "
+            "value for each example by `mgpu_tf.mean_over_batch(values)` or "
+            "`mgpu_tf.sum_over_batch(values)`."
+        ) from None
 
 
 class _Term:
@@ -229,30 +198,59 @@ class _Term:
     def __init__(self, loss: keras.losses.Loss) -> None:
         _check_reduction(loss)
         self._loss = loss
-        self._unreduced = keras_internals.shallow_copy(loss)
-        self._unreduced.reduction = "none"
+        self._warned = False
 
     def contribution(
         self, y_true: Any, y_pred: Any, sample_weight: Any, share: BatchShare
     ) -> tf.Tensor:
-        values = self._unreduced(y_true, y_pred, sample_weight)
-        if values.shape.rank == 0:
-            # The author's function took the mean over its batch itself.
-            return share.select(values * share.fraction(values.dtype), 0)
-        weights = keras_internals.merged_weights(
-            values, sample_weight, keras_internals.mask_of(y_pred)
+        if share.replicas == 1:
+            return self._loss(y_true, y_pred, sample_weight)
+        values, raw = keras_internals.unreduced(
+            self._loss, y_true, y_pred, sample_weight
         )
+        reader = Reader([y_true, y_pred, sample_weight])
+        if tf.is_symbolic_tensor(raw) and raw.shape.rank is not None:
+            if not reader.has_rows(raw):
+                value = self._loss(y_true, y_pred, sample_weight)
+                return self._of_batch(value, reader, share)
+            known = keras_internals.is_known_by_example(self._loss)
+            if not known and not reader.is_by_example(raw):
+                self._warn()
+        mask = keras_internals.mask_of_loss(y_pred, raw)
+        weights = keras_internals.merged_weights(values, sample_weight, mask)
         contribution = tf.math.divide_no_nan(
             tf.reduce_sum(values),
-            self._denominator(values, weights, y_pred, share),
+            self._denominator(values, weights, mask, share),
         )
         return share.select(contribution, 0)
+
+    def _of_batch(
+        self, value: tf.Tensor, reader: Reader, share: BatchShare
+    ) -> tf.Tensor:
+        """The contribution of a loss that was reduced over the rows."""
+        value = keras_internals.before_scaling(value.op, value)
+        try:
+            contribution = reader.contribution(value, share)
+        except Unreadable:
+            self._warn()
+            contribution = value * share.fraction(value.dtype)
+        return share.select(contribution, 0)
+
+    def _warn(self) -> None:
+        if not self._warned:
+            _log.warning(
+                "the loss %r is not a sum over examples: each replica takes "
+                "it of its own rows and the mean of these is minimized, "
+                "which is not the loss of the batch that one device takes",
+                self._loss.name,
+            )
+        self._warned = True
 
     def _denominator(
         self,
         values: tf.Tensor,
         weights: tf.Tensor | None,
-        y_pred: Any,
+        mask: Any,
         share: BatchShare,
     ) -> tf.Tensor:
         reduction = self._loss.reduction
@@ -261,7 +259,6 @@ class _Term:
         if reduction == "mean_with_sample_weight" and weights is not None:
             return share.sum_over_replicas(tf.reduce_sum(weights))
         per_example = _elements(values)
-        mask = keras_internals.mask_of(y_pred)
         if mask is None:
             return tf.cast(share.total, values.dtype) * per_example
         kept = tf.reduce_sum(tf.cast(mask, values.dtype))
@@ -291,36 +288,46 @@ class _BoundTerm:
         return value
 
 
-class _Recorded:
-    """A container of losses that notes what it returned."""
+class _Declared:
+    """A container of losses whose sum is known for a contribution."""
 
     def __init__(self, container: Any, current: threading.local) -> None:
         self._container = container
         self._current = current
 
-    def __call__(self, *arguments: Any) -> tf.Tensor:
-        self._current.total = self._container(*arguments)
-        return self._current.total
+    def __call__(self, *arguments: Any) -> tf.Tensor | None:
+        total = self._container(*arguments)
+        return None if total is None else self._current.reader.declare(total)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._container, name)
 
 
-def _part(loss: tf.Tensor, share: BatchShare) -> tf.Tensor:
-    """A mean over the replica's examples as a part of the global mean."""
-    return share.select(loss * share.fraction(loss.dtype), 0)
+class _Unbuilt:
+    """The compiled losses of a model that did not use them when built."""
+
+    def __init__(self, model: keras.Model, current: threading.local) -> None:
+        self._container: Any = keras_internals.compiled_loss(model)
+        self._name = type(model).__name__
+        self._current = current
+
+    def __call__(self, *arguments: Any) -> tf.Tensor | None:
+        if self._current.share.replicas == 1:
+            return self._container(*arguments)
+        raise ConfigurationError(
+            "A compute_loss of one's own must call Keras's in training and "
+            f"in evaluation, or in neither. Received: {self._name}, which "
+            "does in training only. Call it in both, or leave out the loss "
+            "in `compile()`."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._container, name)
 
 
 def _elements(values: tf.Tensor) -> tf.Tensor:
     """Returns the number of losses of one example."""
     return tf.cast(tf.reduce_prod(tf.shape(values)[1:]), values.dtype)
-
-
-def _as_float(value: Any) -> tf.Tensor:
-    value = tf.convert_to_tensor(value)
-    if value.dtype.is_floating:
-        return value
-    return tf.cast(value, keras.config.floatx())
 
 
 def _check_reduction(loss: keras.losses.Loss) -> None:

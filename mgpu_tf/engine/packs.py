@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from mgpu_tf.engine.async_sections import whole
 from mgpu_tf.engine.state import Writes
 
 # A larger weight goes by itself: copying it would cost more than a message.
@@ -25,10 +26,15 @@ class Packs:
     """Which of some variables go together.
 
     Args:
-        variables: The trainable variables of a model.
+        variables: Variables of a model.
+        also: Those of them that `read` returns in any case.
     """
 
-    def __init__(self, variables: Sequence[keras.Variable]) -> None:
+    def __init__(
+        self,
+        variables: Sequence[keras.Variable],
+        also: Sequence[keras.Variable] = (),
+    ) -> None:
         alike: dict[tuple[str, tf.DType], list[keras.Variable]] = {}
         for variable in variables:
             held = variable.value
@@ -40,14 +46,53 @@ class Packs:
             for (device, dtype), members in alike.items()
             if len(members) > 1
         ]
+        packed = {id(v) for *_, members in self._packs for v in members}
+        self._alone = [v for v in also if id(v) not in packed]
+
+    def groups(
+        self, variables: Sequence[keras.Variable]
+    ) -> dict[str, list[keras.Variable]]:
+        """Returns by name which of some variables are updated as one.
+
+        Args:
+            variables: Some of those that were given at first, or others,
+                each of which is then by itself.
+        """
+        names = {
+            id(member): members[0].path
+            for *_, members in self._packs
+            for member in members
+        }
+        found: dict[str, list[keras.Variable]] = {}
+        for variable in variables:
+            name = names.get(id(variable), variable.path)
+            found.setdefault(name, []).append(variable)
+        return found
 
     def read(self) -> Writes:
-        """Returns the packed variables with their values. On a worker."""
+        """Returns variables with their values, each as an update left it.
+
+        On a worker.
+        """
         found: Writes = []
         for device, _, members in self._packs:
-            with tf.device(device):
-                pack = _together([variable.value for variable in members])
+            (pack,) = whole(
+                members[0].path,
+                device,
+                lambda members=members: [
+                    _together([variable.value for variable in members])
+                ],
+                [],
+            )
             found += zip(members, _apart(pack, members), strict=True)
+        for variable in self._alone:
+            (value,) = whole(
+                variable.path,
+                variable.value.device,
+                lambda variable=variable: [variable.value.read_value()],
+                [],
+            )
+            found.append((variable, value))
         return found
 
     def sent(

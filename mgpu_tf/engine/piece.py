@@ -8,12 +8,16 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.data import Part
+from mgpu_tf.data.structures import rows
+from mgpu_tf.engine.async_state import SharedStatistics
 from mgpu_tf.engine.async_update import AsynchronousUpdate
-from mgpu_tf.engine.losses import BatchShare, GlobalLoss
+from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.packs import Packs
+from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.step import ReplicaStep, outputs_of
 from mgpu_tf.engine.work import Work
+from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.parameter_server import ParameterServerStrategy
 
 State = list[tf.Tensor]
@@ -33,6 +37,7 @@ class Piece:
         update: What happens with gradients.
         loss: The model's loss.
         packs: Which weights a worker reads together.
+        shared: How what is written besides is brought together.
         measured: Whether staleness is measured.
     """
 
@@ -43,8 +48,8 @@ class Piece:
         step: ReplicaStep,
         state: ReplicaState,
         update: AsynchronousUpdate,
-        loss: GlobalLoss,
         packs: Packs,
+        shared: SharedStatistics,
         *,
         measured: bool,
     ) -> None:
@@ -52,7 +57,8 @@ class Piece:
         self._strategy = strategy
         self._replicas = strategy.num_replicas_in_sync
         self._step, self._state = step, state
-        self._update, self._loss, self._packs = update, loss, packs
+        self._update = update
+        self._packs, self._shared = packs, shared
         options = strategy.staleness
         self._scaled_by = None
         if options.late_gradients == "scale":
@@ -112,7 +118,7 @@ class Piece:
             data, size = read(done)
 
             def go_on() -> tuple[State, State, tf.Tensor]:
-                with self._loss.in_place():
+                with self._step.in_place():
                     if training:
                         return self._train(
                             data, size, done, first + done, metrics, sums
@@ -164,8 +170,7 @@ class Piece:
         gradients = [self._first(g) for g in gradients]
         metrics = [self._total(m) for m in metrics]
         staleness = self._first(staleness)
-        for variable, value in zip(self._others(), values, strict=True):
-            variable.assign(self._mean(value))
+        self._shared.write(self._others(), [self._mean(v) for v in values])
         present, every = self._step.present, self._update.every
         if every == 1:
             self._update(gradients, present, index, scale)
@@ -209,35 +214,41 @@ class Piece:
         scale: tf.Tensor | None,
     ) -> tuple[list[Any], State, list[tf.Tensor], tf.Tensor]:
         data, local = _share_of(data, size, self._replicas)
-        before = tf.constant(0, tf.int64)
+        start = tf.constant(0, tf.int64)
         if self._measured:
-            before = tf.cast(self._update.steps_made(), tf.int64)
-        with tf.control_dependencies([before]):
+            start = tf.cast(self._update.steps_made(), tf.int64)
+        with tf.control_dependencies([start]):
             given = self._given(metrics, index)
-            gradients, values = self._step.gradients(
+            gradients, values, _ = self._step.gradients(
                 data,
                 local,
                 size,
                 lambda loss: self._update.scaled(loss, scale),
                 given,
             )
+        self._check_logs()
         staleness = tf.constant(0, tf.int64)
         if self._measured:
             ready = [tf.convert_to_tensor(g) for g in gradients]
             with tf.control_dependencies(ready):
                 now = tf.cast(self._update.steps_made(), tf.int64)
-            staleness = now - before
+            staleness = now - start
         share = BatchShare(local, size, self._replicas)
         gradients = [share.select(gradient, 0) for gradient in gradients]
         if self._scaled_by is not None:
             gradients = [self._weighed(g, staleness) for g in gradients]
         gradients = self._update.summed(gradients)
+        self._check_metrics()
         new = {
             id(variable): value
             for variable, value in zip(self._step.written, values, strict=True)
         }
         metrics = [new[id(variable)] for variable in self._state.metrics]
-        others = [new[id(variable)] for variable in self._others()]
+        before = {id(variable): value for variable, value in given}
+        others = [
+            self._shared.change(v, before.get(id(v), v), new[id(v)])
+            for v in self._others()
+        ]
         return gradients, metrics, others, staleness
 
     def _replica_evaluate(
@@ -246,9 +257,33 @@ class Piece:
         data, local = _share_of(data, size, self._replicas)
         share = BatchShare(local, size, self._replicas)
         given = self._given(metrics, tf.constant(0, tf.int64))
-        _, writes = self._step.forward(data, share, False, given)
+        _, writes, _ = self._step.forward(data, share, False, given)
+        self._check_logs()
+        self._check_metrics()
         new = {id(variable): value for variable, value in writes}
         return [new[id(variable)] for variable in self._state.metrics]
+
+    def _check_logs(self) -> None:
+        names = self._step.logs.names
+        if names:
+            raise ConfigurationError(
+                "With parameter servers a compute_metrics of one's own must "
+                "return the model's metrics. Received: one that returns "
+                f"{', '.join(names)}. Make metrics of them, or use a "
+                "synchronous strategy."
+            )
+
+    def _check_metrics(self) -> None:
+        """Refuses metrics whose parts the coordinator cannot add up."""
+        for variable in self._state.metrics:
+            rule = self._state.rule(variable)
+            if rule not in (Rule.SUM, Rule.AGREED):
+                raise ConfigurationError(
+                    "On 'parameter_server' the state of a metric must be a "
+                    f"sum over examples. Received: {variable.path}, which is "
+                    f"a {rule.value}. Use another strategy, or compute it in "
+                    "evaluate() of one."
+                )
 
     def _given(self, metrics: State, index: tf.Tensor) -> Writes:
         """Returns what variables are for this step, and this replica.
@@ -262,6 +297,7 @@ class Piece:
             metrics = [tf.where(first, m, tf.zeros_like(m)) for m in metrics]
         given: Writes = list(zip(self._state.metrics, metrics, strict=True))
         given += self._packs.read()
+        given += self._shared.read()
         number = index * self._replicas + _replica()
         for state in self._state.seeds:
             value = state.value
@@ -370,8 +406,7 @@ def _share_of(data: Any, size: tf.Tensor, replicas: int) -> tuple[Any, Any]:
     if replicas == 1:
         return data, size
     low, high = Part(0, replicas, replicas).bounds(size, _replica())
-    rows = tf.nest.map_structure(lambda t: t[low:high], data)
-    return rows, high - low
+    return rows(data, low, high), high - low
 
 
 def _replica() -> tf.Tensor:

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from mgpu_tf.config import GRADIENT_DTYPES
-from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.strategy import worker_count
 
 # What a reduction costs anyway is worth about so many bytes more in one.
@@ -64,15 +62,11 @@ class Reduction:
             rounds the sum to that type, which for two workers is as exact as
             a sum in float32 that is sent back in it. The update itself is
             computed from the gradients' own type.
-
-    Raises:
-        ConfigurationError: The type is none of these.
     """
 
     def __init__(
         self, strategy: tf.distribute.Strategy, gradient_dtype: str | None
     ) -> None:
-        check_gradient_dtype(gradient_dtype)
         self._dtype = tf.as_dtype(gradient_dtype) if gradient_dtype else None
         self._apart = worker_count(strategy) > 1
 
@@ -95,37 +89,15 @@ class Reduction:
         return tf.cast(gradient, self._dtype)
 
 
-def check_gradient_dtype(name: str | None) -> None:
-    """Refuses what gradients cannot be sent as.
-
-    Raises:
-        ConfigurationError: The name is not in `GRADIENT_DTYPES`.
-    """
-    if name is not None and name not in GRADIENT_DTYPES:
-        raise ConfigurationError(
-            unknown_name("gradient_dtype", name, GRADIENT_DTYPES)
-        )
-
-
 def _in_packs(
     gradients: list[tf.Tensor], context: tf.distribute.ReplicaContext
 ) -> list[tf.Tensor]:
     summed = list(gradients)
-    open_shapes = [
-        place
-        for place, gradient in enumerate(gradients)
-        if not gradient.shape.is_fully_defined()
-    ]
-    for place in open_shapes:  # Such as of an embedding.
-        summed[place] = context.all_reduce("sum", gradients[place])
     sizes = [
-        0
-        if place in open_shapes
-        else gradient.dtype.size * gradient.shape.num_elements()
-        for place, gradient in enumerate(gradients)
+        gradient.dtype.size * gradient.shape.num_elements()
+        for gradient in gradients
     ]
     for pack in packs(sizes):
-        pack = [place for place in pack if place not in open_shapes]
         for places in _of_one_type(pack, gradients):
             parts = [gradients[place] for place in places]
             if len(parts) == 1:

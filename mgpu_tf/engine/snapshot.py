@@ -1,14 +1,12 @@
 """All variables of a run as arrays, and back, on any number of replicas.
 
-Most variables are the same on every replica and are stored once. Of some each
-replica has its own value, and all of them are stored, so that a run of as
-many replicas goes on bit for bit:
+Most variables are the same on every replica and are stored once. Of metrics
+and of accumulated gradients each replica has its own value, and all of them
+are stored, so that a run of as many replicas goes on bit for bit:
 
-    sums     metrics, accumulated gradients    only their sum matters
-    means    moving statistics                 only their mean matters
-
-On another number of replicas the first gets the sum and the others zero, or
-all get the mean.
+    sums     only their sum matters      on another number of replicas the
+                                         first gets it, the others zero
+    alike    they are the same           all get it
 """
 
 from __future__ import annotations
@@ -32,30 +30,34 @@ class Variables:
 
     Attributes:
         shared: The same on every replica.
-        sums: Of the replicas' values only the sum matters.
-        means: Of the replicas' values only the mean matters.
+        own: Each replica has its own value.
+        is_sum: Whether of the replicas' own values only the sum matters;
+            otherwise they are alike.
+        once_means: Those of which every replica's value was stored once,
+            in checkpoints of an older layout.
     """
 
     shared: list[keras.Variable]
-    sums: list[keras.Variable] = dataclasses.field(default_factory=list)
-    means: list[keras.Variable] = dataclasses.field(default_factory=list)
+    own: list[keras.Variable] = dataclasses.field(default_factory=list)
+    is_sum: Callable[[keras.Variable], bool] = lambda variable: True
+    once_means: list[keras.Variable] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(
         cls,
         every: Iterable[keras.Variable],
-        sums: Iterable[keras.Variable] = (),
-        means: Iterable[keras.Variable] = (),
+        own: Iterable[keras.Variable] = (),
+        is_sum: Callable[[keras.Variable], bool] = lambda variable: True,
+        once_means: Iterable[keras.Variable] = (),
     ) -> Variables:
         """Sorts variables, each once, whatever lists it is in."""
-        sums_by_id = {id(v): v for v in sums}
-        means_by_id = {id(v): v for v in means if id(v) not in sums_by_id}
-        own = sums_by_id | means_by_id
-        shared = {id(v): v for v in every if id(v) not in own}
+        own_by_id = {id(v): v for v in own}
+        shared = {id(v): v for v in every if id(v) not in own_by_id}
         return cls(
             list(shared.values()),
-            list(sums_by_id.values()),
-            list(means_by_id.values()),
+            list(own_by_id.values()),
+            is_sum,
+            [v for v in once_means if id(v) in shared],
         )
 
 
@@ -98,7 +100,7 @@ class Snapshot:
             self._prepare()
         arrays = {
             _name("shared", i): np.array(keras.ops.convert_to_numpy(v))
-            for i, v in enumerate(self._variables.shared)
+            for i, v in enumerate(self._shared)
         }
         return arrays | dict(self._take_own())
 
@@ -111,35 +113,40 @@ class Snapshot:
         Raises:
             ConfigurationError: They are of another model or optimizer.
         """
+        arrays = self._of_this_layout(arrays)
         self._check(arrays)
         with self._strategy.scope():
-            for i, variable in enumerate(self._variables.shared):
+            for i, variable in enumerate(self._shared):
                 variable.assign(arrays[_name("shared", i)])
         self._put_own(arrays)
 
     def paths(self) -> dict[str, str]:
         """Returns the paths of the variables by their names here."""
-        return {
-            _name(kind, i): variable.path
-            for kind, variables in self._by_kind()
-            for i, variable in enumerate(variables)
-        }
-
-    def _by_kind(self) -> list[tuple[str, list[keras.Variable]]]:
-        own = self._variables
-        return [
-            ("shared", own.shared),
-            ("sums", own.sums),
-            ("means", own.means),
+        named = [
+            *((_name("shared", i), v) for i, v in enumerate(self._shared)),
+            *self._own(),
         ]
+        return {name: variable.path for name, variable in named}
 
-    def _own(self) -> list[tuple[str, keras.Variable]]:
-        """Returns the variables of which replicas have their own values."""
-        return [
-            (_name(kind, i), variable)
-            for kind, variables in self._by_kind()[1:]
-            for i, variable in enumerate(variables)
-        ]
+    @property
+    def _shared(self) -> list[keras.Variable]:
+        return self._variables.shared
+
+    def _own(
+        self, arrays: Mapping[str, np.ndarray] | None = None
+    ) -> list[tuple[str, keras.Variable]]:
+        """Returns the variables of which replicas have their own values.
+
+        Args:
+            arrays: Has the names; by default they are those of a new one.
+        """
+        named = []
+        for i, variable in enumerate(self._variables.own):
+            kind = "sums" if self._variables.is_sum(variable) else "alike"
+            if arrays is not None:
+                kind = "alike" if _name("alike", i) in arrays else "sums"
+            named.append((_name(kind, i), variable))
+        return named
 
     def _take_own(self) -> list[tuple[str, np.ndarray]]:
         own = self._own()
@@ -182,7 +189,7 @@ class Snapshot:
         ]
 
     def _put_own(self, arrays: Mapping[str, np.ndarray]) -> None:
-        own = self._own()
+        own = self._own(arrays)
         if not own:
             return
         spread = [self._spread(name, arrays[name]) for name, _ in own]
@@ -210,17 +217,37 @@ class Snapshot:
         spread = np.zeros([self._rows, *rows.shape[1:]], rows.dtype)
         if name.startswith("sums"):
             spread[0] = rows.sum(axis=0, dtype=rows.dtype)
-        elif all(np.array_equal(row, rows[0]) for row in rows):
-            spread[:] = rows[0]
         else:
-            spread[:] = rows.mean(axis=0, dtype=rows.dtype)
+            spread[:] = rows[0]
         return spread
+
+    def _of_this_layout(
+        self, arrays: Mapping[str, np.ndarray]
+    ) -> Mapping[str, np.ndarray]:
+        """Returns arrays in which state that is alike is stored once.
+
+        Older checkpoints have "means", of which every replica's was stored.
+        """
+        if not any(name.startswith("means/") for name in arrays):
+            return arrays
+        means = {id(v): i for i, v in enumerate(self._variables.once_means)}
+        others = [v for v in self._shared if id(v) not in means]
+        places = {id(v): _name("shared", i) for i, v in enumerate(others)}
+        places |= {key: _name("means", i) for key, i in means.items()}
+        found = {n: rows for n, rows in arrays.items() if n[:5] == "sums/"}
+        for i, variable in enumerate(self._shared):
+            array = arrays.get(places[id(variable)])
+            if array is None:
+                continue
+            if id(variable) in means:
+                array = _mean_row(array)
+            found[_name("shared", i)] = array
+        return found
 
     def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
         own = [
-            (_name(kind, i), v, int(kind != "shared"))
-            for kind, variables in self._by_kind()
-            for i, v in enumerate(variables)
+            *((_name("shared", i), v, 0) for i, v in enumerate(self._shared)),
+            *((name, v, 1) for name, v in self._own(arrays)),
         ]
         for name, variable, axes in own:
             array = arrays.get(name)
@@ -246,6 +273,12 @@ class Snapshot:
 
 def _name(kind: str, index: int) -> str:
     return f"{kind}/{index:05d}"
+
+
+def _mean_row(rows: np.ndarray) -> np.ndarray:
+    if all(np.array_equal(row, rows[0]) for row in rows):
+        return rows[0]
+    return rows.mean(axis=0, dtype=rows.dtype)
 
 
 def _to_bits(value: tf.Tensor) -> tf.Tensor:

@@ -1,23 +1,35 @@
-"""What a step writes besides weights: metrics, moving statistics, seeds.
+"""What a step writes besides weights: metrics, state of layers, seeds.
 
-Two kinds of strategy, two rules:
+Two kinds of strategy, two ways to make the replicas' values one, each variable
+by its rule (`rules.py`):
 
-    a copy on each replica    written locally; metrics are summed and moving
-                              statistics averaged at the end of an execution,
-                              all in one reduction
+    a copy on each replica    metrics and moving statistics are written
+                              locally, and made one at the end of an
+                              execution, all in one reduction; what else
+                              layers keep is made one in every step, since
+                              the next step may read it
     one copy for all          the replicas' values are brought together before
                               they are written, in every step
+
+Only what a step has written is touched: weights that are frozen stay as they
+are, bit for bit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator
 
 import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.reading import Reader
+from mgpu_tf.engine.rules import DECLARED, Rule, rule_of
+from mgpu_tf.errors import ConfigurationError
+
+_log = logging.getLogger("mgpu_tf")
 
 Writes = list[tuple[keras.Variable, tf.Tensor]]
 
@@ -28,44 +40,166 @@ _SEED_STRIDE = 1_181_783_497
 class ReplicaState:
     """State of which every replica has a copy.
 
-    Attributes:
-        metrics: The variables of the model's metrics.
-        variables: All that a step may write besides weights.
-        seeds: The states of random layers, among them.
-        moving: Moving statistics, averaged over replicas in `collect`.
-        stored_once: Whether there is one copy for all replicas.
-
     Args:
         model: A built model.
         replicas: Number of replicas.
+        asynchronous: Whether several workers write when they like.
+
+    Attributes:
+        metrics: The variables of the model's metrics.
+        seeds: The states of random layers.
+        layers: The state of other layers; frozen weights are not among it.
+        variables: All that a step may write, weights too.
+        stored_once: Whether there is one copy for all replicas.
     """
 
     stored_once = False
 
-    def __init__(self, model: keras.Model, replicas: int) -> None:
+    def __init__(
+        self, model: keras.Model, replicas: int, *, asynchronous: bool = False
+    ) -> None:
         self._replicas = replicas
+        self._asynchronous = asynchronous
+        self._several = replicas > 1 or asynchronous
         self.metrics = _unique(
             variable
-            for metric in model.metrics
+            for metric in keras_internals.metrics_of(model)
             for variable in metric.variables
         )
-        self.variables = _unique(
-            [*model.non_trainable_variables, *self.metrics]
-        )
-        self.moving = [v for v in model.non_trainable_variables if _is_float(v)]
-        synchronized = keras_internals.synchronized_statistics(model)
         self.seeds = keras_internals.seed_states(model)
-        self._agreed = {id(v) for v in synchronized} | {
-            id(v) for v in model.non_trainable_variables if not _is_float(v)
-        }
+        frozen = keras_internals.frozen_weights(model)
+        self.layers = _unique(
+            [
+                *_without(
+                    model.non_trainable_variables, [*self.seeds, *frozen]
+                ),
+                *keras_internals.row_states(model),
+            ]
+        )
+        self.variables = _unique(
+            [*model.variables, *self.layers, *self.metrics]
+        )
+        self._of_metrics = {id(variable) for variable in self.metrics}
+        self._rules = _known_rules(model)
+        self._declared = frozenset(self._rules)
+        self._moving = {id(v) for v in keras_internals.moving_statistics(model)}
+        self._touched: dict[int, keras.Variable] = {}
+        self._authored = False
+        self._warned: set[int] = set()
 
-    def is_agreed(self, variable: keras.Variable) -> bool:
-        """Returns whether every replica writes the same value by itself.
+    @property
+    def reads_rules(self) -> bool:
+        """Whether the rule of some variable is read from the graph."""
+        return self._several and any(
+            id(variable) not in self._declared
+            for variable in [*self.metrics, *self.layers]
+        )
 
-        So do counters, seeds and synchronized statistics, on a replica
-        without examples too; other state is left alone there.
+    def add_global_seed(self, strategy: tf.distribute.Strategy) -> None:
+        """Counts Keras's generator of unseeded draws among the seeds.
+
+        It is made here, since no variable can be made on a replica.
+
+        Args:
+            strategy: The model's strategy.
         """
-        return id(variable) in self._agreed
+        with strategy.scope():
+            seed = keras_internals.global_seed_state(create=True)
+        made_inside = strategy.extended.variable_created_in_scope(seed.value)
+        if made_inside and all(seed is not state for state in self.seeds):
+            self.seeds.append(seed)
+
+    def is_metric(self, variable: keras.Variable) -> bool:
+        """Returns whether a variable belongs to a metric."""
+        return id(variable) in self._of_metrics
+
+    @property
+    def averages(self) -> bool:
+        """Whether state is averaged, or may be."""
+        return any(self.rule(variable) is Rule.MEAN for variable in self.layers)
+
+    def rule(self, variable: keras.Variable) -> Rule:
+        """Returns by which rule replicas' values become one.
+
+        Where it has not been read it is what Keras's own state of that kind
+        does: metrics add up, moving statistics are means, counts agree.
+        """
+        known = self._rules.get(id(variable))
+        if known is not None:
+            return known
+        if self.is_metric(variable):
+            return Rule.SUM
+        return Rule.MEAN if _is_float(variable) else Rule.AGREED
+
+    def read_rule(
+        self,
+        variable: keras.Variable,
+        written: tf.Tensor,
+        before: tf.Tensor | None,
+        reader: Reader,
+    ) -> Rule:
+        """Returns the rule of a variable that a step writes. On a replica.
+
+        Args:
+            variable: The variable.
+            written: What is written to it.
+            before: What was there; None where it is not known.
+            reader: Reads the step.
+
+        Raises:
+            ConfigurationError: The replicas' values cannot become one.
+        """
+        if not self._several or id(variable) in self._declared:
+            return self.rule(variable)
+        found = rule_of(
+            written,
+            before,
+            reader,
+            adds_up=self._asynchronous or self.is_metric(variable),
+        )
+        if found is None:
+            raise ConfigurationError(
+                "What replicas write to a variable must be made one: a sum, a "
+                "maximum, a mean, or alike on all of them. Received: "
+                f"{variable.path}, whose rule cannot be read. Declare it: "
+                "add_weight(..., aggregation='mean'), 'sum' or "
+                "'only_first_replica', or add_variable for a metric."
+            )
+        self._rules[id(variable)] = found
+        return found
+
+    def adds_up(self, variable: keras.Variable) -> None:
+        """Notes that what replicas hold of a variable adds up."""
+        self._rules[id(variable)] = Rule.SUM
+
+    def warn_of_mean(self, variable: keras.Variable) -> None:
+        """Warns once of a moving statistic that may differ by the cut."""
+        if id(variable) not in self._declared | self._warned:
+            _log.warning(
+                "%s is a moving statistic of rows in a way that cannot be "
+                "read: it becomes the mean of what replicas make of their "
+                "own rows",
+                variable.path,
+            )
+        self._warned.add(id(variable))
+
+    def values(self) -> Writes:
+        """Returns variables whose rule is read, with what they hold.
+
+        For a step: what is written is compared with these. On a replica.
+        """
+        if not self._several:
+            return []
+        return [
+            (variable, tf.identity(variable.value))
+            for variable in [*self.metrics, *self.layers]
+            if id(variable) not in self._declared
+        ]
+
+    def drawn(self, given: Writes) -> list[tf.Tensor]:
+        """Returns the seeds among given values: they differ by replica."""
+        seeds = {id(variable) for variable in self.seeds}
+        return [value for variable, value in given if id(variable) in seeds]
 
     def replica_seeds(self) -> Writes:
         """Returns the seeds of this replica, for a step. On a replica.
@@ -104,28 +238,133 @@ class ReplicaState:
 
     def write(self, writes: Writes) -> None:
         """Writes what a step on this replica gave. On a replica."""
+        alone: Writes = []
+        joined: Writes = []
         for variable, value in writes:
-            variable.assign(value)
+            self._touched[id(variable)] = variable
+            (joined if self._is_joined(variable) else alone).append(
+                (variable, value)
+            )
+        for variable, value in [*alone, *self._joined(joined)]:
+            _assign_here(variable, value)
 
-    def collect(self, notes: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def _is_joined(self, variable: keras.Variable) -> bool:
+        """Whether the values of replicas are made one in every step."""
+        return (
+            self._replicas > 1
+            and not self.is_metric(variable)
+            and id(variable) not in self._moving
+            and self.rule(variable) is not Rule.AGREED
+        )
+
+    def _joined(self, writes: Writes) -> Writes:
+        """Makes what replicas write one, in a reduction. On a replica."""
+        if not writes:
+            return []
+        before = [tf.identity(variable.value) for variable, _ in writes]
+        rules = [self.rule(variable) for variable, _ in writes]
+        summed = _sum_over_replicas(
+            [
+                self._sent(rule, value, start)
+                for rule, (_, value), start in zip(
+                    rules, writes, before, strict=True
+                )
+            ]
+        )
+        return [
+            (variable, self._received(rule, value, start))
+            for (variable, _), rule, value, start in zip(
+                writes, rules, summed, before, strict=True
+            )
+        ]
+
+    def begin(self, *, all_written: bool = False) -> list[tf.Tensor]:
+        """Begins an execution. On a replica.
+
+        Args:
+            all_written: Whether any state may be written unseen, by the
+                author of a step.
+
+        Returns:
+            The state of layers as it is now, for `collect`.
+        """
+        self._authored = all_written
+        every = self.layers if all_written else []
+        self._touched = {id(variable): variable for variable in every}
+        if self._replicas == 1:
+            return []
+        return [tf.identity(variable.value) for variable in self.layers]
+
+    def collect(
+        self, notes: tf.Tensor, before: list[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Makes the state that of all replicas. On a replica.
 
         Args:
             notes: Numbers of this replica's worker, `[notes]`.
+            before: From `begin`.
 
         Returns:
             The metric variables' values over all replicas, and the means of
             the notes.
         """
         metrics = [tf.identity(v.value) for v in self.metrics]
-        moving = [tf.identity(v.value) for v in self.moving]
         if self._replicas == 1:
             return metrics, notes
-        summed = _sum_over_replicas([*metrics, *moving, notes])
-        means = summed[len(metrics) : -1]
-        for variable, value in zip(self.moving, means, strict=True):
-            variable.assign(value / self._replicas)
-        return summed[: len(metrics)], summed[-1] / self._replicas
+        layers = [
+            (variable, start)
+            for variable, start in zip(self.layers, before, strict=True)
+            if id(variable) in self._touched
+            and (self._authored or not self._is_joined(variable))
+            and self.rule(variable) is not Rule.AGREED
+        ]
+        sent = [
+            self._sent(self.rule(v), value, tf.zeros_like(value))
+            for v, value in zip(self.metrics, metrics, strict=True)
+        ]
+        sent += [
+            self._sent(self.rule(v), tf.identity(v.value), start)
+            for v, start in layers
+        ]
+        summed = _sum_over_replicas([*sent, notes])
+        for place, (variable, start) in enumerate(layers, len(metrics)):
+            _assign_here(
+                variable,
+                self._received(self.rule(variable), summed[place], start),
+            )
+        together = [
+            self._received(self.rule(v), value, tf.zeros_like(own))
+            for v, value, own in zip(
+                self.metrics, summed[: len(metrics)], metrics, strict=True
+            )
+        ]
+        for variable, value in zip(self.metrics, together, strict=True):
+            if self.rule(variable) is not Rule.SUM:
+                _assign_here(variable, value)
+        return together, summed[-1] / self._replicas
+
+    def _sent(
+        self, rule: Rule, value: tf.Tensor, start: tf.Tensor
+    ) -> tf.Tensor:
+        """What a replica gives to the sum over replicas."""
+        if rule in (Rule.SUM, Rule.MEAN):
+            return value - start
+        # A row of its own among zeros.
+        context = tf.distribute.get_replica_context()
+        row = tf.one_hot(
+            context.replica_id_in_sync_group, self._replicas, dtype=value.dtype
+        )
+        return tf.tensordot(row, value, axes=0)
+
+    def _received(
+        self, rule: Rule, summed: tf.Tensor, start: tf.Tensor
+    ) -> tf.Tensor:
+        """What the sum over replicas makes of a variable."""
+        if rule is Rule.SUM:
+            return start + summed
+        if rule is Rule.MEAN:
+            return start + summed / self._replicas
+        return rule.joined(start, tf.unstack(summed))
 
 
 class SharedState(ReplicaState):
@@ -136,26 +375,28 @@ class SharedState(ReplicaState):
     def write(self, writes: Writes) -> None:
         """Writes what the replicas gave, brought together. On a replica."""
         variables = [variable for variable, _ in writes]
-        metrics = {id(variable) for variable in self.metrics}
 
         def write_once(
             strategy: tf.distribute.Strategy, values: list[tf.Tensor]
         ) -> None:
             for variable, value in zip(variables, values, strict=True):
                 parts = strategy.experimental_local_results(value)
-                if id(variable) in metrics:
-                    new = variable + tf.add_n([p - variable for p in parts])
-                elif _is_float(variable):
-                    new = tf.add_n(parts) / len(parts)
-                else:
-                    new = parts[0]
-                variable.assign(new)
+                before = tf.identity(variable.value)
+                variable.assign(self.rule(variable).joined(before, parts))
 
         context = tf.distribute.get_replica_context()
         context.merge_call(write_once, args=([v for _, v in writes],))
 
-    def collect(self, notes: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def begin(self, *, all_written: bool = False) -> list[tf.Tensor]:
+        """Begins an execution; nothing has to be known of it."""
+        del all_written
+        return []
+
+    def collect(
+        self, notes: tf.Tensor, before: list[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Reads the state; it is already that of all replicas."""
+        del before
         return [tf.identity(v.value) for v in self.metrics], notes
 
 
@@ -172,8 +413,50 @@ def state_for(
     return ReplicaState(model, replicas)
 
 
+def _known_rules(model: keras.Model) -> dict[int, Rule]:
+    """Returns the rules that need not be read: declared ones, and Keras's."""
+    rules = {
+        id(variable): DECLARED[variable.aggregation]
+        for variable in model.non_trainable_variables
+        if variable.aggregation in DECLARED
+    }
+    for variable in keras_internals.moving_statistics(model):
+        rules[id(variable)] = Rule.MEAN
+    for variable in keras_internals.synchronized_statistics(model):
+        rules[id(variable)] = Rule.AGREED
+    for variable in keras_internals.seed_states(model):
+        rules[id(variable)] = Rule.AGREED
+    for metric in keras_internals.single_metrics(model.metrics):
+        for variable in metric.variables:
+            declared = DECLARED.get(variable.aggregation)
+            if keras_internals.is_keras_own(metric) or declared in (
+                Rule.MEAN,
+                Rule.FIRST,
+            ):
+                rules[id(variable)] = declared or Rule.SUM
+    return rules
+
+
 def _is_float(variable: keras.Variable) -> bool:
     return keras.backend.is_float_dtype(variable.dtype)
+
+
+def _assign_here(variable: keras.Variable, value: tf.Tensor) -> None:
+    """Writes this replica's copy of a variable, and no other. On a replica.
+
+    TensorFlow brings the values of replicas together by itself where a
+    variable has an `aggregation`.
+    """
+    held = variable.value
+    if variable.aggregation not in DECLARED or not isinstance(
+        held, tf.distribute.DistributedValues
+    ):
+        variable.assign(value)
+        return
+    context = tf.distribute.get_replica_context()
+    copies = context.strategy.experimental_local_results(held)
+    mine = tf.get_static_value(context.replica_id_in_sync_group)
+    copies[mine % len(copies)].assign(tf.cast(value, held.dtype))
 
 
 def _sum_over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -188,6 +471,13 @@ def _sum_over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
         for i, part in zip(places, tf.split(flat, sizes), strict=True):
             summed[i] = tf.reshape(part, values[i].shape)
     return summed
+
+
+def _without(
+    variables: Iterable[keras.Variable], others: Iterable[keras.Variable]
+) -> list[keras.Variable]:
+    left_out = {id(variable) for variable in others}
+    return [v for v in variables if id(v) not in left_out]
 
 
 def _unique(variables: Iterable[keras.Variable]) -> list[keras.Variable]:

@@ -6,19 +6,27 @@ would write is collected, and the engine decides where it goes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.losses import BatchShare, GlobalLoss
+from mgpu_tf.engine.contributions import BatchShare, sharing
+from mgpu_tf.engine.logs import OwnLogs
+from mgpu_tf.engine.losses import GlobalLoss
+from mgpu_tf.engine.moments import Moments
+from mgpu_tf.engine.reading import Reader, Unreadable
+from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
+
+Logs = dict[str, tf.Tensor]
 
 
 class ReplicaStep:
@@ -31,10 +39,13 @@ class ReplicaStep:
         replicas: Number of replicas that step together.
 
     Attributes:
+        alike: Of each gradient, whether it is of rows that all replicas
+            look up, whatever their examples; known like `present`.
         present: Which trainable variables have a gradient; known once a step
             was traced.
         written: The variables that a step writes, in the order of the values
             that `gradients` returns.
+        logs: What a `compute_metrics` of the author's own returned.
     """
 
     def __init__(
@@ -48,6 +59,10 @@ class ReplicaStep:
         self._loss = loss
         self._state = state
         self._replicas = replicas
+        self._moments = Moments(model, replicas)
+        self._own_logs = keras_internals.overrides(model, "compute_metrics")
+        self.logs = OwnLogs(model, replicas)
+        self.alike: list[bool] = []
         self.present: list[bool] = []
         self.written: list[keras.Variable] = []
 
@@ -57,7 +72,7 @@ class ReplicaStep:
         share: BatchShare,
         training: bool,
         given: Writes | None = None,
-    ) -> tuple[tf.Tensor, Writes]:
+    ) -> tuple[tf.Tensor, Writes, Logs]:
         """Computes the loss and what is to be written.
 
         Args:
@@ -68,45 +83,130 @@ class ReplicaStep:
                 their own, weights too; by default the seeds of this replica.
 
         Returns:
-            The loss contribution, and the writes.
+            The loss contribution, the writes, and the contributions to logs
+            of the author's own.
         """
+        return self._forward(data, share, training, given)[1:]
+
+    def _forward(
+        self,
+        data: Any,
+        share: BatchShare,
+        training: bool,
+        given: Writes | None,
+        tape: tf.GradientTape | None = None,
+    ) -> tuple[_StepScope, tf.Tensor, Writes, Logs]:
         model = self._model
+        if self._replicas > 1 or self._state.reads_rules:
+            data = tf.nest.map_structure(_of_unknown_length, data)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         if given is None:
-            given = self._state.replica_seeds()
-        with keras.StatelessScope(given, collect_losses=True) as scope:
+            given = [*self._state.replica_seeds(), *self._state.values()]
+        with contextlib.ExitStack() as stack:
+            declared = stack.enter_context(sharing(share))
+            moments = stack.enter_context(self._moments.noted())
+            scope = stack.enter_context(
+                _StepScope(
+                    model, [*given, *self._loss.regularized(given)], tape
+                )
+            )
             if keras_internals.takes_training(model):
                 y_pred = model(x, training=training)
             else:
                 y_pred = model(x)
-            loss, terms = self._loss(
-                x, y, y_pred, sample_weight, scope.losses, share, training
+            reader = Reader(
+                [data, y_pred, self._state.drawn(given), share.local],
+                declared,
+                moments,
             )
-            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            scope.reader = reader
+            loss, terms = self._loss(
+                x,
+                y,
+                y_pred,
+                sample_weight,
+                scope.losses,
+                share,
+                training,
+                reader,
+            )
+            returned = model.compute_metrics(
+                x, y, y_pred, sample_weight=sample_weight
+            )
         # By variable, since Keras writes to some of these means as well.
-        writes: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
+        writes = self._written(scope, given, reader, share)
         before = {id(variable): value for variable, value in given}
-        seeds = {id(state) for state in self._state.seeds}
-        for variable in self._state.variables:
-            value = scope.get_current_value(variable)
-            if value is None:
-                continue
-            if id(variable) in seeds and id(variable) in before:
-                value = self._state.next_seed(variable, value)
-            elif not self._state.is_agreed(variable):
-                value = share.select(value, before.get(id(variable), variable))
-            writes[id(variable)] = (variable, value)
         tracker = keras_internals.loss_tracker(model)
-        for mean, contribution in [
-            (tracker, loss),
-            *zip(self._loss.trackers, terms, strict=False),
-        ]:
-            for variable, increment in _mean_increments(
-                mean, contribution, share
+        increments = _mean_increments(tracker, loss, share)
+        for mean, contribution in zip(self._loss.trackers, terms, strict=False):
+            increments += _batch_increments(mean, contribution, share)
+        for variable, increment in increments:
+            base = before.get(id(variable), variable)
+            writes[id(variable)] = (variable, base + increment)
+        logs: Logs = {}
+        if self._own_logs and set(returned) != set(model.get_metrics_result()):
+            values = [(v, scope.value(v)) for v in self._state.metrics]
+            logs = self.logs.taken(returned, values, reader, share)
+        return scope, loss, list(writes.values()), logs
+
+    def _written(
+        self,
+        scope: _StepScope,
+        given: Writes,
+        reader: Reader,
+        share: BatchShare,
+    ) -> dict[int, tuple[keras.Variable, tf.Tensor]]:
+        """Returns what layers and metrics wrote, by variable."""
+        state = self._state
+        before = {id(variable): value for variable, value in given}
+        seeds = {id(variable) for variable in state.seeds}
+        writes = {}
+        for variable in state.variables:
+            value = scope.get_current_value(variable)
+            base = before.get(id(variable))
+            if value is None or not (
+                scope.is_written(variable) or state.is_metric(variable)
             ):
-                base = before.get(id(variable), variable)
-                writes[id(variable)] = (variable, base + increment)
-        return loss, list(writes.values())
+                continue
+            if id(variable) in seeds and base is not None:
+                value = state.next_seed(variable, value)
+            elif scope.is_written(variable):
+                value = self._by_rule(variable, value, base, reader, share)
+            writes[id(variable)] = (variable, value)
+        return writes
+
+    def _by_rule(
+        self,
+        variable: keras.Variable,
+        value: tf.Tensor,
+        before: tf.Tensor | None,
+        reader: Reader,
+        share: BatchShare,
+    ) -> tf.Tensor:
+        """What a replica writes, to be brought together by the rule."""
+        rule = self._state.read_rule(variable, value, before, reader)
+        if rule is Rule.AGREED:
+            return value
+        held = variable if before is None else before
+        if rule is Rule.SUM:
+            value = _added(value, held, reader, share)
+        if rule is Rule.MEAN and before is not None:
+            moved = _moved(value, before, reader, share)
+            if moved is None:
+                self._state.warn_of_mean(variable)
+            else:
+                self._state.adds_up(variable)
+                value = moved
+        return share.select(value, held)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Lets the model's parts act as the engine needs, while traced.
+
+        Outside of replicas, around the steps of all.
+        """
+        with self._loss.in_place(), self._moments.in_place():
+            yield
 
     def gradients(
         self,
@@ -116,7 +216,7 @@ class ReplicaStep:
         scale: Callable[[tf.Tensor], tf.Tensor],
         given: Writes | None = None,
         jit_compile: bool = False,
-    ) -> tuple[list[Any], list[tf.Tensor]]:
+    ) -> tuple[list[Any], list[tf.Tensor], Logs]:
         """Computes gradients.
 
         Args:
@@ -128,31 +228,37 @@ class ReplicaStep:
             jit_compile: Whether XLA compiles this, where it can.
 
         Returns:
-            The gradients that there are, and the values to be written to
-            `written`.
+            The gradients that there are, the values to be written to
+            `written`, and the contributions to logs of the author's own.
         """
 
         def compute(
             data: Any, local: tf.Tensor, total: tf.Tensor
-        ) -> tuple[list[Any], list[tf.Tensor]]:
+        ) -> tuple[list[Any], list[tf.Tensor], Logs]:
             share = BatchShare(local, total, self._replicas)
             variables = self._model.trainable_variables
             values = {id(variable): value for variable, value in given or ()}
             weights = [values.get(id(v), v) for v in variables]
             with tf.GradientTape() as tape:
                 tape.watch([w for w in weights if isinstance(w, tf.Tensor)])
-                loss, writes = self.forward(
-                    data, share, training=True, given=given
+                scope, loss, writes, logs = self._forward(
+                    data, share, True, given, tape
                 )
                 loss = scale(loss)
-            gradients = tape.gradient(loss, weights)
+            gradients = scope.gradients(tape, loss, variables, weights)
             _check_gradients(gradients, variables)
             self.present = [g is not None for g in gradients]
+            self.alike = [
+                scope.reader.looks_up_alike(gradient)
+                for gradient in gradients
+                if gradient is not None
+            ]
             self.written = [variable for variable, _ in writes]
             present = [g for g in gradients if g is not None]
-            return present, [value for _, value in writes]
+            return present, [value for _, value in writes], logs
 
-        if not jit_compile or not self._compiled_by_xla():
+        eagerly = tf.executing_eagerly()
+        if eagerly or not jit_compile or not self._compiled_by_xla():
             return compute(data, local, total)
         jitted = tf.function(compute, jit_compile=True, autograph=False)
         return jitted(data, local, total)
@@ -176,6 +282,84 @@ class ReplicaStep:
         return can_be
 
 
+class _StepScope(keras.StatelessScope):
+    """A scope that lets layers assign their own weights, as in Keras.
+
+    A weight that is assigned and then read has its gradient where it is read;
+    none flows back into what was assigned.
+
+    Args:
+        model: The model.
+        given: Values that variables have in place of their own.
+        tape: Records the step, where it is one of training.
+
+    Attributes:
+        reader: Reads the step, once its forward pass is traced.
+    """
+
+    reader: Reader
+
+    def __init__(
+        self,
+        model: keras.Model,
+        given: Writes,
+        tape: tf.GradientTape | None,
+    ) -> None:
+        super().__init__(given, collect_losses=True)
+        self._weights = {id(v) for v in model.trainable_variables}
+        self._tape = tape
+        self._assigned: dict[int, list[tf.Tensor]] = {}
+        self._written: set[int] = set()
+
+    def is_written(self, variable: keras.Variable) -> bool:
+        """Returns whether the step has assigned something to a variable."""
+        return id(variable) in self._written
+
+    def value(self, variable: keras.Variable) -> tf.Tensor:
+        """Returns what a variable holds at the end of the step."""
+        value = self.get_current_value(variable)
+        return tf.convert_to_tensor(variable) if value is None else value
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Notes what is assigned to a variable."""
+        variable, value = update
+        self._written.add(id(variable))
+        if self._tape is not None and id(variable) in self._weights:
+            value = tf.stop_gradient(value)
+            self._tape.watch(value)
+            self._assigned.setdefault(id(variable), []).append(value)
+        super().add_update((variable, value))
+
+    def gradients(
+        self,
+        tape: tf.GradientTape,
+        loss: tf.Tensor,
+        variables: list[keras.Variable],
+        weights: list[Any],
+    ) -> list[Any]:
+        """Returns the gradients of weights, wherever they were read.
+
+        Args:
+            tape: Has recorded the step.
+            loss: The loss.
+            variables: The weights.
+            weights: What they were at the beginning, in the same order.
+        """
+        assigned = [self._assigned.get(id(v), []) for v in variables]
+        found, of_assigned = tape.gradient(loss, (weights, assigned))
+        return [
+            _total([gradient, *others])
+            for gradient, others in zip(found, of_assigned, strict=True)
+        ]
+
+
+def _total(gradients: list[Any]) -> Any:
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
+
+
 def outputs_of(model: keras.Model, data: Any) -> Any:
     """Returns what a model predicts for the rows of one replica."""
     if keras_internals.overrides(model, "predict_step"):
@@ -184,6 +368,71 @@ def outputs_of(model: keras.Model, data: Any) -> Any:
     if keras_internals.takes_training(model):
         return model(x, training=False)
     return model(x)
+
+
+def _of_unknown_length(tensor: Any) -> Any:
+    """The rows of a replica, whose number the graph is not told.
+
+    The author's code takes it from the shape then, where a reader sees it,
+    and not as a number that is another one on each replica.
+    """
+    if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
+        return tensor
+    shape = [None, *tensor.shape[1:]]
+    return tf.compat.v1.placeholder_with_default(tensor, shape)
+
+
+def _added(
+    value: tf.Tensor, held: Any, reader: Reader, share: BatchShare
+) -> tf.Tensor:
+    """What a replica holds after it has added something.
+
+    A sum over examples stays. A mean, or a constant, is added once for all
+    replicas: each has its share of it.
+    """
+    if share.replicas == 1:
+        return value
+    try:
+        return reader.contribution(
+            value, share, state=tf.convert_to_tensor(held)
+        )
+    except Unreadable:
+        return value
+
+
+def _moved(
+    value: tf.Tensor, before: tf.Tensor, reader: Reader, share: BatchShare
+) -> tf.Tensor | None:
+    """What a replica holds after it has moved something, to be added up.
+
+    Such as a moving average of means, or of sums, over the rows. What was
+    there before is the same on all replicas, and counts once.
+
+    Returns:
+        None where it cannot be read what was averaged.
+    """
+    if share.replicas == 1 or not value.dtype.is_floating:
+        return None
+    try:
+        part = reader.contribution(value, share)
+    except Unreadable:
+        return None
+    return before + part - before * share.fraction(before.dtype)
+
+
+def _batch_increments(
+    mean: keras.metrics.Mean, value: tf.Tensor, share: BatchShare
+) -> Writes:
+    """What a contribution adds to a mean over batches.
+
+    Keras has the single losses of several outputs so, large batches and
+    small ones alike.
+    """
+    value = tf.cast(tf.stop_gradient(value), mean.total.dtype)
+    return [
+        (mean.total, value),
+        (mean.count, share.fraction(mean.count.dtype)),
+    ]
 
 
 def _mean_increments(

@@ -23,13 +23,24 @@ import tensorflow as tf
 from mgpu_tf import determinism
 from mgpu_tf.data import BatchSource, Feed, Source, next_batch, part_of
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.author import NO_EXAMPLES, AuthorStep
-from mgpu_tf.engine.base import NO_VOTES, Engine, Execution, Votes
-from mgpu_tf.engine.losses import BatchShare, GlobalLoss
+from mgpu_tf.engine.author import NO_EXAMPLES, AuthorStep, check_held
+from mgpu_tf.engine.base import (
+    NO_VOTES,
+    Engine,
+    Execution,
+    UnevenData,
+    Votes,
+)
+from mgpu_tf.engine.contributions import BatchShare
+from mgpu_tf.engine.logs import flat_logs
+from mgpu_tf.engine.losses import GlobalLoss
+from mgpu_tf.engine.options import StepOptions
+from mgpu_tf.engine.probe import Probe
+from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.engine.state import ReplicaState, state_for
 from mgpu_tf.engine.step import ReplicaStep, outputs_of
-from mgpu_tf.engine.update import Update
+from mgpu_tf.engine.update import Update, accumulated
 from mgpu_tf.errors import ConfigurationError
 
 
@@ -39,6 +50,7 @@ class SynchronousEngine(Engine):
     Args:
         model: A compiled model, made in the strategy's scope.
         strategy: Any synchronous strategy.
+        options: How steps are made.
 
     Raises:
         ConfigurationError: The model is not compiled, or was made elsewhere.
@@ -48,13 +60,15 @@ class SynchronousEngine(Engine):
         self,
         model: keras.Model,
         strategy: tf.distribute.Strategy,
-        gradient_dtype: str | None = None,
+        options: StepOptions,
     ) -> None:
         super().__init__(model, strategy)
-        self._gradient_dtype = gradient_dtype
+        self._options = options
         self._part = part_of(strategy)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._prepared = False
+        # What looks at the first step of an author's own.
+        self._probe: Probe | None = None
         self._loss: GlobalLoss
         self._state: ReplicaState
         self._step: ReplicaStep
@@ -74,7 +88,7 @@ class SynchronousEngine(Engine):
         Statistics of which replicas have their own are averaged there, and
         the first step of an author's own is traced apart from the others.
         """
-        averaged = bool(self._state.moving) and self._part.total > 1
+        averaged = self._state.averages and self._part.total > 1
         authored = keras_internals.overrides(self._model, "train_step")
         return authored or (averaged and not self._state.stored_once)
 
@@ -84,6 +98,7 @@ class SynchronousEngine(Engine):
         authored = keras_internals.overrides(self._model, "train_step")
         return (
             not authored
+            and not self._model.run_eagerly
             and self._step.can_be_compiled
             and keras_internals.layers_support_jit(self._model)
         )
@@ -94,13 +109,25 @@ class SynchronousEngine(Engine):
         variables = Variables.of(
             [
                 *self._model.variables,
+                *self._state.layers,
                 *(v for optimizer in optimizers for v in optimizer.variables),
             ],
-            sums=[*self._state.metrics, *self._update.accumulated],
-            means=self._state.moving,
+            own=[*self._state.metrics, *accumulated(optimizers)],
+            is_sum=self._is_sum,
+            once_means=[
+                variable
+                for variable in self._model.non_trainable_variables
+                if keras.backend.is_float_dtype(variable.dtype)
+            ],
         )
         return Snapshot(
             variables, self._strategy, stored_once=self._state.stored_once
+        )
+
+    def _is_sum(self, variable: keras.Variable) -> bool:
+        return (
+            not self._state.is_metric(variable)
+            or self._state.rule(variable) is Rule.SUM
         )
 
     def train(
@@ -128,7 +155,8 @@ class SynchronousEngine(Engine):
         predict = self._function(
             "predict", source, lambda *args: self._predict_step(source, *args)
         )
-        outputs, total = predict(iterator)
+        outputs, total, ended = predict(iterator)
+        self._check_ended(ended, 0)
         if int(total) == 0:
             return None
         return tf.nest.map_structure(lambda t: t.numpy(), outputs)
@@ -137,20 +165,24 @@ class SynchronousEngine(Engine):
         """Creates what training and evaluation need; as in `Engine`."""
         if self._prepared:
             return
-        batch = keras.utils.unpack_x_y_sample_weight(source.example())
-        with self._strategy.scope():
-            keras_internals.build(self._model, batch)
+        self.build(source)
         self._loss = GlobalLoss(self._model)
         self._state = state_for(self._model, self._strategy)
         self._update = Update(
-            self._model,
+            self._model.optimizer,
+            self._model.trainable_variables,
             self._strategy,
             stored_once=self._state.stored_once,
-            gradient_dtype=self._gradient_dtype,
+            options=self._options,
         )
         self._step = ReplicaStep(
             self._model, self._loss, self._state, self._part.total
         )
+        authored = keras_internals.overrides(self._model, "train_step")
+        if authored and self._part.total > 1:
+            check_held(self._model)
+            self._state.add_global_seed(self._strategy)
+            self._probe = Probe(self._model, self._strategy, self._state)
         self._prepared = True
 
     def reset_metrics(self) -> None:
@@ -174,22 +206,27 @@ class SynchronousEngine(Engine):
             lambda *args: self._steps(step, source, *args),
         )
         notes = [seconds, float(votes.save), float(votes.end)]
-        traces = run.experimental_get_tracing_count()
+        traces = _traces(run)
         try:
-            done, examples, waiting, logs, means = run(
+            done, examples, waiting, ended, logs, means, first = run(
                 iterator, tf.constant(steps, tf.int64), tf.constant(notes)
             )
         except tf.errors.InvalidArgumentError as error:
             if NO_EXAMPLES not in str(error):
                 raise
             raise ConfigurationError(NO_EXAMPLES) from None
+        self._check_ended(ended, int(done))
+        if kind == "train" and self._probe is not None and first is not None:
+            data, total = first
+            if self._probe(data, int(total)):
+                self._probe = None
         return Execution(
             steps=int(done),
             examples=int(examples),
             logs={name: _number(value) for name, value in logs.items()},
             seconds=float(means[0]),
             input_seconds=float(waiting),
-            traced=run.experimental_get_tracing_count() > traces,
+            traced=_traces(run) > traces,
             votes=Votes(save=float(means[1]) > 0, end=float(means[2]) > 0),
         )
 
@@ -204,7 +241,13 @@ class SynchronousEngine(Engine):
                     "would write from every replica. Received: "
                     f"{type(self._model).__name__}. Use 'mirrored'."
                 )
-            return AuthorStep(self._model, method, self._strategy, self._state)
+            return AuthorStep(
+                self._model,
+                method,
+                self._strategy,
+                self._state,
+                self._options,
+            )
         return self._train_step if kind == "train" else self._evaluate_step
 
     def _function(
@@ -212,6 +255,8 @@ class SynchronousEngine(Engine):
     ) -> Any:
         whole = isinstance(source, BatchSource)
         exact = determinism.is_enabled()
+        if self._model.run_eagerly:
+            return python
         jit = kind == "train" and self._jit_compile
         key = (kind, source.may_end, source.totals_known, whole, exact, jit)
         if key not in self._functions:
@@ -231,23 +276,39 @@ class SynchronousEngine(Engine):
         notes: tf.Tensor,
     ) -> tuple[Any, ...]:
         """Runs up to `steps` steps and sums the metrics over replicas."""
+        first: list[Any] = []
 
-        def once() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, Any]:
+        def once(
+            before_it: Any,
+        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, Any]:
             """Runs a step.
+
+            Args:
+                before_it: The logs of the step before, where there was one.
 
             Returns:
                 Its count, its examples, the seconds that it waited for data,
-                and its logs.
+                on which workers the data has ended, and its logs.
             """
             before = determinism.seconds()
             with tf.control_dependencies([before]):
                 data, local, total = self._next(iterator, source)
-            arrived = tf.nest.flatten([data, total], expand_composites=True)
+            if not first:
+                first.append((data, total))
+            arrived = [
+                leaf
+                for leaf in tf.nest.flatten(
+                    [data, total], expand_composites=True
+                )
+                if leaf is not None
+            ]
             with tf.control_dependencies(arrived):
                 waited = determinism.seconds() - before
             if not source.may_end:
                 logs = step(data, local, total)
-                return tf.constant(1, tf.int64), total, waited, logs
+                ended = tf.zeros([1], tf.int32)
+                return tf.constant(1, tf.int64), total, waited, ended, logs
+            ended = self._ended_on(source, total)
             shapes: list[Any] = []
 
             def go_on() -> Any:
@@ -256,45 +317,95 @@ class SynchronousEngine(Engine):
                 return tf.constant(1, tf.int64), logs
 
             def end() -> Any:
-                zeros = tf.nest.map_structure(
-                    lambda t: tf.zeros(t.shape, t.dtype), shapes[0]
-                )
-                return tf.constant(0, tf.int64), zeros
+                logs = before_it
+                if logs is None:
+                    logs = tf.nest.map_structure(
+                        lambda t: tf.zeros(t.shape, t.dtype),
+                        shapes[0] if shapes else {},
+                    )
+                return tf.constant(0, tf.int64), logs
 
-            count, logs = tf.cond(total > 0, go_on, end)
-            return count, total, waited, logs
+            count, logs = tf.cond(tf.reduce_all(ended == 0), go_on, end)
+            return count, count * total, waited, ended, logs
 
         def body(
             done: tf.Tensor,
             examples: tf.Tensor,
             waiting: tf.Tensor,
             ended: tf.Tensor,
-            _: Any,
+            logs: Any,
         ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, Any]:
-            count, total, waited, logs = once()
+            count, total, waited, ended, logs = once(logs)
             waiting += waited
-            return done + count, examples + total, waiting, total == 0, logs
+            return done + count, examples + total, waiting, ended, logs
 
+        authored = isinstance(step, AuthorStep)
+        before = self._strategy.run(
+            lambda: self._state.begin(all_written=authored)
+        )
         zero = tf.constant(0, tf.int64)
         begin: tuple[Any, ...]
-        begin = (zero, zero, tf.constant(0.0, tf.float64), False, {})
-        if isinstance(step, AuthorStep):
+        nobody = self._ended_on(source, tf.constant(1, tf.int64), ask=False)
+        begin = (zero, zero, tf.constant(0.0, tf.float64), nobody, {})
+        if authored or self._returns_logs():
             # The first step stands alone: it tells what the others return.
-            count, total, waited, logs = once()
-            begin = (count, total, waited, total == 0, logs)
-        done, examples, waiting, _, returned = tf.while_loop(
-            lambda done, examples, waiting, ended, _: (done < steps) & ~ended,
+            begin = once(None)
+        done, examples, waiting, ended, returned = tf.while_loop(
+            lambda done, examples, waiting, ended, _: (
+                (done < steps) & tf.reduce_all(ended == 0)
+            ),
             body,
             begin,
             parallel_iterations=1,
         )
         with tf.control_dependencies([done]):
-            results = self._strategy.run(self._state.collect, args=(notes,))
+            results = self._strategy.run(
+                self._state.collect, args=(notes, before)
+            )
         metrics, mean_notes = tf.nest.map_structure(self._first, results)
-        state = zip(self._state.metrics, metrics, strict=True)
+        state = list(zip(self._state.metrics, metrics, strict=True))
         with keras.StatelessScope(state_mapping=state):
-            logs = self._model.get_metrics_result()
-        return done, examples, waiting, returned or logs, mean_notes
+            logs = flat_logs(self._model.get_metrics_result())
+            if isinstance(step, AuthorStep):
+                logs = step.logs(returned)
+        if not authored and self._step.logs.names:
+            logs = self._step.logs.whole(returned, state)
+        # The rest of the graph cannot see what is within the loop.
+        seen = first[0] if authored else None
+        return done, examples, waiting, ended, logs, mean_notes, seen
+
+    def _returns_logs(self) -> bool:
+        """Whether the model's own `compute_metrics` may return others."""
+        return keras_internals.overrides(self._model, "compute_metrics")
+
+    def _ended_on(
+        self, source: Source, total: tf.Tensor, *, ask: bool = True
+    ) -> tf.Tensor:
+        """Returns of each worker whether its data has ended, more than 0.
+
+        Where only reading tells the length each worker knows of its own, and
+        one that went into a step alone would wait there for ever. Elsewhere
+        one entry stands for all.
+        """
+        ended = tf.cast([total == 0], tf.int32)
+        workers = self._part.total // self._part.local
+        if workers == 1 or not (source.may_end and source.totals_known):
+            return ended
+        mine = self._part.first // self._part.local
+        ended = tf.pad(ended, [[mine, workers - 1 - mine]])
+        if not ask:
+            return ended
+
+        def on_replica(ended: tf.Tensor) -> tf.Tensor:
+            replica = tf.distribute.get_replica_context()
+            return replica.all_reduce("sum", tf.identity(ended))
+
+        return self._first(self._strategy.run(on_replica, args=(ended,)))
+
+    def _check_ended(self, ended: tf.Tensor, steps: int) -> None:
+        found = ended.numpy()
+        if 0 < found.astype(bool).sum() < len(found):
+            raise UnevenData(found.nonzero()[0].tolist(), len(found), steps)
 
     def _next(
         self, iterator: Any, source: Source
@@ -308,34 +419,52 @@ class SynchronousEngine(Engine):
     def _train_step(
         self, data: Any, local: Any, total: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        with self._loss.in_place(), tf.name_scope("forward_backward"):
-            gradients = self._strategy.run(
+        with self._step.in_place(), tf.name_scope("forward_backward"):
+            gradients, logs = self._strategy.run(
                 self._replica_gradients, args=(data, local, total)
             )
         self._update(gradients)
-        return {}
+        return {name: self._first(value) for name, value in logs.items()}
 
     def _evaluate_step(
         self, data: Any, local: Any, total: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        with self._loss.in_place():
-            self._strategy.run(
+        with self._step.in_place():
+            logs = self._strategy.run(
                 self._replica_evaluate, args=(data, local, total)
             )
-        return {}
+        return {name: self._first(value) for name, value in logs.items()}
 
     def _predict_step(
         self, source: Source, iterator: Any
-    ) -> tuple[Any, tf.Tensor]:
+    ) -> tuple[Any, tf.Tensor, tf.Tensor]:
         data, _, total = next_batch(iterator, source, self._strategy)
         total = self._first(total)
-        outputs = self._strategy.run(outputs_of, args=(self._model, data))
-        outputs = tf.nest.map_structure(self._rows_of_worker, outputs)
-        if self._part.local < self._part.total:
-            outputs = tf.nest.map_structure(
-                lambda rows: self._rows_of_all(rows, total), outputs
+        ended = self._ended_on(source, total)
+        like: list[Any] = []
+
+        def outputs() -> Any:
+            every = self._strategy.run(outputs_of, args=(self._model, data))
+            every = tf.nest.map_structure(self._rows_of_worker, every)
+            if self._part.local < self._part.total:
+                every = tf.nest.map_structure(
+                    lambda rows: self._rows_of_all(rows, total), every
+                )
+            like.append(every)
+            return every
+
+        def nothing() -> Any:
+            return tf.nest.map_structure(
+                lambda t: tf.zeros([n or 0 for n in t.shape], t.dtype), like[0]
             )
-        return outputs, total
+
+        if not source.may_end:
+            return outputs(), total, ended
+        # Nothing is sent where some have no rows: `predict` refuses it.
+        going = tf.reduce_all(ended == 0)
+        if tf.executing_eagerly():
+            return (outputs() if going else ()), total, ended
+        return tf.cond(going, outputs, nothing), total, ended
 
     def _rows_of_worker(self, value: Any) -> tf.Tensor:
         return tf.concat(self._strategy.experimental_local_results(value), 0)
@@ -361,9 +490,9 @@ class SynchronousEngine(Engine):
 
     def _replica_gradients(
         self, data: Any, local: tf.Tensor, total: tf.Tensor
-    ) -> list[Any]:
+    ) -> tuple[list[Any], dict[str, tf.Tensor]]:
         step = self._step
-        gradients, values = step.gradients(
+        gradients, values, logs = step.gradients(
             data,
             local,
             total,
@@ -371,16 +500,18 @@ class SynchronousEngine(Engine):
             jit_compile=self._jit_compile,
         )
         self._update.present = step.present
+        self._update.alike = step.alike
         self._state.write(list(zip(step.written, values, strict=True)))
         share = BatchShare(local, total, self._part.total)
-        return share.select_all(gradients)
+        return share.select_all(gradients), step.logs.summed(logs)
 
     def _replica_evaluate(
         self, data: Any, local: tf.Tensor, total: tf.Tensor
-    ) -> None:
+    ) -> dict[str, tf.Tensor]:
         share = BatchShare(local, total, self._part.total)
-        _, writes = self._step.forward(data, share, training=False)
+        _, writes, logs = self._step.forward(data, share, training=False)
         self._state.write(writes)
+        return self._step.logs.summed(logs)
 
     def _replica_gather(self, padded: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
@@ -388,6 +519,12 @@ class SynchronousEngine(Engine):
         first = replica % self._part.local == 0
         mine = tf.where(first, padded, tf.zeros_like(padded))
         return context.all_reduce("sum", mine)
+
+
+def _traces(function: Any) -> int:
+    """Returns how often a `tf.function` was traced; 0 where it is none."""
+    count = getattr(function, "experimental_get_tracing_count", None)
+    return count() if count is not None else 0
 
 
 def _number(value: tf.Tensor) -> Any:

@@ -14,6 +14,7 @@ conditions cannot communicate; here conditions stand outside of replicas.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,20 +22,24 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.options import StepOptions
 from mgpu_tf.engine.reduction import Reduction
+from mgpu_tf.engine.rows import RowGather
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategy import worker_count
 
 Gradients = list[Any]
 
 
 class Update:
-    """Applies gradients with the optimizer of a model.
+    """Applies gradients with an optimizer.
 
     Args:
-        model: A compiled and built model.
-        strategy: Its strategy.
+        optimizer: The optimizer, built.
+        variables: What it is applied to.
+        strategy: Where they live.
         stored_once: Whether there is one copy of variables for all replicas.
-        gradient_dtype: What gradients are sent as; see `Reduction`.
+        options: How steps are made.
 
     Raises:
         ConfigurationError: The optimizer asks for what cannot be made right.
@@ -42,28 +47,27 @@ class Update:
 
     def __init__(
         self,
-        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer,
+        variables: list[keras.Variable],
         strategy: tf.distribute.Strategy,
         *,
         stored_once: bool,
-        gradient_dtype: str | None = None,
+        options: StepOptions,
     ) -> None:
         self._strategy = strategy
-        self._reduction = Reduction(strategy, gradient_dtype)
-        self._variables = model.trainable_variables
-        self._scaler, self._optimizer = unwrap(model.optimizer)
+        self._reduction = Reduction(strategy, options.gradient_dtype)
+        self._rows = RowGather(
+            strategy, options, apart=worker_count(strategy) > 1
+        )
+        self._variables = variables
+        self._scaler, self._optimizer = unwrap(optimizer)
         self._stored_once = stored_once
         self._replicas = strategy.num_replicas_in_sync
         self._every = accumulation_steps(self._optimizer)
         # Which variables have a gradient; known once a step is traced.
         self.present: list[bool] = []
-
-    @property
-    def accumulated(self) -> list[keras.Variable]:
-        """The sums of gradients that wait for the end of an accumulation."""
-        if self._every == 1:
-            return []
-        return keras_internals.accumulators(self._optimizer, self._variables)
+        # Whose rows all replicas have looked up alike; see `RowGather`.
+        self.alike: list[bool] = []
 
     def __call__(self, gradients: Gradients) -> None:
         """Makes one step of training. Outside of replicas.
@@ -74,7 +78,7 @@ class Update:
         """
         if self._every == 1 or self._stored_once:
             with tf.name_scope("reduce"):
-                gradients = self._strategy.run(self._sum, args=(gradients,))
+                gradients = self._of_all(gradients)
         if self._scaler is None:
             self._step(gradients)
             return
@@ -84,6 +88,46 @@ class Update:
             lambda: self._unscaled_step(gradients),
             self._shrink_scale,
         )
+
+    def _of_all(self, gradients: Gradients) -> Gradients:
+        """Makes gradients those of all replicas. Outside of replicas.
+
+        Dense ones are summed; rows of embeddings are gathered.
+        """
+        own = [self._first(gradient) for gradient in gradients]
+        sparse = [isinstance(g, tf.IndexedSlices) for g in own]
+        alike = self.alike or [False] * len(sparse)
+        rows = iter(
+            self._rows(
+                list(itertools.compress(gradients, sparse)),
+                list(itertools.compress(alike, sparse)),
+            )
+        )
+        dense = [
+            g
+            for g, is_sparse in zip(gradients, sparse, strict=True)
+            if not is_sparse
+        ]
+        held = itertools.compress(self._variables, self.present)
+        shapes = [
+            variable.shape
+            for variable, is_sparse in zip(held, sparse, strict=True)
+            if not is_sparse
+        ]
+
+        def summed(gradients: Gradients) -> Gradients:
+            # Where the rows of a batch are not known, shapes may not be.
+            return self._reduction(
+                [
+                    tf.ensure_shape(gradient, shape)
+                    for gradient, shape in zip(gradients, shapes, strict=True)
+                ]
+            )
+
+        if dense and self._replicas > 1:
+            dense = self._strategy.run(summed, args=(dense,))
+        sums = iter(dense)
+        return [next(rows) if each else next(sums) for each in sparse]
 
     def _unscaled_step(self, gradients: Gradients) -> tf.Tensor:
         self._step(self._strategy.run(self._unscale, args=(gradients,)))
@@ -184,11 +228,6 @@ class Update:
 
     # On a replica.
 
-    def _sum(self, gradients: Gradients) -> Gradients:
-        return summed(
-            gradients, self._replicas, self._optimizer, self._reduction
-        )
-
     def _finite(self, gradients: Gradients) -> tf.Tensor:
         bad = [
             tf.reduce_any(~tf.math.is_finite(values(gradient)))
@@ -213,7 +252,7 @@ class Update:
         """Returns the mean over micro-steps, and sets the sums to zero."""
         accumulators = self._accumulators()
         gradients = [
-            sums + _dense(gradient)
+            tf.ensure_shape(sums + _dense(gradient), sums.shape)
             for sums, gradient in zip(accumulators, gradients, strict=True)
         ]
         if self._stored_once:
@@ -221,7 +260,8 @@ class Update:
             context.merge_call(lambda _: _set_to_zero(accumulators))
         else:
             _set_to_zero(accumulators)
-            gradients = self._sum(gradients)
+            if self._replicas > 1:
+                gradients = self._reduction(gradients)
         return [gradient / self._every for gradient in gradients]
 
     def _apply_on_replica(self, gradients: Gradients) -> None:
@@ -239,87 +279,6 @@ class Update:
         return self._strategy.experimental_local_results(value)[0]
 
 
-def apply_gradients(
-    optimizer: keras.optimizers.Optimizer,
-    gradients: Gradients,
-    variables: list[keras.Variable],
-) -> None:
-    """Sums gradients over replicas, then clips and applies them.
-
-    For the author of a `train_step`, in place of
-    `optimizer.apply_gradients(zip(gradients, variables))`, which clips what
-    a replica has before it sums.
-
-    Example:
-        def train_step(self, data):
-            with tf.GradientTape() as tape:
-                loss = self.loss_of(data)
-            variables = self.generator.trainable_variables
-            gradients = tape.gradient(loss, variables)
-            mgpu_tf.apply_gradients(self.optimizer, gradients, variables)
-            return {"loss": loss}
-
-    Args:
-        optimizer: Any optimizer with these variables.
-        gradients: One for each variable, or None where it has none; of a
-            loss of which the replicas' values add up to the global one.
-        variables: The variables.
-
-    Raises:
-        ConfigurationError: The optimizer accumulates, overwrites weights
-            with averages or scales the loss dynamically, which a train_step
-            of one's own does not go with.
-    """
-    refuse_in_train_step(optimizer, clipping=False)
-    present = [_dense(g) for g in gradients if g is not None]
-    context = tf.distribute.get_replica_context()
-    if context.num_replicas_in_sync > 1:
-        present = context.all_reduce("sum", present)
-    queue = iter(present)
-    full = [None if g is None else next(queue) for g in gradients]
-
-    def apply(strategy: tf.distribute.Strategy, full: Gradients) -> None:
-        with keras_internals.engine_order(optimizer):
-            strategy.extended.call_for_each_replica(
-                optimizer.apply, args=(full, list(variables))
-            )
-
-    context.merge_call(apply, args=(full,))
-
-
-def refuse_in_train_step(
-    optimizer: keras.optimizers.Optimizer, *, clipping: bool
-) -> None:
-    """Refuses what needs the engine's order, under a train_step's own.
-
-    Args:
-        optimizer: The optimizer that is about to apply gradients.
-        clipping: Whether clipping is refused as well.
-
-    Raises:
-        ConfigurationError: The optimizer asks for one of them.
-    """
-    wants = []
-    for part in keras_internals.parts(optimizer):
-        if isinstance(part, keras.optimizers.LossScaleOptimizer):
-            wants.append("LossScaleOptimizer")
-        names = ["gradient_accumulation_steps"]
-        if part.use_ema:
-            names.append("ema_overwrite_frequency")
-        if clipping:
-            names += ["clipnorm", "global_clipnorm", "clipvalue"]
-        wants += [name for name in names if getattr(part, name, None)]
-    if wants:
-        remedy = "Leave train_step to Keras"
-        if clipping:
-            remedy += ", or call mgpu_tf.apply_gradients in it to clip"
-        raise ConfigurationError(
-            "On several replicas a train_step of one's own goes without "
-            f"{', '.join(wants)}. Received: the optimizer "
-            f"{optimizer.name!r} with it. {remedy}."
-        )
-
-
 def unwrap(
     optimizer: keras.optimizers.Optimizer,
 ) -> tuple[Any, keras.optimizers.Optimizer]:
@@ -327,6 +286,18 @@ def unwrap(
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer, optimizer.inner_optimizer
     return None, optimizer
+
+
+def accumulated(
+    optimizers: list[keras.optimizers.Optimizer],
+) -> list[keras.Variable]:
+    """Returns the sums of gradients that wait for the end of accumulations."""
+    found: list[keras.Variable] = []
+    for optimizer in optimizers:
+        _, inner = unwrap(optimizer)
+        if accumulation_steps(inner) > 1:
+            found += keras_internals.accumulators(inner)
+    return found
 
 
 def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int:
@@ -339,42 +310,6 @@ def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int:
             "larger batch size."
         )
     return optimizer.gradient_accumulation_steps or 1
-
-
-def summed(
-    gradients: Gradients,
-    replicas: int,
-    optimizer: keras.optimizers.Optimizer,
-    reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None,
-) -> Gradients:
-    """Sums gradients over replicas that step together. On a replica.
-
-    Args:
-        gradients: Those of this replica.
-        replicas: How many there are.
-        optimizer: What they are for.
-        reduce: Sums dense gradients; as the strategy does by default.
-
-    Returns:
-        The sums; dense wherever they have to be.
-    """
-    if replicas == 1 and not _clips(optimizer):
-        return gradients
-    # TensorFlow gathers sparse gradients, and fails in a loop when their
-    # length changes; a norm needs the rows of one index added up anyway.
-    gradients = [_dense(gradient) for gradient in gradients]
-    if replicas == 1:
-        return gradients
-    if reduce is None:
-        return tf.distribute.get_replica_context().all_reduce("sum", gradients)
-    return reduce(gradients)
-
-
-def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
-    return any(
-        part.clipnorm or part.global_clipnorm or part.clipvalue
-        for part in keras_internals.parts(optimizer)
-    )
 
 
 def _set_to_zero(variables: list[keras.Variable]) -> None:

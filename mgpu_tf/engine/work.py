@@ -25,7 +25,7 @@ import tensorflow as tf
 from mgpu_tf.data import Part, Source
 from mgpu_tf.data.feed import ended
 from mgpu_tf.data.order import serialized
-from mgpu_tf.data.sources import batch_size
+from mgpu_tf.data.structures import batch_size, gather
 
 Batch = tuple[Any, tf.Tensor]
 Arguments = tuple[Any, ...]
@@ -138,7 +138,7 @@ class RowWork(Work):
         def read(step: tf.Tensor) -> Batch:
             low, high = ends[step], ends[step + 1]
             chosen = numbers[low:high]
-            data = tf.nest.map_structure(lambda t: tf.gather(t, chosen), arrays)
+            data = gather(arrays, chosen)
             return finish(data) if finish else data, high - low
 
         return read

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import (
 import mgpu_tf
 from mgpu_tf import checkpoints, datasets
 from mgpu_tf.errors import ConfigurationError
+from tests.asynchronous import slots
 
 ROWS, BATCH = 90, 16
 
@@ -406,12 +407,17 @@ def mistakes(strategy):
         )
     )
     plain = model_of(lambda: sgd(0.1))
+    spectral = model_of(
+        lambda: sgd(0.1),
+        lambda: keras.layers.SpectralNormalization(keras.layers.Dense(4)),
+    )
     unknown = batches(*arrays()).filter(lambda *_: True)
     found = {}
     for name, build, data, options in (
         ("own train_step", own, arrays(), {"batch_size": 8}),
         ("accumulation", accumulating, arrays(), {"batch_size": BATCH}),
         ("both", both, arrays(), {"batch_size": BATCH}),
+        ("written weight", spectral, arrays(), {"batch_size": BATCH}),
         ("unknown length", plain, (unknown,), {}),
         (
             "label out of range",
@@ -499,6 +505,18 @@ CASES = {
         f"equal_{name}": (lambda strategy, name=name: equal(name, strategy))
         for name in EQUAL
     },
+    **{
+        f"slots_{name}": (
+            lambda strategy, name=name: slots.slots(name, strategy)
+        )
+        for name in slots.OPTIMIZERS
+    },
+    **{
+        f"text_{name}": (lambda strategy, name=name: slots.text(name, strategy))
+        for name in slots.TEXT
+    },
+    "half_made": slots.half_made,
+    "statistics": slots.statistics,
     "digits_900": digits_900,
     "saved_in_accumulation": saved_in_accumulation,
     "scores_of_1797": scores_of_1797,

@@ -10,7 +10,7 @@ import os
 import pytest
 
 from tests import clusters
-from tests.asynchronous import worker
+from tests.asynchronous import slots, worker
 
 EQUAL = [
     "adam_cosine",
@@ -26,6 +26,7 @@ EQUAL = [
     "dataset",
     "dataset_fn",
 ]
+TEXT = list(slots.TEXT)
 SEVERAL = [
     "digits_900",
     "scores_of_1797",
@@ -37,6 +38,11 @@ SEVERAL = [
     "staleness",
     "staleness:2:hold",
     "staleness:2:scale",
+]
+SLOTS = [
+    "half_made",
+    "statistics",
+    *(f"slots_{name}" for name in slots.OPTIMIZERS),
 ]
 
 
@@ -63,7 +69,9 @@ def start(num_workers, num_ps, cases, folder):
 def one_worker(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one_worker")
     # What saves makes operations repeat from there on, so it comes last.
-    cases = [*(f"equal_{name}" for name in EQUAL), "saved_in_accumulation"]
+    cases = [f"equal_{name}" for name in EQUAL]
+    cases += [f"text_{name}" for name in TEXT]
+    cases.append("saved_in_accumulation")
     start(1, 1, cases, folder)
     return folder
 
@@ -72,6 +80,13 @@ def one_worker(tmp_path_factory):
 def three_workers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("three_workers")
     folder.joinpath("output").write_text(start(3, 2, SEVERAL, folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def updating_at_once(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("updating_at_once")
+    start(3, 2, SLOTS, folder)
     return folder
 
 
@@ -87,6 +102,13 @@ def test_one_worker_equals_one_device(name, one_worker):
     differences = result(one_worker, f"equal_{name}")
     assert differences.pop("counts") == 0
     assert max(differences.values()) < 1e-5, differences
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_one_worker_trains_embeddings_as_keras_does(name, one_worker):
+    found = result(one_worker, f"text_{name}")
+    assert found["moved"] > 0.01
+    assert found["difference"] < 1e-12
 
 
 def test_a_save_waits_for_the_end_of_an_update(one_worker):
@@ -150,6 +172,7 @@ def test_a_callback_stops_within_an_epoch(three_workers):
         ("own train_step", "ConfigurationError: A train_step of one's own"),
         ("accumulation", "must divide the steps of an epoch"),
         ("both", "does not go with gradient_accumulation_steps"),
+        ("written weight", "may not write its own trainable weights"),
         ("unknown length", "needs steps_per_epoch"),
         ("label out of range", "ConfigurationError: Labels must be in [0, "),
     ],
@@ -202,3 +225,29 @@ def test_rows_of_an_embedding_on_all_parameter_servers(three_workers):
     assert found["shards"] == [1, 3]
     assert found["loaded"] == 0
     assert found["untouched"] == 0
+
+
+@pytest.mark.parametrize("name", slots.OPTIMIZERS)
+def test_no_update_of_a_slot_is_lost(name, updating_at_once):
+    """Three workers end with the slots of one device, and Keras's own."""
+    found = result(updating_at_once, f"slots_{name}")
+    # Where a step depends on its number, that number is another's at times.
+    bound = 1e-12 if found["exact"] else 1e-3
+    assert max(found["weights"].values()) < bound, found["weights"]
+    # One slot is a sum of such steps.
+    bound = bound if name == "schedule_free" else 1e-12
+    assert max(found["slots"].values()) < bound, found["slots"]
+
+
+def test_no_worker_sees_half_of_an_update(updating_at_once):
+    """Every update makes weights negative before it constrains them."""
+    found = result(updating_at_once, "half_made")
+    assert found["negative"] == [0.0] * 3
+    assert found["least"] == 0.0
+    assert found["count"] == found["steps"]
+
+
+def test_no_batch_of_a_moving_statistic_is_lost(updating_at_once):
+    found = result(updating_at_once, "statistics")
+    assert len(found) == 4
+    assert max(found.values()) < 1e-12, found

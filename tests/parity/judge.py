@@ -62,10 +62,3 @@ REFUSED = {
     ("central_storage_x2", "own_train_step"): "of one's own",
     ("central_storage_x2", "own_train_step_clipped"): "of one's own",
 }
-
-# A train_step of one's own takes means over what its replica holds; where
-# parts of a batch differ in size, that is not the mean over the batch.
-LOCAL_MEANS = {
-    ("3_workers", "own_train_step"),
-    ("3_workers", "own_train_step_clipped"),
-}

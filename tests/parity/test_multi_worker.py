@@ -45,6 +45,9 @@ ROWS = {
         "two_optimizers",
         "mixed_bfloat16",
         "dict_inputs_two_outputs",
+        "embedding_adam",
+        "embedding_global_clipnorm",
+        "embedding_accumulation",
         "jit_compile",
     ],
     "2_workers_x2": [
@@ -55,8 +58,11 @@ ROWS = {
         "batch_norm",
         "dropout",
         "add_loss_empty_replica",
+        "embedding_adam",
     ],
     "3_workers": [
+        "embedding_adam",
+        "embedding_scaled",
         "adam_global_clipnorm",
         "accumulation_2",
         "dropout",

@@ -10,6 +10,8 @@ import mgpu_tf
 from mgpu_tf import data
 from mgpu_tf.engine import keras_internals, state, step
 from mgpu_tf.engine.losses import BatchShare, _Term
+from mgpu_tf.engine.reduction import Reduction
+from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState
 from mgpu_tf.engine.update import Update
 from tests.parity import cases, judge
@@ -17,7 +19,7 @@ from tests.parity import cases, judge
 
 def clip_before_reduce(patch):
     """Keras's own order: clip what the replica has, then sum."""
-    patch.setattr(Update, "_sum", lambda self, gradients: gradients)
+    patch.setattr(Reduction, "__call__", lambda self, gradients: gradients)
     patch.setattr(
         keras_internals, "engine_order", lambda _: contextlib.nullcontext()
     )
@@ -35,7 +37,7 @@ def mean_of_means(patch):
 
 
 def no_reduction(patch):
-    patch.setattr(Update, "_sum", lambda self, gradients: gradients)
+    patch.setattr(Reduction, "__call__", lambda self, gradients: gradients)
 
 
 def mean_reduction(patch):
@@ -43,7 +45,7 @@ def mean_reduction(patch):
         context = tf.distribute.get_replica_context()
         return context.all_reduce("mean", gradients)
 
-    patch.setattr(Update, "_sum", mean)
+    patch.setattr(Reduction, "__call__", mean)
 
 
 def empty_replica_weighted(patch):
@@ -126,7 +128,11 @@ def last_rows_dropped(patch):
 
 def batch_statistics_left_on_replicas(patch):
     """The moving statistics of an empty replica stay behind."""
-    patch.setattr(ReplicaState, "is_agreed", lambda self, variable: False)
+
+    def rule(self, variable, *_):
+        return Rule.SUM if self.is_metric(variable) else Rule.MEAN
+
+    patch.setattr(ReplicaState, "read_rule", rule)
 
 
 def loss_mean_over_batches(patch):
@@ -186,7 +192,11 @@ def masks(strategy):
 
     class Kept(keras.layers.Layer):
         def build(self, shape):
-            self.sums = self.add_weight(shape=(2, 8), trainable=False)
+            self.sums = self.add_weight(
+                shape=(2, 8),
+                trainable=False,
+                aggregation="only_first_replica",
+            )
 
         def call(self, inputs):
             context = tf.distribute.get_replica_context()

@@ -1,0 +1,95 @@
+"""Calls that all workers of a cluster make, and how they fail.
+
+call = Call(number, "fit")
+told = described(worker, error)       # kind and message, for the others
+raise error_of(*told)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from mgpu_tf.errors import ConfigurationError, WorkerError
+
+_ABORTED = "ollective ops is aborted"
+
+
+@dataclasses.dataclass
+class Call:
+    """A call of `together`; all workers make the same ones.
+
+    Attributes:
+        number: Which one of the process.
+        name: What is called.
+        rounds: How often the workers have met in it.
+        sections: How many things it did in which others take part.
+        agreed: Whether all workers raise what this one is about to.
+        apart: Whether the workers are known to be in different places.
+    """
+
+    number: int
+    name: str
+    rounds: int = 0
+    sections: int = 0
+    agreed: bool = False
+    apart: bool = False
+
+    def key(self, *parts: object) -> str:
+        """Returns the name of a message in this call."""
+        return "/".join(map(str, ("mgpu_tf", self.number, *parts)))
+
+
+def described(worker: int, error: Exception) -> tuple[str, str]:
+    """Returns how a failure is told: its kind, and its message."""
+    if isinstance(error, ConfigurationError):
+        return "configuration", str(error)
+    if isinstance(error, WorkerError):
+        return "worker", str(error)
+    return "worker", f"worker {worker}: {type(error).__name__}: {error}"
+
+
+def error_of(kind: str, message: str) -> Exception:
+    """Returns what a worker raises that was told of a failure."""
+    if kind == "configuration":
+        return ConfigurationError(message)
+    return WorkerError(message)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Returns an error, and those that it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def mistake_behind(error: Exception) -> ConfigurationError | None:
+    """Returns the mistake that Keras may have wrapped into its own error."""
+    for each in _chain(error):
+        if isinstance(each, ConfigurationError):
+            return each
+    return None
+
+
+def comes_from(error: Exception, kind: type[Exception]) -> bool:
+    """Returns whether an error, or one that it came from, is of a kind."""
+    return any(isinstance(each, kind) for each in _chain(error))
+
+
+def is_abort(error: Exception) -> bool:
+    """Returns whether the collectives of this process have ended for good."""
+    return any(
+        isinstance(each, tf.errors.OpError) and _ABORTED in str(each)
+        for each in _chain(error)
+    )
+
+
+def ended(message: str) -> str:
+    """Returns what every call says after the cluster has ended."""
+    return (
+        "A cluster whose workers were parted by a failure cannot go on, since "
+        "its collectives are ended. Received: another call after "
+        f"{message.rstrip('.')}. Start all workers again."
+    )

@@ -1,0 +1,124 @@
+"""Making a model's variables before the first step, as Keras's `fit` would.
+
+Keras builds a model from the outputs that its `call` has for a batch. A model
+with a `train_step` of its own need not have a `call`, and takes batches of
+any structure: it is built by tracing that step once, with optimizers that
+make their variables and apply nothing. Where a model runs eagerly its code
+may need values, and a batch of zeros is run in place of a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.data import structures
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.errors import ConfigurationError
+
+
+class BuildContext(tf.distribute.ReplicaContext):
+    """Stands for a replica while variables are made: there is no other."""
+
+    def all_reduce(
+        self, reduce_op: Any, value: Any, options: Any = None
+    ) -> Any:
+        """Returns the value, which nothing will be computed from."""
+        del reduce_op, options
+        return value
+
+
+def build(model: keras.Model, example: Any) -> None:
+    """Creates the variables of a model, its metrics and its optimizers.
+
+    Args:
+        model: A compiled model.
+        example: The specs of a batch.
+
+    Raises:
+        ConfigurationError: The model cannot be built from such a batch.
+    """
+    if not keras_internals.overrides(model, "train_step"):
+        _build_from_call(model, example)
+    elif not keras_internals.is_built(model):
+        optimizers = keras_internals.optimizers_of(model)
+        try:
+            with keras_internals.built_when_applied(optimizers):
+                _run_once(model, model.train_step, example)
+        except Exception as error:
+            _build_otherwise(model, example, error)
+
+
+def build_layers(model: keras.Model, example: Any) -> None:
+    """Creates the variables of a model's layers, and nothing else.
+
+    Args:
+        model: A model.
+        example: The specs of a batch.
+    """
+    if model.built:
+        return
+    if keras_internals.overrides(model, "predict_step"):
+        _run_once(model, model.predict_step, example)
+        return
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(example)
+    if model.run_eagerly:
+        with keras.StatelessScope():
+            model(structures.zeros(x))
+    else:
+        keras_internals.build_layers(model, x)
+
+
+def _build_from_call(model: keras.Model, example: Any) -> None:
+    batch = keras.utils.unpack_x_y_sample_weight(example)
+    if model.run_eagerly:
+        keras_internals.build_eagerly(model, structures.zeros(batch))
+    else:
+        keras_internals.build(model, batch)
+
+
+def _build_otherwise(
+    model: keras.Model, example: Any, error: Exception
+) -> None:
+    """Builds from `call` where the author's step runs on replicas only."""
+    try:
+        _build_from_call(model, example)
+    except Exception:
+        raise ConfigurationError(
+            "The variables of a model must be there before its train_step "
+            "runs on replicas. Received: a train_step of "
+            f"{type(model).__name__!r} that failed when it was traced to find "
+            f"them: {type(error).__name__}: {error}. Correct it, or build "
+            "layers and optimizers in build_model: layer.build(shape), "
+            "optimizer.build(variables)."
+        ) from error
+
+
+def _run_once(
+    model: keras.Model, step: Callable[[Any], Any], example: Any
+) -> None:
+    """Runs a step for the variables that it makes; nothing is written."""
+
+    def alone(data: Any) -> None:
+        with BuildContext(model.distribute_strategy, 0):
+            step(data)
+
+    def run() -> None:
+        if model.run_eagerly:
+            alone(structures.zeros(example))
+        else:
+            tf.function(alone, autograph=False).get_concrete_function(example)
+
+    while True:
+        known = len(model.variables)
+        try:
+            with keras.StatelessScope():
+                return run()
+        except AttributeError:
+            # Weights made in a scope have no gradient before it ends: what
+            # was reached is there in the next run, which gets further.
+            if len(model.variables) == known:
+                raise

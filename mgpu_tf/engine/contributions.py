@@ -1,0 +1,256 @@
+"""What one replica gives to a number of the whole global batch.
+
+A step computes on every replica something of the rows that the replica holds.
+A contribution is such a value that may be added up: its sum over replicas is
+what one device would have computed on the global batch.
+
+    def train_step(self, data):                      on 3 rows of 8
+        x, y = data
+        with tf.GradientTape() as tape:
+            square = tf.square(self(x) - y)                      # [3, 1]
+            loss = mgpu_tf.mean_over_batch(square)   sum of 3 / 8
+        ...
+
+An author declares by `mean_over_batch` and `sum_over_batch` what a loss is
+over the batch, where that cannot be read. On one replica, and outside of a
+step, they are the plain mean and the plain sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.errors import ConfigurationError
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchShare:
+    """How much of the global batch a replica holds.
+
+    Attributes:
+        local: Examples on this replica, an int64 scalar; may be 0.
+        total: Examples of the global batch, an int64 scalar, at least 1.
+        replicas: Number of replicas.
+    """
+
+    local: tf.Tensor
+    total: tf.Tensor
+    replicas: int
+
+    def fraction(self, dtype: tf.DType) -> tf.Tensor:
+        """Returns local / total."""
+        return tf.cast(self.local, dtype) / tf.cast(self.total, dtype)
+
+    def select(self, held: Any, empty: Any) -> Any:
+        """Returns `held`, or `empty` where the replica has no example.
+
+        The values are selected, not multiplied: whatever a layer makes of
+        an empty batch, NaN included, is dropped.
+        """
+        if self.replicas == 1 or self._surely_holds():
+            return held
+        if isinstance(held, tf.IndexedSlices):
+            values = tf.where(
+                self.local > 0, held.values, tf.zeros_like(held.values)
+            )
+            return tf.IndexedSlices(values, held.indices, held.dense_shape)
+        return tf.where(self.local > 0, held, tf.cast(empty, held.dtype))
+
+    def select_all(self, held: list[Any]) -> list[Any]:
+        """Returns tensors, or zeros where the replica has no example.
+
+        As `select`, but what is held is not copied.
+        """
+        if self.replicas == 1 or self._surely_holds():
+            return held
+        return tf.cond(
+            self.local > 0,
+            lambda: [_identity(value) for value in held],
+            lambda: [_zeros_like(value) for value in held],
+        )
+
+    def _surely_holds(self) -> bool:
+        return bool(tf.get_static_value(self.local))
+
+    def sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of a value over all replicas, without gradient."""
+        if self.replicas == 1:
+            return value
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("sum", tf.stop_gradient(value))
+
+
+def _identity(value: Any) -> Any:
+    return tf.nest.map_structure(tf.identity, value, expand_composites=True)
+
+
+def _zeros_like(value: Any) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        zeros = tf.zeros_like(value.values)
+        return tf.IndexedSlices(zeros, value.indices, value.dense_shape)
+    return tf.zeros_like(value)
+
+
+@dataclasses.dataclass
+class _Current(threading.local):
+    """The step that this thread is in; each replica has its thread."""
+
+    share: BatchShare | None = None
+    stands: bool = False
+    declared: list[tf.Tensor] = dataclasses.field(default_factory=list)
+
+
+_current = _Current()
+
+
+@contextlib.contextmanager
+def sharing(
+    share: BatchShare, *, stands: bool = False
+) -> Iterator[list[tf.Tensor]]:
+    """Tells what is called inside how much of the batch the replica holds.
+
+    On a replica, around what the author of a model wrote.
+
+    Args:
+        share: This replica's part of the global batch.
+        stands: Whether what is computed inside stands for a number of the
+            whole batch, and is weighted by the replica's share afterwards.
+
+    Yields:
+        A list of the contributions that the author declares inside.
+    """
+    before = _current.share, _current.stands, _current.declared
+    _current.share, _current.stands, _current.declared = share, stands, []
+    try:
+        yield _current.declared
+    finally:
+        _current.share, _current.stands, _current.declared = before
+
+
+def current_share() -> BatchShare | None:
+    """Returns the share that `sharing` tells of, None outside of it."""
+    return _current.share
+
+
+def mean_over_batch(values: Any, weights: Any = None) -> tf.Tensor:
+    """Returns this replica's part of the mean over the global batch.
+
+    In a step on several replicas the parts add up to the mean that one device
+    takes of the whole batch, however unevenly it is cut. Elsewhere it is the
+    mean.
+
+    Example:
+        In a layer, or in a `compute_loss` of one's own:
+
+            self.add_loss(mgpu_tf.mean_over_batch(tf.square(outputs)))
+
+        A mean over steps that are not masked out:
+
+            mgpu_tf.mean_over_batch(losses, weights=mask)
+
+    Args:
+        values: One row for each example of this replica, `[rows, ...]`.
+        weights: What each value weighs, `[rows]` or with further axes of
+            `values`; the mean is the sum of the weighted values over the sum
+            of the weights. Constants as far as gradients go. By default all
+            weigh alike.
+
+    Returns:
+        A scalar of the type of `values`.
+
+    Raises:
+        ConfigurationError: The values have no axis of rows.
+    """
+    values = _by_rows(values, "mean_over_batch")
+    share = _current.share
+    if weights is not None:
+        weights = tf.stop_gradient(_aligned(weights, values))
+        total = tf.reduce_sum(weights)
+        if share is not None:
+            total = share.sum_over_replicas(share.select(total, 0))
+        return _part(
+            tf.math.divide_no_nan(tf.reduce_sum(values * weights), total),
+            stands=share is not None and share.replicas == 1,
+        )
+    if share is None or share.replicas == 1 or _current.stands:
+        return _part(tf.reduce_mean(values), stands=_current.stands)
+    per_row = tf.cast(tf.reduce_prod(tf.shape(values)[1:]), values.dtype)
+    count = tf.cast(share.total, values.dtype) * per_row
+    return _part(tf.reduce_sum(values) / count)
+
+
+def sum_over_batch(values: Any) -> tf.Tensor:
+    """Returns this replica's part of the sum over the global batch.
+
+    Args:
+        values: One row for each example of this replica, `[rows, ...]`.
+
+    Returns:
+        A scalar of the type of `values`.
+
+    Raises:
+        ConfigurationError: The values have no axis of rows.
+    """
+    return _part(tf.reduce_sum(_by_rows(values, "sum_over_batch")))
+
+
+def _part(value: tf.Tensor, *, stands: bool = False) -> tf.Tensor:
+    """A contribution of this replica, noted as one.
+
+    Args:
+        value: The contribution.
+        stands: Whether it is already what stands for the whole batch.
+    """
+    share = _current.share
+    if share is None:
+        return value
+    if _current.stands and not stands:
+        value = value / share.fraction(value.dtype)
+    # A tensor of its own, by which a reader knows it.
+    value = tf.identity(share.select(value, 0))
+    _current.declared.append(value)
+    return value
+
+
+def _by_rows(values: Any, function: str) -> tf.Tensor:
+    values = as_float(values)
+    if values.shape.rank == 0:
+        raise ConfigurationError(
+            f"{function} takes one row for each example. Received: a scalar. "
+            "Give it the values before they are reduced."
+        )
+    share = _current.share
+    if share is None or share.replicas == 1:
+        return values
+    rows = tf.shape(values, out_type=tf.int64)[0]
+    check = tf.debugging.assert_equal(
+        rows,
+        share.local,
+        f"{function} takes one row for each example of the replica; what it "
+        "received has another number of rows.",
+    )
+    with tf.control_dependencies([check]):
+        return tf.identity(values)
+
+
+def _aligned(weights: Any, values: tf.Tensor) -> tf.Tensor:
+    """Weights in the shape of the values."""
+    weights = tf.cast(weights, values.dtype)
+    while weights.shape.rank < values.shape.rank:
+        weights = weights[..., tf.newaxis]
+    return tf.broadcast_to(weights, tf.shape(values))
+
+
+def as_float(value: Any) -> tf.Tensor:
+    """Returns a tensor of a floating type, as Keras makes losses."""
+    value = tf.convert_to_tensor(value)
+    if value.dtype.is_floating:
+        return value
+    return tf.cast(value, keras.config.floatx())

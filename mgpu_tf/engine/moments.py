@@ -1,0 +1,91 @@
+"""The statistics that BatchNormalization takes, while a step is traced.
+
+Keras's own reduces them over replicas, where a layer is synchronized, but not
+those of inputs with a mask. Here these are
+
+    mean       sum over replicas of the sums of what is not masked out
+               / (how many they are + epsilon)
+    variance   the same of the squared differences
+
+as on one device. What was taken is noted, since a reader of losses must not
+mistake it for a loss that mixes examples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+
+
+class Moments:
+    """The statistics of a model's layers in one step of a replica.
+
+    Args:
+        model: A built model.
+        replicas: Number of replicas that step together.
+    """
+
+    def __init__(self, model: keras.Model, replicas: int) -> None:
+        self._model = model
+        self._replicas = replicas
+        self._noted = threading.local()
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Lets the layers take them so. Outside of replicas."""
+        if self._replicas == 1:
+            yield
+            return
+        with keras_internals.moments_replaced(self._model, self._take):
+            yield
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[list[tf.Tensor]]:
+        """Yields the list of those taken inside. On a replica."""
+        self._noted.taken = []
+        yield self._noted.taken
+
+    def _take(
+        self,
+        layer: keras.layers.Layer,
+        keras_own: Callable[..., Any],
+        inputs: tf.Tensor,
+        mask: Any,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        if mask is None or not layer.synchronized:
+            mean, variance = keras_own(inputs, mask)
+        else:
+            axes = [axis % inputs.shape.rank for axis in [layer.axis]]
+            mean, variance = _masked(inputs, mask, axes)
+        taken = getattr(self._noted, "taken", None)
+        if taken is not None:
+            taken += [mean, variance]
+        return mean, variance
+
+
+def _masked(
+    inputs: tf.Tensor, mask: tf.Tensor, kept: list[int]
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance of what is not masked out, over all replicas."""
+    context = tf.distribute.get_replica_context()
+    axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
+    mask = tf.cast(mask, tf.bool)[..., tf.newaxis]
+    mask = tf.broadcast_to(mask, tf.shape(inputs))
+
+    def total(values: tf.Tensor) -> tf.Tensor:
+        local = tf.reduce_sum(values, axes, keepdims=True)
+        return context.all_reduce("sum", local)
+
+    epsilon = tf.cast(keras.config.epsilon(), inputs.dtype)
+    count = total(tf.cast(mask, inputs.dtype)) + epsilon
+    nothing = tf.zeros([], inputs.dtype)
+    mean = total(tf.where(mask, inputs, nothing)) / count
+    squares = tf.square(tf.where(mask, inputs - mean, nothing))
+    return tf.squeeze(mean), tf.squeeze(total(squares) / count)

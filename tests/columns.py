@@ -1,0 +1,13 @@
+"""The columns of tests that train: three replicas, and others in full.
+
+Two replicas hide what divides exactly, so three are what the default suite
+has; one device and two replicas are in the full one.
+"""
+
+import pytest
+
+EVERY = [
+    "mirrored_x3",
+    pytest.param("one_device", marks=pytest.mark.slow),
+    pytest.param("mirrored_x2", marks=pytest.mark.slow),
+]

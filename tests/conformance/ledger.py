@@ -1,0 +1,125 @@
+"""What was found so far, kept in docs/conformance.json as it comes."""
+
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+
+from tests import clusters
+
+ROOT = pathlib.Path(clusters.ROOT)
+FILE = ROOT / "docs" / "conformance.json"
+RED = ("SILENT", "CRASH")
+# Stands in a cell while it is run: a process that dies leaves it there.
+BEGUN = "begun"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One row in one column.
+
+    Attributes:
+        verdict: See `run`; "left out" where Keras itself refuses.
+        difference: The largest of all that were seen.
+        note: What differs most, or the message.
+    """
+
+    verdict: str
+    difference: float = 0.0
+    note: str = ""
+
+
+class Ledger:
+    """Cells by row and column, in a file.
+
+    Args:
+        values: What the file holds.
+    """
+
+    def __init__(self, values):
+        self._values = values
+
+    @classmethod
+    def open(cls, keep=False):
+        """Reads what an earlier run has left, if it was of the same sources.
+
+        Args:
+            keep: Whether cells that held are kept whatever has changed.
+        """
+        head = _head()
+        if FILE.exists():
+            values = json.loads(FILE.read_text())
+            same = all(values[name] == head[name] for name in head)
+            for row in values["rows"].values():
+                for column in list(row):
+                    verdict = row[column]["verdict"]
+                    if verdict == BEGUN:
+                        row[column] = dataclasses.asdict(
+                            Cell("CRASH", float("inf"), "the process died")
+                        )
+                    elif keep and verdict in RED:
+                        del row[column]
+            if same or keep:
+                return cls(values | head)
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        return cls(head | {"date": today, "rows": {}})
+
+    def has(self, name, column):
+        return column in self._values["rows"].get(name, {})
+
+    def cell(self, name, column):
+        found = self._values["rows"].get(name, {}).get(column)
+        return None if found is None else Cell(**found)
+
+    def begin(self, name, column):
+        """Notes that a cell is run now."""
+        self._put(name, column, Cell(BEGUN))
+
+    def note(self, name, column, cell):
+        """Notes what was found, and prints it."""
+        self._put(name, column, cell)
+        print(
+            f"{cell.verdict:10} {cell.difference:.1e} {column} | {name}"
+            + (f" | {cell.note}" if cell.note else ""),
+            flush=True,
+        )
+
+    def red(self):
+        """Returns `(row, column)` of the cells that must not be."""
+        return [
+            (name, column)
+            for name, row in self._values["rows"].items()
+            for column, cell in row.items()
+            if cell["verdict"] in RED
+        ]
+
+    def size(self):
+        return sum(len(row) for row in self._values["rows"].values())
+
+    @property
+    def head(self):
+        """When and with which versions."""
+        versions = self._values["versions"].items()
+        return self._values["date"], ", ".join(f"{n} {v}" for n, v in versions)
+
+    def _put(self, name, column, cell):
+        rows = self._values["rows"]
+        rows.setdefault(name, {})[column] = dataclasses.asdict(cell)
+        FILE.write_text(json.dumps(self._values, indent=1) + "\n")
+
+
+def _head():
+    digest = hashlib.sha256()
+    for path in sorted(
+        [*ROOT.glob("mgpu_tf/**/*.py"), *ROOT.glob("tests/conformance/*.py")]
+    ):
+        digest.update(path.read_bytes())
+    return {
+        "sources": digest.hexdigest(),
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("tensorflow", "keras", "numpy")
+        },
+    }

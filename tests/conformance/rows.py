@@ -1,0 +1,14 @@
+"""All rows; importing the modules adds them."""
+
+from tests.conformance import (  # noqa: F401
+    layers,
+    losses,
+    metrics,
+    optimizers,
+    options,
+    programs,
+    structures,
+)
+from tests.conformance.harness import ROWS
+
+__all__ = ["ROWS"]

@@ -1,0 +1,132 @@
+"""A slice of the suite, and that the suite has everything of Keras.
+
+`make conformance` runs all rows in all columns.
+"""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from tests.clusters import ROOT
+from tests.conformance import judge, layers, losses, metrics, optimizers
+from tests.conformance.harness import ROWS as ADDED
+from tests.conformance.harness import Outcome, Row, observe
+from tests.conformance.rows import ROWS
+
+SLICE = [
+    ("mirrored_x3", "MeanSquaredError sum, weighted"),
+    ("mirrored_x3", "MeanSquaredError, masked"),
+    ("mirrored_x3", "AUC"),
+    ("mirrored_x3", "Adam, repeated indices"),
+    ("mirrored_x3", "BatchNormalization, synchronized"),
+    ("mirrored_x3", "Dropout"),
+    ("mirrored_x3", "dataset of triples"),
+    ("mirrored_x3", "py dataset"),
+    ("mirrored_x2", "a last batch of one"),
+    ("mirrored_x3", "ReduceLROnPlateau"),
+    ("mirrored_x3", "a transformer with clipping"),
+    ("one_device", "Dropout"),
+]
+
+
+@pytest.mark.parametrize(("column", "name"), SLICE)
+def test_row(column, name, strategies):
+    cell = judge.cell(ROWS[name], column, strategies[column])
+    assert cell.verdict in ("equal", "refused", "documented"), cell.note
+
+
+def test_every_class_of_keras_has_rows():
+    names = set(ROWS)
+    for loss in losses.classes():
+        assert any(name.startswith(f"{loss} sum") for name in names), loss
+    assert set(metrics.classes()) <= names
+    for optimizer in optimizers.classes():
+        assert f"{optimizer}, repeated indices" in names
+    assert layers.classes().keys() - layers.ELSEWHERE <= names
+
+
+def test_excuses_are_in_the_guarantees():
+    guarantees = pathlib.Path(ROOT, "docs", "guarantees.md").read_text()
+    text = " ".join(guarantees.split())
+    for row in ROWS.values():
+        for excuse in row.excuses:
+            assert excuse.phrase in text, (row.name, excuse.phrase)
+
+
+def _row(**options):
+    return Row("row", "group", lambda run: run.see("x", [1.0, 2.0]), **options)
+
+
+@pytest.fixture
+def reference_of(monkeypatch):
+    """What Keras alone leaves, given by a test."""
+
+    def give(**seen):
+        arrays = {name: np.asarray(value) for name, value in seen.items()}
+        outcome = Outcome("ran", arrays)
+        monkeypatch.setattr(judge, "reference", lambda row: outcome)
+
+    return give
+
+
+def _verdict(seen, column="mirrored_x3", warnings=(), **options):
+    arrays = {name: np.asarray(value) for name, value in seen.items()}
+    outcome = Outcome("ran", arrays, warnings=warnings)
+    return judge.verdict(_row(**options), column, outcome).verdict
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        {"slot": 1.0 + 1e-6},
+        {"slot": np.nan},
+        {"slot": [1.0, 1.0]},
+        {},
+        {"slot": 1.0, "history other": 0.0},
+    ],
+)
+def test_what_differs_is_silent(seen, reference_of):
+    reference_of(slot=1.0)
+    assert _verdict({"slot": 1.0 + 1e-12}) == "equal"
+    assert _verdict(seen) == "SILENT"
+
+
+def test_what_is_excused_is_documented(reference_of):
+    from tests.conformance.harness import Excuse
+
+    reference_of(slot=1.0, loss=1.0)
+    excuse = Excuse("^loss", "words")
+    assert _verdict({"slot": 1.0, "loss": 2.0}, excuses=(excuse,)) == (
+        "documented"
+    )
+    assert _verdict({"slot": 2.0, "loss": 2.0}, excuses=(excuse,)) == "SILENT"
+    assert (
+        _verdict(
+            {"slot": 1.0, "loss": 2.0},
+            column="one_device",
+            excuses=(excuse,),
+        )
+        == "SILENT"
+    )
+    assert _verdict({"slot": 2.0, "loss": 1.0}, warnings=("w",)) == "documented"
+
+
+def test_refusals_have_one_line(reference_of):
+    reference_of(slot=1.0)
+    for message, verdict in (("one", "refused"), ("one\ntwo", "CRASH")):
+        outcome = Outcome("refused", {}, message)
+        found = judge.verdict(_row(), "mirrored_x3", outcome)
+        assert found.verdict == verdict
+
+
+def test_a_crash_is_observed():
+    def program(run):
+        raise RuntimeError("as it was")
+
+    outcome = observe(Row("row", "group", program), None)
+    assert (outcome.kind, outcome.message) == (
+        "crashed",
+        "RuntimeError: as it was",
+    )
+    assert ADDED is ROWS

@@ -1,0 +1,151 @@
+"""Loops of one's own: two models, a gradient penalty, checkpoints, the docs."""
+
+import pathlib
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import mgpu_tf
+from tests import clusters, columns, test_author, test_on_batch
+from tests.jobs import own_steps
+from tests.test_author import arrays, float64, network  # noqa: F401
+
+ops = keras.ops
+DOCS = pathlib.Path(__file__).parent.parent / "docs" / "custom_training.md"
+
+
+def build():
+    g, d = network(5, 1), network(1, 1)
+    g_optimizer = keras.optimizers.Adam(0.01)
+    d_optimizer = keras.optimizers.RMSprop(0.01, global_clipnorm=0.1)
+    g_optimizer.build(g.trainable_variables)
+    d_optimizer.build(d.trainable_variables)
+    return {
+        "g": g,
+        "d": d,
+        "g_optimizer": g_optimizer,
+        "d_optimizer": d_optimizer,
+        "error": keras.metrics.MeanSquaredError(name="error"),
+    }
+
+
+def d_step(objects, batch):
+    x, y = batch
+    d = objects["d"]
+    with tf.GradientTape() as tape:
+        fake = objects["g"](x)
+        with tf.GradientTape() as inner:
+            between = (fake + y) / 2
+            inner.watch(between)
+            judged = d(between)
+        slope = ops.sqrt(ops.sum(inner.gradient(judged, between) ** 2, -1))
+        loss = ops.mean(d(fake)) - ops.mean(d(y))
+        loss += 10 * ops.mean((slope - 1) ** 2)
+    variables = d.trainable_variables
+    objects["d_optimizer"].apply(tape.gradient(loss, variables), variables)
+    return {"d": loss}
+
+
+def g_step(objects, batch):
+    x, y = batch
+    with tf.GradientTape() as tape:
+        fake = objects["g"](x)
+        loss = -ops.mean(objects["d"](fake))
+    variables = objects["g"].trainable_variables
+    objects["g_optimizer"].apply_gradients(
+        zip(tape.gradient(loss, variables), variables, strict=True)
+    )
+    objects["error"].update_state(y, fake)
+    return {"g": loss, "error": objects["error"].result()}
+
+
+def values(objects):
+    names = ("g", "d", "g_optimizer", "d_optimizer")
+    return [v.numpy() for name in names for v in objects[name].variables]
+
+
+def batches():
+    x, y = arrays()
+    return [(x[a : a + 8], y[a : a + 8]) for a in (0, 8, 15, 3, 17)]
+
+
+@pytest.mark.parametrize("column", columns.EVERY)
+def test_a_loop_is_that_of_one_device(column, strategies, tmp_path):
+    keras.utils.set_random_seed(0)
+    objects = build()
+    loop = mgpu_tf.Loop(build, strategies[column])
+    for number, batch in enumerate(batches()):
+        if number == 3:
+            loop.save(str(tmp_path), number=number)
+            loop = mgpu_tf.Loop(build, strategies[column], seed=5)
+            assert loop.restore(str(tmp_path)) == {"number": number}
+        tensors = tuple(map(tf.constant, batch))
+        for step in (d_step, g_step):
+            ref = step(objects, tensors)
+            own = loop.run(step, batch)
+            assert list(own) == list(ref)
+            for name, value in ref.items():
+                np.testing.assert_allclose(own[name], value, rtol=1e-9)
+    assert loop.global_step == 10
+    for ref, own in zip(values(objects), values(loop.objects), strict=True):
+        np.testing.assert_allclose(own, ref, atol=1e-12)
+
+
+def test_what_is_not_built_is_refused(strategies):
+    def unbuilt():
+        return build() | {"late": keras.optimizers.SGD(name="late")}
+
+    with pytest.raises(mgpu_tf.ConfigurationError, match="'late', not built"):
+        mgpu_tf.Loop(unbuilt, strategies["mirrored_x2"])
+    with pytest.raises(mgpu_tf.ConfigurationError, match="list"):
+        mgpu_tf.Loop(lambda: [1], strategies["mirrored_x2"])
+
+
+def test_a_folder_without_checkpoints(strategies, tmp_path):
+    loop = mgpu_tf.Loop(build, strategies["one_device"])
+    assert loop.restore(str(tmp_path)) is None
+
+
+def test_the_code_of_the_docs_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    gan, loop = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S)
+    names: dict[str, object] = {}
+    exec(gan, names)
+    model = names["Gan"](network(3, 5), network(5, 1))
+    model.compile(keras.optimizers.Adam(), keras.optimizers.Adam())
+    model.fit(*arrays((3, 5)), verbose=0)
+    exec(loop, {})
+    assert "loss" in capsys.readouterr().out
+
+
+def test_two_workers(tmp_path):
+    observed = clusters.run_jobs(own_steps, 2, str(tmp_path))
+    model, history = test_author.by_keras(test_author.build_gan, arrays((3, 5)))
+    for found in observed["gan"]:
+        for name, values_ in history.items():
+            np.testing.assert_allclose(
+                found["history"][name], values_, rtol=1e-9
+            )
+        for ref, own in zip(model.get_weights(), found["weights"], strict=True):
+            np.testing.assert_allclose(own, ref, atol=1e-12)
+    keras.utils.set_random_seed(0)
+    model = test_on_batch.build()
+    x, y = arrays()
+    scores = [model.train_on_batch(x[:n], y[:n]) for n in (8, 7)]
+    for found in observed["on_batch"]:
+        np.testing.assert_allclose(found["scores"], scores, rtol=1e-9)
+        np.testing.assert_allclose(
+            found["predicted"], model.predict_on_batch(x[:7]), atol=1e-12
+        )
+    keras.utils.set_random_seed(0)
+    objects = build()
+    for batch in batches():
+        tensors = tuple(map(tf.constant, batch))
+        d_step(objects, tensors)
+        g_step(objects, tensors)
+    for found in observed["loop"]:
+        for ref, own in zip(values(objects), found["values"], strict=True):
+            np.testing.assert_allclose(own, ref, atol=1e-12)

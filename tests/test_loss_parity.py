@@ -1,0 +1,523 @@
+"""Losses of every shape against Keras's own `fit` on one device.
+
+Batches of 8, 8 and 2 rows: on three replicas no part is like another, and
+the last leaves a replica without an example.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import mgpu_tf
+from tests import columns
+from tests.parity import cases
+
+ROWS = 18
+BATCH = 8
+STEPS = 4
+COLUMNS = columns.EVERY
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    cases.set_floatx("float64")
+    yield
+    cases.set_floatx("float32")
+
+
+def points():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(ROWS, 3))
+    return {"x": x, "y": generator.uniform(0.1, 1.0, size=(ROWS, 2))}
+
+
+def labels():
+    data = points()
+    return data | {"y": (data["y"] > 0.5).astype("float64")}
+
+
+def weighted_points():
+    weight = np.random.default_rng(3).uniform(0.2, 2.0, size=ROWS)
+    return points() | {"sample_weight": weight}
+
+
+def words():
+    """Padded words, a class for each, some to be ignored."""
+    generator = np.random.default_rng(1)
+    x = generator.integers(1, 7, size=(ROWS, STEPS))
+    lengths = generator.integers(1, STEPS + 1, size=(ROWS, 1))
+    x = np.where(np.arange(STEPS) < lengths, x, 0)
+    return {"x": x, "y": generator.integers(0, 3, size=(ROWS, STEPS))}
+
+
+def weighted_words():
+    weight = np.random.default_rng(2).uniform(0.2, 2.0, size=(ROWS, STEPS))
+    return words() | {"sample_weight": weight}
+
+
+def sgd():
+    return keras.optimizers.SGD(0.02, momentum=0.9)
+
+
+def dense(*middle, loss="mse", model=keras.Model, **arguments):
+    """Returns what builds a small network with layers in its middle."""
+
+    def build():
+        inputs = keras.Input((3,))
+        hidden = layers.Dense(4, activation="tanh")(inputs)
+        for make in middle:
+            hidden = make()(hidden)
+        outputs = layers.Dense(2, activation="sigmoid")(hidden)
+        built = model(inputs, outputs)
+        compiled = {
+            name: value() if callable(value) else value
+            for name, value in arguments.items()
+        }
+        built.compile(sgd(), loss() if callable(loss) else loss, **compiled)
+        return built
+
+    return build
+
+
+def tagger(*middle, mask_zero=True, loss="mse", **arguments):
+    def build():
+        inputs = keras.Input((STEPS,), dtype="int32")
+        hidden = layers.Embedding(7, 4, mask_zero=mask_zero)(inputs)
+        for make in middle:
+            hidden = make()(hidden)
+        outputs = layers.Dense(3)(hidden)
+        model = keras.Model(inputs, outputs)
+        model.compile(sgd(), loss(), **arguments)
+        return model
+
+    return build
+
+
+def ignoring(reduction):
+    return lambda: keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, ignore_class=0, reduction=reduction
+    )
+
+
+def crossentropy():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def adding(function):
+    """A layer that adds to the loss what a function makes of its inputs."""
+
+    class Adding(layers.Layer):
+        def call(self, inputs):
+            self.add_loss(function(inputs))
+            return inputs
+
+    return Adding
+
+
+def computing(function, **attributes):
+    """A model whose `compute_loss` is a function."""
+
+    class Computing(keras.Model):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
+            for name, make in attributes.items():
+                setattr(self, name, make())
+
+        def compute_loss(
+            self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+        ):
+            keras_own = super().compute_loss
+
+            def compiled():
+                return keras_own(x, y, y_pred, sample_weight, training)
+
+            return function(self, compiled, y, y_pred)
+
+    return Computing
+
+
+def scoring(function, **attributes):
+    """A model whose `compute_metrics` is a function."""
+
+    class Scoring(keras.Model):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
+            for name, make in attributes.items():
+                setattr(self, name, make())
+
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            results = super().compute_metrics(x, y, y_pred, sample_weight)
+            return function(self, results, y, y_pred)
+
+    return Scoring
+
+
+def tracked(self, compiled, y, y_pred):
+    """As a variational autoencoder is often written."""
+    loss = compiled()
+    extra = ops.mean(ops.square(y_pred))
+    self.tracker.update_state(loss + extra)
+    self.extra_tracker.update_state(extra)
+    self.weighted_tracker.update_state(extra, ops.shape(y_pred)[0])
+    return loss + extra
+
+
+def own_mean(self, results, y, y_pred):
+    return results | {"own": ops.mean(ops.abs(y - y_pred)), "two": 2.0}
+
+
+def f1(self, results, y, y_pred):
+    """Of two metrics' results, in a name of its own."""
+    self.precision.update_state(y, y_pred)
+    self.recall.update_state(y, y_pred)
+    precision, recall = self.precision.result(), self.recall.result()
+    return {
+        "loss": results["loss"],
+        "f1": 2 * precision * recall / (precision + recall + 1e-9),
+    }
+
+
+class TwoResults(keras.metrics.Metric):
+    """A metric whose result is a dict."""
+
+    def __init__(self, name="two_results", **named):
+        super().__init__(name=name, **named)
+        self.total = self.add_variable((), "zeros", name="total")
+        self.count = self.add_variable((), "zeros", name="count")
+        self.updates = self.add_variable(
+            (), "zeros", name="updates", dtype="int32"
+        )
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(ops.sum(ops.abs(y_true - y_pred)))
+        self.count.assign_add(ops.cast(ops.size(y_true), self.dtype))
+        self.updates.assign_add(1)
+
+    def result(self):
+        return {
+            "mean_error": self.total / (self.count + 1e-9),
+            "sum_error": self.total,
+            "updates": self.updates,
+        }
+
+
+class InCall(layers.Layer):
+    """Updates a metric and adds a loss in `call`."""
+
+    def __init__(self, **named):
+        super().__init__(**named)
+        self.tracker = keras.metrics.Mean(name="in_call")
+
+    def call(self, inputs):
+        mean = ops.mean(ops.square(inputs))
+        self.tracker.update_state(mean)
+        self.add_loss(mean)
+        return inputs
+
+
+def regularized():
+    return layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.1))
+
+
+def synchronized():
+    return layers.BatchNormalization(synchronized=True)
+
+
+ROWS_OF = {
+    # The mask that a loss sets on what it returns.
+    "ignore_class": (
+        tagger(mask_zero=False, loss=ignoring("sum_over_batch_size")),
+        words,
+    ),
+    "ignore_class_masked": (tagger(loss=ignoring("mean")), words),
+    "ignore_class_weighted": (
+        tagger(loss=ignoring("sum_over_batch_size")),
+        weighted_words,
+    ),
+    "ignore_class_weighted_mean": (
+        tagger(loss=ignoring("mean_with_sample_weight")),
+        weighted_words,
+    ),
+    "ignore_class_sum": (tagger(loss=ignoring("sum")), words),
+    # Functions that reduce the rows themselves.
+    "function_sum": (
+        dense(loss=lambda: lambda y, p: ops.sum(ops.square(y - p))),
+        points,
+    ),
+    "function_mean": (
+        dense(loss=lambda: lambda y, p: ops.mean(ops.square(y - p))),
+        points,
+    ),
+    "function_mean_and_sum": (
+        dense(
+            loss=lambda: (
+                lambda y, p: (
+                    ops.mean(ops.square(y - p)) + 0.1 * ops.sum(ops.abs(y - p))
+                )
+            )
+        ),
+        points,
+    ),
+    "function_mean_of_each_column": (
+        dense(loss=lambda: lambda y, p: ops.mean(ops.square(y - p), axis=0)),
+        points,
+    ),
+    "dice_of_each": (dense(loss=lambda: keras.losses.Dice(axis=-1)), labels),
+    # What layers add.
+    "add_mean": (dense(adding(lambda x: ops.mean(x * x))), points),
+    "add_sum": (dense(adding(lambda x: 0.1 * ops.sum(x * x))), points),
+    "add_vector": (dense(adding(lambda x: ops.mean(x * x, axis=-1))), points),
+    "add_constant": (dense(adding(lambda x: ops.ones(()) / 3.0)), points),
+    "add_mean_and_sum": (
+        dense(adding(lambda x: ops.mean(x * x) + 0.1 * ops.sum(x * x))),
+        points,
+    ),
+    "add_sum_by_count": (
+        dense(
+            adding(
+                lambda x: ops.sum(x * x) / ops.cast(ops.shape(x)[0], x.dtype)
+            )
+        ),
+        points,
+    ),
+    "add_declared": (
+        dense(
+            adding(
+                lambda x: (
+                    mgpu_tf.mean_over_batch(x * x)
+                    - 0.1 * mgpu_tf.sum_over_batch(x)
+                )
+            )
+        ),
+        points,
+    ),
+    "add_declared_weighted": (
+        dense(
+            adding(
+                lambda x: mgpu_tf.mean_over_batch(
+                    ops.mean(x * x, -1), weights=ops.abs(x[:, 0])
+                )
+            )
+        ),
+        points,
+    ),
+    "add_after_batch_normalization": (
+        dense(synchronized, adding(lambda x: ops.mean(x**4))),
+        points,
+    ),
+    "regularizer": (dense(regularized), points),
+    # A `compute_loss` of one's own.
+    "compute_twice": (
+        dense(
+            regularized,
+            model=computing(lambda self, own, y, p: 2.0 * own()),
+        ),
+        weighted_points,
+    ),
+    "compute_and_sum": (
+        dense(
+            adding(lambda x: ops.sum(x * x)),
+            model=computing(
+                lambda self, own, y, p: own() + 0.1 * ops.sum(ops.square(p))
+            ),
+        ),
+        points,
+    ),
+    "compute_by_loss_object": (
+        dense(
+            regularized,
+            model=computing(
+                lambda self, own, y, p: (
+                    self.huber(y, p) + ops.sum(self.losses) + own() / 3.0
+                ),
+                huber=keras.losses.Huber,
+            ),
+        ),
+        points,
+    ),
+    "compute_without_keras": (
+        dense(
+            regularized,
+            loss=None,
+            model=computing(
+                lambda self, own, y, p: ops.mean(
+                    keras.losses.mean_absolute_error(y, p)
+                )
+            ),
+        ),
+        points,
+    ),
+    "compute_declared": (
+        dense(
+            model=computing(
+                lambda self, own, y, p: mgpu_tf.mean_over_batch(
+                    keras.losses.mean_squared_error(y, p), weights=y[:, 0]
+                )
+            )
+        ),
+        points,
+    ),
+    "metrics_in_compute_loss": (
+        dense(
+            regularized,
+            model=computing(
+                tracked,
+                tracker=lambda: keras.metrics.Mean(name="total"),
+                extra_tracker=lambda: keras.metrics.Mean(name="extra"),
+                weighted_tracker=lambda: keras.metrics.Mean(name="weighted"),
+            ),
+        ),
+        points,
+    ),
+    "metrics_in_call": (dense(InCall), points),
+    # A `compute_metrics` of one's own, and results that are dicts.
+    "own_metrics": (dense(model=scoring(own_mean), metrics=["mae"]), points),
+    "f1_of_two_metrics": (
+        dense(
+            model=scoring(
+                f1,
+                precision=keras.metrics.Precision,
+                recall=keras.metrics.Recall,
+            )
+        ),
+        labels,
+    ),
+    "dict_result": (
+        dense(metrics=lambda: [TwoResults(dtype="float64")]),
+        points,
+    ),
+    # Statistics of inputs with a mask.
+    "masked_batch_normalization": (
+        tagger(synchronized, loss=crossentropy),
+        words,
+    ),
+}
+
+_references = {}
+
+
+def reference(name):
+    """What Keras gives, computed once."""
+    if name not in _references:
+        build, data = ROWS_OF[name]
+        keras.utils.set_random_seed(0)
+        with tf.device("CPU:0"):
+            model = build()
+            _references[name] = run(model, model, data)
+    return _references[name]
+
+
+def run(trains, model, data):
+    data = data()
+    options = {"batch_size": BATCH, "verbose": 0}
+    history = trains.fit(**data, **options, epochs=2, shuffle=False)
+    scores = trains.evaluate(**data, **options, return_dict=True)
+    model = model() if callable(model) and trains is not model else model
+    weights = [*model.get_weights(), *model.optimizer.variables]
+    return [np.asarray(w) for w in weights], history.history, scores
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("name", ROWS_OF)
+def test_same_as_keras(name, column, strategies, caplog):
+    weights, history, scores = reference(name)
+    build, data = ROWS_OF[name]
+    trainer = mgpu_tf.Trainer(build, strategies[column])
+    ours = run(trainer, lambda: trainer.model, data)
+    for mine, theirs in zip(ours[0], weights, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-11)
+    assert list(ours[1]) == list(history)
+    for key, values in history.items():
+        np.testing.assert_allclose(ours[1][key], values, rtol=1e-9)
+    assert set(ours[2]) == set(scores)
+    for key, value in scores.items():
+        np.testing.assert_allclose(ours[2][key], value, rtol=1e-9)
+    assert "not a sum over examples" not in caplog.text
+
+
+REFUSED = {
+    "add_log": (
+        dense(adding(lambda x: ops.log(ops.sum(x * x)))),
+        "from add_loss.*what Log",
+    ),
+    "add_masked_mean": (
+        dense(adding(lambda x: ops.sum(x * x) / ops.sum(ops.abs(x)))),
+        "from add_loss.*what RealDiv",
+    ),
+    "add_variance": (dense(adding(ops.var)), "from add_loss"),
+    "compute_log": (
+        dense(model=computing(lambda self, own, y, p: ops.log(own()))),
+        "compute_loss.*what Log",
+    ),
+    "compute_pairs": (
+        dense(
+            model=computing(
+                lambda self, own, y, p: (
+                    ops.mean(ops.matmul(p, p.T))
+                    if hasattr(p, "T")
+                    else ops.mean(ops.matmul(p, ops.transpose(p)))
+                )
+            )
+        ),
+        "compute_loss",
+    ),
+    "own_metrics": (
+        dense(
+            model=scoring(
+                lambda self, results, y, p: results | {"own": ops.max(p)}
+            )
+        ),
+        "'own'.*what Max",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name_on_several_replicas(name, strategies):
+    build, rule = REFUSED[name]
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    with pytest.raises(mgpu_tf.ConfigurationError, match=rule) as error:
+        trainer.fit(**points(), batch_size=BATCH, verbose=0)
+    assert "\n" not in str(error.value)
+    assert "mgpu_tf.mean_over_batch" in str(error.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_device_refuses_nothing(name, strategies):
+    build, _ = REFUSED[name]
+    keras.utils.set_random_seed(0)
+    with tf.device("CPU:0"):
+        model = build()
+        expected = run(model, model, points)
+    trainer = mgpu_tf.Trainer(build, strategies["one_device"])
+    ours = run(trainer, lambda: trainer.model, points)
+    for mine, theirs in zip(ours[0], expected[0], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-14)
+    assert ours[1].keys() == expected[1].keys()
+
+
+def pairs(y_true, y_pred):
+    """One value for each example, of all examples."""
+    distances = ops.sum(ops.square(y_pred[:, None] - y_pred[None]), -1)
+    return ops.mean(distances * y_true[:, :1], -1)
+
+
+WARNED = {
+    "dice": lambda: keras.losses.Dice(name="dice"),
+    "tversky": lambda: keras.losses.Tversky(name="tversky"),
+    "pairs": lambda: pairs,
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_loss_of_a_batch_is_warned_of_once(name, strategies, caplog):
+    for column, times in (("one_device", 0), ("mirrored_x2", 1)):
+        trainer = mgpu_tf.Trainer(dense(loss=WARNED[name]), strategies[column])
+        caplog.clear()
+        trainer.fit(**labels(), batch_size=BATCH, epochs=2, verbose=0)
+        trainer.evaluate(**labels(), batch_size=BATCH, verbose=0)
+        warned = [r for r in caplog.messages if "not a sum over exam" in r]
+        assert len(warned) == times
+        assert all(repr(name) in message for message in warned)

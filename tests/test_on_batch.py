@@ -1,0 +1,47 @@
+"""`train_on_batch`, `test_on_batch` and `predict_on_batch` are Keras's."""
+
+import keras
+import numpy as np
+import pytest
+
+import mgpu_tf
+from tests import columns
+from tests.test_author import arrays, float64, network  # noqa: F401
+
+BATCHES = (8, 7, 8, 5)
+
+
+def build():
+    model = network(5, 1)
+    model.compile(
+        keras.optimizers.Adam(0.01, clipnorm=0.5), "mse", metrics=["mae"]
+    )
+    return model
+
+
+@pytest.mark.parametrize("column", columns.EVERY)
+def test_batches_are_those_of_keras(column, strategies):
+    x, y = arrays()
+    weights = np.abs(x[:, 0])
+    keras.utils.set_random_seed(0)
+    model = build()
+    trainer = mgpu_tf.Trainer(build, strategies[column])
+    for place, rows in enumerate(BATCHES):
+        given = x[:rows], y[:rows], weights[:rows] if place % 2 else None
+        ref = model.train_on_batch(*given)
+        own = trainer.train_on_batch(*given)
+        np.testing.assert_allclose(own, ref, rtol=1e-9)
+    for ref, own in zip(
+        model.get_weights(), trainer.model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(own, ref, atol=1e-12)
+    np.testing.assert_allclose(
+        list(trainer.test_on_batch(x, y, return_dict=True).values()),
+        list(model.test_on_batch(x, y, return_dict=True).values()),
+        rtol=1e-9,
+    )
+    np.testing.assert_allclose(
+        trainer.predict_on_batch(x[:7]), model.predict_on_batch(x[:7])
+    )
+    assert trainer.global_step == len(BATCHES)
+    assert trainer.examples_seen == sum(BATCHES)

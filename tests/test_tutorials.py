@@ -1,0 +1,59 @@
+"""The tutorials after keras.io against Keras alone, in tiny versions.
+
+Their data are float32; what is allowed is its rounding. Where replicas draw
+noise of their own, one device is held to Keras's numbers and several replicas
+to be near them.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests import clusters, columns
+from tests.jobs import tutorials
+
+ROUNDING = 2e-4
+NEAR = 0.3
+
+
+@functools.cache
+def reference(name):
+    return tutorials.observe(name, None)
+
+
+def _check(name, observed, noise):
+    expected = reference(name)
+    assert observed["history"].keys() == expected["history"].keys()
+    allowed = NEAR if noise else ROUNDING
+    for key, values in expected["history"].items():
+        np.testing.assert_allclose(
+            observed["history"][key], values, rtol=allowed, atol=allowed
+        )
+    if not noise:
+        np.testing.assert_allclose(
+            observed["weights"], expected["weights"], rtol=ROUNDING, atol=5e-4
+        )
+
+
+@pytest.mark.parametrize("name", tutorials.PROGRAMS)
+@pytest.mark.parametrize("column", columns.EVERY)
+def test_local(column, name, strategies):
+    observed = tutorials.observe(name, strategies[column])
+    noise = name in tutorials.NOISY and column != "one_device"
+    _check(name, observed, noise)
+
+
+@pytest.fixture(scope="module")
+def of_workers(tmp_path_factory):
+    return clusters.run_jobs(
+        tutorials, 2, str(tmp_path_factory.mktemp("tutorials"))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", tutorials.PROGRAMS)
+def test_two_workers(name, of_workers):
+    first, second = of_workers[name]
+    assert first == second
+    _check(name, first, name in tutorials.NOISY)

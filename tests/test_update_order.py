@@ -1,0 +1,93 @@
+"""The lines of an update that no number shows until they matter.
+
+Keras's own `fit` on one device is the reference, in float64.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+import mgpu_tf
+from tests.parity import cases
+
+STRATEGIES = ["mirrored_x2", "mirrored_x3"]
+WEIGHTS = np.random.default_rng(1).normal(size=(4, 3))
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    cases.set_floatx("float64")
+    yield
+    cases.set_floatx("float32")
+
+
+def data(examples):
+    generator = np.random.default_rng(0)
+    return (
+        generator.normal(size=(examples, 4)),
+        generator.normal(size=(examples, 3)),
+    )
+
+
+def build(optimizer, constraint=None):
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3, kernel_constraint=constraint)]
+    )
+    model.layers[0].set_weights([WEIGHTS, np.zeros(3)])
+    model.compile(optimizer(), "mse")
+    return model
+
+
+def check(build_model, x, y, strategy):
+    """Weights, and what the optimizer keeps, after 6 steps of 6 examples."""
+    options = {"batch_size": 6, "shuffle": False, "verbose": 0}
+    reference = build_model()
+    reference.fit(x, y, **options)
+    trainer = mgpu_tf.Trainer(build_model, strategy)
+    trainer.fit(x, y, **options)
+    for ours, theirs in zip(
+        trainer.model.weights + trainer.model.optimizer.variables,
+        reference.weights + reference.optimizer.variables,
+        strict=True,
+    ):
+        np.testing.assert_allclose(
+            ours.numpy(), theirs.numpy(), 1e-9, 1e-12, err_msg=ours.path
+        )
+    return reference
+
+
+def accumulating():
+    return keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.05, gradient_accumulation_steps=2),
+        initial_scale=8.0,
+    )
+
+
+@pytest.mark.parametrize("row", [0, 3, 5])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_one_replica_that_overflows_skips_the_step_on_all(
+    name, row, strategies
+):
+    """While gradients accumulate, they are the replica's own."""
+    x, y = data(36)
+    # Two of the six steps: no accumulation is left open at the end.
+    x[[6 + row, 18 + row]] = np.inf
+    reference = check(lambda: build(accumulating), x, y, strategies[name])
+    weights, _ = reference.layers[0].get_weights()
+    assert np.isfinite(weights).all()
+    assert np.abs(weights - WEIGHTS).max() > 1e-3
+
+
+def averaging():
+    return keras.optimizers.SGD(
+        0.3, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3
+    )
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_averages_that_are_written_over_weights_are_constrained(
+    name, strategies
+):
+    """An average of vectors of length 1 is shorter."""
+    unit = keras.constraints.UnitNorm(axis=0)
+    check(lambda: build(averaging, unit), *data(36), strategies[name])
