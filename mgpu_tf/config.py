@@ -13,68 +13,19 @@ import math
 import typing
 from typing import Any
 
+from mgpu_tf.checkpoints.options import RESUME, SaveOptions, save_options
 from mgpu_tf.errors import ConfigurationError, unknown_name
-from mgpu_tf.save_options import RESUME, SaveOptions, save_options
-
-STRATEGIES = (
-    "auto",
-    "one_device",
-    "mirrored",
-    "multi_worker_mirrored",
-    "parameter_server",
-    "central_storage",
-    "tpu",
+from mgpu_tf.names import (
+    APPLICATIONS,
+    COMMUNICATIONS,
+    DATASETS,
+    EMBEDDING_GRADIENTS,
+    GRADIENT_DTYPES,
+    LATE_GRADIENTS,
+    MODELS,
+    OPTIMIZERS,
+    STRATEGIES,
 )
-GRADIENT_DTYPES = ("bfloat16", "float16")
-EMBEDDING_GRADIENTS = ("keras", "summed")
-COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy")
-LATE_GRADIENTS = ("hold", "scale")
-MODELS = ("mlp", "cnn", "resnet", "transformer")
-DATASETS = ("digits", "tabular", "images")
-# Models of `keras.applications`, by Keras's names.
-APPLICATIONS = (
-    "ConvNeXtBase",
-    "ConvNeXtLarge",
-    "ConvNeXtSmall",
-    "ConvNeXtTiny",
-    "ConvNeXtXLarge",
-    "DenseNet121",
-    "DenseNet169",
-    "DenseNet201",
-    "EfficientNetB0",
-    "EfficientNetB1",
-    "EfficientNetB2",
-    "EfficientNetB3",
-    "EfficientNetB4",
-    "EfficientNetB5",
-    "EfficientNetB6",
-    "EfficientNetB7",
-    "EfficientNetV2B0",
-    "EfficientNetV2B1",
-    "EfficientNetV2B2",
-    "EfficientNetV2B3",
-    "EfficientNetV2L",
-    "EfficientNetV2M",
-    "EfficientNetV2S",
-    "InceptionResNetV2",
-    "InceptionV3",
-    "MobileNet",
-    "MobileNetV2",
-    "MobileNetV3Large",
-    "MobileNetV3Small",
-    "NASNetLarge",
-    "NASNetMobile",
-    "ResNet101",
-    "ResNet101V2",
-    "ResNet152",
-    "ResNet152V2",
-    "ResNet50",
-    "ResNet50V2",
-    "VGG16",
-    "VGG19",
-    "Xception",
-)
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lamb", "lion")
 
 
 def _field(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:

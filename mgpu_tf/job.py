@@ -18,30 +18,29 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf import datasets
-from mgpu_tf.cluster import ClusterConfig
+from mgpu_tf.checkpoints.run_state import EpochRecord
+from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.config import RunConfig
-from mgpu_tf.determinism import enable_determinism
-from mgpu_tf.engine.staleness import PREFIX
+from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.folders import make_folder
 from mgpu_tf.launch.local import RESTARTS
 from mgpu_tf.models import create_model
-from mgpu_tf.normalization import synchronize_batch_normalization
+from mgpu_tf.models.normalization import synchronize_batch_normalization
 from mgpu_tf.optimizers import create_optimizer
-from mgpu_tf.parity import ParityReport, check_parity, create_for_check
-from mgpu_tf.profiling import Profiler
-from mgpu_tf.report import EpochReport, Report, weights_sha256
-from mgpu_tf.run_state import EpochRecord
-from mgpu_tf.strategy import (
+from mgpu_tf.reports.profiling import Profiler
+from mgpu_tf.reports.report import EpochReport, Report, weights_sha256
+from mgpu_tf.runtime.determinism import enable_determinism
+from mgpu_tf.strategies.registry import (
     create_strategy,
     is_chief,
+    kind_of,
     lost_workers,
-    replica_count,
-    strategy_name,
-    worker_count,
+    topology_of,
 )
-from mgpu_tf.target import is_target, load_function
-from mgpu_tf.trainer import Trainer
+from mgpu_tf.studies.parity import ParityReport, check_parity, create_for_check
+from mgpu_tf.training.trainer import Trainer
+from mgpu_tf.user_function import is_target, load_function
 
 MODEL_FILE = "model.keras"
 
@@ -152,9 +151,9 @@ def report(
     )
     strategy, goodput = trainer.strategy, trainer.meter.goodput()
     result = Report(
-        strategy=strategy_name(strategy),
-        num_workers=worker_count(strategy),
-        num_replicas=replica_count(strategy),
+        strategy=kind_of(strategy).name,
+        num_workers=topology_of(strategy).num_workers,
+        num_replicas=topology_of(strategy).data_parallel_degree,
         global_batch_size=config.global_batch_size,
         global_step=trainer.global_step,
         examples_seen=trainer.examples_seen,

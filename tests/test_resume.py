@@ -13,10 +13,10 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf import checkpoints
+from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.saver import CheckpointSaver, Preempted
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.report import weights_sha256
-from mgpu_tf.saver import CheckpointSaver, Preempted
+from mgpu_tf.reports.report import weights_sha256
 
 SIZE = 75
 BATCH = 8
@@ -328,7 +328,7 @@ def test_a_full_disk_leaves_the_one_before(
     run, strategies, tmp_path, caplog, monkeypatch
 ):
     written = []
-    write = checkpoints.write
+    write = store.write
 
     def full(folder, step, *rest):
         if step == 8:
@@ -336,7 +336,7 @@ def test_a_full_disk_leaves_the_one_before(
         written.append(step)
         return write(folder, step, *rest)
 
-    monkeypatch.setattr(checkpoints, "write", full)
+    monkeypatch.setattr(store, "write", full)
     with caplog.at_level(logging.WARNING, "mgpu_tf"):
         run(strategies["one_device"], tmp_path)
     assert "step 8 was not written (No space left" in caplog.text
@@ -365,7 +365,7 @@ def test_preempted(run, strategies, tmp_path):
         once(tmp_path / "broken")
     assert ended.value.code == 75
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert checkpoints.newest(str(tmp_path / "broken")).step == 10 + 3
+    assert store.newest(str(tmp_path / "broken")).step == 10 + 3
     until = False
     assert once(tmp_path / "broken") == control
     recovery = run.trainer.saver.recovery
@@ -382,7 +382,7 @@ def test_saves_by_time_and_keeps_so_many(run, strategies, tmp_path):
     )
     assert run.trainer.saver.saves >= 2
     assert run.trainer.meter.goodput().save_seconds > 0
-    assert len(checkpoints.entries(str(tmp_path))) == 2
+    assert len(store.entries(str(tmp_path))) == 2
 
 
 def test_saves_each_epoch_by_default(run, strategies, tmp_path):
@@ -392,7 +392,7 @@ def test_saves_each_epoch_by_default(run, strategies, tmp_path):
         save_every_steps=None,
         keep_checkpoints=9,
     )
-    steps = [entry.step for entry in checkpoints.entries(str(tmp_path))]
+    steps = [entry.step for entry in store.entries(str(tmp_path))]
     assert steps == [10, 20]
 
 

@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from mgpu_tf.data.arrays import ArraySource, split_arrays
 from mgpu_tf.data.feed import Feed, distribute, next_batch
-from mgpu_tf.data.part import Part, input_context, part_of
 from mgpu_tf.data.python import GeneratorSource, PyDatasetSource
 from mgpu_tf.data.sources import (
     BatchSource,
@@ -40,15 +39,12 @@ __all__ = [
     "Feed",
     "FunctionSource",
     "GeneratorSource",
-    "Part",
     "PyDatasetSource",
     "Source",
     "as_source",
     "distribute",
-    "input_context",
     "next_batch",
     "pack",
-    "part_of",
     "split_arrays",
     "with_class_weight",
 ]

@@ -17,9 +17,10 @@ import tensorflow as tf
 
 from mgpu_tf.data import structures
 from mgpu_tf.data.order import Order, order_of
-from mgpu_tf.data.part import Part, input_context
 from mgpu_tf.data.structures import batch_size, whole
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.registry import topology_of
+from mgpu_tf.strategies.topology import LocalReplicas
 
 DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
@@ -66,12 +67,14 @@ class Source(abc.ABC):
         return self.steps is None and not self.endless
 
     @abc.abstractmethod
-    def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
+    def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
         """Returns pass `index` (integer or tensor), ending with the data."""
 
-    def pass_from(self, index: Any, part: Part, start: int) -> tf.data.Dataset:
+    def pass_from(
+        self, index: Any, local: LocalReplicas, start: int
+    ) -> tf.data.Dataset:
         """Returns pass `index` from its global batch `start` on."""
-        return self.pass_dataset(index, part).skip(start * part.local)
+        return self.pass_dataset(index, local).skip(start * local.count)
 
     @abc.abstractmethod
     def example(self) -> Any:
@@ -109,7 +112,7 @@ class Source(abc.ABC):
             of which worker w takes batches w, w + count, w + 2 * count ...
         """
         del count
-        whole = self.pass_dataset(0, Part(0, 1, 1))
+        whole = self.pass_dataset(0, LocalReplicas(0, 1, 1))
         return [whole.map(lambda data, local, total: data)]
 
 
@@ -124,10 +127,10 @@ class BatchSource(Source):
     def batches(self, index: Any) -> tf.data.Dataset:
         """Returns the batches of pass `index` (integer or tensor)."""
 
-    def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
-        """Returns pass `index`, cut for the replicas of a part."""
+    def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
+        """Returns pass `index`, cut for the replicas of a process."""
         if self.totals_known:
-            return cut(self.batches(index), part)
+            return cut(self.batches(index), local)
         return _sized(self.batches(index))
 
     def shards(self, count: int) -> list[tf.data.Dataset]:
@@ -194,7 +197,7 @@ class FunctionSource(BatchSource):
         self, dataset_fn: DatasetFn, strategy: tf.distribute.Strategy
     ) -> None:
         self._dataset_fn = dataset_fn
-        self._dataset = dataset_fn(input_context(strategy))
+        self._dataset = dataset_fn(topology_of(strategy).input_context())
         if not isinstance(self._dataset, tf.data.Dataset):
             raise ConfigurationError(
                 "A dataset_fn must return a tf.data.Dataset. Received: "
@@ -238,13 +241,15 @@ class MappedSource(Source):
         self.totals_known = source.totals_known
         self.repeats = source.repeats
 
-    def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
+    def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
         """Returns pass `index` of the source, mapped."""
-        return self._mapped(self._source.pass_dataset(index, part))
+        return self._mapped(self._source.pass_dataset(index, local))
 
-    def pass_from(self, index: Any, part: Part, start: int) -> tf.data.Dataset:
+    def pass_from(
+        self, index: Any, local: LocalReplicas, start: int
+    ) -> tf.data.Dataset:
         """Returns pass `index` from a batch on, mapped."""
-        return self._mapped(self._source.pass_from(index, part, start))
+        return self._mapped(self._source.pass_from(index, local, start))
 
     def _mapped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset.map(
@@ -300,24 +305,24 @@ def _sized(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(whole(dataset.element_spec, element))
 
 
-def cut(dataset: tf.data.Dataset, part: Part) -> tf.data.Dataset:
-    """Turns global batches into the elements of the replicas of a part."""
+def cut(dataset: tf.data.Dataset, local: LocalReplicas) -> tf.data.Dataset:
+    """Turns global batches into the elements of the replicas of a process."""
 
     def rows(data: Any, replica: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
         size = batch_size(data)
-        if part.total == 1:
+        if local.total == 1:
             return data, size, size
         with tf.control_dependencies(structures.check_sizes(data, size)):
             size = tf.identity(size)
-        low, high = part.bounds(size, replica)
+        low, high = local.rows_of(size, replica)
         return structures.rows(data, low, high), high - low, size
 
     def every(data: Any) -> tf.data.Dataset:
-        return tf.data.Dataset.range(part.local).map(
+        return tf.data.Dataset.range(local.count).map(
             lambda replica: rows(data, replica)
         )
 
     spec = dataset.element_spec
-    if part.local == 1:
+    if local.count == 1:
         return dataset.map(whole(spec, lambda data: rows(data, 0)))
     return dataset.flat_map(whole(spec, every))

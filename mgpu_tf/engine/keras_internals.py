@@ -19,6 +19,7 @@ from keras.src.losses import loss as keras_loss
 from keras.src.utils.python_utils import is_default
 
 from mgpu_tf.layers import ShardedEmbedding
+from mgpu_tf.strategies.registry import kind_of
 
 
 def build(model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
@@ -593,7 +594,7 @@ def update_averages(optimizer: keras.optimizers.Optimizer) -> None:
         )
 
     strategy = tf.distribute.get_strategy()
-    if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy):
+    if kind_of(strategy).stored_once:
         tf.distribute.get_replica_context().merge_call(lambda _: update())
     else:
         update()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from mgpu_tf.config import EMBEDDING_GRADIENTS, GRADIENT_DTYPES
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.names import EMBEDDING_GRADIENTS, GRADIENT_DTYPES
 
 
 @dataclasses.dataclass(frozen=True)

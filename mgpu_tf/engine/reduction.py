@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from mgpu_tf.strategy import worker_count
+from mgpu_tf.strategies.registry import topology_of
 
 # What a reduction costs anyway is worth about so many bytes more in one.
 PACK_BYTES = 1 << 20
@@ -68,7 +68,7 @@ class Reduction:
         self, strategy: tf.distribute.Strategy, gradient_dtype: str | None
     ) -> None:
         self._dtype = tf.as_dtype(gradient_dtype) if gradient_dtype else None
-        self._apart = worker_count(strategy) > 1
+        self._apart = topology_of(strategy).num_workers > 1
 
     def __call__(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums gradients. On a replica."""

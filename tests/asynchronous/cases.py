@@ -11,7 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import (
 )
 
 import mgpu_tf
-from mgpu_tf import checkpoints, datasets
+from mgpu_tf import datasets
+from mgpu_tf.checkpoints import store
 from mgpu_tf.errors import ConfigurationError
 from tests.asynchronous import slots
 
@@ -189,7 +190,7 @@ def saved_in_accumulation(strategy):
                 save_every_steps=4,
                 keep_checkpoints=9,
             )
-            entries = checkpoints.entries(folder, thorough=False)
+            entries = store.entries(folder, thorough=False)
             saved.append(sorted(entry.step for entry in entries))
         weights.append(trainer.model.get_weights())
     return {"difference": largest(*weights), "saved": saved}

@@ -10,14 +10,14 @@ import sys
 import time
 
 import mgpu_tf
-from mgpu_tf import quiet
+from mgpu_tf.runtime import quiet_import
 
 
 def main():
     folder = sys.argv[1]
     cluster = mgpu_tf.ClusterConfig.from_environment()
     print("PID", cluster.task_name.replace(" ", "-"), os.getpid(), flush=True)
-    quiet.import_tensorflow()
+    quiet_import.import_tensorflow()
     strategy = mgpu_tf.create_strategy("auto")
     import keras
 

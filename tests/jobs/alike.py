@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import mgpu_tf
-from mgpu_tf import messages
+from mgpu_tf.strategies import messages
 
 SIZE, BATCH = 24, 4
 X = np.random.default_rng(1).normal(size=(SIZE, 4)).astype("float32")

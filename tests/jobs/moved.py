@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 import mgpu_tf
-from mgpu_tf.saver import Preempted
+from mgpu_tf.checkpoints.saver import Preempted
 
 SIZE = 75
 BATCH = 8

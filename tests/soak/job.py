@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 import mgpu_tf
-from mgpu_tf.report import weights_sha256
+from mgpu_tf.reports.report import weights_sha256
 from tests.soak.harness import EPOCHS, SAVE_EVERY_STEPS
 
 
