@@ -16,13 +16,19 @@ from typing import TYPE_CHECKING, Any
 from mgpu_tf._version import __version__
 
 if TYPE_CHECKING:
-    from mgpu_tf import flags, layers
+    from mgpu_tf import datasets, flags, layers, models
     from mgpu_tf.cluster.config import ClusterConfig
     from mgpu_tf.config import RunConfig
     from mgpu_tf.engine.contributions import mean_over_batch, sum_over_batch
-    from mgpu_tf.errors import ClusterError, ConfigurationError, WorkerError
+    from mgpu_tf.errors import (
+        ClusterError,
+        ConfigurationError,
+        Preempted,
+        WorkerError,
+    )
     from mgpu_tf.job import run
     from mgpu_tf.models.normalization import synchronize_batch_normalization
+    from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
     from mgpu_tf.reports.report import Report
     from mgpu_tf.runtime.determinism import enable_determinism
     from mgpu_tf.strategies.parameter_server import (
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
     from mgpu_tf.training.custom_loop import Loop
     from mgpu_tf.training.trainer import Trainer
 
-_MODULES = ("flags", "layers")
+_MODULES = ("datasets", "flags", "layers", "models")
 
 _HOMES = {
     "ClusterConfig": "mgpu_tf.cluster.config",
@@ -50,6 +56,10 @@ _HOMES = {
     "ParityReport": "mgpu_tf.studies.parity",
     "Report": "mgpu_tf.reports.report",
     "RunConfig": "mgpu_tf.config",
+    "Preempted": "mgpu_tf.errors",
+    "SaveOptions": "mgpu_tf.options",
+    "StepOptions": "mgpu_tf.options",
+    "StrategyOptions": "mgpu_tf.options",
     "Trainer": "mgpu_tf.training.trainer",
     "WorkerError": "mgpu_tf.errors",
     "check_parity": "mgpu_tf.studies.parity",
@@ -74,8 +84,12 @@ __all__ = [
     "ConfigurationError",
     "Loop",
     "ParityReport",
+    "Preempted",
     "Report",
     "RunConfig",
+    "SaveOptions",
+    "StepOptions",
+    "StrategyOptions",
     "Trainer",
     "WorkerError",
     "__version__",
@@ -87,11 +101,13 @@ __all__ = [
     "create_parameter_server_strategy",
     "create_strategy",
     "create_tpu_strategy",
+    "datasets",
     "enable_determinism",
     "flags",
     "is_chief",
     "layers",
     "mean_over_batch",
+    "models",
     "run",
     "sum_over_batch",
     "synchronize_batch_normalization",

@@ -28,11 +28,12 @@ from mgpu_tf.launch.local import RESTARTS
 from mgpu_tf.models import create_model
 from mgpu_tf.models.normalization import synchronize_batch_normalization
 from mgpu_tf.optimizers import create_optimizer
+from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.reports.report import EpochReport, Report, weights_sha256
 from mgpu_tf.runtime.determinism import enable_determinism
 from mgpu_tf.strategies.registry import (
-    create_strategy,
+    create_with,
     is_chief,
     kind_of,
     lost_workers,
@@ -83,14 +84,7 @@ def train(config: RunConfig, *, verbose: int | str = "auto") -> Trainer:
         make_folder("output_dir", config.output_dir)
     if config.checkpoint_dir is not None:
         enable_determinism()
-    strategy = create_strategy(
-        config.strategy,
-        devices=config.devices,
-        communication=config.communication,
-        num_virtual_devices=config.num_virtual_devices,
-        max_staleness=config.max_staleness,
-        late_gradients=config.late_gradients,
-    )
+    strategy = create_with(config.strategy, config.options(StrategyOptions))
     _check_batch(config, strategy)
     splits = _splits(config)
     profiler = _profiler(config, strategy)
@@ -98,10 +92,8 @@ def train(config: RunConfig, *, verbose: int | str = "auto") -> Trainer:
         lambda: _model(config, splits),
         strategy,
         seed=config.seed,
-        gradient_dtype=config.gradient_dtype,
-        embedding_gradients=config.embedding_gradients,
-        jit_compile=config.jit_compile,
         profiler=profiler,
+        **dataclasses.asdict(config.options(StepOptions)),
     )
     trainer.fit(
         **splits.training(config.global_batch_size),
@@ -109,11 +101,7 @@ def train(config: RunConfig, *, verbose: int | str = "auto") -> Trainer:
         steps_per_epoch=config.steps_per_epoch,
         verbose=verbose,
         callbacks=[keras.callbacks.TerminateOnNaN()],
-        checkpoint_dir=config.checkpoint_dir,
-        save_every_steps=config.save_every_steps,
-        save_every_seconds=config.save_every_seconds,
-        keep_checkpoints=config.keep_checkpoints,
-        resume=config.resume,
+        checkpoint=config.options(SaveOptions),
     )
     _check_loss(trainer)
     if profiler is not None and is_chief(strategy):
@@ -149,7 +137,7 @@ def report(
         return_dict=True,
         verbose=verbose,
     )
-    strategy, goodput = trainer.strategy, trainer.meter.goodput()
+    strategy, goodput = trainer.strategy, trainer.goodput
     result = Report(
         strategy=kind_of(strategy).name,
         num_workers=topology_of(strategy).num_workers,
@@ -160,11 +148,10 @@ def report(
         epochs=[_epoch_report(record) for record in trainer.records],
         test=test,
         weights_sha256=weights_sha256(trainer.model.get_weights()),
-        restarts=trainer.saver.recovery.restarts,
-        lost_steps=trainer.saver.recovery.lost_steps,
-        lost_seconds=trainer.saver.recovery.lost_seconds,
-        lost_workers=trainer.saver.recovery.lost_workers
-        + lost_workers(strategy),
+        restarts=trainer.recovery.restarts,
+        lost_steps=trainer.recovery.lost_steps,
+        lost_seconds=trainer.recovery.lost_seconds,
+        lost_workers=trainer.recovery.lost_workers + lost_workers(strategy),
         saving_seconds=goodput.save_seconds,
         goodput=dataclasses.asdict(goodput),
     )

@@ -6,6 +6,13 @@
 No TensorFlow here, so that a wrong name is told at once.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# A number of GPUs, or GPUs by index or name ("GPU:1").
+Devices = int | Sequence[int | str] | None
+
 STRATEGIES = (
     "auto",
     "one_device",
@@ -19,6 +26,7 @@ GRADIENT_DTYPES = ("bfloat16", "float16")
 EMBEDDING_GRADIENTS = ("keras", "summed")
 COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy")
 LATE_GRADIENTS = ("hold", "scale")
+RESUME = ("auto", "always", "never")
 MODELS = ("mlp", "cnn", "resnet", "transformer")
 DATASETS = ("digits", "tabular", "images")
 # Models of `keras.applications`, by Keras's names.

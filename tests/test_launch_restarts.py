@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import PREEMPTED, ConfigurationError
 from mgpu_tf.launch import local
 from mgpu_tf.launch.policy import RestartPolicy
-from mgpu_tf.launch.process import PREEMPTED, oom_kills
+from mgpu_tf.launch.process import oom_kills
 from tests.test_launch_local import (
     STAY,
     assert_gone,

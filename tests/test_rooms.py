@@ -56,17 +56,18 @@ LIGHT_ROOMS = {
     "commands",
     "config",
     "errors",
+    "fields",
     "flags",
     "folders",
     "launch",
     "names",
+    "options",
     "planner",
     "user_function",
 }
 # The light modules of other rooms.
 LIGHT_MODULES = {
     "mgpu_tf.checkpoints",
-    "mgpu_tf.checkpoints.options",
     "mgpu_tf.checkpoints.recovery",
     "mgpu_tf.checkpoints.store",
     "mgpu_tf.reports",

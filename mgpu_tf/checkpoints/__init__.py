@@ -1,7 +1,7 @@
 """Checkpoints: the whole state of a run, and where they are kept.
 
 from mgpu_tf.checkpoints import store
-from mgpu_tf.checkpoints.options import SaveOptions
+from mgpu_tf.options import SaveOptions
 
 SaveOptions("run", every_steps=100, keep=3)
 for entry in store.entries("run"):        # needs no TensorFlow

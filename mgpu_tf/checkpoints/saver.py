@@ -25,12 +25,11 @@ import tensorflow as tf
 
 from mgpu_tf.checkpoints import store
 from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
-from mgpu_tf.checkpoints.options import SaveOptions
 from mgpu_tf.checkpoints.recovery import Progress, Recovery
 from mgpu_tf.engine.base import NO_VOTES, Votes
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, Preempted
 from mgpu_tf.folders import make_folder
-from mgpu_tf.launch.process import PREEMPTED
+from mgpu_tf.options import SaveOptions
 from mgpu_tf.reports.goodput import Goodput, Meter
 from mgpu_tf.reports.report import known
 from mgpu_tf.strategies.peers import Peers
@@ -39,16 +38,6 @@ _log = logging.getLogger("mgpu_tf")
 
 State = dict[str, Any]
 Arrays = dict[str, np.ndarray]
-
-
-class Preempted(SystemExit):
-    """The process was told to end by SIGTERM, and its state is saved.
-
-    Left alone it ends the process with exit code 75.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(PREEMPTED)
 
 
 class Saver:
@@ -201,7 +190,7 @@ class CheckpointSaver(Saver):
 
     def room(self, step: int, wanted: int) -> int:
         """Returns how many of the wanted steps may run before a save."""
-        every = self._options.every_steps
+        every = self._options.save_every_steps
         if every is None:
             return wanted
         self._due_at = step - step % every + every
@@ -209,7 +198,7 @@ class CheckpointSaver(Saver):
 
     def votes(self) -> Votes:
         """Returns what this worker asks for."""
-        every = self._options.every_seconds
+        every = self._options.save_every_seconds
         due = (
             every is not None
             and self._is_chief
@@ -226,7 +215,10 @@ class CheckpointSaver(Saver):
         if self._progress is not None:
             self._progress.note(step, self._lost_workers())
         options = self._options
-        by_epoch = options.every_steps is None and options.every_seconds is None
+        by_epoch = (
+            options.save_every_steps is None
+            and options.save_every_seconds is None
+        )
         due = votes.save or votes.end
         # Later where an update of several steps had to end first.
         due |= step >= self._due_at
@@ -289,7 +281,9 @@ class CheckpointSaver(Saver):
     def _write(self, step: int, state: State, arrays: Arrays) -> None:
         options = self._options
         try:
-            write_state(options.folder, step, state, arrays, options.keep)
+            write_state(
+                options.folder, step, state, arrays, options.keep_checkpoints
+            )
             self._failed = None
         except OSError as error:
             self._failed = error

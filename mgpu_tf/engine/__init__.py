@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine.base import Engine
-from mgpu_tf.engine.options import StepOptions
+from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.registry import kind_of
 
 

@@ -22,10 +22,10 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.options import StepOptions
 from mgpu_tf.engine.reduction import Reduction
 from mgpu_tf.engine.rows import RowGather
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.registry import topology_of
 
 Gradients = list[Any]

@@ -24,11 +24,11 @@ from collections.abc import Sequence
 
 from mgpu_tf.cluster import ports
 from mgpu_tf.cluster.config import TF_CONFIG, ClusterConfig
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import PREEMPTED, ConfigurationError
 from mgpu_tf.folders import make_folder
 from mgpu_tf.launch.guard import Guard
 from mgpu_tf.launch.policy import SETTLED_SECONDS, RestartPolicy
-from mgpu_tf.launch.process import PREEMPTED, Task
+from mgpu_tf.launch.process import Task
 
 # Tells a process how often its job was started again.
 RESTARTS = "MGPU_TF_RESTARTS"

@@ -15,11 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
-from mgpu_tf.errors import ConfigurationError
-
-# What a process returns that was told to end, and has saved what it had:
-# "temporary failure, try again" in sysexits.h.
-PREEMPTED = 75
+from mgpu_tf.errors import PREEMPTED, ConfigurationError
 
 TAIL_LINES = 20
 

@@ -6,13 +6,10 @@ are selected grows as it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError
-
-Devices = int | Sequence[int | str] | None
+from mgpu_tf.names import Devices
 
 
 def select_local(

@@ -13,13 +13,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.fields import made_of
+from mgpu_tf.options import StrategyOptions
 from mgpu_tf.runtime import devices as devices_lib
-from mgpu_tf.runtime.devices import Devices
 from mgpu_tf.strategies.parameter_server import (
     EvaluatorStrategy,
     ParameterServerStrategy,
@@ -43,29 +45,6 @@ _log = logging.getLogger("mgpu_tf")
 
 _SYNCHRONOUS = "mgpu_tf.engine.synchronous.engine:SynchronousEngine"
 _ASYNCHRONOUS = "mgpu_tf.engine.asynchronous.engine:AsynchronousEngine"
-
-
-@dataclasses.dataclass(frozen=True)
-class StrategyOptions:
-    """What `create_strategy` hands to the factory that it selects.
-
-    Attributes:
-        devices: A number of GPUs, or GPUs by index or name ("GPU:1"); all
-            visible GPUs by default.
-        communication: How replicas reduce, one of `COMMUNICATIONS`.
-        num_virtual_devices: Splits the CPU into so many devices, to try
-            several replicas without GPUs.
-        tpu: Name or address of a TPU, "" for the local one.
-        max_staleness: See `create_parameter_server_strategy`.
-        late_gradients: See `create_parameter_server_strategy`.
-    """
-
-    devices: Devices = None
-    communication: str = "auto"
-    num_virtual_devices: int | None = None
-    tpu: str = ""
-    max_staleness: int | None = None
-    late_gradients: str = "hold"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,14 +111,7 @@ def lost_workers(strategy: tf.distribute.Strategy) -> int:
 
 
 def create_strategy(
-    name: str = "auto",
-    *,
-    devices: Devices = None,
-    communication: str = "auto",
-    num_virtual_devices: int | None = None,
-    tpu: str = "",
-    max_staleness: int | None = None,
-    late_gradients: str = "hold",
+    name: str = "auto", **options: Any
 ) -> tf.distribute.Strategy:
     """Creates a strategy by name.
 
@@ -155,29 +127,30 @@ def create_strategy(
         name: One of `auto`, `one_device`, `mirrored`,
             `multi_worker_mirrored`, `parameter_server`, `central_storage`,
             `tpu`.
-        devices: A number of GPUs, or GPUs by index or name; all visible
-            GPUs by default.
-        communication: `auto`, `nccl`, `ring` or `hierarchical_copy`.
-        num_virtual_devices: Splits the CPU into so many devices.
-        tpu: Name or address of the TPU, "" for the local one.
-        max_staleness: For `parameter_server`: how late a gradient may be.
-        late_gradients: For `parameter_server`: `hold` or `scale`.
+        **options: The fields of `StrategyOptions`:
+            devices: A number of GPUs, or GPUs by index or name; all visible
+                GPUs by default.
+            communication: `auto`, `nccl`, `ring` or `hierarchical_copy`.
+            num_virtual_devices: Splits the CPU into N devices.
+            tpu: Name or address of the TPU, "" for the local one.
+            max_staleness: For `parameter_server`: how many updates of others
+                a gradient may be late.
+            late_gradients: For `parameter_server`: `hold` or `scale`.
 
     Returns:
         The strategy.
 
     Raises:
-        ConfigurationError: The name is unknown, or an argument cannot work
-            with the strategy or on this machine.
+        ConfigurationError: The name or an option is unknown, or an option
+            cannot work with the strategy or on this machine.
     """
-    options = StrategyOptions(
-        devices,
-        communication,
-        num_virtual_devices,
-        tpu,
-        max_staleness,
-        late_gradients,
+    return create_with(
+        name, made_of(StrategyOptions, options, "create_strategy")
     )
+
+
+def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
+    """Creates a strategy by name; options as one value."""
     if name == "auto":
         name, reason = _choose(options)
         _log.info("strategy %s: %s", name, reason)

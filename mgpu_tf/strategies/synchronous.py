@@ -16,9 +16,8 @@ import tensorflow as tf
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.waiting import told_of_missing
 from mgpu_tf.errors import ConfigurationError, unknown_name
-from mgpu_tf.names import COMMUNICATIONS
+from mgpu_tf.names import COMMUNICATIONS, Devices
 from mgpu_tf.runtime import devices as devices_lib
-from mgpu_tf.runtime.devices import Devices
 from mgpu_tf.strategies.mirrored import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -11,6 +12,7 @@ import keras
 from mgpu_tf import data as data_lib
 from mgpu_tf.engine.base import DataFeed
 from mgpu_tf.errors import ConfigurationError, check_integer, is_integer
+from mgpu_tf.options import SaveOptions
 
 NO_BATCH = (
     "The data must have one batch or more. Received: no batch. Check the "
@@ -157,13 +159,27 @@ def check_steps_per_execution(value: int | str) -> None:
     )
 
 
-def check_jit_compile(value: str | None) -> None:
-    """Refuses what belongs into `compile`."""
-    if value not in (None, "auto"):
+def saving_of(
+    checkpoint_dir: str | os.PathLike[str] | None,
+    checkpoint: SaveOptions | None,
+) -> SaveOptions | None:
+    """Returns where and when a `fit` saves; None where it does not."""
+    if checkpoint is not None and checkpoint_dir is not None:
         raise ConfigurationError(
-            "jit_compile of a Trainer must be 'auto', or left out. Received: "
-            f"jit_compile={value!r}. Pass True or False to model.compile."
+            "Give checkpoint_dir or checkpoint, not both. Received: "
+            f"{checkpoint_dir!r} beside {checkpoint}."
         )
+    if checkpoint is None and checkpoint_dir is not None:
+        checkpoint = SaveOptions(os.fspath(checkpoint_dir))
+    if checkpoint is not None and not isinstance(checkpoint, SaveOptions):
+        raise ConfigurationError(
+            "checkpoint must be a SaveOptions. Received: "
+            f"{type(checkpoint).__name__}. Write "
+            "mgpu_tf.SaveOptions(folder, save_every_steps=100)."
+        )
+    if checkpoint is None or checkpoint.checkpoint_dir is None:
+        return None
+    return checkpoint
 
 
 def check_finite(

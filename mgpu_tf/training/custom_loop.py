@@ -41,8 +41,8 @@ from mgpu_tf.checkpoints.run_state import generators, restore_generators
 from mgpu_tf.checkpoints.saver import read_state, write_state
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.base import Engine, Logs
-from mgpu_tf.engine.options import StepOptions
 from mgpu_tf.errors import ConfigurationError, check_integer
+from mgpu_tf.options import StepOptions
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.registry import create_strategy, kind_of
 from mgpu_tf.training.data_errors import explained

@@ -20,7 +20,7 @@ from mgpu_tf import data as data_lib
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.engine.base import DataFeed, Engine
-from mgpu_tf.engine.options import StepOptions
+from mgpu_tf.options import StepOptions
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.peers import Peers
 from mgpu_tf.strategies.registry import is_chief
@@ -47,7 +47,6 @@ class Session:
         seed: As for `Trainer`.
         steps_per_execution: As for `Trainer`.
         options: How steps are made.
-        jit_compile: As for `Trainer`.
 
     Attributes:
         strategy: The strategy.
@@ -68,13 +67,11 @@ class Session:
         seed: int | None,
         steps_per_execution: int | str = "auto",
         options: StepOptions | None = None,
-        jit_compile: str | None = None,
     ) -> None:
         self._build_model = build_model
         self._seed = seed
         self._steps_per_execution = steps_per_execution
-        self._options = options
-        self._jit_compile = jit_compile
+        self._options = options or StepOptions()
         self.strategy = strategy
         self.is_chief = is_chief(strategy)
         self.peers = Peers(strategy)
@@ -96,7 +93,6 @@ class Session:
             seed=self._seed,
             steps_per_execution=self._steps_per_execution,
             options=self._options,
-            jit_compile=self._jit_compile,
         )
 
     @property
@@ -257,7 +253,7 @@ class Session:
 
         One that a `fit` was too short for begins again in the next.
         """
-        if self._jit_compile != "auto":
+        if self._options.jit_compile != "auto":
             return None
         if exact or determinism.is_enabled():
             _log.info(
@@ -289,5 +285,4 @@ class Session:
             "seed": str(self._seed),
             "steps_per_execution": str(self._steps_per_execution),
             "options": str(self._options),
-            "jit_compile": str(self._jit_compile),
         }

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import keras
 
 from mgpu_tf.checkpoints import store
-from mgpu_tf.checkpoints.options import SaveOptions
 from mgpu_tf.checkpoints.saver import Arrays, State, read_state
 from mgpu_tf.engine.base import Engine, Logs
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.options import SaveOptions
 
 _POLL_SECONDS = 0.5
 

@@ -13,16 +13,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from mgpu_tf import data as data_lib
-from mgpu_tf.checkpoints.options import SaveOptions
 from mgpu_tf.checkpoints.run_state import (
-    Counts,
     EpochRecord,
     Position,
     RunState,
@@ -31,7 +29,7 @@ from mgpu_tf.checkpoints.saver import CheckpointSaver, Saver
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import DataFeed, Execution, Logs, UnevenData
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.reports.goodput import Meter
+from mgpu_tf.options import SaveOptions
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.runtime.determinism import enable_determinism
 from mgpu_tf.strategies.registry import lost_workers
@@ -46,13 +44,7 @@ from mgpu_tf.training.call_arguments import (
 )
 from mgpu_tf.training.distributed_model import Session
 from mgpu_tf.training.pace import Pace
-
-
-class Watched(Counts, Protocol):
-    """What a trainer tells about its runs."""
-
-    saver: Saver
-    meter: Meter
+from mgpu_tf.training.totals import Totals
 
 
 class Training:
@@ -60,7 +52,7 @@ class Training:
 
     Args:
         session: What is trained.
-        watched: The trainer, for what it counts and tells.
+        totals: What the trainer has done so far; it goes on from there.
         source: What it trains on.
         validation: What it evaluates on.
         numbers: The numbers that `fit` was given.
@@ -77,7 +69,7 @@ class Training:
     def __init__(
         self,
         session: Session,
-        watched: Watched,
+        totals: Totals,
         source: data_lib.Source,
         validation: data_lib.Source | None,
         numbers: FitNumbers,
@@ -98,20 +90,20 @@ class Training:
             peers.compare(fit_facts(source, self._validation, numbers))
         self._session = session
         self._model = session.model
-        self._watched = watched
+        self._totals = totals
         self._source = source
         self._numbers = numbers
         self._profiler = profiler
         self._engine = engine = session.prepare_training(source)
         self._run = RunState(
-            watched,
+            totals,
             self._model,
             engine,
             data_shape(source),
             callbacks,
             numbers.initial_epoch,
         )
-        self._saver = watched.saver = self._saver_of(saving, callbacks)
+        self._saver = totals.saver = self._saver_of(saving, callbacks)
         self._pace = session.pace(callbacks, exact=saving is not None)
         self._stops_together = peers.any(bool(callbacks))
         self._hooks = session.hooks(
@@ -170,7 +162,7 @@ class Training:
             self._session.peers,
             is_chief=self._session.is_chief,
             capture=self._run.capture,
-            meter=self._watched.meter,
+            meter=self._totals.meter,
             lost_workers=lambda: lost_workers(self._session.strategy),
         )
 
@@ -181,7 +173,7 @@ class Training:
         record = self._train(feed)
         logs = dict(record.logs)
         if self._validation is not None and numbers.validates(epoch):
-            with self._watched.meter.phase("evaluate"):
+            with self._totals.meter.phase("evaluate"):
                 scores = evaluate(
                     self._session,
                     self._validation,
@@ -189,15 +181,15 @@ class Training:
                     hooks,
                 )
             logs |= {f"val_{name}": v for name, v in scores.items()}
-        self._watched.records.append(dataclasses.replace(record, logs=logs))
+        self._totals.records.append(dataclasses.replace(record, logs=logs))
         hooks.on_epoch_end(epoch, logs)
 
     def _ends_epoch(self) -> bool:
         """Saves where it is time to; returns whether the training ends."""
         stopped = self._stopped()
-        self._run.end_epoch(self._watched.records[-1].logs)
+        self._run.end_epoch(self._totals.records[-1].logs)
         self._saver.boundary(
-            self._watched.global_step,
+            self._totals.global_step,
             self._run.position.votes,
             epoch_ends=True,
         )
@@ -213,7 +205,7 @@ class Training:
                 engine.reset_metrics()
 
         def train(wanted: int) -> Execution:
-            step = self._watched.global_step
+            step = self._totals.global_step
             votes = self._saver.votes()
             left = wanted if limit is None else limit - at.step
             ahead = self._saver.room(step, left)
@@ -225,7 +217,7 @@ class Training:
             self._profiler.note(
                 step + done.steps, done.steps, done.input_seconds
             )
-            self._watched.meter.execution(
+            self._totals.meter.execution(
                 time.perf_counter() - started,
                 done.steps,
                 done.input_seconds,
@@ -234,11 +226,11 @@ class Training:
             return self._count(done)
 
         def room(wanted: int) -> int:
-            step = self._watched.global_step
+            step = self._totals.global_step
             return self._profiler.room(step, self._saver.room(step, wanted))
 
         def between() -> None:
-            self._saver.boundary(self._watched.global_step, at.votes)
+            self._saver.boundary(self._totals.global_step, at.votes)
 
         run_steps(
             train,
@@ -261,8 +253,8 @@ class Training:
         )
 
     def _count(self, execution: Execution) -> Execution:
-        self._watched.global_step += execution.steps
-        self._watched.examples_seen += execution.examples
+        self._totals.global_step += execution.steps
+        self._totals.examples_seen += execution.examples
         return execution
 
     def _stopped(self) -> bool:

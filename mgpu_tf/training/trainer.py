@@ -21,14 +21,14 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf import data as data_lib
-from mgpu_tf.checkpoints.options import SaveOptions, save_options
+from mgpu_tf.checkpoints.recovery import Recovery
 from mgpu_tf.checkpoints.run_state import EpochRecord
-from mgpu_tf.checkpoints.saver import Saver
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import Logs
-from mgpu_tf.engine.options import StepOptions
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.reports.goodput import Meter
+from mgpu_tf.fields import made_of
+from mgpu_tf.options import SaveOptions, StepOptions
+from mgpu_tf.reports.goodput import Goodput
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.strategies.registry import create_strategy, kind_of
 from mgpu_tf.training import callbacks as callbacks_lib
@@ -38,15 +38,16 @@ from mgpu_tf.training.call_arguments import (
     by_batch,
     check_build_model,
     check_finite,
-    check_jit_compile,
     check_repeats,
     check_steps_per_execution,
+    saving_of,
     split_validation,
 )
 from mgpu_tf.training.callbacks import Callbacks
 from mgpu_tf.training.data_errors import explained
 from mgpu_tf.training.distributed_model import BuildModel, Session
 from mgpu_tf.training.evaluator import follow
+from mgpu_tf.training.totals import Totals
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -73,24 +74,19 @@ class Trainer:
             callbacks are called once for each. "auto" takes what the model
             was compiled with, and where that is 1, as many as fit into about
             half a second, or 1 where a callback of yours has a batch hook.
-        gradient_dtype: "bfloat16" or "float16" sends gradients between
-            replicas with half the bytes, and rounds them; as they are by
-            default.
-        embedding_gradients: "keras" hands the optimizer a row for each time
-            that an index of an embedding was looked up, as Keras does;
-            "summed" adds up the rows of one index first, which is the
-            gradient of the loss.
-        jit_compile: "auto" finds out by a short trial, in steps that count,
-            whether steps are faster compiled by XLA, and says so in the log;
-            by default the model's `compile` says whether they are.
         profiler: Traces some steps of `fit`; the same on every worker.
-
-    Attributes:
-        global_step: Training steps done by this trainer.
-        examples_seen: Examples trained on by this trainer.
-        records: One `EpochRecord` for each epoch trained.
-        saver: What saving and failures have cost the last `fit`.
-        meter: Where the time of the run went, as far as `fit` knows.
+        **options: The fields of `StepOptions`:
+            gradient_dtype: "bfloat16" or "float16" sends gradients between
+                replicas with half the bytes, and rounds them; as they are by
+                default.
+            embedding_gradients: "keras" hands the optimizer a row for each
+                time that an index of an embedding was looked up, as Keras
+                does; "summed" adds up the rows of one index first, which is
+                the gradient of the loss.
+            jit_compile: "auto" finds out by a short trial, in steps that
+                count, whether steps are faster compiled by XLA, and says so
+                in the log; by default the model's `compile` says whether
+                they are.
 
     Raises:
         ConfigurationError: `build_model` does not return a compiled model
@@ -104,12 +100,9 @@ class Trainer:
         *,
         seed: int | None = 0,
         steps_per_execution: int | str = "auto",
-        gradient_dtype: str | None = None,
-        embedding_gradients: str = "keras",
-        jit_compile: str | None = None,
         profiler: Profiler | None = None,
+        **options: Any,
     ) -> None:
-        check_jit_compile(jit_compile)
         check_steps_per_execution(steps_per_execution)
         check_build_model(build_model)
         self._session = Session(
@@ -117,15 +110,10 @@ class Trainer:
             strategy or create_strategy("auto"),
             seed=seed,
             steps_per_execution=steps_per_execution,
-            options=StepOptions(gradient_dtype, embedding_gradients),
-            jit_compile=jit_compile,
+            options=made_of(StepOptions, options, "Trainer"),
         )
         self._profiler = profiler or Profiler(0, 0, None)
-        self.global_step = 0
-        self.examples_seen = 0
-        self.records: list[EpochRecord] = []
-        self.saver = Saver()
-        self.meter = Meter()
+        self._totals = Totals()
 
     @property
     def model(self) -> keras.Model:
@@ -136,6 +124,31 @@ class Trainer:
     def strategy(self) -> tf.distribute.Strategy:
         """Returns the strategy."""
         return self._session.strategy
+
+    @property
+    def global_step(self) -> int:
+        """Returns how many training steps were done."""
+        return self._totals.global_step
+
+    @property
+    def examples_seen(self) -> int:
+        """Returns how many examples were trained on."""
+        return self._totals.examples_seen
+
+    @property
+    def records(self) -> list[EpochRecord]:
+        """Returns one `EpochRecord` for each epoch trained."""
+        return self._totals.records
+
+    @property
+    def recovery(self) -> Recovery:
+        """Returns what failures have cost the last `fit`, over restarts."""
+        return self._totals.saver.recovery
+
+    @property
+    def goodput(self) -> Goodput:
+        """Returns where the time of the run has gone, over restarts."""
+        return self._totals.meter.goodput()
 
     def fit(
         self,
@@ -157,10 +170,7 @@ class Trainer:
         validation_freq: int | Collection[int] = 1,
         *,
         checkpoint_dir: str | None = None,
-        save_every_steps: int | None = None,
-        save_every_seconds: float | None = None,
-        keep_checkpoints: int = 3,
-        resume: str = "auto",
+        checkpoint: SaveOptions | None = None,
     ) -> keras.callbacks.History:
         """Trains the model.
 
@@ -195,14 +205,11 @@ class Trainer:
             validation_freq: Evaluate every so many epochs, or after the
                 epochs of a list, counted from 1.
             checkpoint_dir: A folder that every worker sees, for checkpoints
-                of the whole state. Operations are then made to repeat bit
-                for bit, and SIGTERM saves and ends the process.
-            save_every_steps: Save after each so many steps; at the end of
-                every epoch by default, and always at the end of the run.
-            save_every_seconds: Save when so much time has passed.
-            keep_checkpoints: How many are kept.
-            resume: "auto" goes on from the newest usable checkpoint, if any;
-                "always" needs one; "never" needs a folder without.
+                of the whole state, one after each epoch; `fit` goes on from
+                the newest that is there. Operations are then made to repeat
+                bit for bit, and SIGTERM saves and ends the process.
+            checkpoint: The same with more to say: `SaveOptions` has the
+                folder, when to save, how many to keep, whether to resume.
 
         Returns:
             Keras's `History`; of the whole run where it was resumed.
@@ -212,13 +219,7 @@ class Trainer:
             Preempted: SIGTERM came, and the state is saved.
         """
         with self._session.peers.together("fit"):
-            saving = save_options(
-                checkpoint_dir,
-                every_steps=save_every_steps,
-                every_seconds=save_every_seconds,
-                keep=keep_checkpoints,
-                resume=resume,
-            )
+            saving = saving_of(checkpoint_dir, checkpoint)
             if validation_split:
                 (x, y, sample_weight), validation_data = split_validation(
                     x, y, sample_weight, validation_split, validation_data
@@ -255,7 +256,7 @@ class Trainer:
                     with explained(source):
                         return loop.Training(
                             self._session,
-                            self,
+                            self._totals,
                             source,
                             validation,
                             numbers,
@@ -311,7 +312,7 @@ class Trainer:
                 steps or source.steps,
             )
             feed = session.feed_once(source, steps)
-            with explained(source), self.meter.phase("evaluate"):
+            with explained(source), self._totals.meter.phase("evaluate"):
                 scores = loop.evaluate(session, feed, steps, hooks)
         if return_dict:
             return scores
@@ -434,8 +435,8 @@ class Trainer:
             feed = engine.feed(source, chain=True, training=True)
             with explained(source):
                 done = engine.train(feed.iterator(0, 1), 1, source)
-        self.global_step += done.steps
-        self.examples_seen += done.examples
+        self._totals.global_step += done.steps
+        self._totals.examples_seen += done.examples
         return self._scores(done.logs, return_dict)
 
     def test_on_batch(

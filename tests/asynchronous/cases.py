@@ -186,9 +186,9 @@ def saved_in_accumulation(strategy):
                 batch_size=BATCH,
                 epochs=2,
                 verbose=0,
-                checkpoint_dir=folder,
-                save_every_steps=4,
-                keep_checkpoints=9,
+                checkpoint=mgpu_tf.SaveOptions(
+                    folder, save_every_steps=4, keep_checkpoints=9
+                ),
             )
             entries = store.entries(folder, thorough=False)
             saved.append(sorted(entry.step for entry in entries))
@@ -223,7 +223,7 @@ def digits_900(strategy):
         scores = trainer.evaluate(
             *splits.test, batch_size=64, verbose=0, return_dict=True
         )
-        goodput = trainer.meter.goodput()
+        goodput = trainer.goodput
         found.append(
             {
                 "compile": goodput.compile_seconds,

@@ -62,9 +62,9 @@ def main():
         "losses": history.history["loss"],
         "val_loss": history.history["val_loss"],
         "test loss": scores["loss"],
-        "restarts": trainer.saver.recovery.restarts,
-        "lost_steps": trainer.saver.recovery.lost_steps,
-        "lost_workers": trainer.saver.recovery.lost_workers,
+        "restarts": trainer.recovery.restarts,
+        "lost_steps": trainer.recovery.lost_steps,
+        "lost_workers": trainer.recovery.lost_workers,
     }
     with open(os.path.join(folder, "result.json"), "w") as file:
         json.dump(result, file)

@@ -41,11 +41,11 @@ from mgpu_tf.engine.base import (
     Votes,
 )
 from mgpu_tf.engine.losses import GlobalLoss
-from mgpu_tf.engine.options import StepOptions
 from mgpu_tf.engine.snapshot import Snapshot
 from mgpu_tf.engine.state import ReplicaState
 from mgpu_tf.engine.step import ReplicaStep
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.parameter_server import ParameterServerStrategy
 
 # Steps in a piece of work, where so many fit into an execution of the trainer:

@@ -22,9 +22,9 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals, update
 from mgpu_tf.engine.asynchronous.packed_variables import Packs
 from mgpu_tf.engine.asynchronous.sections import whole
-from mgpu_tf.engine.options import StepOptions
 from mgpu_tf.engine.rows import RowGather
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.options import StepOptions
 
 Gradients = list[Any]
 

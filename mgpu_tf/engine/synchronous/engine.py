@@ -26,7 +26,6 @@ from mgpu_tf.engine.base import NO_VOTES, Engine, Execution, UnevenData, Votes
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
-from mgpu_tf.engine.options import StepOptions
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.engine.state import ReplicaState, state_for
@@ -39,6 +38,7 @@ from mgpu_tf.engine.synchronous.overridden_step import (
 from mgpu_tf.engine.synchronous.probe import Probe
 from mgpu_tf.engine.update import Update, accumulated
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.options import StepOptions
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.registry import topology_of
 

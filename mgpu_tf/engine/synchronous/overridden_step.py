@@ -33,11 +33,11 @@ from mgpu_tf.engine.contributions import (
     sharing,
 )
 from mgpu_tf.engine.logs import flat_logs
-from mgpu_tf.engine.options import StepOptions
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.state import ReplicaState
 from mgpu_tf.engine.update import Update
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.mirrored import OneReplicaView, as_one_replica
 
 NO_EXAMPLES = (
