@@ -181,7 +181,7 @@ def measure(name, synchronous, slow, max_staleness, late_gradients):
 
 
 def slow_down(process, stop):
-    """Lets a process run for one part in so many of the time."""
+    """Lets a process run for one Nth of the time."""
     running = PERIOD_SECONDS / FLAGS.slowdown
     while not stop.is_set() and process.poll() is None:
         process.send_signal(signal.SIGSTOP)

@@ -284,7 +284,7 @@ def _checkpoints(arguments: list[str]) -> int:
     flags.DEFINE_integer(
         "keep",
         None,
-        "Delete all but so many of the newest.",
+        "Delete all but the N newest.",
         lower_bound=1,
         flag_values=values,
     )
@@ -341,8 +341,7 @@ def _define_supervision(values: flags.FlagValues) -> None:
     flags.DEFINE_integer(
         "min_workers",
         None,
-        "With the restarts used up, go on with one process less, down to so "
-        "many.",
+        "With the restarts used up, go on with one process less, down to N.",
         flag_values=values,
     )
     flags.DEFINE_float(

@@ -44,7 +44,7 @@ class Waits:
         return (Ratio("mgpu_tf", "mgpu_tf_less_waiting"),)
 
     def measure(self, rounds: int) -> Rates:
-        """Trains for so many rounds.
+        """Trains for some rounds.
 
         Raises:
             Failed: The process failed.

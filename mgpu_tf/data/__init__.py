@@ -72,7 +72,7 @@ def as_source(
         sample_weight: Weights of shape `[examples, ...]`, for arrays.
         strategy: The strategy that the source will feed.
         batch_size: Global batch size, for arrays; 32 by default, or with
-            `steps` what so many batches need.
+            `steps` what that number of batches needs.
         shuffle: Whether arrays, and the batches of a PyDataset, come in a
             new order each epoch; "batch" shuffles within batches of arrays.
         seed: Decides the order, together with the epoch.

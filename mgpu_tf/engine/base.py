@@ -91,7 +91,7 @@ class UnevenData(ConfigurationError):
         )
 
     def after(self, steps: int) -> UnevenData:
-        """Returns the same, with so many steps done before."""
+        """Returns the same, with a number of steps done before."""
         return UnevenData(self.ended, self.workers, self.steps + steps)
 
 

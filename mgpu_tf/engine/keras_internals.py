@@ -541,7 +541,7 @@ def lend_global_seed(generator: Any) -> None:
 
 
 def grow_scale(scaler: keras.optimizers.LossScaleOptimizer) -> None:
-    """Counts a finite step; doubles the scale after so many in a row."""
+    """Counts a finite step; doubles the scale after some in a row."""
     due = tf.equal(scaler.step_counter + 1, scaler.dynamic_growth_steps)
     factor = tf.where(due, 2.0, 1.0)
     scaler.dynamic_scale.assign(scaler.dynamic_scale * factor)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from mgpu_tf.strategies.registry import topology_of
 
-# What a reduction costs anyway is worth about so many bytes more in one.
+# What a reduction costs anyway is worth about this number of bytes more in one.
 PACK_BYTES = 1 << 20
 
 
@@ -30,7 +30,7 @@ def packs(
         sizes: Bytes of each gradient, in the order of the variables; the
             backward pass makes the last first.
         pack_bytes: What is as large goes alone; what is smaller goes with
-            its neighbours until there are so many.
+            its neighbours until there are that many.
 
     Returns:
         Indices; each once.

@@ -19,7 +19,7 @@ def select_local(
 
     Args:
         devices: A number of GPUs, or GPUs by index or name; all by default.
-        num_virtual_devices: Splits the CPU into so many devices instead.
+        num_virtual_devices: Splits the CPU into N devices instead.
 
     Returns:
         The names of the logical devices, "CPU:0" where there is no GPU.

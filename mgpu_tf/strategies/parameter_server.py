@@ -50,7 +50,7 @@ class StalenessOptions:
         late_gradients: How it is kept. `hold`: no work is handed out that
             could make another gradient later than that. `scale`: a gradient
             that is s updates late counts `max_staleness / s`, at most 1.
-        sample_every: Staleness is measured in one piece of work of so many.
+        sample_every: Staleness is measured in every Nth piece of work.
 
     References:
         Q. Ho et al.: More Effective Distributed ML via a Stale Synchronous
@@ -189,7 +189,7 @@ def create_parameter_server_strategy(
             reading of the weights and the update; no bound by default.
         late_gradients: What keeps the bound: `hold` (fast workers wait) or
             `scale` (late gradients count less).
-        sample_every: Staleness is measured in one piece of work of so many.
+        sample_every: Staleness is measured in every Nth piece of work.
 
     Returns:
         A `tf.distribute.ParameterServerStrategy`, on the coordinator.

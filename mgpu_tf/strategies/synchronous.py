@@ -60,7 +60,7 @@ def create_mirrored_strategy(
         devices: A number of GPUs, or GPUs by index or name; all visible
             GPUs by default, or the CPU where there is none.
         communication: `auto`, `nccl` (GPUs only) or `hierarchical_copy`.
-        num_virtual_devices: Splits the CPU into so many devices.
+        num_virtual_devices: Splits the CPU into N devices.
 
     Returns:
         A `tf.distribute.MirroredStrategy`.
@@ -91,8 +91,7 @@ def create_multi_worker_mirrored_strategy(
         devices: A number of GPUs of this task, or GPUs by index or name; all
             visible GPUs by default.
         communication: `auto`, `nccl` (GPUs only) or `ring`.
-        num_virtual_devices: Splits the CPU of each task into so many
-            replicas.
+        num_virtual_devices: Splits the CPU of each task into N replicas.
 
     Returns:
         A `tf.distribute.MultiWorkerMirroredStrategy`.
@@ -128,7 +127,7 @@ def create_central_storage_strategy(
     Args:
         devices: A number of GPUs, or GPUs by index or name; all visible
             GPUs by default, or the CPU where there is none.
-        num_virtual_devices: Splits the CPU into so many devices.
+        num_virtual_devices: Splits the CPU into N devices.
 
     Returns:
         A `tf.distribute.experimental.CentralStorageStrategy`.

@@ -53,7 +53,7 @@ class Workload:
     repeats: int = 3
 
     def global_batch_size(self, devices: int) -> int:
-        """Returns the examples in a step on so many devices."""
+        """Returns the examples in a step on a number of devices."""
         return self.batch_size * (devices if self.scaling == "weak" else 1)
 
 

@@ -383,7 +383,7 @@ def run_steps(
     """Executes up to `limit` steps, or until the data ends.
 
     Args:
-        execute: Does so many steps at most.
+        execute: Does at most the number of steps that it is called with.
         limit: How many; None until the data ends.
         pace: How many in an execution.
         at: The position, which moves.

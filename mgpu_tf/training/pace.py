@@ -67,7 +67,7 @@ class Pace:
     follows from times that the engine averaged over them.
 
     Args:
-        fixed: So many, whatever they take.
+        fixed: The number of steps, where it does not depend on time.
         trial: Done as soon as the number is settled.
     """
 

@@ -182,7 +182,7 @@ class Trainer:
                 per-replica size.
             y: Targets, for arrays; nested as well.
             batch_size: Global batch size, for arrays; 32 by default, or with
-                `steps_per_epoch` what so many steps need.
+                `steps_per_epoch` what that number of steps needs.
             epochs: Index of the epoch to stop before.
             verbose: 0 silent, 1 progress bar, 2 a line for each epoch.
             callbacks: As in Keras; they run on every worker, but files are
@@ -202,7 +202,7 @@ class Trainer:
                 an epoch is one pass.
             validation_steps: Steps in an evaluation; all data by default.
             validation_batch_size: Global; `batch_size` by default.
-            validation_freq: Evaluate every so many epochs, or after the
+            validation_freq: Evaluate after every Nth epoch, or after the
                 epochs of a list, counted from 1.
             checkpoint_dir: A folder that every worker sees, for checkpoints
                 of the whole state, one after each epoch; `fit` goes on from

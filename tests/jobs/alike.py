@@ -200,7 +200,7 @@ def generator(count):
 
 
 def of_count(count):
-    """A dataset of so many batches, which nobody knows before."""
+    """A dataset whose number of batches nobody knows before."""
     return tf.data.Dataset.from_generator(
         lambda: generator(count),
         output_signature=(

@@ -48,7 +48,7 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.parameter_server import ParameterServerStrategy
 
-# Steps in a piece of work, where so many fit into an execution of the trainer:
+# Steps in a piece of work, where they fit into an execution of the trainer:
 # more gain nothing, and with a worker as many are lost.
 MOST_STEPS = 50
 

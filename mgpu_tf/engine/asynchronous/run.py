@@ -47,7 +47,7 @@ class Run:
         ahead: int | None = None,
         settle: bool = False,
     ) -> tuple[int, int]:
-        """Goes on until so many more steps are done, or all.
+        """Goes on until the wanted number of further steps is done, or all.
 
         Args:
             kind: `train` or `evaluate`.

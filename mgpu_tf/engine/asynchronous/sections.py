@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError
 
-# A lock has a thread on its server; so many serve all that is locked there.
+# A lock has a thread on its server; this number serves all locks there.
 MOST_LOCKS = 16
 
 

@@ -39,7 +39,8 @@ class Work(abc.ABC):
         per_worker: What each worker reads from.
         may_end: Whether only the worker can tell how many steps there are.
         limit: Steps in all; None where only the workers can tell.
-        stride: The next batch of a piece of work is so many batches later.
+        stride: By how many batches the next batch of a piece of work is
+            later.
     """
 
     per_worker: Any
