@@ -23,6 +23,7 @@ from mgpu_tf.commands import benchmark, plan
 from mgpu_tf.config import RunConfig
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.launch import local
+from mgpu_tf.launch.job import GRACE_SECONDS, RESTARTS, STARTUP_SECONDS
 from mgpu_tf.launch.policy import RestartPolicy
 from mgpu_tf.runtime import quiet_import
 
@@ -135,7 +136,7 @@ def _train(arguments: list[str]) -> int:
     cluster = ClusterConfig.from_environment()
     asynchronous = config.num_ps > 0 or config.strategy == "parameter_server"
     supervision = _supervision(values, asynchronous=asynchronous)
-    supervised = local.RESTARTS in os.environ
+    supervised = RESTARTS in os.environ
     again = supervision["policy"].restarts and not supervised
     if cluster is None and (config.num_workers > 1 or asynchronous or again):
         return _as_local_cluster(
@@ -182,7 +183,7 @@ def _launch(arguments: list[str]) -> int:
     )
     flags.DEFINE_float(
         "startup_seconds",
-        local.STARTUP_SECONDS,
+        STARTUP_SECONDS,
         "How long a process may take until it serves its port; 0 for no limit.",
         flag_values=values,
     )
@@ -352,7 +353,7 @@ def _define_supervision(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_float(
         "grace_seconds",
-        local.GRACE_SECONDS,
+        GRACE_SECONDS,
         "How long processes have to save and end after a signal.",
         flag_values=values,
     )

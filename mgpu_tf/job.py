@@ -24,7 +24,7 @@ from mgpu_tf.config import RunConfig
 from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.folders import make_folder
-from mgpu_tf.launch.local import RESTARTS
+from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.models import create_model
 from mgpu_tf.models.normalization import synchronize_batch_normalization
 from mgpu_tf.optimizers import create_optimizer

@@ -377,15 +377,15 @@ while True:
     assert all((tmp_path / f"ended{index}").exists() for index in range(2))
 
 
-def test_stubborn_tasks_are_killed(tmp_path, monkeypatch):
+def test_stubborn_tasks_are_killed(tmp_path):
     body = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if index == 0:
     wait_for("pid1")
     sys.exit(4)
 """
-    monkeypatch.setattr(local, "GRACE_SECONDS", 0.1)
-    assert local.launch(command(body + STAY, tmp_path), 2) == 4
+    done = local.launch(command(body + STAY, tmp_path), 2, grace_seconds=0.1)
+    assert done == 4
     assert_gone(*noted(tmp_path, "pid1"))
 
 

@@ -21,57 +21,28 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from mgpu_tf.cluster import ports
-from mgpu_tf.cluster.config import TF_CONFIG, ClusterConfig
-from mgpu_tf.errors import PREEMPTED, ConfigurationError
+from mgpu_tf.cluster.config import ClusterConfig
+from mgpu_tf.errors import PREEMPTED
 from mgpu_tf.folders import make_folder
 from mgpu_tf.launch.guard import Guard
-from mgpu_tf.launch.policy import SETTLED_SECONDS, RestartPolicy
+from mgpu_tf.launch.job import EVALUATOR, LaunchJob
+from mgpu_tf.launch.policy import SETTLED_SECONDS
 from mgpu_tf.launch.process import Task
 
-# Tells a process how often its job was started again.
-RESTARTS = "MGPU_TF_RESTARTS"
-
-EVALUATOR = "evaluator 0"
-STARTUP_SECONDS = 300.0
-GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def launch(
-    command: Sequence[str],
-    num_workers: int,
-    *,
-    num_ps: int = 0,
-    evaluator: bool = False,
-    startup_seconds: float = STARTUP_SECONDS,
-    grace_seconds: float | None = None,
-    policy: RestartPolicy | None = None,
-    log_dir: str | None = None,
-    chief_has_terminal: bool = False,
-    alone: bool = False,
-) -> int:
+def launch(command: Sequence[str], num_workers: int, **options: Any) -> int:
     """Runs a command as a cluster of processes on this machine.
 
     Args:
         command: The program and its arguments.
         num_workers: How many processes of task type `worker`.
-        num_ps: How many of task type `ps`. With any there is a `chief` as
-            well, whose success ends the job.
-        evaluator: Whether there is a task beside them that follows the
-            checkpoints; the job ends when it has seen the last.
-        startup_seconds: How long each may take until it serves its port; 0
-            for no limit.
-        grace_seconds: How long tasks have to end after a signal, 10 by
-            default.
-        policy: What is started again when a task fails; nothing by default.
-        log_dir: A folder that gets a file for each task, such as
-            `worker-0.log`; restarts are appended.
-        chief_has_terminal: Whether worker 0 writes to this process's output
-            directly, so that its progress bar moves; not with `log_dir`.
-        alone: Whether the one process is no cluster and gets no `TF_CONFIG`.
+        **options: The other fields of `LaunchJob`.
 
     Returns:
         0 when all succeeded; else the exit code of the first that failed,
@@ -82,52 +53,11 @@ def launch(
         ConfigurationError: The program does not exist, or a number is out
             of range.
     """
-    if num_workers < 1:
-        raise ConfigurationError(
-            f"num_workers must be 1 or more. Received: {num_workers}."
-        )
-    for name, seconds, zero in (
-        ("startup_seconds", startup_seconds, ", 0 for no limit"),
-        ("grace_seconds", grace_seconds or 0.0, ""),
-    ):
-        if not seconds >= 0:
-            raise ConfigurationError(
-                f"{name} must be 0 or more{zero}. Received: {seconds}."
-            )
-    policy = policy or RestartPolicy()
-    if policy.min_workers is not None and policy.min_workers > num_workers:
-        raise ConfigurationError(
-            "min_workers must be num_workers or less. Received: "
-            f"min_workers={policy.min_workers}, num_workers={num_workers}."
-        )
-    if log_dir is not None:
-        make_folder("log_dir", log_dir)
-    options = _Options(
-        command=list(command),
-        num_ps=num_ps,
-        evaluator=evaluator,
-        startup_seconds=startup_seconds,
-        grace_seconds=GRACE_SECONDS if grace_seconds is None else grace_seconds,
-        policy=policy,
-        log_dir=log_dir,
-        chief_has_terminal=chief_has_terminal and log_dir is None,
-        alone=alone,
-    )
-    with Guard() as guard, _Supervisor(options, guard) as supervisor:
-        return supervisor.run(num_workers)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    command: list[str]
-    num_ps: int
-    evaluator: bool
-    startup_seconds: float
-    grace_seconds: float
-    policy: RestartPolicy
-    log_dir: str | None
-    chief_has_terminal: bool
-    alone: bool
+    job = LaunchJob(tuple(command), num_workers, **options)
+    if job.log_dir is not None:
+        make_folder("log_dir", job.log_dir)
+    with Guard() as guard, _Supervisor(job, guard) as supervisor:
+        return supervisor.run()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +71,8 @@ class _End:
 class _Supervisor:
     """Starts tasks, watches them, starts them again, and ends them all."""
 
-    def __init__(self, options: _Options, guard: Guard) -> None:
-        self._options = options
+    def __init__(self, job: LaunchJob, guard: Guard) -> None:
+        self._job = job
         self._guard = guard
         self._tasks: list[Task] = []
         self._clusters: dict[str, ClusterConfig] = {}
@@ -162,9 +92,9 @@ class _Supervisor:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def run(self, num_workers: int) -> int:
+    def run(self) -> int:
         """Runs the job, again where the policy says so."""
-        policy = self._options.policy
+        num_workers, policy = self._job.num_workers, self._job.policy
         budget, early = policy.max_restarts, 0
         while True:
             started = time.monotonic()
@@ -186,41 +116,16 @@ class _Supervisor:
     def _attempt(self, num_workers: int) -> _End:
         """Runs all tasks to their end, or to the failure of one."""
         self._tasks, self._exits = [], queue.Queue()
-        with ports.reserved(self._size(num_workers)) as numbers:
-            for cluster in self._layout(num_workers, numbers):
+        job = dataclasses.replace(self._job, num_workers=num_workers)
+        with ports.reserved(job.num_tasks) as numbers:
+            addresses = [f"127.0.0.1:{number}" for number in numbers]
+            for cluster in job.clusters(addresses):
                 self._start(cluster)
             return self._wait()
 
-    def _size(self, num_workers: int) -> int:
-        ps, beside = self._options.num_ps, self._options.evaluator
-        return num_workers + (ps + 1 if ps else 0) + int(beside)
-
-    def _layout(
-        self, num_workers: int, numbers: Sequence[int]
-    ) -> list[ClusterConfig]:
-        """Returns the place of each task, the chief's or worker 0's first."""
-        addresses = [f"127.0.0.1:{number}" for number in numbers]
-        counts = {"worker": num_workers}
-        if self._options.num_ps:
-            counts = {"chief": 1, **counts, "ps": self._options.num_ps}
-        if self._options.evaluator:
-            counts["evaluator"] = 1
-        tasks: dict[str, tuple[str, ...]] = {}
-        for kind, count in counts.items():
-            tasks[kind] = tuple(addresses[:count])
-            addresses = addresses[count:]
-        return [
-            ClusterConfig(task_type=kind, task_index=index, **tasks)
-            for kind, count in counts.items()
-            for index in range(count)
-        ]
-
     def _start(self, cluster: ClusterConfig) -> None:
-        options, name = self._options, cluster.task_name
-        environment = os.environ | ports.ENVIRONMENT
-        if not options.alone:
-            environment[TF_CONFIG] = cluster.to_json()
-        environment[RESTARTS] = str(self._restarts)
+        options, name = self._job, cluster.task_name
+        environment = os.environ | options.environment(cluster, self._restarts)
         environment.setdefault("PYTHONUNBUFFERED", "1")
         log_path = None
         if options.log_dir is not None:
@@ -228,9 +133,9 @@ class _Supervisor:
             log_path = os.path.join(options.log_dir, file)
         task = Task(
             name,
-            options.command,
+            list(options.command),
             environment,
-            raw=options.chief_has_terminal and cluster.is_chief,
+            raw=options.shows_progress and cluster.is_chief,
             log_path=log_path,
             on_output_closed=self._output_closed,
         )
@@ -283,7 +188,7 @@ class _Supervisor:
 
     def _restart_alone(self, task: Task) -> bool:
         """Starts one dead task again where the policy says so."""
-        policy = self._options.policy
+        policy = self._job.policy
         if policy.unit != "task" or self._restarts >= policy.max_restarts:
             return False
         self._restarts += 1
@@ -303,7 +208,7 @@ class _Supervisor:
         Tasks start one after the other: with the first that is late come
         those that will be in a moment.
         """
-        limit = self._options.startup_seconds
+        limit = self._job.startup_seconds
         waiting = [task for task in self._tasks if not task.ready]
         for task in waiting:
             task.ready = ports.answers(f"127.0.0.1:{task.port}")
@@ -316,7 +221,7 @@ class _Supervisor:
 
     def _failed(self, task: Task) -> _End:
         others = [t for t in self._tasks if t.alive]
-        again = self._options.policy.restarts
+        again = self._job.policy.restarts
         # The workers of a job that begins again have nothing left to do.
         self._end_all(signal.SIGKILL if again else signal.SIGTERM)
         ended = f"; ended {_names(others)}" if others else ""
@@ -327,7 +232,7 @@ class _Supervisor:
         self._end_all()
         _say(
             f"{_names(missing)} did not start within "
-            f"{self._options.startup_seconds:.0f} seconds: no server on port "
+            f"{self._job.startup_seconds:.0f} seconds: no server on port "
             f"{', '.join(str(task.port) for task in missing)}. Look at the "
             "output above, or raise --startup_seconds"
         )
@@ -347,7 +252,7 @@ class _Supervisor:
         return not self._signal
 
     def _give_up(self, end: _End) -> int:
-        task, policy = end.failed, self._options.policy
+        task, policy = end.failed, self._job.policy
         if task is not None and policy.restarts:
             lines = "".join(f"\n    {line}" for line in task.tail())
             last = f". Its last lines:{lines}\n" if lines else ""
@@ -380,7 +285,7 @@ class _Supervisor:
         """Ends tasks: by the signal, after a while by SIGKILL."""
         for task in tasks:
             task.signal(number)
-        deadline = time.monotonic() + self._options.grace_seconds
+        deadline = time.monotonic() + self._job.grace_seconds
         for task in tasks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 task.process.wait(max(0.0, deadline - time.monotonic()))

@@ -24,6 +24,7 @@ import tensorflow as tf
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.ports import answers
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.names import LATE_GRADIENTS
 from mgpu_tf.strategies.servers import (
     PATIENCE_SECONDS,
@@ -212,7 +213,7 @@ def create_parameter_server_strategy(
         return EvaluatorStrategy(cluster)
     logging.getLogger("tensorflow").addFilter(_losses)
     strategy = ParameterServerStrategy(cluster, options)
-    if "MGPU_TF_RESTARTS" not in os.environ:  # No supervisor ends the servers.
+    if RESTARTS not in os.environ:  # No supervisor ends the servers.
         atexit.register(dismiss_unless_failed, cluster)
     return strategy
 

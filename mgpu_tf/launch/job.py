@@ -1,0 +1,133 @@
+"""What every launcher receives: a command, its tasks, what they are told.
+
+    job = LaunchJob(("python", "train.py"), num_workers=2, num_ps=1)
+    job.num_tasks                               # 4: a chief as well
+    for cluster in job.clusters(addresses):     # the place of each task
+        job.environment(cluster, restarts=0)    # TF_CONFIG and the like
+
+How processes are started is the launcher's own: `local` on this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from mgpu_tf.cluster import ports
+from mgpu_tf.cluster.config import TF_CONFIG, ClusterConfig
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.launch.policy import RestartPolicy
+
+# Tells a process how often its job was started again.
+RESTARTS = "MGPU_TF_RESTARTS"
+
+EVALUATOR = "evaluator 0"
+STARTUP_SECONDS = 300.0
+GRACE_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchJob:
+    """A command that runs as the tasks of a cluster.
+
+    Attributes:
+        command: The program and its arguments.
+        num_workers: How many processes of task type `worker`.
+        num_ps: How many of task type `ps`. With any there is a `chief` as
+            well, whose success ends the job.
+        evaluator: Whether there is a task beside them that follows the
+            checkpoints; the job ends when it has seen the last.
+        startup_seconds: How long each may take until it serves its port; 0
+            for no limit.
+        grace_seconds: How long tasks have to end after a signal.
+        policy: What is started again when a task fails; nothing by default.
+        log_dir: A folder that gets a file for each task, such as
+            `worker-0.log`; restarts are appended.
+        chief_has_terminal: Whether worker 0 writes to this process's output
+            directly, so that its progress bar moves; not with `log_dir`.
+        alone: Whether the one process is no cluster and gets no `TF_CONFIG`.
+
+    Raises:
+        ConfigurationError: A number is out of range.
+    """
+
+    command: tuple[str, ...]
+    num_workers: int
+    num_ps: int = 0
+    evaluator: bool = False
+    startup_seconds: float = STARTUP_SECONDS
+    grace_seconds: float = GRACE_SECONDS
+    policy: RestartPolicy = dataclasses.field(default_factory=RestartPolicy)
+    log_dir: str | None = None
+    chief_has_terminal: bool = False
+    alone: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise ConfigurationError(
+                f"num_workers must be 1 or more. Received: {self.num_workers}."
+            )
+        for name, seconds, zero in (
+            ("startup_seconds", self.startup_seconds, ", 0 for no limit"),
+            ("grace_seconds", self.grace_seconds, ""),
+        ):
+            if not seconds >= 0:
+                raise ConfigurationError(
+                    f"{name} must be 0 or more{zero}. Received: {seconds}."
+                )
+        least = self.policy.min_workers
+        if least is not None and least > self.num_workers:
+            raise ConfigurationError(
+                "min_workers must be num_workers or less. Received: "
+                f"min_workers={least}, num_workers={self.num_workers}."
+            )
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether worker 0 has the terminal."""
+        return self.chief_has_terminal and self.log_dir is None
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """How many tasks there are of each type, the chief's type first."""
+        counts = {"worker": self.num_workers}
+        if self.num_ps:
+            counts = {"chief": 1, **counts, "ps": self.num_ps}
+        if self.evaluator:
+            counts["evaluator"] = 1
+        return counts
+
+    @property
+    def num_tasks(self) -> int:
+        """How many tasks there are."""
+        return sum(self.roles.values())
+
+    def clusters(self, addresses: Sequence[str]) -> list[ClusterConfig]:
+        """Returns the cluster as each task sees it, the chief's view first.
+
+        Args:
+            addresses: `host:port` of each task, in the order of `roles`.
+        """
+        rest, tasks = list(addresses), {}
+        for role, count in self.roles.items():
+            tasks[role], rest = tuple(rest[:count]), rest[count:]
+        return [
+            ClusterConfig(task_type=role, task_index=index, **tasks)
+            for role, count in self.roles.items()
+            for index in range(count)
+        ]
+
+    def environment(
+        self, cluster: ClusterConfig, restarts: int
+    ) -> dict[str, str]:
+        """Returns what a task is told by environment variables.
+
+        Args:
+            cluster: The cluster as the task sees it.
+            restarts: How often the job was started again.
+        """
+        told = dict(ports.ENVIRONMENT)
+        if not self.alone:
+            told[TF_CONFIG] = cluster.to_json()
+        told[RESTARTS] = str(restarts)
+        return told
