@@ -25,7 +25,9 @@ from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.launch import local
 from mgpu_tf.launch.job import GRACE_SECONDS, RESTARTS, STARTUP_SECONDS
 from mgpu_tf.launch.policy import RestartPolicy
+from mgpu_tf.names import EMBEDDING_GRADIENTS
 from mgpu_tf.runtime import quiet_import
+from mgpu_tf.user_function import check_target, is_target
 
 DIFFERENT = 1
 BROKEN = 1
@@ -60,9 +62,10 @@ Example:
 
 _PARITY = """mgpu-tf parity [--flags]
 
-Trains a model for a few steps on one device and on strategies, compares all
-weights after every step, and names the first that differs. Exits with status
-1 where one differs by more than a multiple of the noise of one device.
+Trains a model for a few steps on one device and on strategies, in float64
+where it can, compares all weights after every step, and names the first that
+differs by more than rounding. Exits with status 1 where one does, and prints
+a line "cause: ..." with its remedy for each known cause in the model.
 
 Example:
   mgpu-tf parity --model=my_package.models:build --data=my_package.data:load
@@ -256,8 +259,16 @@ def _parity(arguments: list[str]) -> int:
         (number, "seed", 0, "Decides initial weights."),
     ):
         define(name, default, meaning, flag_values=values)
+    flags.DEFINE_enum(
+        "embedding_gradients",
+        EMBEDDING_GRADIENTS[0],
+        EMBEDDING_GRADIENTS,
+        "That of the strategies; one device does as Keras.",
+        flag_values=values,
+    )
     if not _parse_flags_only(values, arguments, "parity", _PARITY):
         return 0
+    _check_parity(values)
     cluster = ClusterConfig.from_environment()
     if values.num_workers > 1 and cluster is None:
         return _as_local_cluster("parity", arguments, values.num_workers)
@@ -274,10 +285,40 @@ def _parity(arguments: list[str]) -> int:
         steps=values.steps,
         num_virtual_devices=1 if cluster else values.num_virtual_devices,
         seed=values.seed,
+        embedding_gradients=values.embedding_gradients,
     )
     if cluster is None or cluster.is_chief:
         print(report)
     return 0 if report.same else DIFFERENT
+
+
+def _check_parity(values: flags.FlagValues) -> None:
+    """Refuses names that do not go together, before anything is imported."""
+    model, data = values.model, values.data
+    own_data, own_model = is_target(data), is_target(model)
+    if not data or (own_model and not values["data"].present):
+        raise ConfigurationError(
+            "parity needs --data for a model of one's own. Received: "
+            f"--model={model} and no --data. Write "
+            "--data=package.module:function, such as --data=mine:load, of a "
+            "function that returns (x, y) or a batched tf.data.Dataset."
+        )
+    if not model or (own_data and not own_model):
+        received = (
+            f"--model={model}" if values["model"].present else "no --model"
+        )
+        raise ConfigurationError(
+            "parity needs a --model of one's own for such data. Received: "
+            f"--data={data} and {received}. Write "
+            "--model=package.module:function, such as --model=mine:build, of "
+            "a function that returns a compiled model."
+        )
+    if own_data:
+        check_target(data, "data")
+    if own_model:
+        check_target(model, "model")
+    else:
+        RunConfig(model=model)  # Knows the names of the zoo.
 
 
 def _checkpoints(arguments: list[str]) -> int:

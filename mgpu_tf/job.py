@@ -171,6 +171,7 @@ def compare(
     steps: int = 10,
     num_virtual_devices: int = 2,
     seed: int = 0,
+    embedding_gradients: str = "keras",
 ) -> ParityReport:
     """Compares a model on strategies with one device, both by name.
 
@@ -184,6 +185,7 @@ def compare(
         steps: Steps to compare.
         num_virtual_devices: Replicas where there are no GPUs.
         seed: Decides the initial weights.
+        embedding_gradients: That of the strategies.
 
     Returns:
         The report.
@@ -223,6 +225,7 @@ def compare(
         batch_size=batch_size,
         steps=steps,
         seed=seed,
+        embedding_gradients=embedding_gradients,
     )
 
 

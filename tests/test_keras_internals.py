@@ -160,6 +160,22 @@ def test_sees_every_batch(make, expected):
     assert keras_internals.sees_every_batch(make()) is expected
 
 
+def test_random_layers():
+    model = keras.Sequential(
+        [
+            keras.Input((4, 6)),
+            keras.layers.Dropout(0.0),
+            keras.layers.Dropout(0.5, name="drop"),
+        ]
+    )
+    [(layer, state)] = keras_internals.random_layers(model)
+    assert layer is model.get_layer("drop")
+    before = state.numpy()
+    model(np.ones([2, 4, 6]), training=True)
+    assert state.numpy()[0] == before[0]
+    assert state.numpy()[1] == before[1] + 1
+
+
 def test_global_seed_state():
     keras.utils.set_random_seed(3)
     keras_internals.global_seed_state(create=True)

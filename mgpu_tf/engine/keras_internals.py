@@ -494,13 +494,20 @@ def parts_of(variables: Iterable[keras.Variable]) -> set[int]:
     }
 
 
-def seed_states(model: keras.Model) -> list[keras.Variable]:
-    """Returns the states, `[seed, count]`, of the model's random layers."""
+def random_layers(
+    model: keras.Model,
+) -> list[tuple[keras.layers.Layer, keras.Variable]]:
+    """Returns the layers that may draw, with their states `[seed, count]`."""
     return [
-        generator.state
+        (layer, generator.state)
         for layer in layers_of(model)
         for generator in layer._seed_generators
     ]
+
+
+def seed_states(model: keras.Model) -> list[keras.Variable]:
+    """Returns the states, `[seed, count]`, of the model's random layers."""
+    return [state for _, state in random_layers(model)]
 
 
 def global_seed_state(*, create: bool = False) -> Any:

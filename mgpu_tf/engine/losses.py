@@ -38,6 +38,9 @@ from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
 
+# An attribute of the record that warns of a loss over a whole batch: its name.
+LOSS_OF_BATCH = "loss_of_batch"
+
 
 class GlobalLoss:
     """The loss of a compiled model in contributions of one replica.
@@ -243,6 +246,7 @@ class _Term:
                 "it of its own rows and the mean of these is minimized, "
                 "which is not the loss of the batch that one device takes",
                 self._loss.name,
+                extra={LOSS_OF_BATCH: self._loss.name},
             )
         self._warned = True
 

@@ -1,21 +1,28 @@
 """Does a model train to the same numbers on a strategy as on one device?
 
     report = check_parity(build_model, (x, y), ["mirrored"], batch_size=64)
-    print(report)                       # a table; the first difference named
+    print(report)      # a table; the first difference named, and its causes
 
 The model is trained for a few steps on one device and on each strategy, and
-the weights are compared after every step. Numbers of floats summed in another
-order are never equal, and an optimizer such as Adam turns rounding into
-motion where the true gradient is zero (a bias before BatchNormalization, an
-attention key's bias). So the noise is measured as well: one device once more,
-with the examples permuted within each batch. A weight that differs by more
-than a multiple of its noise is a mismatch.
+the weights are compared after every step. All runs are in float64, where
+rounding is a billion times smaller than what a fault does. A model that
+computes in another type whatever Keras is told is compared in its own.
+
+Numbers that are summed in another order are never equal, and some optimizers
+turn rounding into motion where the true gradient is zero (a bias before
+BatchNormalization). So the noise is measured as well: one device once more,
+each initial weight moved to its neighbouring number. How much else the
+weights then move is what rounding does to them.
+
+    allowed = the largest of   a multiple of the noise of that weight
+                               what storing the weight rounds
+                               a millionth of how far weights have moved
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -25,27 +32,27 @@ import tensorflow as tf
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.registry import create_strategy, kind_of, topology_of
 from mgpu_tf.strategies.synchronous import create_one_device_strategy
-from mgpu_tf.training.trainer import Trainer
+from mgpu_tf.studies.causes import causes_in, told_by_engine
+from mgpu_tf.studies.trajectory import (
+    UNITS,
+    OtherPrecision,
+    Trajectory,
+    precision,
+    record,
+)
 
 NOISE_FACTOR = 5.0
 # Below so many units in the last place of a weight nothing is a mismatch,
-# however quiet the permuted run was.
+# however quiet the nudged runs were.
 ROUNDING_UNITS = 64.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Trajectory:
-    """The weights after each step.
-
-    Attributes:
-        names: The paths of the variables.
-        weights: For each step a list of arrays in the order of `names`.
-        losses: The mean loss after each step, since the beginning.
-    """
-
-    names: list[str]
-    weights: list[list[np.ndarray]]
-    losses: list[float]
+# Nor below this part of how far the weights have moved: no run is worse for
+# it. A part of the model may be in float32, such as a loss that was made
+# before it.
+MOTION = 1e-6
+# Runs on one device that measure the noise: where rounding is large one may
+# be quiet by chance.
+NUDGES = {"float64": 1}
+OTHER_NUDGES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +79,7 @@ class Row:
     Attributes:
         strategy: Its name and number of replicas.
         difference: The largest difference of any weight after any step.
-        noise: The same for one device with permuted batches.
+        noise: The same for one device with nudged initial weights.
         loss_difference: The largest relative difference of the loss.
         mismatch: The first mismatch, None where there is none.
     """
@@ -91,10 +98,15 @@ class ParityReport:
     Attributes:
         rows: One for each strategy.
         steps: Steps compared.
+        precision: What was computed in, in words.
+        causes: What is known to make such a model differ, a line for each;
+            empty where no strategy differs.
     """
 
     rows: list[Row]
     steps: int
+    precision: str = "float64"
+    causes: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -102,9 +114,12 @@ class ParityReport:
         return all(row.mismatch is None for row in self.rows)
 
     def __str__(self) -> str:
-        width = max(len(row.strategy) for row in self.rows)
+        width = max(
+            [len("strategy"), *(len(row.strategy) for row in self.rows)]
+        )
         lines = [
-            f"{'strategy':<{width}}  difference  noise     loss      verdict"
+            f"{self.steps} steps compared in {self.precision}",
+            f"{'strategy':<{width}}  difference  noise     loss      verdict",
         ]
         for row in self.rows:
             verdict = "same"
@@ -118,7 +133,7 @@ class ParityReport:
                 f"{row.strategy:<{width}}  {row.difference:.1e}     "
                 f"{row.noise:.1e}   {row.loss_difference:.1e}   {verdict}"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.causes])
 
 
 def check_parity(
@@ -130,6 +145,7 @@ def check_parity(
     steps: int = 10,
     num_virtual_devices: int = 2,
     seed: int = 0,
+    embedding_gradients: str = "keras",
 ) -> ParityReport:
     """Trains a model on one device and on strategies, and compares.
 
@@ -147,13 +163,15 @@ def check_parity(
         num_virtual_devices: Replicas of the strategies that are given by
             name, where there are no GPUs.
         seed: As for `Trainer`.
+        embedding_gradients: As for `Trainer`, for the strategies; one device
+            always has "keras", as Keras's own `fit`.
 
     Returns:
         The report.
 
     Raises:
-        ConfigurationError: The data cannot be compared, or a strategy does
-            not exist.
+        ConfigurationError: The data cannot be compared, a strategy does not
+            exist, or the weights do not stay finite on one device.
     """
     batches = _batches(data, batch_size, steps)
     # First, since devices are chosen before the first op.
@@ -164,60 +182,91 @@ def check_parity(
         for each in strategies
     ]
     alone = create_one_device_strategy()
-    reference = record(build_model, batches, alone, seed)
-    permuted = record(build_model, _permuted(batches, seed), alone, seed)
-    rows = [
-        compare(
-            _describe(strategy),
-            record(build_model, batches, strategy, seed),
-            reference,
-            permuted,
-        )
-        for strategy in made
-    ]
-    return ParityReport(rows, len(batches))
+    name, why, reference = _reference(build_model, batches, alone, seed)
+    _check_finite(reference)
+    with precision(name), told_by_engine() as losses:
+        nudged = [
+            record(build_model, batches, alone, seed, nudge=seed + number)
+            for number in range(NUDGES.get(name or "", OTHER_NUDGES))
+        ]
+        rows = [
+            compare(
+                _describe(strategy),
+                record(
+                    build_model,
+                    batches,
+                    strategy,
+                    seed,
+                    embedding_gradients=embedding_gradients,
+                ),
+                reference,
+                nudged,
+            )
+            for strategy in made
+        ]
+    report = ParityReport(rows, len(batches), why)
+    if report.same or reference.model is None:
+        return report
+    causes = causes_in(
+        reference.model, reference.drew, losses, embedding_gradients
+    )
+    return dataclasses.replace(report, causes=tuple(causes))
 
 
-def record(
+def _reference(
     build_model: Callable[[], keras.Model],
     batches: list[Any],
-    strategy: tf.distribute.Strategy,
-    seed: int = 0,
-) -> Trajectory:
-    """Trains on batches, one step each, and keeps the weights.
-
-    Args:
-        build_model: Returns a compiled model.
-        batches: Global batches, in the structure of a dataset's elements.
-        strategy: Where to train.
-        seed: As for `Trainer`.
+    alone: tf.distribute.Strategy,
+    seed: int,
+) -> tuple[str | None, str, Trajectory]:
+    """Trains on one device, in float64 where the model can.
 
     Returns:
-        The weights after every step.
+        The type to build in, what it is in words, and the weights.
     """
-    trainer = Trainer(build_model, strategy, seed=seed, steps_per_execution=1)
-    weights: list[list[np.ndarray]] = []
-    losses: list[float] = []
-
-    def keep(batch: int, logs: dict[str, float]) -> None:
-        del batch
-        weights.append(trainer.model.get_weights())
-        losses.append(logs["loss"])
-
-    trainer.fit(
-        _dataset(batches),
-        verbose=0,
-        callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=keep)],
+    policy = keras.config.dtype_policy()
+    if policy.compute_dtype not in (keras.config.floatx(), "float64"):
+        why = f"the policy is {policy.name}"
+    else:
+        try:
+            with precision("float64"):
+                run = record(
+                    build_model, batches, alone, seed, must_be="float64"
+                )
+            return "float64", "float64", run
+        except ConfigurationError:
+            raise
+        except OtherPrecision as error:
+            why = str(error)
+        # The user's model, in a type that it was not made for.
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            why = f"in float64 it fails: {type(error).__name__}: {first:.100}"
+    with precision(None):
+        run = record(build_model, batches, alone, seed)
+    used = next(name for name, unit in UNITS.items() if unit == run.unit)
+    return (
+        None,
+        f"{used}, where rounding may hide a small fault ({why})",
+        run,
     )
-    names = [variable.path for variable in trainer.model.weights]
-    return Trajectory(names, weights, losses)
+
+
+def _check_finite(reference: Trajectory) -> None:
+    if not reference.is_finite:
+        raise ConfigurationError(
+            "Weights must stay finite to be compared. Received: a model whose "
+            f"weights are not after {len(reference.weights)} steps on one "
+            "device. Lower the learning rate, or look for values in the data "
+            "that are not finite."
+        )
 
 
 def compare(
     name: str,
     trajectory: Trajectory,
     reference: Trajectory,
-    permuted: Trajectory,
+    nudged: Sequence[Trajectory],
 ) -> Row:
     """Judges a run against one device and the noise of one device.
 
@@ -225,43 +274,114 @@ def compare(
         name: What to call the run.
         trajectory: The run.
         reference: One device.
-        permuted: One device, the examples permuted within each batch.
+        nudged: One device, its initial weights moved by rounding.
 
     Returns:
         The row of the report.
     """
-    mismatch = None
-    largest = loudest = 0.0
-    noise = [0.0] * len(reference.names)
-    for step, every in enumerate(
-        zip(
-            trajectory.weights, reference.weights, permuted.weights, strict=True
-        )
+    judge = _Judge(reference, nudged)
+    for step, (ours, theirs) in enumerate(
+        zip(trajectory.weights, reference.weights, strict=True)
     ):
-        for index, (ours, theirs, shuffled) in enumerate(
-            zip(*every, strict=True)
-        ):
-            difference = _largest(ours, theirs)
-            noise[index] = max(noise[index], _largest(shuffled, theirs))
-            allowed = _allowed(noise[index], theirs)
-            largest = max(largest, difference)
-            loudest = max(loudest, noise[index])
-            if mismatch is None and not difference <= allowed:
-                mismatch = Mismatch(
-                    step + 1, reference.names[index], difference, allowed
-                )
-    ratios = np.array(trajectory.losses) / np.array(reference.losses)
+        judge.weights(step, ours, theirs)
+    for step, (loss, other) in enumerate(
+        zip(trajectory.losses, reference.losses, strict=True)
+    ):
+        judge.loss(step, loss, other)
     return Row(
-        name, largest, loudest, float(np.abs(ratios - 1).max()), mismatch
+        name,
+        judge.difference,
+        max(judge.noise, default=0.0),
+        judge.loss_difference,
+        judge.mismatch,
     )
 
 
-def _allowed(noise: float, weight: np.ndarray) -> float:
+class _Judge:
+    """Goes through the steps of a run and keeps the first mismatch.
+
+    Args:
+        reference: One device.
+        nudged: One device, nudged.
+    """
+
+    def __init__(
+        self, reference: Trajectory, nudged: Sequence[Trajectory]
+    ) -> None:
+        self._reference = reference
+        self._nudged = nudged
+        self._moved = 0.0
+        self._loss_noise = 0.0
+        self.noise = [0.0] * len(reference.names)
+        self.difference = 0.0
+        self.loss_difference = 0.0
+        self.mismatch: Mismatch | None = None
+
+    def weights(
+        self, step: int, ours: list[np.ndarray], theirs: list[np.ndarray]
+    ) -> None:
+        """Judges the weights after a step."""
+        of = self._reference
+        motions = list(map(_largest, theirs, of.initial))
+        trained = [m for m, t in zip(motions, of.trained, strict=True) if t]
+        self._moved = max([self._moved, *trained])
+        for index, name in enumerate(of.names):
+            noises = [_noise(run, of, step, index) for run in self._nudged]
+            self.noise[index] = noise = max([self.noise[index], *noises])
+            motion = motions[index]
+            if of.trained[index]:
+                motion = max(motion, self._moved)
+            difference = _largest(ours[index], theirs[index])
+            self.difference = float(np.maximum(self.difference, difference))
+            allowed = _allowed(noise, theirs[index], motion, of.unit)
+            self._note(step, name, difference, allowed)
+
+    def loss(self, step: int, ours: float, theirs: float) -> None:
+        """Judges the reported loss after a step."""
+        of = self._reference
+        noises = [abs(run.losses[step] - theirs) for run in self._nudged]
+        self._loss_noise = max([self._loss_noise, *noises])
+        difference = abs(ours - theirs)
+        relative = difference / (abs(theirs) or 1.0)
+        self.loss_difference = float(np.maximum(self.loss_difference, relative))
+        allowed = max(
+            NOISE_FACTOR * self._loss_noise,
+            max(MOTION, ROUNDING_UNITS * of.unit) * max(abs(theirs), 1e-3),
+        )
+        self._note(step, "the reported loss", difference, allowed)
+
+    def _note(
+        self, step: int, name: str, difference: float, allowed: float
+    ) -> None:
+        # Written so that NaN is a mismatch.
+        if self.mismatch is None and not difference <= allowed:
+            self.mismatch = Mismatch(step + 1, name, difference, allowed)
+
+
+def _noise(
+    run: Trajectory, reference: Trajectory, step: int, index: int
+) -> float:
+    """How else a weight has moved in a nudged run."""
+    return _largest(_motion(run, step, index), _motion(reference, step, index))
+
+
+def _motion(run: Trajectory, step: int, index: int) -> np.ndarray:
+    after = run.weights[step][index].astype(np.float64)
+    return after - run.initial[index].astype(np.float64)
+
+
+def _allowed(
+    noise: float, weight: np.ndarray, motion: float, unit: float
+) -> float:
     if not np.issubdtype(weight.dtype, np.floating):
         return np.inf  # Seeds and counters; their replicas' own affair.
-    unit = float(np.finfo(weight.dtype).eps)
+    stored = float(np.finfo(weight.dtype).eps)
     size = float(np.abs(weight).max(initial=0.0))
-    return max(NOISE_FACTOR * noise, ROUNDING_UNITS * unit * max(size, 1e-3))
+    return max(
+        NOISE_FACTOR * noise,
+        ROUNDING_UNITS * stored * max(size, 1e-3),
+        max(MOTION, 4.0 * unit) * motion,
+    )
 
 
 def _largest(a: np.ndarray, b: np.ndarray) -> float:
@@ -299,42 +419,6 @@ def _slices(data: Any, batch_size: int, steps: int) -> list[Any]:
         )
         for start in starts
     ]
-
-
-def _permuted(batches: list[Any], seed: int) -> list[Any]:
-    generator = np.random.default_rng(seed)
-    result = []
-    for batch in batches:
-        order = generator.permutation(len(tf.nest.flatten(batch)[0]))
-        result.append(
-            tf.nest.map_structure(lambda a, order=order: a[order], batch)
-        )
-    return result
-
-
-def _dataset(batches: Iterable[Any]) -> tf.data.Dataset:
-    batches = list(batches)
-
-    def spec(array: Any) -> tf.TensorSpec:
-        return tf.TensorSpec(
-            [None, *array.shape[1:]], tf.as_dtype(_kept(array).dtype)
-        )
-
-    dataset = tf.data.Dataset.from_generator(
-        lambda: iter(
-            [tf.nest.map_structure(_kept, batch) for batch in batches]
-        ),
-        output_signature=tf.nest.map_structure(spec, batches[0]),
-    )
-    return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
-
-
-def _kept(array: Any) -> np.ndarray:
-    """Floats as Keras takes them."""
-    array = np.asarray(array)
-    if np.issubdtype(array.dtype, np.floating):
-        return array.astype(keras.config.floatx())
-    return array
 
 
 def create_for_check(
