@@ -197,7 +197,7 @@ def compare(
     made = [create_for_check(name, num_virtual_devices) for name in strategies]
     build_model: Callable[[], keras.Model]
     if is_target(data):
-        batches = load_function(data, "data")()
+        batches = load_function(data, "dataset")()
     else:
         splits = datasets.load(data)
         batches = splits.training(batch_size)["x"]

@@ -116,7 +116,7 @@ COMMANDS = {
     "output_is_a_file": ("train --output_dir=/dev/null", "/dev/null"),
     "data_is_a_file": ("train --data_dir=/dev/null/a", "/dev/null"),
     "parity_of_nothing": (
-        "parity --data=digits --model=tests.test_bad_input:nothing",
+        "parity --dataset=digits --model=tests.test_bad_input:nothing",
         "NoneType",
     ),
     "launch_of_nothing": ("launch --num_workers=2", "command"),

@@ -8,6 +8,8 @@ import pytest
 
 from mgpu_tf import cli
 from mgpu_tf.checkpoints import store
+from mgpu_tf.commands import train
+from mgpu_tf.launch import local
 from mgpu_tf.launch.policy import RestartPolicy
 from tests import clusters
 
@@ -134,8 +136,8 @@ print("IMPORTED", *heavy & {{*sys.modules}})
                 (["launch", "--help"], 0),
                 (["parity", "--help"], 0),
                 (["parity", "--model=mine:build"], 2),
-                (["parity", "--data=mine:load"], 2),
-                (["parity", "--model=absent:build", "--data=digits"], 2),
+                (["parity", "--dataset=mine:load"], 2),
+                (["parity", "--model=absent:build", "--dataset=digits"], 2),
                 (["benchmark", "--help"], 0),
                 (["checkpoints", "--help"], 0),
                 (["plan", "--help"], 0),
@@ -174,8 +176,8 @@ def calls(monkeypatch):
         made.append(("run", config.num_workers, config.epochs))
         return 0
 
-    monkeypatch.setattr(cli.local, "launch", launch)
-    monkeypatch.setattr(cli, "_run", run)
+    monkeypatch.setattr(local, "launch", launch)
+    monkeypatch.setattr(train, "_run", run)
     return made
 
 

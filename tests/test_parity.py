@@ -480,7 +480,7 @@ def folder(tmp_path):
 
 def command(folder, *arguments):
     return clusters.mgpu_tf(
-        "parity", "--data=mine:load", "--steps=3", *arguments, cwd=folder
+        "parity", "--dataset=mine:load", "--steps=3", *arguments, cwd=folder
     )
 
 
@@ -500,32 +500,32 @@ def test_command_line(folder):
     ("flags", "rules"),
     [
         (
-            ["--data=mine:load", "--model=mine:goood"],
+            ["--dataset=mine:load", "--model=mine:goood"],
             ["Did you mean 'good'"],
         ),
         (
-            ["--data=mine:load", "--model=absent:good"],
+            ["--dataset=mine:load", "--model=absent:good"],
             ["model must name", "module that can be imported"],
         ),
         (
-            ["--data=absent.inner:load", "--model=mine:good"],
+            ["--dataset=absent.inner:load", "--model=mine:good"],
             ["data must name", "module that can be imported"],
         ),
-        (["--data=mine:", "--model=mine:good"], ["data must be package."]),
-        (["--model=mine:good"], ["needs --data", "--data=mine:load"]),
-        (["--model=mine:good", "--data="], ["needs --data"]),
+        (["--dataset=mine:", "--model=mine:good"], ["data must be package."]),
+        (["--model=mine:good"], ["needs --dataset", "--dataset=mine:load"]),
+        (["--model=mine:good", "--dataset="], ["needs --dataset"]),
         (
-            ["--data=mine:load"],
+            ["--dataset=mine:load"],
             ["--model of one's own", "no --model", "--model=mine:build"],
         ),
         (
-            ["--data=mine:load", "--model=mlp"],
-            ["--model of one's own", "Received: --data=mine:load", "=mlp"],
+            ["--dataset=mine:load", "--model=mlp"],
+            ["--model of one's own", "Received: --dataset=mine:load", "=mlp"],
         ),
         (["--model="], ["--model of one's own"]),
         (["--model=mlpp"], ["Unknown model", "Did you mean 'mlp'"]),
         (["--dataset=mine:load"], ["'dataset'", "Did you mean: data"]),
-        (["--data"], ["--data"]),
+        (["--dataset"], ["--dataset"]),
     ],
 )
 def test_command_line_refuses_in_one_line(folder, flags, rules):

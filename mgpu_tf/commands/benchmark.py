@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from mgpu_tf.cluster.config import ClusterConfig
+from mgpu_tf.commands.arguments import Call
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.launch import local
 from mgpu_tf.names import MODELS
@@ -57,7 +58,7 @@ def define(values: flags.FlagValues) -> None:
         define_flag(name, default, meaning, flag_values=values)
 
 
-def run(values: flags.FlagValues) -> int:
+def run(call: Call) -> int:
     """Runs the command with parsed flags.
 
     Returns:
@@ -66,6 +67,8 @@ def run(values: flags.FlagValues) -> int:
     Raises:
         ConfigurationError: A flag is wrong.
     """
+    call.takes_flags_only()
+    values = call.values
     devices = _check(values)
     cluster = ClusterConfig.from_environment()
     if cluster is not None:

@@ -7,6 +7,7 @@ import math
 from absl import flags
 
 from mgpu_tf import planner
+from mgpu_tf.commands.arguments import Call
 from mgpu_tf.errors import ConfigurationError, is_integer
 from mgpu_tf.names import OPTIMIZERS
 from mgpu_tf.reports.scaling import MEANING, ScalingTable, aligned
@@ -60,7 +61,7 @@ def define(values: flags.FlagValues) -> None:
         define_flag(name, default, meaning, flag_values=values)
 
 
-def run(values: flags.FlagValues) -> int:
+def run(call: Call) -> int:
     """Runs the command with parsed flags.
 
     Returns:
@@ -69,6 +70,8 @@ def run(values: flags.FlagValues) -> int:
     Raises:
         ConfigurationError: A flag is wrong.
     """
+    call.takes_flags_only()
+    values = call.values
     if values.num_parameters is None and values.scaling is None:
         raise ConfigurationError(
             "plan needs the size of the model or what was measured. "

@@ -1,0 +1,57 @@
+"""Listing, verifying and pruning the checkpoints of a run."""
+
+from __future__ import annotations
+
+import os
+
+from absl import flags
+
+from mgpu_tf.checkpoints import store
+from mgpu_tf.commands.arguments import Call
+from mgpu_tf.errors import ConfigurationError
+
+USAGE = """mgpu-tf checkpoints FOLDER [--keep=N]
+
+Lists the checkpoints in a folder and checks every byte of them; with --keep
+deletes all but the newest first, which is not for a folder that a run is
+writing to. Exits with status 1 where one is broken.
+
+Example:
+  mgpu-tf checkpoints runs/a/checkpoints --keep=2
+"""
+
+BROKEN = 1
+
+
+def define(values: flags.FlagValues) -> None:
+    """Defines the flags."""
+    flags.DEFINE_integer(
+        "keep",
+        None,
+        "Delete all but the N newest.",
+        lower_bound=1,
+        flag_values=values,
+    )
+
+
+def run(call: Call) -> int:
+    """Prints a line for each; returns 1 where one is broken."""
+    values, rest = call.values, [*call.rest, *(call.command or [])]
+    if len(rest) != 1:
+        raise ConfigurationError(
+            "checkpoints takes one folder. Received: "
+            f"{' '.join(rest) or 'nothing'!r}. Write mgpu-tf checkpoints "
+            "RUN/checkpoints."
+        )
+    (folder,) = rest
+    if not os.path.isdir(folder):
+        raise ConfigurationError(
+            f"checkpoints takes a folder. Received: {folder!r}, which is none."
+        )
+    if values.keep is not None:
+        for name in store.prune(folder, values.keep):
+            print(f"deleted {name}")
+    found = store.entries(folder)
+    for entry in found:
+        print(entry.describe())
+    return BROKEN if any(entry.problem for entry in found) else 0

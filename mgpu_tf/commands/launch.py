@@ -1,0 +1,86 @@
+"""Starting a script as a cluster of processes of this machine."""
+
+from __future__ import annotations
+
+from absl import flags
+
+from mgpu_tf.cluster.config import ClusterConfig
+from mgpu_tf.commands.arguments import Call, define_supervision, supervision
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.launch import local
+from mgpu_tf.launch.job import STARTUP_SECONDS
+
+USAGE = """mgpu-tf launch --num_workers=N [--flags] -- COMMAND [ARGUMENTS]
+
+Starts N processes of a command on this machine as a cluster: each gets its
+TF_CONFIG. When one fails, all are ended and started again up to
+--max_restarts times; then its exit code is returned, 128 + signal for a
+signal. SIGTERM is passed on; 75 is returned where the processes could save.
+
+With --num_ps a task that fails is started again alone.
+
+Example:
+  mgpu-tf launch --num_workers=2 -- python experiments/train.py --epochs=5
+  mgpu-tf launch --num_workers=3 --num_ps=2 -- python experiments/train.py
+  mgpu-tf launch --num_workers=3 --num_ps=2 --evaluator -- python script.py
+"""
+
+
+def define(values: flags.FlagValues) -> None:
+    """Defines the flags."""
+    flags.DEFINE_integer(
+        "num_workers", None, "Processes to start.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "num_ps",
+        0,
+        "Parameter servers to start; with any, a coordinator is started too.",
+        flag_values=values,
+    )
+    flags.DEFINE_boolean(
+        "evaluator",
+        False,
+        "Start a process beside them that evaluates every checkpoint.",
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "startup_seconds",
+        STARTUP_SECONDS,
+        "How long a process may take until it serves its port; 0 for no limit.",
+        flag_values=values,
+    )
+    define_supervision(values)
+
+
+def run(call: Call) -> int:
+    """Starts the processes, and returns the status of the job."""
+    values = call.values
+    if call.rest or not call.command:
+        raise ConfigurationError(
+            "launch takes flags, then -- and the command. Received: "
+            f"{' '.join(call.given) or 'nothing'!r}. Write mgpu-tf launch "
+            "--num_workers=2 -- python script.py."
+        )
+    if values.num_workers is None:
+        raise ConfigurationError(
+            "launch needs the number of processes. Received: no "
+            "--num_workers. Write --num_workers=2."
+        )
+    if values.evaluator and not values.num_ps:
+        raise ConfigurationError(
+            "An evaluator goes with parameter servers. Received: --evaluator "
+            "without --num_ps. Write --num_ps=1, or leave it out."
+        )
+    if ClusterConfig.from_environment() is not None:
+        raise ConfigurationError(
+            "launch makes the cluster itself. Received: TF_CONFIG is set. "
+            "Unset it, or run the command without launch."
+        )
+    return local.launch(
+        call.command,
+        values.num_workers,
+        num_ps=values.num_ps,
+        evaluator=values.evaluator,
+        startup_seconds=values.startup_seconds,
+        **supervision(values, asynchronous=values.num_ps > 0),
+    )

@@ -1,0 +1,67 @@
+"""Training and testing a model on a strategy."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from absl import flags
+
+from mgpu_tf import flags as run_flags
+from mgpu_tf.cluster.config import ClusterConfig
+from mgpu_tf.commands.arguments import Call, define_supervision, supervision
+from mgpu_tf.config import RunConfig
+from mgpu_tf.launch.job import RESTARTS
+from mgpu_tf.runtime import quiet_import
+
+USAGE = """mgpu-tf train [--flags]
+
+Trains and tests a model. With --num_workers above 1 and no TF_CONFIG, the
+worker processes are started on this machine; with --num_ps, parameter servers
+and a coordinator as well. With --max_restarts they are started again when one
+fails, and go on from --checkpoint_dir.
+
+Example:
+  mgpu-tf train --strategy=mirrored --num_virtual_devices=4 --model=cnn
+  mgpu-tf train --strategy=parameter_server --num_workers=3 --num_ps=2
+"""
+
+
+def define(values: flags.FlagValues) -> None:
+    """Defines the flags: those of a run, and of its supervision."""
+    run_flags.define(values)
+    define_supervision(values)
+
+
+def run(call: Call) -> int:
+    """Trains, here or as processes of this machine; returns the status."""
+    call.takes_flags_only()
+    values = call.values
+    config = run_flags.config(values)
+    cluster = ClusterConfig.from_environment()
+    asynchronous = config.num_ps > 0 or config.strategy == "parameter_server"
+    options = supervision(values, asynchronous=asynchronous)
+    supervised = RESTARTS in os.environ
+    again = options["policy"].restarts and not supervised
+    if cluster is None and (config.num_workers > 1 or asynchronous or again):
+        return call.as_local_cluster(
+            config.num_workers,
+            num_ps=max(1, config.num_ps) if asynchronous else 0,
+            alone=config.num_workers == 1 and not asynchronous,
+            **options,
+        )
+    return _run(config)
+
+
+def _run(config: RunConfig) -> int:
+    quiet_import.import_tensorflow()
+    logging.basicConfig(format="mgpu-tf: %(message)s")
+    logging.getLogger("mgpu_tf").setLevel(logging.INFO)
+    from mgpu_tf.job import run
+    from mgpu_tf.reports import terminal
+
+    report = run(config)
+    cluster = ClusterConfig.from_environment()
+    if cluster is None or cluster.is_chief:
+        terminal.show(report)
+    return 0
