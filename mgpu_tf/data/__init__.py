@@ -28,6 +28,13 @@ from mgpu_tf.data.sources import (
     Source,
 )
 from mgpu_tf.data.structures import SIZES_DIFFER, pack
+from mgpu_tf.data.tasks import (
+    PreprocessedSource,
+    arrays_of,
+    is_task,
+    kept_order,
+    preprocess_of,
+)
 from mgpu_tf.data.weights import with_class_weight
 from mgpu_tf.errors import ConfigurationError, check_integer
 
@@ -41,14 +48,19 @@ __all__ = [
     "FunctionSource",
     "GeneratorSource",
     "Part",
+    "PreprocessedSource",
     "PyDatasetSource",
     "Source",
+    "arrays_of",
     "as_source",
     "distribute",
     "input_context",
+    "is_task",
+    "kept_order",
     "next_batch",
     "pack",
     "part_of",
+    "preprocess_of",
     "split_arrays",
     "with_class_weight",
 ]

@@ -124,11 +124,20 @@ class BatchSource(Source):
     def batches(self, index: Any) -> tf.data.Dataset:
         """Returns the batches of pass `index` (integer or tensor)."""
 
+    def batches_from(self, index: Any, start: int) -> tf.data.Dataset:
+        """Returns the batches of pass `index` from `start` on."""
+        batches = self.batches(index)
+        return batches.skip(start) if start else batches
+
     def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
         """Returns pass `index`, cut for the replicas of a part."""
+        return self.pass_from(index, part, 0)
+
+    def pass_from(self, index: Any, part: Part, start: int) -> tf.data.Dataset:
+        """Returns pass `index` from a batch of each replica on, cut."""
         if self.totals_known:
-            return cut(self.batches(index), part)
-        return _sized(self.batches(index))
+            return cut(self.batches_from(index, start), part)
+        return _sized(self.batches(index)).skip(start * part.local)
 
     def shards(self, count: int) -> list[tf.data.Dataset]:
         """Returns the batches, which the workers deal among them."""
