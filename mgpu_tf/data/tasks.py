@@ -133,7 +133,9 @@ class PreprocessedSource(BatchSource):
     def __init__(
         self, source: Source, preprocess: Preprocess, name: str
     ) -> None:
-        self._source, self._preprocess = source, preprocess
+        self._source = source
+        # Traced once, and not again in every pass.
+        self._preprocess = tf.function(preprocess)
         self.steps, self.endless = source.steps, source.endless
         self.seekable = source.seekable
         self.totals_known = source.totals_known

@@ -160,16 +160,6 @@ PROGRAMS = {
         },
         (np.array(texts(2)), np.array(texts(3))),
     ),
-    "split": lambda: (
-        classifier,
-        {
-            "x": np.array(texts()),
-            "y": labels(),
-            "validation_split": 0.3,
-            "class_weight": {0: 0.5, 2: 3.0},
-        },
-        tf.constant(texts(1)),
-    ),
     "dataset": lambda: (
         classifier,
         {
@@ -180,8 +170,13 @@ PROGRAMS = {
     ),
     "padded": lambda: (
         padded,
-        {"x": texts(), "y": labels()},
-        texts(1),
+        {
+            "x": np.array(texts()),
+            "y": labels(),
+            "validation_split": 0.3,
+            "class_weight": {0: 0.5, 2: 3.0},
+        },
+        tf.constant(texts(1)),
     ),
     "low_rank": lambda: (
         low_rank,
