@@ -151,11 +151,9 @@ class Session:
         their order, as in the task's own `fit`.
         """
         preprocess = data_lib.preprocess_of(self.model)
-        if preprocess is not None:
-            keras_internals.expect_preprocessed(self.model)
-            if not data_lib.is_batched(x):
-                shuffle = data_lib.kept_order(shuffle)
-                x, y, sample_weight = self.arrays(x, y, sample_weight)
+        if preprocess is not None and not data_lib.is_batched(x):
+            shuffle = data_lib.kept_order(shuffle)
+            x, y, sample_weight = self.arrays(x, y, sample_weight)
         source = data_lib.as_source(
             x,
             y,

@@ -9,7 +9,6 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 
 from mgpu_tf.engine import keras_internals
-from tests.jobs import tasks
 
 
 def build():
@@ -399,12 +398,3 @@ def test_losses_that_are_known_by_example():
     assert not known(keras.losses.Circle())
     wrapper = keras.losses.get(lambda y, p: y)
     assert not known(type(keras.losses.Hinge()).__mro__[1](wrapper))
-
-
-def test_a_task_is_told_of_preprocessed_data():
-    task = tasks.classifier()
-    x = task.preprocessor(["a film"])
-    with pytest.warns(UserWarning, match="Calling `PipelineModel`"):
-        task(x)
-    keras_internals.expect_preprocessed(task)
-    task(x)

@@ -36,7 +36,9 @@ def check(name, observed):
     for part in ("before", "weights", "slots", "predictions"):
         assert len(observed[part]) == len(expected[part])
         for found, wanted in zip(observed[part], expected[part], strict=True):
-            np.testing.assert_allclose(found, wanted, rtol=NEAR[name], atol=NEAR[name])
+            np.testing.assert_allclose(
+                found, wanted, rtol=NEAR[name], atol=NEAR[name]
+            )
     moved = [
         before != after
         for before, after in zip(

@@ -415,17 +415,6 @@ def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
     return list(model._flatten_layers())
 
 
-def expect_preprocessed(task: Any) -> None:
-    """Tells a task of keras-hub that it is called on preprocessed data.
-
-    Its own `fit` tells it so too; the task warns of any other call.
-
-    Args:
-        task: A model that `data.is_task` knows.
-    """
-    task._in_pipeline_execution = True
-
-
 def mask_of(tensor: Any) -> Any | None:
     """Returns the mask that layers attached to a tensor, None without one."""
     return keras.src.backend.get_keras_mask(tensor)
