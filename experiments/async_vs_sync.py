@@ -26,9 +26,9 @@ import time
 
 from absl import app, flags, logging
 
-from mgpu_tf import quiet
-from mgpu_tf.cluster import ClusterConfig
-from mgpu_tf.launch import ports
+from mgpu_tf.cluster import ports
+from mgpu_tf.cluster.config import ClusterConfig
+from mgpu_tf.runtime import quiet_import
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("output_dir", "runs/async_vs_sync", "Gets what is made.")
@@ -55,7 +55,7 @@ RUNS = [
 
 def train(synchronous, max_staleness, late_gradients):
     """What each process of a cluster does."""
-    quiet.import_tensorflow()
+    quiet_import.import_tensorflow()
     logging.set_verbosity(logging.WARNING)
     import keras
 
@@ -181,7 +181,7 @@ def measure(name, synchronous, slow, max_staleness, late_gradients):
 
 
 def slow_down(process, stop):
-    """Lets a process run for one part in so many of the time."""
+    """Lets a process run for one Nth of the time."""
     running = PERIOD_SECONDS / FLAGS.slowdown
     while not stop.is_set() and process.poll() is None:
         process.send_signal(signal.SIGSTOP)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 
-from mgpu_tf import quiet
+from mgpu_tf.runtime import quiet_import
 
 FLAGS = ["--model=mlp", "--dataset=digits", "--epochs=5"]
 
@@ -44,7 +44,7 @@ def main():
             "--num_workers=2",
         )
         single = train(os.path.join(folder, "single"), "--strategy=one_device")
-        quiet.import_tensorflow()
+        quiet_import.import_tensorflow()
         pairs = zip(weights(cluster), weights(single), strict=True)
         difference = max(float(abs(a - b).max()) for a, b in pairs)
     print(

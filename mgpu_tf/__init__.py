@@ -16,55 +16,66 @@ from typing import TYPE_CHECKING, Any
 from mgpu_tf._version import __version__
 
 if TYPE_CHECKING:
-    from mgpu_tf import flags, layers
-    from mgpu_tf.cluster import ClusterConfig
+    from mgpu_tf import datasets, flags, layers, models
+    from mgpu_tf.cluster.config import ClusterConfig
     from mgpu_tf.config import RunConfig
-    from mgpu_tf.determinism import enable_determinism
     from mgpu_tf.engine.contributions import mean_over_batch, sum_over_batch
-    from mgpu_tf.errors import ClusterError, ConfigurationError, WorkerError
+    from mgpu_tf.errors import (
+        ClusterError,
+        ConfigurationError,
+        Preempted,
+        WorkerError,
+    )
     from mgpu_tf.job import run
-    from mgpu_tf.normalization import synchronize_batch_normalization
-    from mgpu_tf.own_loop import Loop
-    from mgpu_tf.parameter_server import create_parameter_server_strategy
-    from mgpu_tf.parity import ParityReport, check_parity
-    from mgpu_tf.report import Report
-    from mgpu_tf.strategy import (
+    from mgpu_tf.models.normalization import synchronize_batch_normalization
+    from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
+    from mgpu_tf.reports.report import Report
+    from mgpu_tf.runtime.determinism import enable_determinism
+    from mgpu_tf.strategies.parameter_server import (
+        create_parameter_server_strategy,
+    )
+    from mgpu_tf.strategies.registry import create_strategy, is_chief
+    from mgpu_tf.strategies.synchronous import (
         create_central_storage_strategy,
         create_mirrored_strategy,
         create_multi_worker_mirrored_strategy,
         create_one_device_strategy,
-        create_strategy,
         create_tpu_strategy,
-        is_chief,
     )
-    from mgpu_tf.trainer import Trainer
+    from mgpu_tf.studies.parity import ParityReport, check_parity
+    from mgpu_tf.training.custom_loop import Loop
+    from mgpu_tf.training.trainer import Trainer
 
-_MODULES = ("flags", "layers")
+_MODULES = ("datasets", "flags", "layers", "models")
 
 _HOMES = {
-    "ClusterConfig": "mgpu_tf.cluster",
+    "ClusterConfig": "mgpu_tf.cluster.config",
     "ClusterError": "mgpu_tf.errors",
     "ConfigurationError": "mgpu_tf.errors",
-    "Loop": "mgpu_tf.own_loop",
-    "ParityReport": "mgpu_tf.parity",
-    "Report": "mgpu_tf.report",
+    "Loop": "mgpu_tf.training.custom_loop",
+    "ParityReport": "mgpu_tf.studies.parity",
+    "Report": "mgpu_tf.reports.report",
     "RunConfig": "mgpu_tf.config",
-    "Trainer": "mgpu_tf.trainer",
+    "Preempted": "mgpu_tf.errors",
+    "SaveOptions": "mgpu_tf.options",
+    "StepOptions": "mgpu_tf.options",
+    "StrategyOptions": "mgpu_tf.options",
+    "Trainer": "mgpu_tf.training.trainer",
     "WorkerError": "mgpu_tf.errors",
-    "check_parity": "mgpu_tf.parity",
-    "create_central_storage_strategy": "mgpu_tf.strategy",
-    "create_mirrored_strategy": "mgpu_tf.strategy",
-    "create_multi_worker_mirrored_strategy": "mgpu_tf.strategy",
-    "create_one_device_strategy": "mgpu_tf.strategy",
-    "create_parameter_server_strategy": "mgpu_tf.parameter_server",
-    "create_strategy": "mgpu_tf.strategy",
-    "create_tpu_strategy": "mgpu_tf.strategy",
-    "enable_determinism": "mgpu_tf.determinism",
-    "is_chief": "mgpu_tf.strategy",
+    "check_parity": "mgpu_tf.studies.parity",
+    "create_central_storage_strategy": "mgpu_tf.strategies.synchronous",
+    "create_mirrored_strategy": "mgpu_tf.strategies.synchronous",
+    "create_multi_worker_mirrored_strategy": "mgpu_tf.strategies.synchronous",
+    "create_one_device_strategy": "mgpu_tf.strategies.synchronous",
+    "create_parameter_server_strategy": "mgpu_tf.strategies.parameter_server",
+    "create_strategy": "mgpu_tf.strategies.registry",
+    "create_tpu_strategy": "mgpu_tf.strategies.synchronous",
+    "enable_determinism": "mgpu_tf.runtime.determinism",
+    "is_chief": "mgpu_tf.strategies.registry",
     "mean_over_batch": "mgpu_tf.engine.contributions",
     "run": "mgpu_tf.job",
     "sum_over_batch": "mgpu_tf.engine.contributions",
-    "synchronize_batch_normalization": "mgpu_tf.normalization",
+    "synchronize_batch_normalization": "mgpu_tf.models.normalization",
 }
 
 __all__ = [
@@ -73,8 +84,12 @@ __all__ = [
     "ConfigurationError",
     "Loop",
     "ParityReport",
+    "Preempted",
     "Report",
     "RunConfig",
+    "SaveOptions",
+    "StepOptions",
+    "StrategyOptions",
     "Trainer",
     "WorkerError",
     "__version__",
@@ -86,11 +101,13 @@ __all__ = [
     "create_parameter_server_strategy",
     "create_strategy",
     "create_tpu_strategy",
+    "datasets",
     "enable_determinism",
     "flags",
     "is_chief",
     "layers",
     "mean_over_batch",
+    "models",
     "run",
     "sum_over_batch",
     "synchronize_batch_normalization",

@@ -15,14 +15,16 @@ from typing import Any
 
 from absl import flags
 
-from mgpu_tf import checkpoints, plan_command, quiet, scaling_command
 from mgpu_tf import flags as run_flags
 from mgpu_tf._version import __version__
-from mgpu_tf.cluster import ClusterConfig
+from mgpu_tf.checkpoints import store
+from mgpu_tf.cluster.config import ClusterConfig
+from mgpu_tf.commands import benchmark, plan
 from mgpu_tf.config import RunConfig
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.launch import local
 from mgpu_tf.launch.policy import RestartPolicy
+from mgpu_tf.runtime import quiet_import
 
 DIFFERENT = 1
 BROKEN = 1
@@ -148,16 +150,16 @@ def _train(arguments: list[str]) -> int:
 
 
 def _run(config: RunConfig) -> int:
-    quiet.import_tensorflow()
+    quiet_import.import_tensorflow()
     logging.basicConfig(format="mgpu-tf: %(message)s")
     logging.getLogger("mgpu_tf").setLevel(logging.INFO)
-    from mgpu_tf import display
     from mgpu_tf.job import run
+    from mgpu_tf.reports import terminal
 
     report = run(config)
     cluster = ClusterConfig.from_environment()
     if cluster is None or cluster.is_chief:
-        display.show(report)
+        terminal.show(report)
     return 0
 
 
@@ -258,7 +260,7 @@ def _parity(arguments: list[str]) -> int:
     cluster = ClusterConfig.from_environment()
     if values.num_workers > 1 and cluster is None:
         return _as_local_cluster("parity", arguments, values.num_workers)
-    quiet.import_tensorflow()
+    quiet_import.import_tensorflow()
     from mgpu_tf.job import compare
 
     report = compare(
@@ -282,7 +284,7 @@ def _checkpoints(arguments: list[str]) -> int:
     flags.DEFINE_integer(
         "keep",
         None,
-        "Delete all but so many of the newest.",
+        "Delete all but the N newest.",
         lower_bound=1,
         flag_values=values,
     )
@@ -301,9 +303,9 @@ def _checkpoints(arguments: list[str]) -> int:
             f"checkpoints takes a folder. Received: {folder!r}, which is none."
         )
     if values.keep is not None:
-        for name in checkpoints.prune(folder, values.keep):
+        for name in store.prune(folder, values.keep):
             print(f"deleted {name}")
-    found = checkpoints.entries(folder)
+    found = store.entries(folder)
     for entry in found:
         print(entry.describe())
     return BROKEN if any(entry.problem for entry in found) else 0
@@ -323,8 +325,8 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "launch": _launch,
     "checkpoints": _checkpoints,
     "parity": _parity,
-    "benchmark": functools.partial(_of_module, "benchmark", scaling_command),
-    "plan": functools.partial(_of_module, "plan", plan_command),
+    "benchmark": functools.partial(_of_module, "benchmark", benchmark),
+    "plan": functools.partial(_of_module, "plan", plan),
 }
 
 
@@ -339,8 +341,7 @@ def _define_supervision(values: flags.FlagValues) -> None:
     flags.DEFINE_integer(
         "min_workers",
         None,
-        "With the restarts used up, go on with one process less, down to so "
-        "many.",
+        "With the restarts used up, go on with one process less, down to N.",
         flag_values=values,
     )
     flags.DEFINE_float(

@@ -9,232 +9,105 @@ This module does not import TensorFlow, so that a mistake is told at once.
 from __future__ import annotations
 
 import dataclasses
-import math
-import typing
-from typing import Any
+from typing import TypeVar
 
 from mgpu_tf.errors import ConfigurationError, unknown_name
-from mgpu_tf.save_options import RESUME, SaveOptions, save_options
-
-STRATEGIES = (
-    "auto",
-    "one_device",
-    "mirrored",
-    "multi_worker_mirrored",
-    "parameter_server",
-    "central_storage",
-    "tpu",
+from mgpu_tf.fields import check, option, pick
+from mgpu_tf.names import (
+    APPLICATIONS,
+    DATASETS,
+    MODELS,
+    OPTIMIZERS,
+    STRATEGIES,
 )
-GRADIENT_DTYPES = ("bfloat16", "float16")
-EMBEDDING_GRADIENTS = ("keras", "summed")
-COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy")
-LATE_GRADIENTS = ("hold", "scale")
-MODELS = ("mlp", "cnn", "resnet", "transformer")
-DATASETS = ("digits", "tabular", "images")
-# Models of `keras.applications`, by Keras's names.
-APPLICATIONS = (
-    "ConvNeXtBase",
-    "ConvNeXtLarge",
-    "ConvNeXtSmall",
-    "ConvNeXtTiny",
-    "ConvNeXtXLarge",
-    "DenseNet121",
-    "DenseNet169",
-    "DenseNet201",
-    "EfficientNetB0",
-    "EfficientNetB1",
-    "EfficientNetB2",
-    "EfficientNetB3",
-    "EfficientNetB4",
-    "EfficientNetB5",
-    "EfficientNetB6",
-    "EfficientNetB7",
-    "EfficientNetV2B0",
-    "EfficientNetV2B1",
-    "EfficientNetV2B2",
-    "EfficientNetV2B3",
-    "EfficientNetV2L",
-    "EfficientNetV2M",
-    "EfficientNetV2S",
-    "InceptionResNetV2",
-    "InceptionV3",
-    "MobileNet",
-    "MobileNetV2",
-    "MobileNetV3Large",
-    "MobileNetV3Small",
-    "NASNetLarge",
-    "NASNetMobile",
-    "ResNet101",
-    "ResNet101V2",
-    "ResNet152",
-    "ResNet152V2",
-    "ResNet50",
-    "ResNet50V2",
-    "VGG16",
-    "VGG19",
-    "Xception",
-)
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lamb", "lion")
+from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
 
-
-def _field(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:
-    return dataclasses.field(
-        default=default, metadata={"help": text, "choices": choices}
-    )
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig:
+class RunConfig(StrategyOptions, StepOptions, SaveOptions):
     """A training run.
 
     Example:
         >>> RunConfig(model="cnn").global_batch_size
         64
 
-    Attributes: see the help text of each field.
+    Attributes: see the help text of each field, and of the three groups.
 
     Raises:
         ConfigurationError: A name is unknown or a number out of range.
     """
 
-    strategy: str = _field(
+    strategy: str = option(
         "auto",
         "How to distribute. auto: TF_CONFIG, several GPUs, one GPU or the "
         "CPU decide.",
         STRATEGIES,
     )
-    num_workers: int = _field(
+    num_workers: int = option(
         1,
         "Worker processes. Above 1 and with no TF_CONFIG, they are started "
         "on this machine.",
+        least=1,
     )
-    num_ps: int = _field(
+    num_ps: int = option(
         0,
         "Parameter servers; with any, workers do not wait for each other. "
         "With no TF_CONFIG, they are started on this machine.",
+        least=0,
     )
-    max_staleness: int | None = _field(
-        None,
-        "How many updates of others a gradient may be late, with parameter "
-        "servers; no bound by default.",
-    )
-    late_gradients: str = _field(
-        "hold",
-        "What keeps max_staleness. hold: fast workers wait. scale: late "
-        "gradients count less.",
-        LATE_GRADIENTS,
-    )
-    num_virtual_devices: int | None = _field(
-        None, "Split the CPU into so many devices, to try replicas."
-    )
-    devices: int | None = _field(
-        None, "Use the first so many GPUs; all by default."
-    )
-    communication: str = _field(
-        "auto", "How replicas reduce gradients.", COMMUNICATIONS
-    )
-    model: str = _field(
+    model: str = option(
         "mlp",
         f"The model to train: {', '.join(MODELS)}, resnet/DEPTH, a name of "
         "keras.applications such as MobileNetV2, or package.module:function.",
     )
-    initial_model: str | None = _field(
+    initial_model: str | None = option(
         None,
         "Go on from a .keras file, optimizer included, or start with the "
         "weights of a .weights.h5 file.",
     )
-    sync_batch_norm: bool = _field(
+    sync_batch_norm: bool = option(
         False, "Take the statistics of batches over all replicas."
     )
-    dataset: str = _field(
+    dataset: str = option(
         "digits",
         f"The data to train on: {', '.join(DATASETS)}, images/SIDE, a name of "
         "TFDS such as mnist, or package.module:function.",
     )
-    deterministic: bool = _field(
+    deterministic: bool = option(
         True,
         "All workers read all data, so that batches are the same on any "
         "number of them; otherwise each reads its own files.",
     )
-    data_dir: str | None = _field(
+    data_dir: str | None = option(
         None, "Where prepared data is kept; TFDS's folder by default."
     )
-    global_batch_size: int = _field(
-        64, "Examples in a step, over all replicas."
+    global_batch_size: int = option(
+        64, "Examples in a step, over all replicas.", least=1
     )
-    epochs: int = _field(5, "Passes over the data.")
-    steps_per_epoch: int | None = _field(
-        None, "Steps in an epoch; one pass by default."
+    epochs: int = option(5, "Passes over the data.", least=1)
+    steps_per_epoch: int | None = option(
+        None, "Steps in an epoch; one pass by default.", least=1
     )
-    optimizer: str = _field("adam", "The optimizer.", OPTIMIZERS)
-    learning_rate: float | None = _field(
-        None, "The learning rate; one that suits the optimizer by default."
-    )
-    seed: int = _field(0, "Decides initial weights and the order of examples.")
-    gradient_dtype: str | None = _field(
+    optimizer: str = option("adam", "The optimizer.", OPTIMIZERS)
+    learning_rate: float | None = option(
         None,
-        "Send gradients with half the bytes, and round them.",
-        GRADIENT_DTYPES,
+        "The learning rate; one that suits the optimizer by default.",
+        above=0.0,
     )
-    embedding_gradients: str = _field(
-        "keras",
-        "keras: the optimizer sees a row for each lookup of an embedding; "
-        "summed: the rows of one index are added up first.",
-        EMBEDDING_GRADIENTS,
-    )
-    jit_compile: str | None = _field(
+    seed: int = option(0, "Decides initial weights and the order of examples.")
+    profile: str | None = option(
         None,
-        "auto: a short trial decides whether XLA compiles steps; by default "
-        "the model's compile() does.",
-        ("auto",),
-    )
-    profile: str | None = _field(
-        None,
-        "START,STEPS: trace so many steps after so many, into "
+        "START,STEPS: trace STEPS steps after the first START, into "
         "output_dir/profile, for TensorBoard.",
     )
-    output_dir: str | None = _field(None, "Gets model.keras and report.json.")
-    checkpoint_dir: str | None = _field(
-        None, "Gets checkpoints of the whole state, to go on from."
-    )
-    save_every_steps: int | None = _field(
-        None, "Save after each so many steps; after each epoch by default."
-    )
-    save_every_seconds: float | None = _field(
-        None, "Save when so much time has passed."
-    )
-    keep_checkpoints: int = _field(3, "How many checkpoints are kept.")
-    resume: str = _field(
-        "auto",
-        "auto: go on from the newest usable checkpoint, if any. always: only "
-        "so. never: only where there is none.",
-        RESUME,
-    )
+    output_dir: str | None = option(None, "Gets model.keras and report.json.")
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        for field in dataclasses.fields(self):
-            choices = field.metadata["choices"]
-            value = getattr(self, field.name)
-            if choices and value is not None and value not in choices:
-                raise ConfigurationError(
-                    unknown_name(field.name, value, choices)
-                )
-        for name in (
-            "num_workers",
-            "num_virtual_devices",
-            "devices",
-            "global_batch_size",
-            "epochs",
-            "steps_per_epoch",
-        ):
-            _check_at_least_one(name, getattr(self, name))
-        rate = self.learning_rate
-        if rate is not None and not 0 < rate < math.inf:
-            raise ConfigurationError(
-                "learning_rate must be above 0 and finite. Received: "
-                f"learning_rate={rate}."
-            )
+        check(self)
+        for group in (StrategyOptions, StepOptions, SaveOptions):
+            self.options(group)  # Each has rules of its own.
         if not 0 <= self.seed < 2**32:
             raise ConfigurationError(
                 f"seed must be 0 to 4294967295. Received: seed={self.seed}."
@@ -243,39 +116,10 @@ class RunConfig:
         _check_model(self.model)
         _check_initial_model(self.initial_model)
         _check_workers(self)
-        _ = self.save_options
 
-    @property
-    def save_options(self) -> SaveOptions | None:
-        """When and where the run saves, None for not at all."""
-        return save_options(
-            self.checkpoint_dir,
-            every_steps=self.save_every_steps,
-            every_seconds=self.save_every_seconds,
-            keep=self.keep_checkpoints,
-            resume=self.resume,
-        )
-
-
-def _check_types(config: RunConfig) -> None:
-    hints = typing.get_type_hints(RunConfig)
-    for field in dataclasses.fields(config):
-        value, hint = getattr(config, field.name), hints[field.name]
-        kinds = typing.get_args(hint) or (hint,)
-        if float in kinds:
-            kinds = (*kinds, int)
-        fits = isinstance(value, kinds)
-        if isinstance(value, bool) and bool not in kinds:
-            fits = False
-        if not fits:
-            names = [
-                "None" if kind is type(None) else kind.__name__
-                for kind in kinds
-            ]
-            raise ConfigurationError(
-                f"{field.name} must be of type {' or '.join(names)}. Received: "
-                f"{field.name}={value!r}."
-            )
+    def options(self, group: type[T]) -> T:
+        """Returns the options of a group, such as `SaveOptions`."""
+        return pick(group, self)
 
 
 def _check_profile(config: RunConfig) -> None:
@@ -327,21 +171,8 @@ def _check_initial_model(path: str | None) -> None:
         )
 
 
-def _check_at_least_one(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ConfigurationError(
-            f"{name} must be 1 or more. Received: {name}={value}."
-        )
-
-
 def _check_workers(config: RunConfig) -> None:
     several = ("auto", "multi_worker_mirrored", "parameter_server")
-    for name in ("num_ps", "max_staleness"):
-        value = getattr(config, name)
-        if value is not None and value < 0:
-            raise ConfigurationError(
-                f"{name} must be 0 or more. Received: {name}={value}."
-            )
     if config.num_ps and config.strategy not in ("auto", "parameter_server"):
         raise ConfigurationError(
             "num_ps needs the strategy 'parameter_server'. Received: "
@@ -352,6 +183,10 @@ def _check_workers(config: RunConfig) -> None:
             "num_workers above 1 needs the strategy 'multi_worker_mirrored' "
             "or 'parameter_server'. Received: "
             f"num_workers={config.num_workers}, strategy={config.strategy!r}."
+        )
+    if isinstance(config.devices, int) and config.devices < 1:
+        raise ConfigurationError(
+            f"devices must be 1 or more. Received: devices={config.devices}."
         )
     if config.devices is not None and config.num_virtual_devices is not None:
         raise ConfigurationError(

@@ -4,6 +4,7 @@
     |                                 variable breaks a rule
     `-- ClusterError                  TF_CONFIG does not describe a cluster
     WorkerError (RuntimeError)        another worker of the cluster failed
+    Preempted (SystemExit)            SIGTERM came, and the state is saved
 
 Every message says the rule, what was received, and the remedy. The command
 line prints it without a traceback and exits with status 2.
@@ -13,6 +14,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+# The exit status of a process that has saved and can be started again, as
+# sysexits.h has it: a temporary failure.
+PREEMPTED = 75
 
 
 class ConfigurationError(ValueError):
@@ -25,6 +30,16 @@ class ClusterError(ConfigurationError):
 
 class WorkerError(RuntimeError):
     """Another worker of the cluster failed; the message is its exception."""
+
+
+class Preempted(SystemExit):
+    """The process was told to end by SIGTERM, and its state is saved.
+
+    Left alone it ends the process with exit code 75.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(PREEMPTED)
 
 
 def is_integer(value: object) -> bool:

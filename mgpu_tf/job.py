@@ -18,30 +18,30 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf import datasets
-from mgpu_tf.cluster import ClusterConfig
+from mgpu_tf.checkpoints.run_state import EpochRecord
+from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.config import RunConfig
-from mgpu_tf.determinism import enable_determinism
-from mgpu_tf.engine.staleness import PREFIX
+from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.folders import make_folder
 from mgpu_tf.launch.local import RESTARTS
 from mgpu_tf.models import create_model
-from mgpu_tf.normalization import synchronize_batch_normalization
+from mgpu_tf.models.normalization import synchronize_batch_normalization
 from mgpu_tf.optimizers import create_optimizer
-from mgpu_tf.parity import ParityReport, check_parity, create_for_check
-from mgpu_tf.profiling import Profiler
-from mgpu_tf.report import EpochReport, Report, weights_sha256
-from mgpu_tf.run_state import EpochRecord
-from mgpu_tf.strategy import (
-    create_strategy,
+from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
+from mgpu_tf.reports.profiling import Profiler
+from mgpu_tf.reports.report import EpochReport, Report, weights_sha256
+from mgpu_tf.runtime.determinism import enable_determinism
+from mgpu_tf.strategies.registry import (
+    create_with,
     is_chief,
+    kind_of,
     lost_workers,
-    replica_count,
-    strategy_name,
-    worker_count,
+    topology_of,
 )
-from mgpu_tf.target import is_target, load_function
-from mgpu_tf.trainer import Trainer
+from mgpu_tf.studies.parity import ParityReport, check_parity, create_for_check
+from mgpu_tf.training.trainer import Trainer
+from mgpu_tf.user_function import is_target, load_function
 
 MODEL_FILE = "model.keras"
 
@@ -84,14 +84,7 @@ def train(config: RunConfig, *, verbose: int | str = "auto") -> Trainer:
         make_folder("output_dir", config.output_dir)
     if config.checkpoint_dir is not None:
         enable_determinism()
-    strategy = create_strategy(
-        config.strategy,
-        devices=config.devices,
-        communication=config.communication,
-        num_virtual_devices=config.num_virtual_devices,
-        max_staleness=config.max_staleness,
-        late_gradients=config.late_gradients,
-    )
+    strategy = create_with(config.strategy, config.options(StrategyOptions))
     _check_batch(config, strategy)
     splits = _splits(config)
     profiler = _profiler(config, strategy)
@@ -99,10 +92,8 @@ def train(config: RunConfig, *, verbose: int | str = "auto") -> Trainer:
         lambda: _model(config, splits),
         strategy,
         seed=config.seed,
-        gradient_dtype=config.gradient_dtype,
-        embedding_gradients=config.embedding_gradients,
-        jit_compile=config.jit_compile,
         profiler=profiler,
+        **dataclasses.asdict(config.options(StepOptions)),
     )
     trainer.fit(
         **splits.training(config.global_batch_size),
@@ -110,11 +101,7 @@ def train(config: RunConfig, *, verbose: int | str = "auto") -> Trainer:
         steps_per_epoch=config.steps_per_epoch,
         verbose=verbose,
         callbacks=[keras.callbacks.TerminateOnNaN()],
-        checkpoint_dir=config.checkpoint_dir,
-        save_every_steps=config.save_every_steps,
-        save_every_seconds=config.save_every_seconds,
-        keep_checkpoints=config.keep_checkpoints,
-        resume=config.resume,
+        checkpoint=config.options(SaveOptions),
     )
     _check_loss(trainer)
     if profiler is not None and is_chief(strategy):
@@ -150,22 +137,21 @@ def report(
         return_dict=True,
         verbose=verbose,
     )
-    strategy, goodput = trainer.strategy, trainer.meter.goodput()
+    strategy, goodput = trainer.strategy, trainer.goodput
     result = Report(
-        strategy=strategy_name(strategy),
-        num_workers=worker_count(strategy),
-        num_replicas=replica_count(strategy),
+        strategy=kind_of(strategy).name,
+        num_workers=topology_of(strategy).num_workers,
+        num_replicas=topology_of(strategy).data_parallel_degree,
         global_batch_size=config.global_batch_size,
         global_step=trainer.global_step,
         examples_seen=trainer.examples_seen,
         epochs=[_epoch_report(record) for record in trainer.records],
         test=test,
         weights_sha256=weights_sha256(trainer.model.get_weights()),
-        restarts=trainer.saver.recovery.restarts,
-        lost_steps=trainer.saver.recovery.lost_steps,
-        lost_seconds=trainer.saver.recovery.lost_seconds,
-        lost_workers=trainer.saver.recovery.lost_workers
-        + lost_workers(strategy),
+        restarts=trainer.recovery.restarts,
+        lost_steps=trainer.recovery.lost_steps,
+        lost_seconds=trainer.recovery.lost_seconds,
+        lost_workers=trainer.recovery.lost_workers + lost_workers(strategy),
         saving_seconds=goodput.save_seconds,
         goodput=dataclasses.asdict(goodput),
     )

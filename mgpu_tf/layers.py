@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.parameter_server import EvaluatorStrategy, ParameterServerStrategy
+from mgpu_tf.strategies.registry import kind_of
 
 
 @keras.saving.register_keras_serializable(package="mgpu_tf")
@@ -159,6 +159,6 @@ class ShardedEmbedding(keras.layers.Layer):
 
 def _num_ps() -> int:
     strategy = tf.distribute.get_strategy()
-    if isinstance(strategy, (ParameterServerStrategy, EvaluatorStrategy)):
+    if kind_of(strategy).partitions:
         return strategy.num_ps
     return 1

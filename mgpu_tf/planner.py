@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from mgpu_tf.config import OPTIMIZERS
 from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
-from mgpu_tf.scaling import ScalingTable
+from mgpu_tf.names import OPTIMIZERS
+from mgpu_tf.reports.scaling import ScalingTable
 
 # Values that Keras's optimizers keep for each parameter.
 SLOTS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "lamb": 2, "lion": 1}

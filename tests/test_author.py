@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.engine import probe
+from mgpu_tf.engine.synchronous import probe
 from tests import columns
 
 ops = keras.ops

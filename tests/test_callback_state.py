@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from mgpu_tf.callback_state import (
+from mgpu_tf.checkpoints.callback_state import (
     changes,
     decode,
     encode,

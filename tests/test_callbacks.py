@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mgpu_tf
-from mgpu_tf.callbacks import ProgressLine
+from mgpu_tf.training.callbacks import ProgressLine
 from tests import clusters
 from tests.jobs import callbacks
 

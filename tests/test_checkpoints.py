@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from mgpu_tf import checkpoints
-from mgpu_tf.checkpoints import Array, CheckpointError
+from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.store import Array, CheckpointError
 from tests import clusters
 
 
@@ -25,16 +25,16 @@ def arrays(value=1, count=1000):
 
 def save(folder, *steps):
     for step in steps:
-        checkpoints.write(str(folder), step, {"step": step}, arrays(step))
+        store.write(str(folder), step, {"step": step}, arrays(step))
 
 
 def names(folder):
-    return [entry.name for entry in checkpoints.entries(str(folder))]
+    return [entry.name for entry in store.entries(str(folder))]
 
 
 def test_what_is_written_is_read(tmp_path):
-    path = checkpoints.write(str(tmp_path), 7, {"epoch": 3}, arrays())
-    state, read = checkpoints.read(path)
+    path = store.write(str(tmp_path), 7, {"epoch": 3}, arrays())
+    state, read = store.read(path)
     assert state == {"epoch": 3}
     for name, array in arrays().items():
         assert (read[name].dtype, read[name].shape) == (
@@ -42,21 +42,21 @@ def test_what_is_written_is_read(tmp_path):
             array.shape,
         )
         assert bytes(read[name].data) == bytes(array.data)
-    (entry,) = checkpoints.entries(str(tmp_path))
+    (entry,) = store.entries(str(tmp_path))
     assert (entry.step, entry.problem, entry.bytes) == (7, "", 4008)
 
 
 def test_the_newest_comes_last_whatever_its_digits(tmp_path):
     save(tmp_path, 9)
-    checkpoints.write(str(tmp_path), 10**11, {}, arrays())
-    assert [e.step for e in checkpoints.entries(str(tmp_path))] == [9, 10**11]
+    store.write(str(tmp_path), 10**11, {}, arrays())
+    assert [e.step for e in store.entries(str(tmp_path))] == [9, 10**11]
 
 
 def test_a_folder_that_is_missing(tmp_path):
     missing = str(tmp_path / "missing")
-    assert checkpoints.entries(missing) == []
-    assert checkpoints.newest(missing) is None
-    assert checkpoints.prune(missing, 1) == []
+    assert store.entries(missing) == []
+    assert store.newest(missing) is None
+    assert store.prune(missing, 1) == []
 
 
 def truncate(path):
@@ -109,18 +109,18 @@ def test_a_broken_one_is_refused_by_name(damage, how, tmp_path):
     save(tmp_path, 1, 2)
     damage(tmp_path / "step-0000000002")
     broken = []
-    entry = checkpoints.newest(str(tmp_path), broken.append)
+    entry = store.newest(str(tmp_path), broken.append)
     assert entry.step == 1
     (refused,) = broken
     assert refused.problem.startswith(f"step-0000000002: {how}")
     with pytest.raises(CheckpointError, match="step-0000000002: "):
-        checkpoints.read(refused.path)
+        store.read(refused.path)
 
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
     save(tmp_path, 1)
-    monkeypatch.setattr(checkpoints, "FORMAT", 2)
-    (entry,) = checkpoints.entries(str(tmp_path))
+    monkeypatch.setattr(store, "FORMAT", 2)
+    (entry,) = store.entries(str(tmp_path))
     assert "format 1, this program reads 2" in entry.problem
 
 
@@ -135,19 +135,19 @@ def test_a_file_that_cannot_grow_leaves_the_one_before(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.listdir(tmp_path) == ["step-0000000001"]
-    assert checkpoints.newest(str(tmp_path)).step == 1
+    assert store.newest(str(tmp_path)).step == 1
 
 
 def test_killed_in_the_middle_of_writing(tmp_path):
     """At each of many moments: the one before, or the whole new one."""
     code = """
 import sys
-from mgpu_tf import checkpoints
+from mgpu_tf.checkpoints import store
 data = memoryview(bytes(1 << 21))
-array = {"w": checkpoints.Array("uint8", (1 << 21,), data)}
+array = {"w": store.Array("uint8", (1 << 21,), data)}
 for step in range(1, 10**6):
-    checkpoints.write(sys.argv[1], step, {}, array)
-    checkpoints.prune(sys.argv[1], 2)
+    store.write(sys.argv[1], step, {}, array)
+    store.prune(sys.argv[1], 2)
     print(step, flush=True)
 """
     unfinished = 0
@@ -164,10 +164,10 @@ for step in range(1, 10**6):
             process.send_signal(signal.SIGKILL)
             last = int((process.stdout.read().split() or [last])[-1])
         unfinished += any(n.startswith(".unf") for n in os.listdir(tmp_path))
-        entry = checkpoints.newest(str(tmp_path))
+        entry = store.newest(str(tmp_path))
         assert entry is not None and entry.step >= last
     assert unfinished
-    checkpoints.prune(str(tmp_path), 1)
+    store.prune(str(tmp_path), 1)
     assert os.listdir(tmp_path) == [entry.name]
 
 
@@ -188,7 +188,7 @@ def test_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", observed_fsync)
     monkeypatch.setattr(os, "rename", observed_rename)
-    path = checkpoints.write(str(tmp_path), 1, {"step": 1}, arrays())
+    path = store.write(str(tmp_path), 1, {"step": 1}, arrays())
     [unfinished] = {
         os.path.dirname(name) for name, size in seen if isinstance(size, int)
     }
@@ -210,8 +210,8 @@ def test_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 def test_one_of_the_same_step_is_replaced(tmp_path):
     save(tmp_path, 1, 2)
     truncate(tmp_path / "step-0000000002")
-    checkpoints.write(str(tmp_path), 2, {"again": True}, arrays())
-    assert checkpoints.read(str(tmp_path / "step-0000000002"))[0]["again"]
+    store.write(str(tmp_path), 2, {"again": True}, arrays())
+    assert store.read(str(tmp_path / "step-0000000002"))[0]["again"]
     assert sorted(os.listdir(tmp_path)) == [
         "step-0000000001",
         "step-0000000002",
@@ -224,7 +224,7 @@ def test_prune_keeps_the_newest_whole_ones(tmp_path):
     truncate(tmp_path / "step-0000000005")
     (tmp_path / ".unfinished-step-0000000006").mkdir()
     (tmp_path / "notes.txt").touch()
-    gone = checkpoints.prune(str(tmp_path), 2)
+    gone = store.prune(str(tmp_path), 2)
     assert sorted(gone) == [
         ".unfinished-step-0000000006",
         "step-0000000001",

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from mgpu_tf import checkpoints, cli
+from mgpu_tf import cli
+from mgpu_tf.checkpoints import store
 from mgpu_tf.launch.policy import RestartPolicy
 from tests import clusters
 
@@ -273,14 +274,14 @@ def test_launch_passes_on(calls):
 
 
 def test_checkpoints_are_listed_checked_and_pruned(tmp_path, capsys):
-    array = {"w": checkpoints.Array("uint8", (4,), memoryview(b"abcd"))}
+    array = {"w": store.Array("uint8", (4,), memoryview(b"abcd"))}
     state = {
         "position": {"epoch": 2, "step": 7},
         "num_replicas": 4,
         "saved_at": 0.0,
     }
     for step in (5, 10, 15):
-        checkpoints.write(str(tmp_path), step, state, array)
+        store.write(str(tmp_path), step, state, array)
     assert cli.main(["checkpoints", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mgpu_tf.cluster import TASK_TYPES, ClusterConfig
+from mgpu_tf.cluster.config import TASK_TYPES, ClusterConfig
 from mgpu_tf.errors import ClusterError
 
 TWO_WORKERS = {"worker": ["a:1", "b:1"]}

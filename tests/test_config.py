@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from mgpu_tf import config as config_lib
+from mgpu_tf import names
 from mgpu_tf.config import RunConfig
 from mgpu_tf.errors import ConfigurationError
 
@@ -48,7 +48,12 @@ from mgpu_tf.errors import ConfigurationError
                 "'multi_worker_mirrored' or 'parameter_server'. Received: "
                 f"num_workers=2, strategy='{strategy}'.",
             )
-            for strategy in ("one_device", "mirrored", "central_storage", "tpu")
+            for strategy in (
+                "one_device",
+                "mirrored",
+                "central_storage",
+                "tpu",
+            )
         ),
         (
             {"num_ps": 1, "strategy": "mirrored"},
@@ -123,16 +128,18 @@ def test_frozen():
 def test_names_are_those_of_the_registries():
     import keras
 
-    from mgpu_tf import datasets, models, optimizers, strategy
+    from mgpu_tf import datasets, optimizers
+    from mgpu_tf.models import zoo
+    from mgpu_tf.strategies import registry, synchronous
 
-    assert tuple(models._MODELS) == config_lib.MODELS
-    assert tuple(optimizers._OPTIMIZERS) == config_lib.OPTIMIZERS
-    assert datasets.NAMES == config_lib.DATASETS
-    for name in config_lib.APPLICATIONS:
+    assert tuple(zoo._MODELS) == names.MODELS
+    assert tuple(optimizers._OPTIMIZERS) == names.OPTIMIZERS
+    assert datasets.NAMES == names.DATASETS
+    for name in names.APPLICATIONS:
         assert callable(getattr(keras.applications, name))
-    assert ("auto", *strategy._FACTORIES) == config_lib.STRATEGIES
+    assert ("auto", *registry.KINDS) == names.STRATEGIES
     # TensorFlow has hierarchical_copy for the devices of one machine only.
-    assert set(config_lib.COMMUNICATIONS) == {
-        *strategy._IMPLEMENTATIONS,
+    assert set(names.COMMUNICATIONS) == {
+        *synchronous._IMPLEMENTATIONS,
         "hierarchical_copy",
     }

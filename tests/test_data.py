@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mgpu_tf import data
 from mgpu_tf.data.feed import ended
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.topology import LocalReplicas
 
 
 def passes(source, part, count, index=0):
@@ -18,12 +19,16 @@ def passes(source, part, count, index=0):
 
 
 def parts(total, local=1):
-    return [data.Part(first, local, total) for first in range(0, total, local)]
+    return [
+        LocalReplicas(first, local, total) for first in range(0, total, local)
+    ]
 
 
 @given(size=st.integers(0, 100), total=st.integers(1, 17))
 def test_bounds_cover_every_row_once(size, total):
-    every = [data.Part(0, total, total).bounds(size, r) for r in range(total)]
+    every = [
+        LocalReplicas(0, total, total).rows_of(size, r) for r in range(total)
+    ]
     assert every[0][0] == 0
     assert every[-1][1] == size
     assert all(a[1] == b[0] for a, b in itertools.pairwise(every))
@@ -47,7 +52,7 @@ def test_global_batches_do_not_depend_on_workers(
     source = data.ArraySource(
         np.arange(examples), batch_size, shuffle=shuffle, seed=5
     )
-    alone = passes(source, data.Part(0, 1, 1), -1, epoch)
+    alone = passes(source, LocalReplicas(0, 1, 1), -1, epoch)
     expected = [batch.tolist() for batch, _, _ in alone]
     total = workers * local
     joined = [[] for _ in expected]
@@ -66,7 +71,7 @@ def test_global_batches_do_not_depend_on_workers(
 def test_order_is_new_each_epoch_and_set_by_the_seed():
     def order(seed, epoch):
         source = data.ArraySource(np.arange(50), 50, shuffle=True, seed=seed)
-        [(rows, _, _)] = passes(source, data.Part(0, 1, 1), 1, epoch)
+        [(rows, _, _)] = passes(source, LocalReplicas(0, 1, 1), 1, epoch)
         return rows.tolist()
 
     assert order(0, 0) == order(0, 0)

@@ -5,7 +5,7 @@ import logging
 
 import tensorflow as tf
 
-from mgpu_tf import determinism
+from mgpu_tf.runtime import determinism
 from tests import clusters
 
 
@@ -56,7 +56,7 @@ def test_another_environment_is_told(caplog):
 def test_no_clock_where_operations_repeat():
     code = """
 import tensorflow as tf
-from mgpu_tf import determinism
+from mgpu_tf.runtime import determinism
 now = tf.function(lambda: determinism.seconds())
 print(float(now()) > 0, determinism.is_enabled())
 determinism.enable_determinism()

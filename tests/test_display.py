@@ -6,8 +6,8 @@ import io
 import pytest
 from rich.console import Console
 
-from mgpu_tf import display
-from mgpu_tf.report import EpochReport, Report
+from mgpu_tf.reports import terminal
+from mgpu_tf.reports.report import EpochReport, Report
 
 REPORT = Report(
     strategy="multi_worker_mirrored",
@@ -27,7 +27,7 @@ REPORT = Report(
 
 def shown(report):
     console = Console(record=True, width=100, file=io.StringIO())
-    display.show(report, console)
+    terminal.show(report, console)
     return [
         line.replace("│", " ").replace("┃", " ").split()
         for line in console.export_text().splitlines()
@@ -59,5 +59,5 @@ def test_no_epochs():
 
 
 def test_standard_output(capsys):
-    display.show(REPORT)
+    terminal.show(REPORT)
     assert "0.123457" in capsys.readouterr().out

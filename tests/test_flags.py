@@ -37,6 +37,7 @@ VALUES = {
     "gradient_dtype": "bfloat16",
     "embedding_gradients": "summed",
     "jit_compile": "auto",
+    "tpu": "local",
     "profile": "10,5",
     "checkpoint_dir": "out=1/checkpoints",
     "save_every_steps": 20,

@@ -1,7 +1,7 @@
 import dataclasses
 import time
 
-from mgpu_tf.goodput import Goodput, Meter, process_began
+from mgpu_tf.reports.goodput import Goodput, Meter, process_began
 
 BEFORE = Goodput(
     wall_seconds=100.0, step_seconds=60.0, save_seconds=5.0, restart_seconds=1.0

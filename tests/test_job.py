@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from mgpu_tf.report import Report, weights_sha256
+from mgpu_tf.reports.report import Report, weights_sha256
 from tests import clusters
 
 STRATEGIES = {

@@ -12,7 +12,7 @@ import types
 
 import pytest
 
-from mgpu_tf.cluster import ClusterConfig
+from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.launch import local
 from tests import clusters

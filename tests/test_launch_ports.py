@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from mgpu_tf.launch.ports import is_listening, reserved
+from mgpu_tf.cluster.ports import is_listening, reserved
 
 
 @contextlib.contextmanager

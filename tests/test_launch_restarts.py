@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import PREEMPTED, ConfigurationError
 from mgpu_tf.launch import local
 from mgpu_tf.launch.policy import RestartPolicy
-from mgpu_tf.launch.task import PREEMPTED, oom_kills
+from mgpu_tf.launch.process import oom_kills
 from tests.test_launch_local import (
     STAY,
     assert_gone,
@@ -250,7 +250,9 @@ def test_out_of_memory_counters(text, count, tmp_path):
 
 def test_out_of_memory_is_told_apart(tmp_path, capfd, monkeypatch):
     counted = iter([0, 0, 0, 1])
-    monkeypatch.setattr("mgpu_tf.launch.task.oom_kills", lambda: next(counted))
+    monkeypatch.setattr(
+        "mgpu_tf.launch.process.oom_kills", lambda: next(counted)
+    )
     body = "os.kill(os.getpid(), signal.SIGKILL)"
     assert local.launch(command(BODY + body, tmp_path), 1) == 137
     assert local.launch(command(BODY + body, tmp_path), 1) == 137

@@ -6,8 +6,8 @@ import re
 import socket
 import threading
 
-from mgpu_tf import missing
-from mgpu_tf.cluster import ClusterConfig
+from mgpu_tf.cluster import waiting
+from mgpu_tf.cluster.config import ClusterConfig
 from tests import clusters
 
 
@@ -26,7 +26,7 @@ def test_the_missing_are_named(caplog):
     told = threading.Event()
     caplog.set_level(logging.WARNING, "mgpu_tf")
     caplog.handler.addFilter(lambda record: told.set() or True)
-    with server, missing.told_of_missing(cluster, first_seconds=0.01):
+    with server, waiting.told_of_missing(cluster, first_seconds=0.01):
         assert told.wait(60)
     assert caplog.messages[0] == f"worker 0 waits for worker 2 at {nowhere}"
 
@@ -35,8 +35,8 @@ def test_nothing_is_told_when_all_are_there(caplog):
     server, here = listening()
     with server:
         cluster = ClusterConfig("worker", 0, worker=("a:1", here))
-        assert missing.missing_tasks(cluster) == []
-        with missing.told_of_missing(None):
+        assert waiting.missing_tasks(cluster) == []
+        with waiting.told_of_missing(None):
             pass
     assert caplog.messages == []
 

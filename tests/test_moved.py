@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from mgpu_tf import checkpoints
+from mgpu_tf.checkpoints import store
 from tests import clusters
 from tests.jobs import moved
 
@@ -23,7 +23,7 @@ def two_workers_x2(folder):
 
 def test_ended_in_the_middle(two_workers_x2, folder):
     assert two_workers_x2["ended"] == [{"ended": True}, {"ended": True}]
-    newest = checkpoints.newest(os.path.join(folder, "ended"))
+    newest = store.newest(os.path.join(folder, "ended"))
     # The step after the signal tells the other worker.
     assert newest.step == moved.STEP + 1
     # In the middle of an epoch, and of an update.

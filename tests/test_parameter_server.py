@@ -5,8 +5,8 @@ import pytest
 
 import mgpu_tf
 from mgpu_tf import ClusterConfig, ConfigurationError
-from mgpu_tf.launch import ports
-from mgpu_tf.parameter_server import StalenessOptions
+from mgpu_tf.cluster import ports
+from mgpu_tf.strategies.parameter_server import StalenessOptions
 from tests import clusters
 
 WITHOUT_PS = ClusterConfig("chief", 0, chief=("a:1",), worker=("b:1",))
@@ -59,8 +59,8 @@ def test_what_does_not_go_with_it(options, message):
 SCRIPT = """
 import os, sys
 import mgpu_tf
-from mgpu_tf import quiet
-quiet.import_tensorflow()
+from mgpu_tf.runtime import quiet_import
+quiet_import.import_tensorflow()
 strategy = mgpu_tf.create_strategy("auto")
 print("coordinates", mgpu_tf.is_chief(strategy), strategy.num_ps, flush=True)
 if sys.argv[1:]:

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf import parity
+from mgpu_tf.studies import parity
 from tests import clusters
 
 

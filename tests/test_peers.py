@@ -8,9 +8,9 @@ JOB = """
 import sys
 import numpy as np
 import mgpu_tf
-from mgpu_tf import quiet
+from mgpu_tf.runtime import quiet_import
 
-quiet.import_tensorflow()
+quiet_import.import_tensorflow()
 import keras
 
 strategy = mgpu_tf.create_multi_worker_mirrored_strategy()

@@ -5,11 +5,11 @@ import keras
 import pytest
 
 from mgpu_tf import cli, planner
-from mgpu_tf.config import OPTIMIZERS
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.models import create_model
+from mgpu_tf.names import OPTIMIZERS
 from mgpu_tf.optimizers import create_optimizer
-from mgpu_tf.scaling import ScalingPoint, ScalingTable
+from mgpu_tf.reports.scaling import ScalingPoint, ScalingTable
 from tests import clusters
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import mgpu_tf
-from mgpu_tf.profiling import Profiler, _length_of_union
+from mgpu_tf.reports.profiling import Profiler, _length_of_union
 
 
 def test_room_ends_where_the_trace_begins_and_ends():

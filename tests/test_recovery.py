@@ -2,8 +2,8 @@
 
 import time
 
-from mgpu_tf.goodput import Goodput, Meter
-from mgpu_tf.recovery import Progress, Recovery
+from mgpu_tf.checkpoints.recovery import Progress, Recovery
+from mgpu_tf.reports.goodput import Goodput, Meter
 
 
 def test_adds_up_over_restarts(tmp_path, clock):

@@ -9,7 +9,12 @@ import tempfile
 import numpy as np
 import pytest
 
-from mgpu_tf.report import REPORT_FILE, EpochReport, Report, weights_sha256
+from mgpu_tf.reports.report import (
+    REPORT_FILE,
+    EpochReport,
+    Report,
+    weights_sha256,
+)
 
 
 @pytest.fixture
@@ -68,7 +73,7 @@ def test_fields_are_documented():
 
     for kind in (Report, EpochReport):
         for field in dataclasses.fields(kind):
-            assert field.name in mgpu_tf.report.__doc__
+            assert field.name in mgpu_tf.reports.report.__doc__
 
 
 def test_written_whole(report, tmp_path, monkeypatch):

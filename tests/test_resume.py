@@ -13,10 +13,10 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf import checkpoints
-from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.report import weights_sha256
-from mgpu_tf.saver import CheckpointSaver, Preempted
+from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.saver import CheckpointSaver
+from mgpu_tf.errors import ConfigurationError, Preempted
+from mgpu_tf.reports.report import weights_sha256
 
 SIZE = 75
 BATCH = 8
@@ -108,6 +108,7 @@ class Run:
         build=build,
         epochs=2,
         spe=3,
+        saving=None,
         **kwargs,
     ):
         """Returns hash and history; None where it was broken off."""
@@ -119,10 +120,11 @@ class Run:
                 raise BrokenOff
 
         options = {
-            "save_every_steps": 4,
             "verbose": 0,
             "epochs": epochs,
-            "checkpoint_dir": str(folder),
+            "checkpoint": mgpu_tf.SaveOptions(
+                str(folder), **{"save_every_steps": 4} | (saving or {})
+            ),
         }
         data, data_options = DATA[data]()
         self.trainer = mgpu_tf.Trainer(build, strategy, steps_per_execution=spe)
@@ -149,9 +151,9 @@ def assert_same_bits(run, strategy, tmp_path, breaks, **kwargs):
     for until in breaks:
         assert run(strategy, tmp_path / "broken", until=until, **kwargs) is None
     assert run(strategy, tmp_path / "broken", **kwargs) == control
-    assert run.trainer.saver.recovery.restarts == len(breaks)
+    assert run.trainer.recovery.restarts == len(breaks)
     assert run.trainer.global_step == steps
-    spent = dataclasses.asdict(run.trainer.meter.goodput())
+    spent = dataclasses.asdict(run.trainer.goodput)
     wall = spent.pop("wall_seconds")
     assert sum(spent.values()) == pytest.approx(wall, rel=0.01)
     assert (spent["restart_seconds"] > 0) == bool(breaks)
@@ -249,7 +251,7 @@ def test_numbers_of_steps_change_no_bits(run, strategies, tmp_path):
             tmp_path / str(spe),
             build=lambda: build(statistics=False),
             spe=spe,
-            save_every_steps=None,
+            saving={"save_every_steps": None},
         )
         for spe in (1, 4, "auto")
     ]
@@ -289,7 +291,7 @@ def test_other_numbers_of_replicas(before, after, run, strategies, tmp_path):
     folder = tmp_path / "moved"
     assert run(strategies[before], folder, until=17, **kwargs) is None
     _, history = run(strategies[after], folder, **kwargs)
-    assert run.trainer.saver.recovery.lost_steps == 3
+    assert run.trainer.recovery.lost_steps == 3
     for name, values in control.items():
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
     for one, other in zip(
@@ -321,14 +323,14 @@ def test_broken_ones_are_refused(run, strategies, tmp_path, caplog):
     refused = [r.getMessage() for r in caplog.records if "refused" in r.msg]
     assert "step-0000000012: arrays.bin has 0 bytes" in refused[0]
     assert "step-0000000008: arrays.bin was changed" in refused[1]
-    assert run.trainer.saver.recovery.lost_steps == 15 - 4
+    assert run.trainer.recovery.lost_steps == 15 - 4
 
 
 def test_a_full_disk_leaves_the_one_before(
     run, strategies, tmp_path, caplog, monkeypatch
 ):
     written = []
-    write = checkpoints.write
+    write = store.write
 
     def full(folder, step, *rest):
         if step == 8:
@@ -336,7 +338,7 @@ def test_a_full_disk_leaves_the_one_before(
         written.append(step)
         return write(folder, step, *rest)
 
-    monkeypatch.setattr(checkpoints, "write", full)
+    monkeypatch.setattr(store, "write", full)
     with caplog.at_level(logging.WARNING, "mgpu_tf"):
         run(strategies["one_device"], tmp_path)
     assert "step 8 was not written (No space left" in caplog.text
@@ -353,7 +355,7 @@ def test_preempted(run, strategies, tmp_path):
         return run(
             strategies["mirrored_x2"],
             folder,
-            save_every_steps=None,
+            saving={"save_every_steps": None},
             callbacks=[Signals()],
         )
 
@@ -365,10 +367,10 @@ def test_preempted(run, strategies, tmp_path):
         once(tmp_path / "broken")
     assert ended.value.code == 75
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert checkpoints.newest(str(tmp_path / "broken")).step == 10 + 3
+    assert store.newest(str(tmp_path / "broken")).step == 10 + 3
     until = False
     assert once(tmp_path / "broken") == control
-    recovery = run.trainer.saver.recovery
+    recovery = run.trainer.recovery
     assert (recovery.restarts, recovery.lost_steps) == (1, 0)
 
 
@@ -376,23 +378,24 @@ def test_saves_by_time_and_keeps_so_many(run, strategies, tmp_path):
     run(
         strategies["one_device"],
         tmp_path,
-        save_every_steps=None,
-        save_every_seconds=1e-6,
-        keep_checkpoints=2,
+        saving={
+            "save_every_steps": None,
+            "save_every_seconds": 1e-6,
+            "keep_checkpoints": 2,
+        },
     )
-    assert run.trainer.saver.saves >= 2
-    assert run.trainer.meter.goodput().save_seconds > 0
-    assert len(checkpoints.entries(str(tmp_path))) == 2
+    assert run.trainer._totals.saver.saves >= 2
+    assert run.trainer.goodput.save_seconds > 0
+    assert len(store.entries(str(tmp_path))) == 2
 
 
 def test_saves_each_epoch_by_default(run, strategies, tmp_path):
     run(
         strategies["one_device"],
         tmp_path,
-        save_every_steps=None,
-        keep_checkpoints=9,
+        saving={"save_every_steps": None, "keep_checkpoints": 9},
     )
-    steps = [entry.step for entry in checkpoints.entries(str(tmp_path))]
+    steps = [entry.step for entry in store.entries(str(tmp_path))]
     assert steps == [10, 20]
 
 
@@ -409,7 +412,10 @@ def test_saves_each_epoch_by_default(run, strategies, tmp_path):
             {"callbacks": [keras.callbacks.EarlyStopping("loss")]},
             "the callbacks of its checkpoint.*Received: EarlyStopping, where",
         ),
-        ({"resume": "never"}, "without checkpoints. Received: .* of step 8"),
+        (
+            {"saving": {"resume": "never"}},
+            "without checkpoints. Received: .* of step 8",
+        ),
         (
             {"callbacks": [keras.callbacks.BackupAndRestore("x")]},
             "resumes by itself. Received: a BackupAndRestore",
@@ -426,8 +432,8 @@ def test_what_does_not_go_on(
 
 def test_nothing_to_go_on_from(run, strategies, tmp_path):
     with pytest.raises(ConfigurationError, match="needs a usable checkpoint"):
-        run(strategies["one_device"], tmp_path, resume="always")
-    assert run(strategies["one_device"], tmp_path, resume="never")
+        run(strategies["one_device"], tmp_path, saving={"resume": "always"})
+    assert run(strategies["one_device"], tmp_path, saving={"resume": "never"})
 
 
 @pytest.mark.parametrize(
@@ -437,7 +443,7 @@ def test_nothing_to_go_on_from(run, strategies, tmp_path):
         ({"resume": "always"}, "need checkpoint_dir.*resume='always'"),
         (
             {"checkpoint_dir": "d", "save_every_steps": 0},
-            "save_every_steps must be an integer of 1 or more",
+            "save_every_steps must be 1 or more",
         ),
         (
             {"checkpoint_dir": "d", "save_every_seconds": 0.0},
@@ -457,11 +463,26 @@ def test_nothing_to_go_on_from(run, strategies, tmp_path):
         ),
         (
             {"checkpoint_dir": "d", "keep_checkpoints": 0},
-            "keep_checkpoints must be an integer of 1 or more",
+            "keep_checkpoints must be 1 or more",
         ),
     ],
 )
-def test_options_out_of_range(options, message, strategies):
+def test_options_out_of_range(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        mgpu_tf.SaveOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"checkpoint_dir": "d", "checkpoint": mgpu_tf.SaveOptions("e")},
+            "Give checkpoint_dir or checkpoint, not both",
+        ),
+        ({"checkpoint": "d"}, "checkpoint must be a SaveOptions.*str"),
+    ],
+)
+def test_two_ways_to_say_where(options, message, strategies):
     trainer = mgpu_tf.Trainer(build, strategies["one_device"])
     with pytest.raises(ConfigurationError, match=message):
         trainer.fit(*arrays(), verbose=0, **options)

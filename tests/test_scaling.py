@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from mgpu_tf.scaling import ScalingPoint, ScalingTable
+from mgpu_tf.reports.scaling import ScalingPoint, ScalingTable
 from tests import clusters
 
 

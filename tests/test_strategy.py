@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf import strategy as strategy_lib
+from mgpu_tf.strategies.registry import kind_of, topology_of
 from tests import clusters
 
 KINDS = {
@@ -20,7 +20,7 @@ KINDS = {
 def test_by_name(name, strategies):
     strategy = mgpu_tf.create_strategy(name)
     assert isinstance(strategy, KINDS[name])
-    assert strategy_lib.strategy_name(strategy) == name
+    assert kind_of(strategy).name == name
     assert strategy.num_replicas_in_sync == 1
     assert mgpu_tf.is_chief(strategy)
 
@@ -32,8 +32,8 @@ def test_by_name(name, strategies):
 def test_virtual_devices(name, replicas, strategies):
     strategy = strategies[name]
     assert strategy.num_replicas_in_sync == replicas
-    assert strategy_lib.local_replica_count(strategy) == replicas
-    assert strategy_lib.worker_count(strategy) == 1
+    assert topology_of(strategy).local.count == replicas
+    assert topology_of(strategy).num_workers == 1
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_auto_says_why(
     monkeypatch.delenv("TF_CONFIG", raising=False)
     with caplog.at_level(logging.INFO, logger="mgpu_tf"):
         strategy = mgpu_tf.create_strategy("auto", **options)
-    assert strategy_lib.strategy_name(strategy) == expected
+    assert kind_of(strategy).name == expected
     [record] = caplog.records
     assert expected in record.message
     assert reason in record.message

@@ -11,9 +11,12 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf import data
+from mgpu_tf.strategies.topology import LocalReplicas
 from tests import clusters, columns
 from tests.jobs import tasks
 
+# A dataset of raw text, and arrays whose batches are padded.
+WORKERS = ["dataset", "padded"]
 DOCS = pathlib.Path(__file__).parent.parent / "docs" / "data.md"
 # Keras keeps the matrices of LoRA in float32, whatever the model is in.
 NEAR = dict.fromkeys(tasks.PROGRAMS, 1e-12) | {"low_rank": 1e-5}
@@ -56,10 +59,11 @@ def test_raw_text(column, name, strategies):
 
 @pytest.fixture(scope="module")
 def of_workers(tmp_path_factory):
-    return clusters.run_jobs(tasks, 2, str(tmp_path_factory.mktemp("tasks")))
+    folder = tmp_path_factory.mktemp("tasks")
+    return clusters.run_jobs(tasks, 2, str(folder), WORKERS)
 
 
-@pytest.mark.parametrize("name", tasks.PROGRAMS)
+@pytest.mark.parametrize("name", WORKERS)
 def test_two_workers(name, of_workers):
     first, second = of_workers[name]
     assert first == second
@@ -178,10 +182,10 @@ def test_batches_are_whole_and_none_is_preprocessed_for_nothing(strategies):
         mapped(tf.data.Dataset.from_tensor_slices(x).batch(4), strategy),
     ):
         assert source.steps == 3
-        part = data.Part(0, 3, 3)
+        local = LocalReplicas(0, 3, 3)
         rows = [
-            (int(local), int(total), values.numpy().tolist())
-            for values, local, total in source.pass_dataset(0, part)
+            (int(size), int(total), values.numpy().tolist())
+            for values, size, total in source.pass_dataset(0, local)
         ]
         # The sums are 6, 22 and 17.
         assert rows[:4] == [
@@ -193,7 +197,7 @@ def test_batches_are_whole_and_none_is_preprocessed_for_nothing(strategies):
         assert rows[6:] == [(0, 2, []), (1, 2, [-9]), (1, 2, [-8])]
     source = mapped(x, strategy, batch_size=4)
     SEEN.sums.clear()
-    rest = list(source.pass_from(0, part, 2))
+    rest = list(source.pass_from(0, local, 2))
     assert [v.numpy().tolist() for v, _, _ in rest] == [[], [-9], [-8]]
     assert SEEN.sums == [17]
 
@@ -205,8 +209,8 @@ def test_a_dataset_fn_is_preprocessed_by_replica(strategies):
 
     source = mapped(batches, strategies["mirrored_x3"])
     assert not source.totals_known
-    part = data.Part(0, 3, 3)
-    found = [v.numpy().tolist() for v, _, _ in source.pass_dataset(0, part)]
+    local = LocalReplicas(0, 3, 3)
+    found = [v.numpy().tolist() for v, _, _ in source.pass_dataset(0, local)]
     assert found == [[-1, 0], [-3, -2]]
 
 

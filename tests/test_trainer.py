@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.engine.base import Execution
-from mgpu_tf.pace import Pace, Trial
+from mgpu_tf.training.pace import Pace, Trial
 from tests import clusters
 from tests.jobs import compiled
 

@@ -102,7 +102,7 @@ class Job:
 
 
 def _growing(millions: float) -> Job:
-    """Returns an MLP of about so many million parameters."""
+    """Returns an MLP of about N million parameters."""
     columns, layers = 256, 4
     # (layers - 1) * width**2 + (columns + CLASSES + layers) * width
     squares, others = layers - 1, columns + CLASSES + layers

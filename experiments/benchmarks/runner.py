@@ -290,7 +290,7 @@ def alternate(
         rounds: Alternations.
         log_folder: Gets the output of the processes.
         pinned: Whether process i of a contestant stays on core i.
-        multiple: Bursts are a multiple of so many steps.
+        multiple: Bursts are a multiple of this number of steps.
 
     Returns:
         The rates and losses.

@@ -49,7 +49,7 @@ class Benchmark:
         pinned: Whether process i stays on core i, with one thread.
         check_steps: Steps until losses are compared.
         burst_seconds: About how long a contestant's turn takes.
-        multiple: Steps of a turn are a multiple of so many.
+        multiple: Steps of a turn are a multiple of this number.
         unit: Of the rates that are told.
     """
 

@@ -4,7 +4,7 @@
 
 Prints, for each round of about `ROUND_SECONDS`, the steps of `Trainer.fit`,
 the seconds they took, and those of them in which they waited for data, as
-`Trainer.meter` has them.
+`Trainer.goodput` has them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Waits:
         return (Ratio("mgpu_tf", "mgpu_tf_less_waiting"),)
 
     def measure(self, rounds: int) -> Rates:
-        """Trains for so many rounds.
+        """Trains for some rounds.
 
         Raises:
             Failed: The process failed.
@@ -80,10 +80,10 @@ def _train(job_name: str, rounds: int) -> list[tuple[int, float, float]]:
     data = datasets.for_fit(job, 1)
 
     def fit(epochs: int) -> tuple[int, float, float]:
-        before = trainer.meter.goodput()
+        before = trainer.goodput
         begun = trainer.global_step
         trainer.fit(**data, epochs=epochs, verbose=0)
-        after = trainer.meter.goodput()
+        after = trainer.goodput
         waited = after.input_seconds - before.input_seconds
         useful = after.step_seconds - before.step_seconds
         return trainer.global_step - begun, useful + waited, waited

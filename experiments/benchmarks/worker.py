@@ -54,7 +54,7 @@ class Contestant(Protocol):
         """Makes the first steps; returns their mean loss on this worker."""
 
     def burst(self, steps: int) -> tuple[int, float]:
-        """Makes about so many steps; returns how many, and the seconds."""
+        """Makes about that many steps; returns how many, and the seconds."""
 
 
 def main() -> None:

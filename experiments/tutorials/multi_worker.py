@@ -79,13 +79,12 @@ def main(argv):
     trainer = mgpu_tf.Trainer(build_model, strategy)
     train, test = datasets()
     folder = _FOLDER.value
-    saving = {}
+    saving = None
     if folder:
-        saving = {
-            "checkpoint_dir": os.path.join(folder, "checkpoints"),
-            "save_every_steps": 20,
-        }
-    trainer.fit(train, epochs=_EPOCHS.value, **saving)
+        saving = mgpu_tf.SaveOptions(
+            os.path.join(folder, "checkpoints"), save_every_steps=20
+        )
+    trainer.fit(train, epochs=_EPOCHS.value, checkpoint=saving)
     loss, accuracy = trainer.evaluate(test, verbose=0)
     if folder:
         trainer.save(os.path.join(folder, "model.keras"))

@@ -17,9 +17,9 @@ import numpy as np
 from absl import app, logging
 
 import mgpu_tf
-from mgpu_tf import quiet
+from mgpu_tf.runtime import quiet_import
 
-quiet.import_tensorflow()
+quiet_import.import_tensorflow()
 import keras  # noqa: E402
 
 HEROES = [

@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from mgpu_tf.data.arrays import ArraySource, split_arrays
 from mgpu_tf.data.feed import Feed, distribute, next_batch
-from mgpu_tf.data.part import Part, input_context, part_of
 from mgpu_tf.data.python import GeneratorSource, PyDatasetSource
 from mgpu_tf.data.sources import (
     BatchSource,
@@ -47,19 +46,16 @@ __all__ = [
     "Feed",
     "FunctionSource",
     "GeneratorSource",
-    "Part",
     "PreprocessedSource",
     "PyDatasetSource",
     "Source",
     "arrays_of",
     "as_source",
     "distribute",
-    "input_context",
     "is_task",
     "kept_order",
     "next_batch",
     "pack",
-    "part_of",
     "preprocess_of",
     "split_arrays",
     "with_class_weight",
@@ -88,7 +84,7 @@ def as_source(
         sample_weight: Weights of shape `[examples, ...]`, for arrays.
         strategy: The strategy that the source will feed.
         batch_size: Global batch size, for arrays; 32 by default, or with
-            `steps` what so many batches need.
+            `steps` what that number of batches needs.
         shuffle: Whether arrays, and the batches of a PyDataset, come in a
             new order each epoch; "batch" shuffles within batches of arrays.
         seed: Decides the order, together with the epoch.

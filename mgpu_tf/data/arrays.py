@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.data import structures
-from mgpu_tf.data.part import Part
 from mgpu_tf.data.sources import Rows, Source
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.topology import LocalReplicas
 
 BATCH_SIZE = 32
 HASHED = 10_000
@@ -50,21 +50,23 @@ class ArraySource(Source):
         self._steps = -(-self._examples // batch_size)
         self.steps = self._steps
 
-    def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
+    def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
         """Returns pass `index`; the order comes from (seed, index) alone."""
-        return self.pass_from(index, part, 0)
+        return self.pass_from(index, local, 0)
 
-    def pass_from(self, index: Any, part: Part, start: int) -> tf.data.Dataset:
+    def pass_from(
+        self, index: Any, local: LocalReplicas, start: int
+    ) -> tf.data.Dataset:
         """Returns pass `index` from a batch on, without reading the others."""
         order = self._order(index) if self._shuffle else None
 
         def element(position: tf.Tensor) -> tuple[Any, tf.Tensor, tf.Tensor]:
-            start = (position // part.local) * self._batch_size
+            start = (position // local.count) * self._batch_size
             size = tf.minimum(
                 tf.constant(self._batch_size, tf.int64),
                 self._examples - start,
             )
-            low, high = part.bounds(size, position % part.local)
+            low, high = local.rows_of(size, position % local.count)
             rows = slice(start + low, start + high)
             if order is None:
                 data = structures.rows(self._data, rows.start, rows.stop)
@@ -72,7 +74,7 @@ class ArraySource(Source):
                 data = structures.gather(self._data, order[rows])
             return data, high - low, size
 
-        first, last = start * part.local, self._steps * part.local
+        first, last = start * local.count, self._steps * local.count
         return tf.data.Dataset.range(first, last).map(element)
 
     def example(self) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 import tensorflow as tf
 
 from mgpu_tf.data import structures
-from mgpu_tf.data.part import part_of
 from mgpu_tf.data.sources import BatchSource, Source
 from mgpu_tf.data.structures import batch_size
+from mgpu_tf.strategies.registry import topology_of
 
 
 def distribute(
@@ -38,12 +38,12 @@ def distribute(
     Returns:
         An endless dataset for `next_batch`.
     """
-    part = part_of(strategy)
+    local = topology_of(strategy).local
     uncut = _uncut(source, strategy)
 
     def one_pass(index: Any, first: int = 0) -> tf.data.Dataset:
         if uncut is None:
-            return source.pass_from(index, part, first)
+            return source.pass_from(index, local, first)
         return uncut.batches_from(index, first)
 
     if source.endless:
@@ -65,7 +65,7 @@ def distribute(
                 tf.data.INFINITE_CARDINALITY
             )
         )
-    dataset = dataset.prefetch(2 * part.local)
+    dataset = dataset.prefetch(2 * local.count)
     options = tf.data.Options()
     options.deterministic = True
     options.experimental_distribute.auto_shard_policy = (
@@ -96,27 +96,27 @@ def next_batch(
     """
     if not _on_host(strategy):
         return next(iterator)
-    part = part_of(strategy)
+    local = topology_of(strategy).local
     uncut = _uncut(source, strategy)
     if uncut is None or not source.totals_known:
-        elements = [next(iterator) for _ in range(part.local)]
+        elements = [next(iterator) for _ in range(local.count)]
         if uncut is not None:
             unknown = tf.constant(-1, tf.int64)
             elements = [(e, batch_size(e), unknown) for e in elements]
         return _for_replicas(strategy, lambda replica: elements[replica])
     batch = next(iterator)
     size = batch_size(batch)
-    checks = structures.check_sizes(batch, size) if part.total > 1 else []
+    checks = structures.check_sizes(batch, size) if local.total > 1 else []
     if checks:
         with tf.control_dependencies(checks):
             size = tf.identity(size)
 
     def cut(replica: int) -> tuple[Any, tf.Tensor, tf.Tensor]:
-        if part.total == 1:
+        if local.total == 1:
             return batch, size, size
         # Numbers where the shape tells, so that the step need not ask.
         known = tf.get_static_value(size)
-        low, high = part.bounds(size if known is None else known, replica)
+        low, high = local.rows_of(size if known is None else known, replica)
         data = structures.rows(batch, low, high)
         return data, tf.convert_to_tensor(high - low), size
 
@@ -126,7 +126,7 @@ def next_batch(
 def _for_replicas(
     strategy: tf.distribute.Strategy, element: Callable[[int], Any]
 ) -> Any:
-    first = part_of(strategy).first
+    first = topology_of(strategy).local.first
     return strategy.experimental_distribute_values_from_function(
         lambda context: element(context.replica_id_in_sync_group - first)
     )

@@ -17,9 +17,10 @@ import tensorflow as tf
 
 from mgpu_tf.data import structures
 from mgpu_tf.data.order import Order, order_of
-from mgpu_tf.data.part import Part, input_context
 from mgpu_tf.data.structures import batch_size, whole
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.registry import topology_of
+from mgpu_tf.strategies.topology import LocalReplicas
 
 DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
@@ -52,6 +53,8 @@ class Source(abc.ABC):
         totals_known: Whether elements carry the size of the global batch;
             otherwise `total` is -1 and the replicas add up `local`.
         repeats: Whether there is a second pass.
+        portable: Whether its datasets can be read in another process; tables
+            of words and the like stay where they were made.
     """
 
     steps: int | None
@@ -59,6 +62,7 @@ class Source(abc.ABC):
     seekable: bool = False
     totals_known: bool = True
     repeats: bool = True
+    portable: bool = True
 
     @property
     def may_end(self) -> bool:
@@ -66,12 +70,14 @@ class Source(abc.ABC):
         return self.steps is None and not self.endless
 
     @abc.abstractmethod
-    def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
+    def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
         """Returns pass `index` (integer or tensor), ending with the data."""
 
-    def pass_from(self, index: Any, part: Part, start: int) -> tf.data.Dataset:
+    def pass_from(
+        self, index: Any, local: LocalReplicas, start: int
+    ) -> tf.data.Dataset:
         """Returns pass `index` from its global batch `start` on."""
-        return self.pass_dataset(index, part).skip(start * part.local)
+        return self.pass_dataset(index, local).skip(start * local.count)
 
     @abc.abstractmethod
     def example(self) -> Any:
@@ -109,7 +115,7 @@ class Source(abc.ABC):
             of which worker w takes batches w, w + count, w + 2 * count ...
         """
         del count
-        whole = self.pass_dataset(0, Part(0, 1, 1))
+        whole = self.pass_dataset(0, LocalReplicas(0, 1, 1))
         return [whole.map(lambda data, local, total: data)]
 
 
@@ -129,15 +135,17 @@ class BatchSource(Source):
         batches = self.batches(index)
         return batches.skip(start) if start else batches
 
-    def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
-        """Returns pass `index`, cut for the replicas of a part."""
-        return self.pass_from(index, part, 0)
+    def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
+        """Returns pass `index`, cut for the replicas of a process."""
+        return self.pass_from(index, local, 0)
 
-    def pass_from(self, index: Any, part: Part, start: int) -> tf.data.Dataset:
+    def pass_from(
+        self, index: Any, local: LocalReplicas, start: int
+    ) -> tf.data.Dataset:
         """Returns pass `index` from a batch of each replica on, cut."""
         if self.totals_known:
-            return cut(self.batches_from(index, start), part)
-        return _sized(self.batches(index)).skip(start * part.local)
+            return cut(self.batches_from(index, start), local)
+        return _sized(self.batches(index)).skip(start * local.count)
 
     def shards(self, count: int) -> list[tf.data.Dataset]:
         """Returns the batches, which the workers deal among them."""
@@ -203,7 +211,7 @@ class FunctionSource(BatchSource):
         self, dataset_fn: DatasetFn, strategy: tf.distribute.Strategy
     ) -> None:
         self._dataset_fn = dataset_fn
-        self._dataset = dataset_fn(input_context(strategy))
+        self._dataset = dataset_fn(topology_of(strategy).input_context())
         if not isinstance(self._dataset, tf.data.Dataset):
             raise ConfigurationError(
                 "A dataset_fn must return a tf.data.Dataset. Received: "
@@ -246,14 +254,17 @@ class MappedSource(Source):
         self.seekable = source.seekable
         self.totals_known = source.totals_known
         self.repeats = source.repeats
+        self.portable = source.portable
 
-    def pass_dataset(self, index: Any, part: Part) -> tf.data.Dataset:
+    def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
         """Returns pass `index` of the source, mapped."""
-        return self._mapped(self._source.pass_dataset(index, part))
+        return self._mapped(self._source.pass_dataset(index, local))
 
-    def pass_from(self, index: Any, part: Part, start: int) -> tf.data.Dataset:
+    def pass_from(
+        self, index: Any, local: LocalReplicas, start: int
+    ) -> tf.data.Dataset:
         """Returns pass `index` from a batch on, mapped."""
-        return self._mapped(self._source.pass_from(index, part, start))
+        return self._mapped(self._source.pass_from(index, local, start))
 
     def _mapped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset.map(
@@ -309,24 +320,24 @@ def _sized(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(whole(dataset.element_spec, element))
 
 
-def cut(dataset: tf.data.Dataset, part: Part) -> tf.data.Dataset:
-    """Turns global batches into the elements of the replicas of a part."""
+def cut(dataset: tf.data.Dataset, local: LocalReplicas) -> tf.data.Dataset:
+    """Turns global batches into the elements of the replicas of a process."""
 
     def rows(data: Any, replica: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
         size = batch_size(data)
-        if part.total == 1:
+        if local.total == 1:
             return data, size, size
         with tf.control_dependencies(structures.check_sizes(data, size)):
             size = tf.identity(size)
-        low, high = part.bounds(size, replica)
+        low, high = local.rows_of(size, replica)
         return structures.rows(data, low, high), high - low, size
 
     def every(data: Any) -> tf.data.Dataset:
-        return tf.data.Dataset.range(part.local).map(
+        return tf.data.Dataset.range(local.count).map(
             lambda replica: rows(data, replica)
         )
 
     spec = dataset.element_spec
-    if part.local == 1:
+    if local.count == 1:
         return dataset.map(whole(spec, lambda data: rows(data, 0)))
     return dataset.flat_map(whole(spec, every))

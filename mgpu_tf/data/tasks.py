@@ -21,13 +21,13 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.data import structures
-from mgpu_tf.data.part import Part
 from mgpu_tf.data.sources import BatchSource, Source
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.topology import LocalReplicas
 
 Preprocess = Callable[..., Any]
 
-_WHOLE = Part(0, 1, 1)
+_WHOLE = LocalReplicas(0, 1, 1)
 
 # Keras's errors have what a layer says in bold, among much else.
 _BOLD = re.compile(r"\x1b\[1m(.*?)\x1b\[0m", re.DOTALL)
@@ -129,6 +129,8 @@ class PreprocessedSource(BatchSource):
     Raises:
         ConfigurationError: The task cannot preprocess such batches.
     """
+
+    portable = False
 
     def __init__(
         self, source: Source, preprocess: Preprocess, name: str

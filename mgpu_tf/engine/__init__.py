@@ -5,15 +5,14 @@ engine = create_engine(model, strategy)
 
 from __future__ import annotations
 
+import importlib
+
 import keras
 import tensorflow as tf
 
-from mgpu_tf.engine.asynchronous import AsynchronousEngine
 from mgpu_tf.engine.base import Engine
-from mgpu_tf.engine.options import StepOptions
-from mgpu_tf.engine.synchronous import SynchronousEngine
-from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.parameter_server import ParameterServerStrategy
+from mgpu_tf.options import StepOptions
+from mgpu_tf.strategies.registry import kind_of
 
 
 def create_engine(
@@ -35,13 +34,6 @@ def create_engine(
         ConfigurationError: The model is not compiled, or was made elsewhere;
             or an option does not go with the strategy.
     """
-    options = options or StepOptions()
-    if isinstance(strategy, ParameterServerStrategy):
-        if options.gradient_dtype is not None:
-            raise ConfigurationError(
-                "gradient_dtype goes with synchronous strategies. Received: "
-                f"gradient_dtype={options.gradient_dtype!r} with parameter "
-                "servers. Leave it out."
-            )
-        return AsynchronousEngine(model, strategy, options)
-    return SynchronousEngine(model, strategy, options)
+    module, _, name = kind_of(strategy).engine.partition(":")
+    engine = getattr(importlib.import_module(module), name)
+    return engine(model, strategy, options or StepOptions())

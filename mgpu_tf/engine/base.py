@@ -22,8 +22,7 @@ from mgpu_tf.data import Source
 from mgpu_tf.engine import building, keras_internals
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.parameter_server import ParameterServerStrategy
-from mgpu_tf.strategy import replica_count
+from mgpu_tf.strategies.registry import kind_of, topology_of
 
 Logs = dict[str, Any]
 
@@ -92,7 +91,7 @@ class UnevenData(ConfigurationError):
         )
 
     def after(self, steps: int) -> UnevenData:
-        """Returns the same, with so many steps done before."""
+        """Returns the same, with a number of steps done before."""
         return UnevenData(self.ended, self.workers, self.steps + steps)
 
 
@@ -136,8 +135,8 @@ class Engine(abc.ABC):
         self, model: keras.Model, strategy: tf.distribute.Strategy
     ) -> None:
         _check_compiled(model, strategy)
-        several = replica_count(strategy) > 1
-        if several or isinstance(strategy, ParameterServerStrategy):
+        several = topology_of(strategy).data_parallel_degree > 1
+        if several or not kind_of(strategy).in_step:
             _check_made_inside(model, strategy)
             _check_stateless(model)
         self._model = model

@@ -19,6 +19,7 @@ from keras.src.losses import loss as keras_loss
 from keras.src.utils.python_utils import is_default
 
 from mgpu_tf.layers import ShardedEmbedding
+from mgpu_tf.strategies.registry import kind_of
 
 
 def build(model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
@@ -540,7 +541,7 @@ def lend_global_seed(generator: Any) -> None:
 
 
 def grow_scale(scaler: keras.optimizers.LossScaleOptimizer) -> None:
-    """Counts a finite step; doubles the scale after so many in a row."""
+    """Counts a finite step; doubles the scale after some in a row."""
     due = tf.equal(scaler.step_counter + 1, scaler.dynamic_growth_steps)
     factor = tf.where(due, 2.0, 1.0)
     scaler.dynamic_scale.assign(scaler.dynamic_scale * factor)
@@ -593,7 +594,7 @@ def update_averages(optimizer: keras.optimizers.Optimizer) -> None:
         )
 
     strategy = tf.distribute.get_strategy()
-    if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy):
+    if kind_of(strategy).stored_once:
         tf.distribute.get_replica_context().merge_call(lambda _: update())
     else:
         update()

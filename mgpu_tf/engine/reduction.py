@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from mgpu_tf.strategy import worker_count
+from mgpu_tf.strategies.registry import topology_of
 
-# What a reduction costs anyway is worth about so many bytes more in one.
+# What a reduction costs anyway is worth about this number of bytes more in one.
 PACK_BYTES = 1 << 20
 
 
@@ -30,7 +30,7 @@ def packs(
         sizes: Bytes of each gradient, in the order of the variables; the
             backward pass makes the last first.
         pack_bytes: What is as large goes alone; what is smaller goes with
-            its neighbours until there are so many.
+            its neighbours until there are that many.
 
     Returns:
         Indices; each once.
@@ -68,7 +68,7 @@ class Reduction:
         self, strategy: tf.distribute.Strategy, gradient_dtype: str | None
     ) -> None:
         self._dtype = tf.as_dtype(gradient_dtype) if gradient_dtype else None
-        self._apart = worker_count(strategy) > 1
+        self._apart = topology_of(strategy).num_workers > 1
 
     def __call__(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums gradients. On a replica."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from mgpu_tf.engine.options import StepOptions
+from mgpu_tf.options import StepOptions
 
 # Between processes rows travel in blocks of 64, 256, 1024 ... rows, each its
 # own collective: one whose shape changes from step to step is an error in a

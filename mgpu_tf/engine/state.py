@@ -28,6 +28,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.rules import DECLARED, Rule, rule_of
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.registry import kind_of
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -405,9 +406,7 @@ def state_for(
 ) -> ReplicaState:
     """Returns the rule that fits how a strategy stores variables."""
     replicas = strategy.num_replicas_in_sync
-    stored_once = isinstance(
-        strategy, tf.distribute.experimental.CentralStorageStrategy
-    )
+    stored_once = kind_of(strategy).stored_once
     if stored_once and replicas > 1:
         return SharedState(model, replicas)
     return ReplicaState(model, replicas)

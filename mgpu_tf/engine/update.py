@@ -22,11 +22,11 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.options import StepOptions
 from mgpu_tf.engine.reduction import Reduction
 from mgpu_tf.engine.rows import RowGather
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategy import worker_count
+from mgpu_tf.options import StepOptions
+from mgpu_tf.strategies.registry import topology_of
 
 Gradients = list[Any]
 
@@ -57,7 +57,9 @@ class Update:
         self._strategy = strategy
         self._reduction = Reduction(strategy, options.gradient_dtype)
         self._rows = RowGather(
-            strategy, options, apart=worker_count(strategy) > 1
+            strategy,
+            options,
+            apart=topology_of(strategy).num_workers > 1,
         )
         self._variables = variables
         self._scaler, self._optimizer = unwrap(optimizer)

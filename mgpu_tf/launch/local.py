@@ -22,13 +22,13 @@ import threading
 import time
 from collections.abc import Sequence
 
-from mgpu_tf.cluster import TF_CONFIG, ClusterConfig
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.cluster import ports
+from mgpu_tf.cluster.config import TF_CONFIG, ClusterConfig
+from mgpu_tf.errors import PREEMPTED, ConfigurationError
 from mgpu_tf.folders import make_folder
-from mgpu_tf.launch import ports
 from mgpu_tf.launch.guard import Guard
 from mgpu_tf.launch.policy import SETTLED_SECONDS, RestartPolicy
-from mgpu_tf.launch.task import PREEMPTED, Task
+from mgpu_tf.launch.process import Task
 
 # Tells a process how often its job was started again.
 RESTARTS = "MGPU_TF_RESTARTS"
@@ -306,7 +306,7 @@ class _Supervisor:
         limit = self._options.startup_seconds
         waiting = [task for task in self._tasks if not task.ready]
         for task in waiting:
-            task.ready = ports.is_listening("127.0.0.1", task.port)
+            task.ready = ports.answers(f"127.0.0.1:{task.port}")
         waited = {
             task.name: now - task.started for task in waiting if not task.ready
         }

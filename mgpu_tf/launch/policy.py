@@ -30,7 +30,7 @@ class RestartPolicy:
         unit: What is started again: "job", every task, or "task", the dead
             one alone, on its own address.
         min_workers: Where the restarts are used up, go on with one worker
-            less, and as many restarts again, while so many are left. None
+            less, and as many restarts again, while that many are left. None
             gives up.
         backoff_seconds: The pause before a restart. It doubles with every
             failure in a row that came within a minute of its start.
@@ -74,7 +74,7 @@ class RestartPolicy:
         return self.max_restarts > 0 or self.min_workers is not None
 
     def pause_seconds(self, failures: int) -> float:
-        """Returns the pause after so many early failures in a row.
+        """Returns the pause after a number of early failures in a row.
 
         Example:
             >>> [RestartPolicy().pause_seconds(n) for n in range(5)]

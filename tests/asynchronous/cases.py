@@ -11,7 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import (
 )
 
 import mgpu_tf
-from mgpu_tf import checkpoints, datasets
+from mgpu_tf import datasets
+from mgpu_tf.checkpoints import store
 from mgpu_tf.errors import ConfigurationError
 from tests.asynchronous import slots
 
@@ -173,6 +174,26 @@ def equal(name, strategy):
     }
 
 
+def task_of_keras_hub(strategy):
+    """Trains on raw text, which the coordinator preprocesses."""
+    from tests.jobs import tasks
+
+    texts = tasks.texts()
+    found = []
+    for each in (strategy, mgpu_tf.create_one_device_strategy("CPU:0")):
+        trainer = mgpu_tf.Trainer(tasks.language_model, each)
+        trainer.fit(texts, batch_size=8, epochs=2, verbose=0)
+        found.append(
+            [
+                trainer.model.get_weights(),
+                trainer.evaluate(texts, batch_size=8, verbose=0),
+                trainer.predict(texts, batch_size=8, verbose=0),
+                trainer.examples_seen,
+            ]
+        )
+    return largest(*found)
+
+
 def saved_in_accumulation(strategy):
     """Saves every 4 steps of a run whose updates take 3."""
     build = model_of(lambda: sgd(0.1, gradient_accumulation_steps=3))
@@ -185,11 +206,11 @@ def saved_in_accumulation(strategy):
                 batch_size=BATCH,
                 epochs=2,
                 verbose=0,
-                checkpoint_dir=folder,
-                save_every_steps=4,
-                keep_checkpoints=9,
+                checkpoint=mgpu_tf.SaveOptions(
+                    folder, save_every_steps=4, keep_checkpoints=9
+                ),
             )
-            entries = checkpoints.entries(folder, thorough=False)
+            entries = store.entries(folder, thorough=False)
             saved.append(sorted(entry.step for entry in entries))
         weights.append(trainer.model.get_weights())
     return {"difference": largest(*weights), "saved": saved}
@@ -222,7 +243,7 @@ def digits_900(strategy):
         scores = trainer.evaluate(
             *splits.test, batch_size=64, verbose=0, return_dict=True
         )
-        goodput = trainer.meter.goodput()
+        goodput = trainer.goodput
         found.append(
             {
                 "compile": goodput.compile_seconds,
@@ -519,6 +540,7 @@ CASES = {
     "statistics": slots.statistics,
     "digits_900": digits_900,
     "saved_in_accumulation": saved_in_accumulation,
+    "task_of_keras_hub": task_of_keras_hub,
     "scores_of_1797": scores_of_1797,
     "each_example_once": each_example_once,
     "sharded_embedding": sharded_embedding,

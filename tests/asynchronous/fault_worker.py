@@ -10,14 +10,14 @@ import sys
 import time
 
 import mgpu_tf
-from mgpu_tf import quiet
+from mgpu_tf.runtime import quiet_import
 
 
 def main():
     folder = sys.argv[1]
     cluster = mgpu_tf.ClusterConfig.from_environment()
     print("PID", cluster.task_name.replace(" ", "-"), os.getpid(), flush=True)
-    quiet.import_tensorflow()
+    quiet_import.import_tensorflow()
     strategy = mgpu_tf.create_strategy("auto")
     import keras
 
@@ -62,9 +62,9 @@ def main():
         "losses": history.history["loss"],
         "val_loss": history.history["val_loss"],
         "test loss": scores["loss"],
-        "restarts": trainer.saver.recovery.restarts,
-        "lost_steps": trainer.saver.recovery.lost_steps,
-        "lost_workers": trainer.saver.recovery.lost_workers,
+        "restarts": trainer.recovery.restarts,
+        "lost_steps": trainer.recovery.lost_steps,
+        "lost_workers": trainer.recovery.lost_workers,
     }
     with open(os.path.join(folder, "result.json"), "w") as file:
         json.dump(result, file)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from mgpu_tf.engine.asynchronous import MOST_STEPS
+from mgpu_tf.engine.asynchronous.engine import MOST_STEPS
 from tests import clusters
 
 # What is killed in each epoch.

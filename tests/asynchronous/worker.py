@@ -14,7 +14,7 @@ import os
 import time
 
 import mgpu_tf
-from mgpu_tf import quiet
+from mgpu_tf.runtime import quiet_import
 
 
 def result_file(folder, case):
@@ -26,11 +26,11 @@ def main():
     parser.add_argument("--folder", required=True)
     parser.add_argument("--cases", required=True)
     arguments = parser.parse_args()
-    quiet.import_tensorflow()
+    quiet_import.import_tensorflow()
     strategy = mgpu_tf.create_strategy("auto")
     # Worker and ps tasks do not come here.
     print("COORDINATOR", os.getpid(), flush=True)
-    from mgpu_tf.parameter_server import StalenessOptions
+    from mgpu_tf.strategies.parameter_server import StalenessOptions
     from tests.asynchronous import cases
 
     for case in arguments.cases.split(","):

@@ -26,7 +26,7 @@ import re
 import sys
 
 import mgpu_tf
-from mgpu_tf import quiet
+from mgpu_tf.runtime import quiet_import
 from tests.conformance.ledger import Ledger
 
 LOCAL = ("one_device", "mirrored_x2", "mirrored_x3")
@@ -41,7 +41,7 @@ def main():
     parser.add_argument("--keep", action="store_true")
     arguments = parser.parse_args()
     columns = arguments.columns.split(",")
-    quiet.import_tensorflow()
+    quiet_import.import_tensorflow()
     strategies = local_strategies()
     from tests.conformance import judge, rows, table
 

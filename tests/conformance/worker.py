@@ -14,7 +14,7 @@ import os
 import sys
 
 import mgpu_tf
-from mgpu_tf import quiet
+from mgpu_tf.runtime import quiet_import
 
 
 def outcome_file(folder, number, worker):
@@ -26,7 +26,7 @@ def main():
     parser.add_argument("--folder", required=True)
     parser.add_argument("--rows", required=True)
     arguments = parser.parse_args()
-    quiet.import_tensorflow()
+    quiet_import.import_tensorflow()
     strategy = mgpu_tf.create_multi_worker_mirrored_strategy()
     from tests.conformance.harness import observe
     from tests.conformance.rows import ROWS

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import mgpu_tf
-from mgpu_tf import messages
+from mgpu_tf.strategies import messages
 
 SIZE, BATCH = 24, 4
 X = np.random.default_rng(1).normal(size=(SIZE, 4)).astype("float32")
@@ -200,7 +200,7 @@ def generator(count):
 
 
 def of_count(count):
-    """A dataset of so many batches, which nobody knows before."""
+    """A dataset whose number of batches nobody knows before."""
     return tf.data.Dataset.from_generator(
         lambda: generator(count),
         output_signature=(

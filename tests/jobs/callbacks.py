@@ -11,7 +11,7 @@ import numpy as np
 from keras import layers
 
 import mgpu_tf
-from mgpu_tf.report import weights_sha256
+from mgpu_tf.reports.report import weights_sha256
 
 SIZE = 40
 

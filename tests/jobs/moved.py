@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 import mgpu_tf
-from mgpu_tf.saver import Preempted
+from mgpu_tf.errors import Preempted
 
 SIZE = 75
 BATCH = 8
@@ -63,7 +63,7 @@ def train(strategy, folder, ends_at=0):
         callbacks=[EndsAt(ends_at)],
     )
     weights = [w.ravel().tolist() for w in trainer.model.get_weights()]
-    restarts = trainer.saver.recovery.restarts
+    restarts = trainer.recovery.restarts
     return {**history.history, "weights": weights, "restarts": restarts}
 
 

@@ -12,7 +12,7 @@ import json
 import os
 
 import mgpu_tf
-from mgpu_tf import quiet
+from mgpu_tf.runtime import quiet_import
 
 
 def result_file(folder, job, worker):
@@ -26,7 +26,7 @@ def main():
     parser.add_argument("--folder", required=True)
     parser.add_argument("--num_virtual_devices", type=int)
     arguments = parser.parse_args()
-    quiet.import_tensorflow()
+    quiet_import.import_tensorflow()
     strategy = mgpu_tf.create_multi_worker_mirrored_strategy(
         num_virtual_devices=arguments.num_virtual_devices
     )

@@ -20,7 +20,7 @@ import sys
 import tempfile
 
 import mgpu_tf
-from mgpu_tf import quiet
+from mgpu_tf.runtime import quiet_import
 from tests import clusters
 
 ROOT = pathlib.Path(clusters.ROOT)
@@ -94,7 +94,7 @@ GROUPS = {
 
 
 def main():
-    quiet.import_tensorflow()
+    quiet_import.import_tensorflow()
     strategies = {
         "mirrored_x4": mgpu_tf.create_mirrored_strategy(num_virtual_devices=4),
         "mirrored_x3": mgpu_tf.create_mirrored_strategy(num_virtual_devices=3),

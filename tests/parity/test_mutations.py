@@ -7,13 +7,13 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf import data
 from mgpu_tf.engine import keras_internals, state, step
 from mgpu_tf.engine.losses import BatchShare, _Term
 from mgpu_tf.engine.reduction import Reduction
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState
 from mgpu_tf.engine.update import Update
+from mgpu_tf.strategies.topology import LocalReplicas
 from tests.parity import cases, judge
 
 
@@ -113,7 +113,9 @@ def average_not_updated(patch):
 
 def rows_dealt_twice(patch):
     """Every replica reads the whole batch."""
-    patch.setattr(data.Part, "bounds", lambda self, size, replica: (0, size))
+    patch.setattr(
+        LocalReplicas, "rows_of", lambda self, size, replica: (0, size)
+    )
 
 
 def last_rows_dropped(patch):
@@ -123,7 +125,7 @@ def last_rows_dropped(patch):
         part = size // self.total
         return (self.first + replica) * part, (self.first + replica + 1) * part
 
-    patch.setattr(data.Part, "bounds", bounds)
+    patch.setattr(LocalReplicas, "rows_of", bounds)
 
 
 def batch_statistics_left_on_replicas(patch):

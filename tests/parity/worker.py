@@ -12,8 +12,8 @@ import os
 import time
 
 import mgpu_tf
-from mgpu_tf import quiet
-from mgpu_tf.report import weights_sha256
+from mgpu_tf.reports.report import weights_sha256
+from mgpu_tf.runtime import quiet_import
 
 
 def result_file(folder, case):
@@ -27,7 +27,7 @@ def main():
     parser.add_argument("--floatx", default="")
     parser.add_argument("--num_virtual_devices", type=int, default=1)
     arguments = parser.parse_args()
-    quiet.import_tensorflow()
+    quiet_import.import_tensorflow()
     strategy = mgpu_tf.create_multi_worker_mirrored_strategy(
         num_virtual_devices=arguments.num_virtual_devices
     )

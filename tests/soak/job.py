@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 import mgpu_tf
-from mgpu_tf.report import weights_sha256
+from mgpu_tf.reports.report import weights_sha256
 from tests.soak.harness import EPOCHS, SAVE_EVERY_STEPS
 
 
@@ -60,10 +60,11 @@ def main(folder, strategy_name):
             ),
         ],
         validation_data=(x[:50], y[:50]),
-        checkpoint_dir=folder,
-        save_every_steps=SAVE_EVERY_STEPS,
+        checkpoint=mgpu_tf.SaveOptions(
+            folder, save_every_steps=SAVE_EVERY_STEPS
+        ),
     )
-    recovery = trainer.saver.recovery
+    recovery = trainer.recovery
     print(
         "RESULT",
         weights_sha256(trainer.model.get_weights()),

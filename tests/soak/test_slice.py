@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from mgpu_tf import checkpoints
+from mgpu_tf.checkpoints import store
 from tests import clusters
 from tests.soak.harness import SAVE_EVERY_STEPS, TOTAL_STEPS, Fault
 from tests.soak.run import run_job
@@ -69,7 +69,7 @@ def test_fewer_workers_go_on_with_their_own_numbers(tmp_path):
         env=clusters.environment(),
     )
     with process:
-        while not checkpoints.newest(str(tmp_path / "fewer")):
+        while not store.newest(str(tmp_path / "fewer")):
             assert process.poll() is None
             time.sleep(0.01)
         log = (tmp_path / "worker-1.log").read_text()

@@ -1,0 +1,297 @@
+"""What a `fit` is made of between two executions, as values, and back.
+
+run = RunState(trainer, engine, callbacks, first_epoch=0)
+run.load(state, arrays)        # from a checkpoint: the position
+run.restore()                  # ... and all the rest, where it belongs
+step, state, arrays = run.capture()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+
+from mgpu_tf.checkpoints.callback_state import (
+    changes,
+    decode,
+    encode,
+    remembered,
+    remind,
+)
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.base import NO_VOTES, Engine, Logs, Votes
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.runtime import determinism
+
+State = dict[str, Any]
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochRecord:
+    """What an epoch of training took.
+
+    Attributes:
+        epoch: Index of the epoch, from 0.
+        steps: Steps done.
+        examples: Examples seen, over all replicas.
+        seconds: Time for the steps; evaluation and callbacks at the end of
+            the epoch are not in it.
+        logs: The logs of the epoch as `History` has them.
+    """
+
+    epoch: int
+    steps: int
+    examples: int
+    seconds: float
+    logs: Logs
+
+    @property
+    def examples_per_second(self) -> float:
+        """Returns the rate over the whole epoch, tracing included."""
+        return self.examples / self.seconds if self.seconds else 0.0
+
+
+@dataclasses.dataclass
+class Position:
+    """Where a run is.
+
+    Attributes:
+        epoch: Index of the epoch.
+        step: Steps done in it.
+        examples: Examples seen in it.
+        seconds: Time for them.
+        logs: The last logs in it.
+        votes: What workers asked for in the last execution.
+        finished: The steps of each epoch since the run began.
+        last_logs: The logs of the last of them.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    examples: int = 0
+    seconds: float = 0.0
+    logs: Logs = dataclasses.field(default_factory=dict)
+    votes: Votes = NO_VOTES
+    finished: list[int] = dataclasses.field(default_factory=list)
+    last_logs: Logs = dataclasses.field(default_factory=dict)
+
+
+class Counts(Protocol):
+    """What a trainer counts."""
+
+    global_step: int
+    examples_seen: int
+    records: list[EpochRecord]
+
+
+class RunState:
+    """The state of one `fit`.
+
+    Args:
+        counts: The trainer, for what it counts.
+        model: Its model.
+        engine: Its engine, prepared.
+        data: What tells its data apart.
+        callbacks: The user's.
+        first_epoch: Index of the first epoch.
+
+    Attributes:
+        position: Where the run is.
+        first_epoch: Index of the epoch at which the run began.
+        resumed: Whether a checkpoint was loaded.
+        stopped: Whether a callback had ended the run that was loaded.
+    """
+
+    def __init__(
+        self,
+        counts: Counts,
+        model: keras.Model,
+        engine: Engine,
+        data: Mapping[str, str],
+        callbacks: Sequence[keras.callbacks.Callback],
+        first_epoch: int,
+    ) -> None:
+        self._counts = counts
+        self._model = model
+        self._data = dict(data)
+        self._callbacks = list(callbacks)
+        self.first_epoch = first_epoch
+        self._snapshot = engine.snapshot()
+        self._before: list[State] = []
+        self._loaded: tuple[State, Arrays] | None = None
+        self.position = Position(epoch=first_epoch)
+        self.resumed = False
+        self.stopped = False
+
+    def load(self, found: tuple[State, Arrays] | None) -> None:
+        """Takes the position from a checkpoint, and keeps the rest.
+
+        Args:
+            found: State and arrays from `capture`; None changes nothing.
+
+        Raises:
+            ConfigurationError: It is the checkpoint of other data.
+        """
+        if found is None:
+            return
+        state, _ = found
+        for name, value in self._data.items():
+            if state["data"].get(name) != value:
+                raise ConfigurationError(
+                    f"A run resumes with the same {name}. Received: {value}, "
+                    f"where the checkpoint has {state['data'].get(name)}. "
+                    "Use another checkpoint_dir, or the data of before."
+                )
+        position = dict(state["position"])
+        for name in ("logs", "last_logs"):
+            position[name] = decode(position[name])
+        self.position = Position(**position)
+        self.first_epoch = state["first_epoch"]
+        self.stopped = state["stopped"]
+        self._loaded = found
+        self.resumed = True
+
+    def begin(self, restored_epoch: int | None) -> None:
+        """Notes what callbacks know as training begins, and restores.
+
+        What was saved within an epoch is restored by `begin_epoch`.
+
+        Args:
+            restored_epoch: The epoch that a callback went back to, if any.
+        """
+        if restored_epoch:
+            self.first_epoch = self.position.epoch = restored_epoch
+        self._before = [
+            remembered(callback) for callback in self._every_callback()
+        ]
+        if self._loaded is not None and not self.position.step:
+            self._restore(*self._loaded)
+
+    def begin_epoch(self) -> bool:
+        """Restores what was saved within the epoch.
+
+        Returns:
+            Whether it did.
+        """
+        if self._loaded is None or not self.position.step:
+            return False
+        self._restore(*self._loaded)
+        return True
+
+    def end_epoch(self, logs: Logs) -> None:
+        """Moves on to the beginning of the next epoch."""
+        at = self.position
+        self.position = Position(
+            epoch=at.epoch + 1,
+            votes=at.votes,
+            finished=[*at.finished, at.step],
+            last_logs=logs,
+        )
+
+    def capture(self) -> tuple[int, State, Arrays]:
+        """Copies the state; every worker of a cluster has to call it.
+
+        Returns:
+            The global step, what JSON can hold besides arrays in the state
+            of callbacks, and the variables by name.
+        """
+        counts, position = self._counts, self.position
+        strategy = self._model.distribute_strategy
+        after = [remembered(callback) for callback in self._every_callback()]
+        state = {
+            "position": {
+                "epoch": position.epoch,
+                "step": position.step,
+                "examples": position.examples,
+                "seconds": position.seconds,
+                "logs": encode(_plain(position.logs)),
+                "finished": list(position.finished),
+                "last_logs": encode(_plain(position.last_logs)),
+            },
+            "first_epoch": self.first_epoch,
+            "data": self._data,
+            "num_replicas": strategy.num_replicas_in_sync,
+            "global_step": counts.global_step,
+            "examples_seen": counts.examples_seen,
+            "records": [
+                encode(_plain(vars(record))) for record in counts.records
+            ],
+            "stopped": bool(self._model.stop_training),
+            "callbacks": [
+                [type(callback).__name__, changes(before, now)]
+                for callback, before, now in zip(
+                    self._every_callback(), self._before, after, strict=True
+                )
+            ],
+            "generators": generators(),
+            "environment": determinism.environment(),
+            "variables": self._snapshot.paths(),
+        }
+        return counts.global_step, state, self._snapshot.take()
+
+    def _restore(self, state: State, arrays: Arrays) -> None:
+        self._loaded = None
+        determinism.warn_of_other_environment(state["environment"])
+        self._snapshot.put(arrays)
+        counts = self._counts
+        counts.global_step = state["global_step"]
+        counts.examples_seen = state["examples_seen"]
+        counts.records[:] = [
+            EpochRecord(**decode(record)) for record in state["records"]
+        ]
+        self._model.stop_training = state["stopped"]
+        names = [type(callback).__name__ for callback in self._every_callback()]
+        saved = [name for name, _ in state["callbacks"]]
+        if names != saved:
+            raise ConfigurationError(
+                "A run resumes with the callbacks of its checkpoint, in their "
+                f"order. Received: {', '.join(names[1:]) or 'none'}, where "
+                f"the checkpoint has {', '.join(saved[1:]) or 'none'}."
+            )
+        for callback, (_, values) in zip(
+            self._every_callback(), state["callbacks"], strict=True
+        ):
+            remind(callback, values)
+        restore_generators(state["generators"])
+
+    def _every_callback(self) -> list[keras.callbacks.Callback]:
+        return [self._model.history, *self._callbacks]
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Copies a dict, and tensors in it to arrays."""
+    return {
+        name: value if _is_plain(value) else np.asarray(value)
+        for name, value in values.items()
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (int, float, str, bool, dict, list, np.ndarray))
+
+
+def generators() -> State:
+    """Returns the state of the generators of Python, NumPy and Keras."""
+    seed = keras_internals.global_seed_state()
+    if seed is not None:
+        seed = np.array(keras.ops.convert_to_numpy(seed))
+    return {
+        "python": encode(random.getstate()),
+        "numpy": encode(np.random.get_state()),
+        "keras": encode(seed),
+    }
+
+
+def restore_generators(states: State) -> None:
+    """Puts back what `generators` has returned."""
+    if states["keras"] is not None:
+        seed = keras_internals.global_seed_state(create=True)
+        seed.assign(decode(states["keras"]))
+    random.setstate(decode(states["python"]))
+    np.random.set_state(decode(states["numpy"]))

@@ -1,0 +1,191 @@
+"""The command `mgpu-tf plan`: memory, hours and price of a training."""
+
+from __future__ import annotations
+
+import math
+
+from absl import flags
+
+from mgpu_tf import planner
+from mgpu_tf.errors import ConfigurationError, is_integer
+from mgpu_tf.names import OPTIMIZERS
+from mgpu_tf.reports.scaling import MEANING, ScalingTable, aligned
+
+USAGE = """mgpu-tf plan [--flags]
+
+Tells what a training will take before it is started: with --num_parameters
+what each device must hold, with --scaling, a file that mgpu-tf benchmark
+wrote, the hours and the price on each number of devices that was measured,
+with batches that were ready: waiting for data comes on top.
+
+Example:
+  mgpu-tf plan --num_parameters=1.5G --optimizer=adam --device_memory_gib=16
+  mgpu-tf plan --scaling=runs/scaling/scaling.json --examples=1.28M --epochs=90
+"""
+
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
+_MOST = 1e15
+
+# Flags that say nothing without the other.
+_NEEDS = {
+    "optimizer": "num_parameters",
+    "device_memory_gib": "num_parameters",
+    "examples": "scaling",
+    "epochs": "scaling",
+    "price": "scaling",
+}
+
+
+def define(values: flags.FlagValues) -> None:
+    """Defines the flags of the command."""
+    text, number, real = (
+        flags.DEFINE_string,
+        flags.DEFINE_integer,
+        flags.DEFINE_float,
+    )
+    for define_flag, name, default, meaning in (
+        (text, "num_parameters", None, "Trainable parameters; 25.6M, 1.5G."),
+        (
+            text,
+            "optimizer",
+            "adam",
+            f"The optimizer: {', '.join(OPTIMIZERS)}.",
+        ),
+        (real, "device_memory_gib", None, "Memory of a device, in GiB."),
+        (text, "scaling", None, "A scaling.json of mgpu-tf benchmark."),
+        (text, "examples", None, "Examples in an epoch; 50000, 1.28M."),
+        (number, "epochs", 1, "Epochs."),
+        (real, "price", None, "What a device costs for an hour."),
+    ):
+        define_flag(name, default, meaning, flag_values=values)
+
+
+def run(values: flags.FlagValues) -> int:
+    """Runs the command with parsed flags.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigurationError: A flag is wrong.
+    """
+    if values.num_parameters is None and values.scaling is None:
+        raise ConfigurationError(
+            "plan needs the size of the model or what was measured. "
+            "Received: neither. Write --num_parameters=25.6M, or "
+            "--scaling=FILE with --examples=N."
+        )
+    for name, other in _NEEDS.items():
+        if values[name].present and values[other].value is None:
+            raise ConfigurationError(
+                f"{name} goes with {other}. Received: --{name} without "
+                f"--{other}. Give both, or leave it out."
+            )
+    told = []
+    if values.num_parameters is not None:
+        told.append(_memory(values))
+    if values.scaling is not None:
+        told.append(_costs(values))
+    print("\n\n".join(told))
+    return 0
+
+
+def _memory(values: flags.FlagValues) -> str:
+    memory = planner.StateMemory(
+        _count("num_parameters", values.num_parameters),
+        values.optimizer,
+    )
+    room = values.device_memory_gib
+    if room is not None and not 0 < room < _MOST:
+        raise ConfigurationError(
+            "device_memory_gib must be a number above 0. Received: "
+            f"device_memory_gib={room}."
+        )
+    return memory.text(None if room is None else int(room * (1 << 30)))
+
+
+def _costs(values: flags.FlagValues) -> str:
+    if values.examples is None:
+        raise ConfigurationError(
+            "Hours need the examples of an epoch. Received: --scaling without "
+            "--examples. Write --examples=50000."
+        )
+    if values.price is not None and not 0 <= values.price < _MOST:
+        raise ConfigurationError(
+            "price must be a number of 0 or more. Received: "
+            f"price={values.price}."
+        )
+    if not 1 <= values.epochs < _MOST:
+        raise ConfigurationError(
+            f"epochs must be from 1 to {_MOST:.0g}. Received: "
+            f"epochs={values.epochs}."
+        )
+    examples = _count("examples", values.examples)
+    table = _read(values.scaling)
+    head = [
+        "devices",
+        "batch",
+        "examples/s",
+        "efficiency",
+        "hours",
+        "device hours",
+    ]
+    rows = [head if values.price is None else [*head, "price"]]
+    hours = planner.hours(table, examples, values.epochs)
+    for point, time in zip(table.points, hours, strict=True):
+        row = [
+            str(point.devices),
+            str(point.global_batch_size),
+            f"{point.median:,.0f}",
+            f"{table.efficiency(point):.0%}",
+            f"{time:,.2f}",
+            f"{time * point.devices:,.2f}",
+        ]
+        if values.price is not None:
+            row.append(f"{time * point.devices * values.price:,.2f}")
+        rows.append(row)
+    title = (
+        f"{table.model}, {table.scaling} scaling: {values.epochs} epochs of "
+        f"{examples:,} examples"
+    )
+    return "\n".join([title, *aligned(rows)])
+
+
+def _read(path: str) -> ScalingTable:
+    try:
+        table = ScalingTable.read(path)
+        _check(table)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            "scaling must be a file that mgpu-tf benchmark --output_dir "
+            f"wrote. Received: scaling={path!r} ({type(error).__name__})."
+        ) from None
+    return table
+
+
+def _check(table: ScalingTable) -> None:
+    """Raises ValueError or TypeError where no benchmark measures so."""
+    sound = bool(table.points) and table.kind in MEANING
+    for point in table.points:
+        rates = point.examples_per_second
+        sound &= is_integer(point.devices) and point.devices > 0
+        sound &= bool(rates) and all(0 < r < math.inf for r in rates)
+    if not sound:
+        raise ValueError(table)
+
+
+def _count(name: str, text: str) -> int:
+    """Returns the number that `25.6M` stands for."""
+    text = text.strip().upper()
+    digits = text.rstrip("".join(_UNITS))
+    unit = text[len(digits) :]
+    try:
+        value = float(digits) * _UNITS[unit]
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 1 <= value < _MOST:
+        raise ConfigurationError(
+            f"{name} must be a number of 1 or more, with K, M, G or B if you "
+            f"like. Received: {name}={text!r}."
+        )
+    return round(value)

@@ -1,0 +1,532 @@
+"""The synchronous engine: several steps in one `tf.function`, reduce first.
+
+A training step is the same on every synchronous strategy:
+
+    on each replica    forward, loss contribution, gradients of it
+    `Update`           sum over replicas -> clip -> apply -> EMA
+
+Gradients are reduced before the optimizer sees them, so what it does with
+them (clipping above all) is the same on all replicas and the same as on one
+device. The forward pass runs in a `keras.StatelessScope`: what layers and
+metrics would write is collected, dropped where the replica had no example,
+and only then written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.data import BatchSource, Feed, Source, next_batch
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.base import NO_VOTES, Engine, Execution, UnevenData, Votes
+from mgpu_tf.engine.contributions import BatchShare
+from mgpu_tf.engine.logs import flat_logs
+from mgpu_tf.engine.losses import GlobalLoss
+from mgpu_tf.engine.rules import Rule
+from mgpu_tf.engine.snapshot import Snapshot, Variables
+from mgpu_tf.engine.state import ReplicaState, state_for
+from mgpu_tf.engine.step import ReplicaStep, outputs_of
+from mgpu_tf.engine.synchronous.overridden_step import (
+    NO_EXAMPLES,
+    AuthorStep,
+    check_held,
+)
+from mgpu_tf.engine.synchronous.probe import Probe
+from mgpu_tf.engine.update import Update, accumulated
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.options import StepOptions
+from mgpu_tf.runtime import determinism
+from mgpu_tf.strategies.registry import topology_of
+
+
+class SynchronousEngine(Engine):
+    """Trains, evaluates and predicts with a compiled model on a strategy.
+
+    Args:
+        model: A compiled model, made in the strategy's scope.
+        strategy: Any synchronous strategy.
+        options: How steps are made.
+
+    Raises:
+        ConfigurationError: The model is not compiled, or was made elsewhere.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        options: StepOptions,
+    ) -> None:
+        super().__init__(model, strategy)
+        self._options = options
+        self._topology = topology_of(strategy)
+        self._local = self._topology.local
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._prepared = False
+        # What looks at the first step of an author's own.
+        self._probe: Probe | None = None
+        self._loss: GlobalLoss
+        self._state: ReplicaState
+        self._step: ReplicaStep
+        self._update: Update
+
+    def feed(
+        self, source: Source, first: int = 0, *, chain: bool, training: bool
+    ) -> Feed:
+        """Returns where the epochs of a run read from; as in `Engine`."""
+        del training
+        return Feed(source, self._strategy, first, chain=chain)
+
+    @property
+    def boundaries_matter(self) -> bool:
+        """Whether it changes bits of the result where executions end.
+
+        Statistics of which replicas have their own are averaged there, and
+        the first step of an author's own is traced apart from the others.
+        """
+        averaged = self._state.averages and self._local.total > 1
+        authored = keras_internals.overrides(self._model, "train_step")
+        return authored or (averaged and not self._state.stored_once)
+
+    @property
+    def can_be_compiled(self) -> bool:
+        """Whether XLA can compile steps of training; as in `Engine`."""
+        authored = keras_internals.overrides(self._model, "train_step")
+        return (
+            not authored
+            and not self._model.run_eagerly
+            and self._step.can_be_compiled
+            and keras_internals.layers_support_jit(self._model)
+        )
+
+    def snapshot(self) -> Snapshot:
+        """Returns what takes and puts back all; as in `Engine`."""
+        optimizers = keras_internals.optimizers_of(self._model)
+        variables = Variables.of(
+            [
+                *self._model.variables,
+                *self._state.layers,
+                *(v for optimizer in optimizers for v in optimizer.variables),
+            ],
+            own=[*self._state.metrics, *accumulated(optimizers)],
+            is_sum=self._is_sum,
+            once_means=[
+                variable
+                for variable in self._model.non_trainable_variables
+                if keras.backend.is_float_dtype(variable.dtype)
+            ],
+        )
+        return Snapshot(
+            variables, self._strategy, stored_once=self._state.stored_once
+        )
+
+    def _is_sum(self, variable: keras.Variable) -> bool:
+        return (
+            not self._state.is_metric(variable)
+            or self._state.rule(variable) is Rule.SUM
+        )
+
+    def train(
+        self,
+        iterator: Any,
+        steps: int,
+        source: Source,
+        seconds: float = 0.0,
+        votes: Votes = NO_VOTES,
+        ahead: int | None = None,
+    ) -> Execution:
+        """Runs training steps; as in `Engine`."""
+        del ahead
+        return self._execute("train", iterator, steps, source, seconds, votes)
+
+    def evaluate(
+        self, iterator: Any, steps: int, source: Source, seconds: float = 0.0
+    ) -> Execution:
+        """Runs evaluation steps; as in `Engine`."""
+        return self._execute("evaluate", iterator, steps, source, seconds)
+
+    def predict(self, iterator: Any, source: Source) -> Any | None:
+        """Runs one prediction step; as in `Engine`."""
+        self.build_layers(source)
+        predict = self._function(
+            "predict", source, lambda *args: self._predict_step(source, *args)
+        )
+        outputs, total, ended = predict(iterator)
+        self._check_ended(ended, 0)
+        if int(total) == 0:
+            return None
+        return tf.nest.map_structure(lambda t: t.numpy(), outputs)
+
+    def prepare(self, source: Source) -> None:
+        """Creates what training and evaluation need; as in `Engine`."""
+        if self._prepared:
+            return
+        self.build(source)
+        self._loss = GlobalLoss(self._model)
+        self._state = state_for(self._model, self._strategy)
+        self._update = Update(
+            self._model.optimizer,
+            self._model.trainable_variables,
+            self._strategy,
+            stored_once=self._state.stored_once,
+            options=self._options,
+        )
+        self._step = ReplicaStep(
+            self._model, self._loss, self._state, self._local.total
+        )
+        authored = keras_internals.overrides(self._model, "train_step")
+        if authored and self._local.total > 1:
+            check_held(self._model)
+            self._state.add_global_seed(self._strategy)
+            self._probe = Probe(self._model, self._strategy, self._state)
+        self._prepared = True
+
+    def reset_metrics(self) -> None:
+        """Sets every metric of the model to its beginning."""
+        self._model.reset_metrics()
+
+    def _execute(
+        self,
+        kind: str,
+        iterator: Any,
+        steps: int,
+        source: Source,
+        seconds: float,
+        votes: Votes = NO_VOTES,
+    ) -> Execution:
+        self.prepare(source)
+        step = self._step_of(kind)
+        run = self._function(
+            kind,
+            source,
+            lambda *args: self._steps(step, source, *args),
+        )
+        notes = [seconds, float(votes.save), float(votes.end)]
+        traces = _traces(run)
+        try:
+            done, examples, waiting, ended, logs, means, first = run(
+                iterator, tf.constant(steps, tf.int64), tf.constant(notes)
+            )
+        except tf.errors.InvalidArgumentError as error:
+            if NO_EXAMPLES not in str(error):
+                raise
+            raise ConfigurationError(NO_EXAMPLES) from None
+        self._check_ended(ended, int(done))
+        if kind == "train" and self._probe is not None and first is not None:
+            data, total = first
+            if self._probe(data, int(total)):
+                self._probe = None
+        return Execution(
+            steps=int(done),
+            examples=int(examples),
+            logs={name: _number(value) for name, value in logs.items()},
+            seconds=float(means[0]),
+            input_seconds=float(waiting),
+            traced=_traces(run) > traces,
+            votes=Votes(save=float(means[1]) > 0, end=float(means[2]) > 0),
+        )
+
+    def _step_of(self, kind: str) -> Callable[..., dict[str, tf.Tensor]]:
+        """Returns the engine's step, or the one that the author wrote."""
+        method = {"train": "train_step", "evaluate": "test_step"}[kind]
+        if keras_internals.overrides(self._model, method):
+            if self._state.stored_once:
+                raise ConfigurationError(
+                    f"A {method} of one's own does not go with "
+                    "'central_storage', whose one copy of each metric it "
+                    "would write from every replica. Received: "
+                    f"{type(self._model).__name__}. Use 'mirrored'."
+                )
+            return AuthorStep(
+                self._model,
+                method,
+                self._strategy,
+                self._state,
+                self._options,
+            )
+        return self._train_step if kind == "train" else self._evaluate_step
+
+    def _function(
+        self, kind: str, source: Source, python: Callable[..., Any]
+    ) -> Any:
+        whole = isinstance(source, BatchSource)
+        exact = determinism.is_enabled()
+        if self._model.run_eagerly:
+            return python
+        jit = kind == "train" and self._jit_compile
+        key = (kind, source.may_end, source.totals_known, whole, exact, jit)
+        if key not in self._functions:
+            self._functions[key] = tf.function(
+                python, autograph=False, reduce_retracing=True
+            )
+        return self._functions[key]
+
+    # In the graph, outside of replicas.
+
+    def _steps(
+        self,
+        step: Callable[[Any, tf.Tensor, tf.Tensor], Any],
+        source: Source,
+        iterator: Any,
+        steps: tf.Tensor,
+        notes: tf.Tensor,
+    ) -> tuple[Any, ...]:
+        """Runs up to `steps` steps and sums the metrics over replicas."""
+        first: list[Any] = []
+
+        def once(
+            before_it: Any,
+        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, Any]:
+            """Runs a step.
+
+            Args:
+                before_it: The logs of the step before, where there was one.
+
+            Returns:
+                Its count, its examples, the seconds that it waited for data,
+                on which workers the data has ended, and its logs.
+            """
+            before = determinism.seconds()
+            with tf.control_dependencies([before]):
+                data, local, total = self._next(iterator, source)
+            if not first:
+                first.append((data, total))
+            arrived = [
+                leaf
+                for leaf in tf.nest.flatten(
+                    [data, total], expand_composites=True
+                )
+                if leaf is not None
+            ]
+            with tf.control_dependencies(arrived):
+                waited = determinism.seconds() - before
+            if not source.may_end:
+                logs = step(data, local, total)
+                ended = tf.zeros([1], tf.int32)
+                return tf.constant(1, tf.int64), total, waited, ended, logs
+            ended = self._ended_on(source, total)
+            shapes: list[Any] = []
+
+            def go_on() -> Any:
+                logs = step(data, local, total)
+                shapes.append(logs)
+                return tf.constant(1, tf.int64), logs
+
+            def end() -> Any:
+                logs = before_it
+                if logs is None:
+                    logs = tf.nest.map_structure(
+                        lambda t: tf.zeros(t.shape, t.dtype),
+                        shapes[0] if shapes else {},
+                    )
+                return tf.constant(0, tf.int64), logs
+
+            count, logs = tf.cond(tf.reduce_all(ended == 0), go_on, end)
+            return count, count * total, waited, ended, logs
+
+        def body(
+            done: tf.Tensor,
+            examples: tf.Tensor,
+            waiting: tf.Tensor,
+            ended: tf.Tensor,
+            logs: Any,
+        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, Any]:
+            count, total, waited, ended, logs = once(logs)
+            waiting += waited
+            return done + count, examples + total, waiting, ended, logs
+
+        authored = isinstance(step, AuthorStep)
+        before = self._strategy.run(
+            lambda: self._state.begin(all_written=authored)
+        )
+        zero = tf.constant(0, tf.int64)
+        begin: tuple[Any, ...]
+        nobody = self._ended_on(source, tf.constant(1, tf.int64), ask=False)
+        begin = (zero, zero, tf.constant(0.0, tf.float64), nobody, {})
+        if authored or self._returns_logs():
+            # The first step stands alone: it tells what the others return.
+            begin = once(None)
+        done, examples, waiting, ended, returned = tf.while_loop(
+            lambda done, examples, waiting, ended, _: (
+                (done < steps) & tf.reduce_all(ended == 0)
+            ),
+            body,
+            begin,
+            parallel_iterations=1,
+        )
+        with tf.control_dependencies([done]):
+            results = self._strategy.run(
+                self._state.collect, args=(notes, before)
+            )
+        metrics, mean_notes = tf.nest.map_structure(self._first, results)
+        state = list(zip(self._state.metrics, metrics, strict=True))
+        with keras.StatelessScope(state_mapping=state):
+            logs = flat_logs(self._model.get_metrics_result())
+            if isinstance(step, AuthorStep):
+                logs = step.logs(returned)
+        if not authored and self._step.logs.names:
+            logs = self._step.logs.whole(returned, state)
+        # The rest of the graph cannot see what is within the loop.
+        seen = first[0] if authored else None
+        return done, examples, waiting, ended, logs, mean_notes, seen
+
+    def _returns_logs(self) -> bool:
+        """Whether the model's own `compute_metrics` may return others."""
+        return keras_internals.overrides(self._model, "compute_metrics")
+
+    def _ended_on(
+        self, source: Source, total: tf.Tensor, *, ask: bool = True
+    ) -> tf.Tensor:
+        """Returns of each worker whether its data has ended, more than 0.
+
+        Where only reading tells the length each worker knows of its own, and
+        one that went into a step alone would wait there for ever. Elsewhere
+        one entry stands for all.
+        """
+        ended = tf.cast([total == 0], tf.int32)
+        workers = self._topology.num_workers
+        if workers == 1 or not (source.may_end and source.totals_known):
+            return ended
+        mine = self._topology.worker_index
+        ended = tf.pad(ended, [[mine, workers - 1 - mine]])
+        if not ask:
+            return ended
+
+        def on_replica(ended: tf.Tensor) -> tf.Tensor:
+            replica = tf.distribute.get_replica_context()
+            return replica.all_reduce("sum", tf.identity(ended))
+
+        return self._first(self._strategy.run(on_replica, args=(ended,)))
+
+    def _check_ended(self, ended: tf.Tensor, steps: int) -> None:
+        found = ended.numpy()
+        if 0 < found.astype(bool).sum() < len(found):
+            raise UnevenData(found.nonzero()[0].tolist(), len(found), steps)
+
+    def _next(
+        self, iterator: Any, source: Source
+    ) -> tuple[Any, Any, tf.Tensor]:
+        """Takes a global batch; its size comes as one tensor."""
+        data, local, total = next_batch(iterator, source, self._strategy)
+        if source.totals_known:
+            return data, local, self._first(total)
+        return data, local, self._strategy.reduce("SUM", local, axis=None)
+
+    def _train_step(
+        self, data: Any, local: Any, total: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        with self._step.in_place(), tf.name_scope("forward_backward"):
+            gradients, logs = self._strategy.run(
+                self._replica_gradients, args=(data, local, total)
+            )
+        self._update(gradients)
+        return {name: self._first(value) for name, value in logs.items()}
+
+    def _evaluate_step(
+        self, data: Any, local: Any, total: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        with self._step.in_place():
+            logs = self._strategy.run(
+                self._replica_evaluate, args=(data, local, total)
+            )
+        return {name: self._first(value) for name, value in logs.items()}
+
+    def _predict_step(
+        self, source: Source, iterator: Any
+    ) -> tuple[Any, tf.Tensor, tf.Tensor]:
+        data, _, total = next_batch(iterator, source, self._strategy)
+        total = self._first(total)
+        ended = self._ended_on(source, total)
+        like: list[Any] = []
+
+        def outputs() -> Any:
+            every = self._strategy.run(outputs_of, args=(self._model, data))
+            every = tf.nest.map_structure(self._rows_of_worker, every)
+            if self._topology.num_workers > 1:
+                every = tf.nest.map_structure(
+                    lambda rows: self._rows_of_all(rows, total), every
+                )
+            like.append(every)
+            return every
+
+        def nothing() -> Any:
+            return tf.nest.map_structure(
+                lambda t: tf.zeros([n or 0 for n in t.shape], t.dtype), like[0]
+            )
+
+        if not source.may_end:
+            return outputs(), total, ended
+        # Nothing is sent where some have no rows: `predict` refuses it.
+        going = tf.reduce_all(ended == 0)
+        if tf.executing_eagerly():
+            return (outputs() if going else ()), total, ended
+        return tf.cond(going, outputs, nothing), total, ended
+
+    def _rows_of_worker(self, value: Any) -> tf.Tensor:
+        return tf.concat(self._strategy.experimental_local_results(value), 0)
+
+    def _rows_of_all(self, rows: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+        """Joins the rows of all workers in order.
+
+        Every worker puts its rows where they belong among zeros; the sum
+        over workers is all of them.
+        """
+        before, _ = self._local.rows_of(total, 0)
+        after = total - before - tf.shape(rows, out_type=tf.int64)[0]
+        paddings = tf.pad([[before, after]], [[0, tf.rank(rows) - 1], [0, 0]])
+        carrier = tf.int32 if rows.dtype == tf.bool else rows.dtype
+        padded = tf.pad(tf.cast(rows, carrier), paddings)
+        every = self._strategy.run(self._replica_gather, args=(padded,))
+        return tf.cast(self._first(every), rows.dtype)
+
+    def _first(self, value: Any) -> tf.Tensor:
+        return self._strategy.experimental_local_results(value)[0]
+
+    # In the graph, on a replica.
+
+    def _replica_gradients(
+        self, data: Any, local: tf.Tensor, total: tf.Tensor
+    ) -> tuple[list[Any], dict[str, tf.Tensor]]:
+        step = self._step
+        gradients, values, logs = step.gradients(
+            data,
+            local,
+            total,
+            self._model.optimizer.scale_loss,
+            jit_compile=self._jit_compile,
+        )
+        self._update.present = step.present
+        self._update.alike = step.alike
+        self._state.write(list(zip(step.written, values, strict=True)))
+        share = BatchShare(local, total, self._local.total)
+        return share.select_all(gradients), step.logs.summed(logs)
+
+    def _replica_evaluate(
+        self, data: Any, local: tf.Tensor, total: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        share = BatchShare(local, total, self._local.total)
+        _, writes, logs = self._step.forward(data, share, training=False)
+        self._state.write(writes)
+        return self._step.logs.summed(logs)
+
+    def _replica_gather(self, padded: tf.Tensor) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        replica = tf.cast(context.replica_id_in_sync_group, tf.int64)
+        first = replica % self._local.count == 0
+        mine = tf.where(first, padded, tf.zeros_like(padded))
+        return context.all_reduce("sum", mine)
+
+
+def _traces(function: Any) -> int:
+    """Returns how often a `tf.function` was traced; 0 where it is none."""
+    count = getattr(function, "experimental_get_tracing_count", None)
+    return count() if count is not None else 0
+
+
+def _number(value: tf.Tensor) -> Any:
+    array = value.numpy()
+    return float(array) if array.ndim == 0 else array

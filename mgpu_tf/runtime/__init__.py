@@ -1,0 +1,8 @@
+"""TensorFlow in this process: devices, threads, how it is imported.
+
+from mgpu_tf.runtime import devices, determinism
+
+devices.select_local(None, num_virtual_devices=2)   # two CPU replicas
+determinism.enable_determinism()                    # bits that repeat
+determinism.threads()                               # {"intra_op": 2, ...}
+"""

@@ -1,0 +1,172 @@
+"""TensorFlow's synchronous strategies, less two of their limits.
+
+A process may have several `MirroredStrategy`, and a worker of a
+`MultiWorkerMirroredStrategy` several replicas on its CPU.
+
+    with as_one_replica():                  # in a replica
+        strategy.num_replicas_in_sync       # 1
+
+Code that was written for one device then computes what it would there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy
+
+from mgpu_tf.cluster.config import ClusterConfig
+from mgpu_tf.errors import ConfigurationError
+
+_view = threading.local()
+
+
+@contextlib.contextmanager
+def as_one_replica() -> Iterator[None]:
+    """Lets strategies say, on this thread, that there is one replica.
+
+    Keras divides a loss by the number of replicas at hand, and code that
+    asks for it does so as well.
+    """
+    before = getattr(_view, "is_one", False)
+    _view.is_one = True
+    try:
+        yield
+    finally:
+        _view.is_one = before
+
+
+class OneReplicaView:
+    """What makes a strategy heed `as_one_replica`."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Returns how many replicas step together."""
+        if getattr(_view, "is_one", False):
+            return 1
+        return super().num_replicas_in_sync  # type: ignore[misc]
+
+
+class MirroredStrategy(OneReplicaView, tf.distribute.MirroredStrategy):
+    """`MirroredStrategy` of which a process may have several, of any size.
+
+    TensorFlow numbers the groups that communicate from 1 in each strategy,
+    and a second strategy over other devices then fails at its first step.
+    """
+
+    _groups = itertools.count(start=1000, step=1000)
+
+    def __init__(
+        self,
+        devices: list[str],
+        cross_device_ops: tf.distribute.CrossDeviceOps | None,
+    ) -> None:
+        self._collective_key_base = next(self._groups)
+        super().__init__(devices, cross_device_ops=cross_device_ops)
+
+
+class _MultiWorkerExtended(
+    collective_all_reduce_strategy.CollectiveAllReduceExtended
+):
+    """TensorFlow fixes one CPU replica to a worker; this one has several.
+
+    With GPUs TensorFlow counts the visible ones itself, and nothing differs.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        options: tf.distribute.experimental.CommunicationOptions,
+        num_local_devices: int,
+    ) -> None:
+        self._num_cpu_replicas = num_local_devices
+        super().__init__(
+            strategy, cluster_resolver=resolver, communication_options=options
+        )
+
+    def _initialize_local_devices(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        worker_device: str,
+    ) -> tuple[tuple[str, ...], str]:
+        devices, kind = super()._initialize_local_devices(
+            cluster_resolver, worker_device
+        )
+        if kind != "CPU":
+            return devices, kind
+        devices = tuple(
+            f"{worker_device}/device:CPU:{i}"
+            for i in range(self._num_cpu_replicas)
+        )
+        return devices, kind
+
+
+class MultiWorkerMirroredStrategy(
+    OneReplicaView, tf.distribute.MultiWorkerMirroredStrategy
+):
+    """`MultiWorkerMirroredStrategy` with a settable count of CPU replicas.
+
+    Raises:
+        ConfigurationError: The task's port is taken, or an op ran before.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterConfig | None,
+        options: tf.distribute.experimental.CommunicationOptions,
+        num_local_devices: int,
+    ) -> None:
+        with _created_first(cluster):
+            extended = _MultiWorkerExtended(
+                self, _resolver(cluster), options, num_local_devices
+            )
+        tf.distribute.Strategy.__init__(self, extended)
+
+
+def _resolver(
+    cluster: ClusterConfig | None,
+) -> tf.distribute.cluster_resolver.ClusterResolver:
+    if cluster is None:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({}), task_type=None, task_id=None
+        )
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(
+            {
+                name: addresses
+                for name, addresses in cluster.tasks.items()
+                if name in ("chief", "worker")
+            }
+        ),
+        task_type=cluster.task_type,
+        task_id=cluster.task_index,
+        num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
+        rpc_layer="grpc",
+    )
+
+
+@contextlib.contextmanager
+def _created_first(cluster: ClusterConfig | None) -> Iterator[None]:
+    try:
+        yield
+    except tf.errors.UnknownError as error:
+        if cluster is None or "Could not start gRPC server" not in str(error):
+            raise
+        raise ConfigurationError(
+            "The port of a task must be free. Received: TF_CONFIG with "
+            f"{cluster.task_name} at {cluster.address}, which another process "
+            "holds. End it, or choose another port on all tasks."
+        ) from None
+    except RuntimeError as error:
+        if "program startup" not in str(error):
+            raise
+        raise ConfigurationError(
+            "A multi-worker strategy must be created before TensorFlow runs "
+            "its first op. Received: an op ran earlier in this process. "
+            "Move create_strategy() to the top of the script."
+        ) from None

@@ -1,0 +1,412 @@
+"""What the workers of a cluster tell each other beside their steps.
+
+    peers = Peers(strategy)
+    with peers.together("Trainer"):            # one fails, all end with it
+        with peers.same_variables():           # the model, while it is built
+            model = build_model()
+        peers.compare({"epochs": "3"})         # what must be the same
+        peers.any(stop)                        # a decision of one for all
+
+Facts and failures go through the cluster's coordination service, decisions
+are a collective. With one process nothing is sent.
+
+A failure belongs to the call that it happens in. Workers meet before the
+first collective of a call, and each tells the first one whether it goes on;
+so where one refuses its arguments all do, and the next call works. Later in a
+call the workers that fail wait for the others to fail too, as they do where
+all meet the same mistake. If they do not, they wait in a collective that
+cannot end, and TensorFlow can only end all collectives of the cluster, for
+good: then one line says so, in this call and in every later one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import tensorflow as tf
+
+from mgpu_tf.errors import ConfigurationError, WorkerError
+from mgpu_tf.strategies import messages
+from mgpu_tf.strategies.calls import (
+    Call,
+    comes_from,
+    described,
+    ended,
+    error_of,
+    is_abort,
+    mistake_behind,
+)
+from mgpu_tf.strategies.registry import topology_of
+
+# How long one look for a message waits before failures are looked for.
+_LOOK_MILLISECONDS = 2000
+# How long who fails waits for the others to do so before it ends the cluster.
+_PATIENCE_SECONDS = 10.0
+_LOST = "mgpu_tf/lost"
+
+
+class _Here:
+    """What a process knows of its calls, whatever strategy they are with.
+
+    Attributes:
+        numbers: Of its calls, which all workers make alike.
+        calls: Those that it is in, the outermost first.
+        watch: Tells what it waits in, while it is in a call.
+        lost: The call that the cluster has ended in, and why.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self.calls: list[Call] = []
+        self.watch: messages.Watch | None = None
+        self.lost: tuple[int, str] | None = None
+
+
+_HERE = _Here()
+
+
+class Peers:
+    """The other workers of a synchronous strategy.
+
+    Args:
+        strategy: The strategy; every process of it makes this object.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        topology = topology_of(strategy)
+        self._strategy = strategy
+        self._worker = topology.worker_index
+        self._workers = topology.num_workers
+        self._sum = tf.function(self._sum_over_replicas, autograph=False)
+
+    @property
+    def alone(self) -> bool:
+        """Returns whether there is no other process."""
+        return self._workers == 1
+
+    # Calls.
+
+    @contextlib.contextmanager
+    def together(self, name: str) -> Iterator[None]:
+        """Ends all workers with the first exception that one of them has.
+
+        Args:
+            name: What is called.
+
+        Raises:
+            ConfigurationError: Another worker had one.
+            WorkerError: Another worker failed in another way, now or in an
+                earlier call that no worker could go on from.
+        """
+        if self.alone:
+            yield
+            return
+        if _HERE.lost is not None:
+            raise WorkerError(ended(_HERE.lost[1]))
+        call = Call(next(_HERE.numbers), name)
+        outermost = not _HERE.calls
+        if outermost:
+            _HERE.watch = messages.Watch()
+        _HERE.calls.append(call)
+        try:
+            yield
+        except Exception as error:
+            self._fail(call, error)
+        finally:
+            _HERE.calls.pop()
+            if outermost and _HERE.watch is not None:
+                _HERE.watch.end()
+                _HERE.watch = None
+
+    @contextlib.contextmanager
+    def inside(
+        self, kind: str = "call", text: str | None = None
+    ) -> Iterator[None]:
+        """Marks what all workers have to take part in.
+
+        Args:
+            kind: What must be the same on all workers.
+            text: What it is here; that the call goes on by default.
+        """
+        if self.alone or not _HERE.calls or _HERE.watch is None:
+            yield
+            return
+        call = _HERE.calls[-1]
+        call.sections += 1
+        told = (self._worker, kind, text or f"the next step of {call.name}")
+        key = call.key("waits", call.sections)
+        with _HERE.watch.inside(key, json.dumps(told)):
+            yield
+
+    # Facts.
+
+    def compare(self, facts: Mapping[str, str] | None = None) -> None:
+        """Checks that all workers make the same call with the same facts.
+
+        However many the facts are, a worker sends one short message and gets
+        one; all of them are sent where they differ.
+
+        Args:
+            facts: By name, what must be the same everywhere.
+
+        Raises:
+            ConfigurationError: A worker differs, or has refused the call.
+        """
+        if self.alone:
+            return
+        call = _HERE.calls[-1]
+        facts = {"call": call.name, **(facts or {})}
+        place = call.rounds
+        verdict = self._meet(call, facts)
+        if "failure" in verdict:
+            call.agreed = True
+            raise error_of(*verdict["failure"])
+        if "differs" not in verdict:
+            return
+        if verdict["differs"] == self._worker:
+            first = messages.unpacked(verdict["facts"])
+            message = self._difference(first, facts)
+            messages.put(call.key(place, "difference"), message)
+        else:
+            message = self._wait(call.key(place, "difference"))
+        call.agreed = True
+        raise ConfigurationError(message)
+
+    @contextlib.contextmanager
+    def same_variables(self) -> Iterator[None]:
+        """Checks that all workers make the same variables in this block.
+
+        Each is sent from the first worker to the others, which TensorFlow
+        refuses where shapes differ; a worker that makes more of them waits.
+        What differs is found from the lists that are compared at the end.
+        """
+        if self.alone:
+            yield
+            return
+        made: list[str] = []
+
+        def creator(make: Callable[..., Any], **options: Any) -> Any:
+            initial = options["initial_value"]
+
+            def noted() -> Any:
+                value = initial() if callable(initial) else initial
+                shape = list(np.shape(value))
+                made.append(f"{options.get('name')} of shape {shape}")
+                return value
+
+            kind = _variable(len(made))
+            text = f"another one, {options.get('name')},"
+            with self.inside(kind, text):
+                return make(**options | {"initial_value": noted})
+
+        try:
+            with tf.variable_creator_scope(creator):
+                yield
+        except Exception as error:
+            if is_abort(error):
+                _HERE.calls[-1].apart = True
+                # Some workers may not have seen that shapes differ.
+                messages.end_collectives(str(error))
+                self._compare_made(made)
+            raise
+        self._compare_made(made)
+
+    def of_first(self, value: int) -> int:
+        """Returns the value that worker 0 has given."""
+        if self.alone:
+            return value
+        call = _HERE.calls[-1]
+        key = call.key(call.rounds, "value")
+        call.rounds += 1
+        if self._worker == 0:
+            messages.put(key, str(value))
+            return value
+        return int(self._wait(key))
+
+    def any(self, flag: bool) -> bool:
+        """Returns whether a flag is set on any worker."""
+        if self.alone:
+            return flag
+        with self.inside():
+            return float(self._sum(tf.constant(float(flag)))) > 0
+
+    def _compare_made(self, made: list[str]) -> None:
+        self.compare({_variable(i): text for i, text in enumerate(made)})
+
+    def _meet(self, call: Call, facts: Mapping[str, str]) -> dict[str, Any]:
+        """Returns what the first worker says of the facts of all."""
+        place = call.rounds
+        call.rounds += 1
+        mine = {"digest": _digest(facts)}
+        if self._worker:
+            messages.put(call.key(place, self._worker), json.dumps(mine))
+            return dict(json.loads(self._wait(call.key(place, "verdict"))))
+        verdict: dict[str, Any] = {}
+        for worker in range(1, self._workers):
+            theirs = json.loads(self._wait(call.key(place, worker)))
+            if "failure" in theirs:
+                verdict = theirs
+                break
+            if theirs != mine and not verdict:
+                verdict["differs"] = worker
+                verdict["facts"] = messages.packed(dict(facts))
+        messages.put(call.key(place, "verdict"), json.dumps(verdict))
+        return verdict
+
+    def _wait(self, key: str) -> str:
+        """Returns a message that another worker will send.
+
+        Raises:
+            ConfigurationError: It has failed in this call, or waits for this
+                worker in another place.
+        """
+        while True:
+            text = messages.take(key, _LOOK_MILLISECONDS)
+            if text is not None:
+                return text
+            for call in _HERE.calls:
+                failure = messages.take(call.key("failure"), 50)
+                if failure is not None:
+                    raise error_of(*json.loads(failure))
+                waits = messages.take(call.key("waits", call.sections + 1), 50)
+                if waits is not None:
+                    self._part(call, *json.loads(waits))
+
+    def _part(
+        self, waiting: Call, worker: int, kind: str, text: str
+    ) -> NoReturn:
+        """Refuses what this worker does while another waits elsewhere."""
+        call = _HERE.calls[-1]
+        for each in _HERE.calls:
+            each.apart = True
+        mine = "none" if call is waiting else f"{call.name} of its own"
+        remedy = _SAME_START
+        if call is not waiting:
+            remedy = f"Call {call.name} on every worker, in callbacks too."
+        raise ConfigurationError(
+            _same(kind, {self._worker: mine, worker: text}, remedy)
+        )
+
+    def _difference(self, first: dict[str, str], mine: dict[str, str]) -> str:
+        """Returns what is said about the first fact that differs."""
+        name = next(
+            name
+            for name in (*mine, *first)
+            if first.get(name) != mine.get(name)
+        )
+        received = {0: first.get(name, "none")}
+        received[self._worker] = mine.get(name, "none")
+        return _same(name, received, _SAME_START)
+
+    # Failures.
+
+    def _fail(self, call: Call, error: Exception) -> NoReturn:
+        """Raises what this worker or another one has failed with."""
+        mistake = mistake_behind(error)
+        failed = error if mistake is None else mistake
+        if mistake is None and comes_from(error, tf.errors.OpError):
+            # A worker that ends the others tells why before it does so.
+            is_ended = comes_from(error, tf.errors.AbortedError)
+            told = self._told(call, 10_000 if is_ended else 100)
+            failed = failed if told is None else told
+        if not call.agreed:
+            self._tell(call, failed, aborted=is_abort(error))
+        elif call.apart:
+            self._lose(call, described(self._worker, failed))
+        if failed is error:
+            raise error
+        raise failed from None
+
+    def _told(self, call: Call, milliseconds: int) -> Exception | None:
+        """Returns what another worker has failed with."""
+        with contextlib.suppress(tf.errors.OpError):
+            lost = messages.take(_LOST, milliseconds)
+            if lost is not None:
+                number, kind, message = json.loads(lost)
+                _HERE.lost = (number, message)
+                if number < _HERE.calls[0].number:
+                    return WorkerError(ended(message))
+                return error_of(kind, message)
+            failure = messages.take(call.key("failure"), 100)
+            if failure is not None:
+                return error_of(*json.loads(failure))
+        return None
+
+    def _tell(self, call: Call, error: Exception, *, aborted: bool) -> None:
+        """Tells the others of a failure, and ends those that wait."""
+        if _HERE.lost is not None:
+            return
+        told = described(self._worker, error)
+        with contextlib.suppress(tf.errors.OpError):
+            if call.rounds == 0:
+                # Nobody can be in a collective: all look here first.
+                place = "verdict" if self._worker == 0 else self._worker
+                text = json.dumps({"failure": told})
+                messages.put(call.key(0, place), text)
+                return
+            messages.put(call.key("failure"), json.dumps(told))
+            messages.put(call.key("failed", self._worker), "")
+            if not (aborted or call.apart) and self._all_failed(call):
+                return
+        self._lose(call, told)
+
+    def _all_failed(self, call: Call) -> bool:
+        """Returns whether the other workers fail in the same call."""
+        end = time.monotonic() + _PATIENCE_SECONDS
+
+        def taken(key: str) -> str | None:
+            left = max(end - time.monotonic(), 0.0)
+            return messages.take(key, 1 + int(1000 * left))
+
+        if self._worker:
+            return taken(call.key("settled")) == "all"
+        failed = all(
+            taken(call.key("failed", worker)) is not None
+            for worker in range(1, self._workers)
+        )
+        messages.put(call.key("settled"), "all" if failed else "some")
+        return failed
+
+    def _lose(self, call: Call, told: tuple[str, str]) -> None:
+        """Ends the collectives of the cluster, and says why to all."""
+        number = _HERE.calls[0].number
+        _HERE.lost = (number, told[1])
+        with contextlib.suppress(tf.errors.OpError):
+            messages.put(_LOST, json.dumps((number, *told)))
+        messages.end_collectives(told[1])
+
+    def _sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
+        def on_replica(value: tf.Tensor) -> tf.Tensor:
+            replica = tf.distribute.get_replica_context()
+            return replica.all_reduce("sum", tf.identity(value))
+
+        sums = self._strategy.run(on_replica, args=(value,))
+        return self._strategy.experimental_local_results(sums)[0]
+
+
+_SAME_START = "Start all workers with the same script, flags and data."
+
+
+def _same(kind: str, received: dict[int, str], remedy: str) -> str:
+    """Returns the message about what differs."""
+    texts = [f"{text} on worker {k}" for k, text in sorted(received.items())]
+    return (
+        f"All workers must have the same {kind}. Received: "
+        f"{', '.join(texts)}. {remedy}"
+    )
+
+
+def _variable(number: int) -> str:
+    return f"model (its variable number {number})"
+
+
+def _digest(facts: Mapping[str, str]) -> str:
+    text = json.dumps(list(facts.items()))
+    return hashlib.sha256(text.encode()).hexdigest()

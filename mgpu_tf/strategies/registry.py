@@ -1,0 +1,313 @@
+"""The kinds of strategies: one row for each, and what asks for a row.
+
+    strategy = create_strategy("mirrored", num_virtual_devices=4)
+    kind_of(strategy).name                  # "mirrored"
+    topology_of(strategy).num_workers       # 1
+
+A new kind is a row in `KINDS` and the modules that the row names. Nothing
+else in the package asks of which class a strategy is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from mgpu_tf.cluster.config import ClusterConfig
+from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.fields import made_of
+from mgpu_tf.options import StrategyOptions
+from mgpu_tf.runtime import devices as devices_lib
+from mgpu_tf.strategies.parameter_server import (
+    EvaluatorStrategy,
+    ParameterServerStrategy,
+    create_parameter_server_strategy,
+)
+from mgpu_tf.strategies.synchronous import (
+    check_communication,
+    create_central_storage_strategy,
+    create_mirrored_strategy,
+    create_multi_worker_mirrored_strategy,
+    create_one_device_strategy,
+    create_tpu_strategy,
+)
+from mgpu_tf.strategies.topology import (
+    Topology,
+    asynchronous_topology,
+    synchronous_topology,
+)
+
+_log = logging.getLogger("mgpu_tf")
+
+_SYNCHRONOUS = "mgpu_tf.engine.synchronous.engine:SynchronousEngine"
+_ASYNCHRONOUS = "mgpu_tf.engine.asynchronous.engine:AsynchronousEngine"
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyKind:
+    """What the package knows of a kind of strategy.
+
+    Attributes:
+        name: The name that `create_strategy` takes.
+        type: The class of its strategies.
+        create: Makes one of `StrategyOptions`.
+        engine: The class that trains on it, as `module:class`; loaded when a
+            model is built.
+        in_step: Whether all replicas do a step together.
+        stored_once: Whether there is one copy of a variable for all
+            replicas.
+        trains: Whether `fit` trains, or evaluates what others have saved.
+        partitions: Whether a variable may be cut over several servers.
+        topology: Tells where this process stands.
+    """
+
+    name: str
+    type: type[tf.distribute.Strategy]
+    create: Callable[[StrategyOptions], tf.distribute.Strategy]
+    engine: str = _SYNCHRONOUS
+    in_step: bool = True
+    stored_once: bool = False
+    trains: bool = True
+    partitions: bool = False
+    topology: Callable[[tf.distribute.Strategy], Topology] = (
+        synchronous_topology
+    )
+
+
+def kind_of(strategy: tf.distribute.Strategy) -> StrategyKind:
+    """Returns the row of a strategy.
+
+    Raises:
+        ConfigurationError: The strategy is of no kind in `KINDS`.
+    """
+    for row in _ROWS:
+        if isinstance(strategy, row.type):
+            return row
+    if type(strategy) is _NO_STRATEGY:
+        return KINDS["one_device"]
+    raise ConfigurationError(
+        "A strategy must be one of those that create_strategy makes. "
+        f"Received: {type(strategy).__name__}. Valid: {', '.join(KINDS)}."
+    )
+
+
+def topology_of(strategy: tf.distribute.Strategy) -> Topology:
+    """Returns where this process stands among those of a strategy."""
+    return kind_of(strategy).topology(strategy)
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether this process writes the files of a run."""
+    return topology_of(strategy).is_chief
+
+
+def lost_workers(strategy: tf.distribute.Strategy) -> int:
+    """Returns how often the strategy lost a worker and went on without."""
+    return getattr(strategy, "lost_workers", 0)
+
+
+def create_strategy(
+    name: str = "auto", **options: Any
+) -> tf.distribute.Strategy:
+    """Creates a strategy by name.
+
+    `auto` takes `parameter_server` where `TF_CONFIG` names ps tasks,
+    `multi_worker_mirrored` where it names another cluster, `mirrored` where
+    there are several GPUs or virtual devices, and `one_device` otherwise. It
+    logs one line with its choice and the reason.
+
+    Example:
+        strategy = mgpu_tf.create_strategy("mirrored", devices=[0, 2])
+
+    Args:
+        name: One of `auto`, `one_device`, `mirrored`,
+            `multi_worker_mirrored`, `parameter_server`, `central_storage`,
+            `tpu`.
+        **options: The fields of `StrategyOptions`:
+            devices: A number of GPUs, or GPUs by index or name; all visible
+                GPUs by default.
+            communication: `auto`, `nccl`, `ring` or `hierarchical_copy`.
+            num_virtual_devices: Splits the CPU into N devices.
+            tpu: Name or address of the TPU, "" for the local one.
+            max_staleness: For `parameter_server`: how many updates of others
+                a gradient may be late.
+            late_gradients: For `parameter_server`: `hold` or `scale`.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigurationError: The name or an option is unknown, or an option
+            cannot work with the strategy or on this machine.
+    """
+    return create_with(
+        name, made_of(StrategyOptions, options, "create_strategy")
+    )
+
+
+def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
+    """Creates a strategy by name; options as one value."""
+    if name == "auto":
+        name, reason = _choose(options)
+        _log.info("strategy %s: %s", name, reason)
+    row = KINDS.get(name)
+    if row is None:
+        raise ConfigurationError(
+            unknown_name("strategy", name, ["auto", *KINDS])
+        )
+    return row.create(options)
+
+
+def _choose(options: StrategyOptions) -> tuple[str, str]:
+    cluster = ClusterConfig.from_environment()
+    if cluster is not None and cluster.ps:
+        return (
+            "parameter_server",
+            f"TF_CONFIG names {len(cluster.worker)} workers and "
+            f"{len(cluster.ps)} parameter servers, this is "
+            f"{cluster.task_name}",
+        )
+    if cluster is not None:
+        return (
+            "multi_worker_mirrored",
+            f"TF_CONFIG names {cluster.num_workers} workers, "
+            f"this is {cluster.task_name}",
+        )
+    if options.num_virtual_devices:
+        count = options.num_virtual_devices
+        return "mirrored", f"the CPU is split into {count} virtual devices"
+    gpus = len(devices_lib.gpu_indices(options.devices))
+    if gpus > 1:
+        return "mirrored", f"{gpus} GPUs on this machine"
+    if gpus == 1:
+        return "one_device", "one GPU on this machine"
+    return "one_device", "no GPU on this machine, so the CPU"
+
+
+def _one_device(options: StrategyOptions) -> tf.distribute.Strategy:
+    _refuse_virtual_devices("one_device", options.num_virtual_devices)
+    check_communication("one_device", options.communication, ("auto",))
+    chosen = options.devices
+    if isinstance(chosen, int):
+        if chosen != 1:
+            raise ConfigurationError(
+                "The strategy 'one_device' takes one device. Received: "
+                f"devices={chosen}. Use 'mirrored' for several."
+            )
+        chosen = None
+    if chosen is not None and len(chosen) != 1:
+        raise ConfigurationError(
+            "The strategy 'one_device' takes one device. Received: "
+            f"devices={list(chosen)}. Use 'mirrored' for several."
+        )
+    return create_one_device_strategy(chosen[0] if chosen else None)
+
+
+def _parameter_server(options: StrategyOptions) -> tf.distribute.Strategy:
+    name = "parameter_server"
+    _refuse_virtual_devices(name, options.num_virtual_devices)
+    check_communication(name, options.communication, ("auto",))
+    if options.devices is not None:
+        raise ConfigurationError(
+            "The strategy 'parameter_server' takes the GPUs that each worker "
+            f"sees. Received: devices={options.devices!r}. Set "
+            "CUDA_VISIBLE_DEVICES for the workers."
+        )
+    return create_parameter_server_strategy(
+        max_staleness=options.max_staleness,
+        late_gradients=options.late_gradients,
+    )
+
+
+def _central_storage(options: StrategyOptions) -> tf.distribute.Strategy:
+    check_communication("central_storage", options.communication, ("auto",))
+    return create_central_storage_strategy(
+        options.devices, num_virtual_devices=options.num_virtual_devices
+    )
+
+
+def _tpu(options: StrategyOptions) -> tf.distribute.Strategy:
+    _refuse_virtual_devices("tpu", options.num_virtual_devices)
+    check_communication("tpu", options.communication, ("auto",))
+    return create_tpu_strategy(options.tpu)
+
+
+def _mirrored(options: StrategyOptions) -> tf.distribute.Strategy:
+    return create_mirrored_strategy(
+        options.devices,
+        communication=options.communication,
+        num_virtual_devices=options.num_virtual_devices,
+    )
+
+
+def _multi_worker_mirrored(options: StrategyOptions) -> tf.distribute.Strategy:
+    return create_multi_worker_mirrored_strategy(
+        devices=options.devices,
+        communication=options.communication,
+        num_virtual_devices=options.num_virtual_devices,
+    )
+
+
+def _refuse_virtual_devices(strategy: str, count: int | None) -> None:
+    if count is not None:
+        raise ConfigurationError(
+            f"The strategy {strategy!r} takes no virtual devices. Received: "
+            f"num_virtual_devices={count}. Use 'mirrored'."
+        )
+
+
+KINDS = {
+    row.name: row
+    for row in (
+        StrategyKind(
+            "one_device", tf.distribute.OneDeviceStrategy, _one_device
+        ),
+        StrategyKind("mirrored", tf.distribute.MirroredStrategy, _mirrored),
+        StrategyKind(
+            "multi_worker_mirrored",
+            tf.distribute.MultiWorkerMirroredStrategy,
+            _multi_worker_mirrored,
+        ),
+        StrategyKind(
+            "parameter_server",
+            ParameterServerStrategy,
+            _parameter_server,
+            engine=_ASYNCHRONOUS,
+            in_step=False,
+            partitions=True,
+            topology=asynchronous_topology,
+        ),
+        StrategyKind(
+            "central_storage",
+            tf.distribute.experimental.CentralStorageStrategy,
+            _central_storage,
+            stored_once=True,
+        ),
+        StrategyKind("tpu", tf.distribute.TPUStrategy, _tpu),
+    )
+}
+
+# On an evaluator task `parameter_server` gives a strategy of its own.
+_EVALUATOR = dataclasses.replace(
+    KINDS["parameter_server"],
+    type=EvaluatorStrategy,
+    engine=_SYNCHRONOUS,
+    trains=False,
+    topology=lambda strategy: dataclasses.replace(
+        synchronous_topology(strategy), is_chief=False
+    ),
+)
+
+# What `tf.distribute.get_strategy` returns where no strategy is entered.
+_NO_STRATEGY = type(tf.distribute.get_strategy())
+
+# The classes of TensorFlow inherit from each other: the special ones first.
+_ROWS = (
+    _EVALUATOR,
+    KINDS["multi_worker_mirrored"],
+    *KINDS.values(),
+)

@@ -1,0 +1,118 @@
+"""Where a process stands among the processes and replicas of a strategy.
+
+    topology = topology_of(strategy)        # mgpu_tf.strategies.registry
+    topology.num_workers, topology.worker_index, topology.is_chief
+    topology.local.rows_of(size=64, replica=0)
+
+Replica r of n takes a contiguous range of a global batch:
+
+    rows [size * r // n, size * (r + 1) // n)
+
+    size 5, n 4 -> rows 0 | 1 | 2 | 3 4     ranges differ by one row at most
+    size 2, n 4 ->      - | 0 | - | 1       a range may be empty
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalReplicas:
+    """Which of the replicas that step together this process holds.
+
+    Attributes:
+        first: The first replica that this process holds.
+        count: How many replicas this process holds.
+        total: How many replicas there are.
+    """
+
+    first: int
+    count: int
+    total: int
+
+    def rows_of(self, size: Any, replica: Any) -> tuple[Any, Any]:
+        """Returns the rows of a global batch that belong to a replica.
+
+        Example:
+            >>> [LocalReplicas(0, 4, 4).rows_of(5, r) for r in range(4)]
+            [(0, 1), (1, 2), (2, 3), (3, 5)]
+
+        Args:
+            size: Rows of the global batch, integer or tensor.
+            replica: The local replica, integer or tensor.
+
+        Returns:
+            The first row, and the row after the last.
+        """
+        index = self.first + replica
+        return size * index // self.total, size * (index + 1) // self.total
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """The processes and replicas of a strategy, and this process among them.
+
+    Attributes:
+        num_workers: Processes whose replicas compute gradients.
+        worker_index: This process among them, from 0.
+        local: The replicas that this process holds, of those that step
+            together.
+        data_parallel_degree: Into how many ranges the examples are cut.
+        is_chief: Whether this process writes the files of a run.
+    """
+
+    num_workers: int
+    worker_index: int
+    local: LocalReplicas
+    data_parallel_degree: int
+    is_chief: bool
+
+    def input_context(self) -> tf.distribute.InputContext:
+        """Returns the place of this process's pipeline among all pipelines."""
+        return tf.distribute.InputContext(
+            num_input_pipelines=self.local.total // self.local.count,
+            input_pipeline_id=self.local.first // self.local.count,
+            num_replicas_in_sync=self.local.total,
+        )
+
+
+def synchronous_topology(strategy: tf.distribute.Strategy) -> Topology:
+    """Returns the topology of a strategy whose replicas step together."""
+    local = len(strategy.extended.worker_devices)
+    total = strategy.num_replicas_in_sync
+    workers = total // local
+    index, is_chief = 0, True
+    resolver = strategy.cluster_resolver
+    if workers > 1 and resolver is not None:
+        has_chief = "chief" in resolver.cluster_spec().as_dict()
+        is_worker = resolver.task_type == "worker"
+        index = resolver.task_id + (1 if has_chief and is_worker else 0)
+        is_chief = index == 0
+    return Topology(
+        num_workers=workers,
+        worker_index=index,
+        local=LocalReplicas(index * local, local, total),
+        data_parallel_degree=total,
+        is_chief=is_chief,
+    )
+
+
+def asynchronous_topology(strategy: tf.distribute.Strategy) -> Topology:
+    """Returns the topology of a coordinator and its workers.
+
+    The coordinator deals out the data as one pipeline; each worker computes
+    with the replicas of its own devices.
+    """
+    replicas = strategy.num_replicas_in_sync
+    workers = len(strategy.cluster.worker)
+    return Topology(
+        num_workers=workers,
+        worker_index=0,
+        local=LocalReplicas(0, replicas, replicas),
+        data_parallel_degree=workers * replicas,
+        is_chief=True,
+    )

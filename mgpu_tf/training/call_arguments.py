@@ -1,0 +1,196 @@
+"""What `fit`, `evaluate` and `predict` are called with, and its rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection
+from typing import Any
+
+import keras
+
+from mgpu_tf import data as data_lib
+from mgpu_tf.engine.base import DataFeed
+from mgpu_tf.errors import ConfigurationError, check_integer, is_integer
+from mgpu_tf.options import SaveOptions
+
+NO_BATCH = (
+    "The data must have one batch or more. Received: no batch. Check the "
+    "filters of the dataset, or that a generator is not used up."
+)
+
+
+def _is_collection(value: Any) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, (str, dict))
+
+
+@dataclasses.dataclass(frozen=True)
+class FitNumbers:
+    """The numbers that `fit` was called with.
+
+    Raises:
+        ConfigurationError: One of them is not in its range.
+    """
+
+    epochs: int
+    initial_epoch: int
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    validation_freq: int | Collection[int]
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            optional = name.endswith(("steps_per_epoch", "validation_steps"))
+            several = name == "validation_freq" and _is_collection(value)
+            for number in value if several else [value]:
+                if number is not None or not optional:
+                    least = 0 if name == "initial_epoch" else 1
+                    check_integer(name, number, least)
+
+    def validates(self, epoch: int) -> bool:
+        """Returns whether an epoch, from 0, ends with an evaluation."""
+        if isinstance(self.validation_freq, Collection):
+            return epoch + 1 in self.validation_freq
+        return (epoch + 1) % self.validation_freq == 0
+
+
+def split_validation(
+    x: Any, y: Any, sample_weight: Any, fraction: float, validation_data: Any
+) -> tuple[Any, Any]:
+    """Returns `(x, y, sample_weight)` to train on, and those to validate on."""
+    if validation_data is not None:
+        raise ConfigurationError(
+            "Give validation_data or validation_split, not both. Received: "
+            f"validation_split={fraction} beside validation_data."
+        )
+    if data_lib.is_batched(x):
+        raise ConfigurationError(
+            "validation_split takes the last rows of arrays. Received: data "
+            "that comes in batches. Pass validation_data."
+        )
+    return data_lib.split_arrays((x, y, sample_weight), fraction)
+
+
+def fit_facts(
+    source: data_lib.Source,
+    validation: DataFeed | None,
+    numbers: FitNumbers,
+) -> dict[str, str]:
+    """Returns what all workers must agree on before they train."""
+    facts = {name: str(value) for name, value in vars(numbers).items()}
+    facts |= data_facts(source)
+    if validation is None:
+        return facts | {"validation data": "none"}
+    return facts | {
+        f"validation {name}": value
+        for name, value in data_facts(validation.source).items()
+    }
+
+
+def data_facts(source: data_lib.Source) -> dict[str, str]:
+    """Returns what tells data apart: shapes, length, order."""
+    return data_shape(source) | {
+        "data's content or order": source.fingerprint(),
+    }
+
+
+def data_shape(source: data_lib.Source) -> dict[str, str]:
+    """Returns what tells data apart before any of it is read."""
+    return {
+        "data's shapes and types": str(source.example()),
+        "data's length": source.length(),
+    }
+
+
+def check_seeded(source: data_lib.Source) -> None:
+    """Refuses an order that other processes cannot repeat."""
+    if source.unrepeatable:
+        raise ConfigurationError(
+            "Data that several workers read, or that a resumed run reads "
+            f"again, must come in one order. Received: {source.unrepeatable}"
+        )
+
+
+def by_batch(method: str) -> str:
+    """Returns the message for a method that takes single batches."""
+    return (
+        "Parameter servers deal out whole epochs to their workers. Received: "
+        f"{method}(). Call fit(...), evaluate(...) or predict(...)."
+    )
+
+
+def check_verbose(verbose: int | str) -> None:
+    """Refuses a verbosity that Keras does not know."""
+    if verbose not in ("auto", 0, 1, 2):
+        raise ConfigurationError(
+            f"verbose must be 'auto', 0, 1 or 2. Received: verbose={verbose!r}."
+        )
+
+
+def check_build_model(build_model: Any) -> None:
+    """Refuses what cannot build a model."""
+    if isinstance(build_model, keras.Model) or not callable(build_model):
+        raise ConfigurationError(
+            "build_model must be a function that returns a compiled model. "
+            f"Received: {type(build_model).__name__}. Write `def "
+            "build_model(): ...` that makes and compiles it."
+        )
+
+
+def check_repeats(numbers: FitNumbers, source: data_lib.Source) -> None:
+    """Refuses several epochs of what can be read once."""
+    epochs = numbers.epochs - numbers.initial_epoch
+    if source.repeats or numbers.steps_per_epoch is not None or epochs == 1:
+        return
+    raise ConfigurationError(
+        f"A generator can be read once. Received: a generator for {epochs} "
+        "epochs and steps_per_epoch=None. Pass steps_per_epoch, or a "
+        "PyDataset or tf.data.Dataset."
+    )
+
+
+def check_steps_per_execution(value: int | str) -> None:
+    """Refuses what is no number of steps."""
+    if value == "auto" or (is_integer(value) and int(value) >= 1):
+        return
+    raise ConfigurationError(
+        "steps_per_execution must be 1 or more, or 'auto'. Received: "
+        f"steps_per_execution={value!r}."
+    )
+
+
+def saving_of(
+    checkpoint_dir: str | os.PathLike[str] | None,
+    checkpoint: SaveOptions | None,
+) -> SaveOptions | None:
+    """Returns where and when a `fit` saves; None where it does not."""
+    if checkpoint is not None and checkpoint_dir is not None:
+        raise ConfigurationError(
+            "Give checkpoint_dir or checkpoint, not both. Received: "
+            f"{checkpoint_dir!r} beside {checkpoint}."
+        )
+    if checkpoint is None and checkpoint_dir is not None:
+        checkpoint = SaveOptions(os.fspath(checkpoint_dir))
+    if checkpoint is not None and not isinstance(checkpoint, SaveOptions):
+        raise ConfigurationError(
+            "checkpoint must be a SaveOptions. Received: "
+            f"{type(checkpoint).__name__}. Write "
+            "mgpu_tf.SaveOptions(folder, save_every_steps=100)."
+        )
+    if checkpoint is None or checkpoint.checkpoint_dir is None:
+        return None
+    return checkpoint
+
+
+def check_finite(
+    method: str,
+    source: data_lib.Source,
+    steps: int | None,
+    argument: str = "steps",
+) -> None:
+    """Refuses data without an end where no steps are given."""
+    if source.endless and steps is None:
+        raise ConfigurationError(
+            f"Data without an end needs {argument}. Received: an infinite "
+            f"dataset and {argument}=None. Call {method}(..., {argument}=N)."
+        )

@@ -1,0 +1,238 @@
+"""A training loop of one's own, on any synchronous strategy.
+
+    def build():
+        model, optimizer = make_model(), keras.optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+        return {"model": model, "optimizer": optimizer}
+
+    def train_step(objects, batch):
+        x, y = batch
+        model = objects["model"]
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(model(x) - y))
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        objects["optimizer"].apply(gradients, variables)
+        return {"loss": loss}
+
+    loop = mgpu_tf.Loop(build, strategy)
+    position = loop.restore("run/checkpoints") or {"epoch": 0}
+    for epoch in range(position["epoch"], 10):
+        for batch in dataset:                         # global batches
+            logs = loop.run(train_step, batch)
+        loop.save("run/checkpoints", epoch=epoch + 1)
+
+A step is written as on one device, under the rule of an overridden
+`train_step`: losses are means over the batch at hand. Every worker of a
+cluster runs the same loop over the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.run_state import generators, restore_generators
+from mgpu_tf.checkpoints.saver import read_state, write_state
+from mgpu_tf.engine import create_engine, keras_internals
+from mgpu_tf.engine.base import Engine, Logs
+from mgpu_tf.errors import ConfigurationError, check_integer
+from mgpu_tf.options import StepOptions
+from mgpu_tf.runtime import determinism
+from mgpu_tf.strategies.registry import create_strategy, kind_of
+from mgpu_tf.training.data_errors import explained
+from mgpu_tf.training.distributed_model import Session
+
+Objects = dict[str, Any]
+Step = Callable[[Objects, Any], dict[str, Any]]
+
+
+class Loop:
+    """What a loop of one's own trains, and its steps.
+
+    Args:
+        build: Returns a dict of models, layers, optimizers and metrics by
+            names of your choice, all of them built; called in the strategy's
+            scope.
+        strategy: From `create_strategy` or a factory; `auto` by default.
+        seed: Given to `keras.utils.set_random_seed` before; None leaves the
+            generators alone.
+
+    Attributes:
+        objects: What `build` has returned.
+        global_step: How many steps were run.
+
+    Raises:
+        ConfigurationError: `build` returns something else, or the strategy
+            does not train in step.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Objects],
+        strategy: tf.distribute.Strategy | None = None,
+        *,
+        seed: int | None = 0,
+    ) -> None:
+        strategy = strategy or create_strategy("auto")
+        if not (kind_of(strategy).in_step and kind_of(strategy).trains):
+            raise ConfigurationError(
+                "A loop of one's own goes with strategies that train in step. "
+                "Received: 'parameter_server'. Use 'mirrored' or "
+                "'multi_worker_mirrored'."
+            )
+        self._session = Session(lambda: _holder(build()), strategy, seed=seed)
+        self._engines: dict[Step, Engine] = {}
+        self.objects: Objects = self._session.model.objects
+        self.global_step = 0
+
+    @property
+    def strategy(self) -> tf.distribute.Strategy:
+        """Returns the strategy."""
+        return self._session.strategy
+
+    def run(self, step: Step, batch: Any) -> Logs:
+        """Runs a step on a global batch.
+
+        Args:
+            step: Takes `objects` and the rows of a replica in the structure
+                of the batch; returns a dict. It is traced once.
+            batch: Arrays or tensors, `[global_batch_size, ...]`, alone or in
+                a tuple, list or dict.
+
+        Returns:
+            What the step returned, over all replicas: the results of
+            metrics, and means over the batch.
+
+        Raises:
+            ConfigurationError: The step breaks a rule.
+        """
+        session = self._session
+        session.model.step = step
+        leaves = tf.nest.flatten(batch)
+        with session.peers.together("Loop.run"):
+            source = session.source({"batch": batch}, batch_size=len(leaves[0]))
+            engine = self._engines.get(step)
+            if engine is None:
+                engine = self._engines[step] = self._engine()
+            feed = engine.feed(source, chain=True, training=True)
+            with explained(source):
+                done = engine.train(feed.iterator(0, 1), 1, source)
+        self.global_step += 1
+        return done.logs
+
+    def save(self, folder: str, keep: int = 3, **position: Any) -> None:
+        """Saves all that the loop has made; every worker calls it.
+
+        Args:
+            folder: One that every worker sees.
+            keep: How many checkpoints are kept.
+            **position: Numbers or strings that tell where the loop is, for
+                `restore`.
+        """
+        check_integer("keep", keep, 1)
+        session = self._session
+        state = {
+            "loop": position,
+            "global_step": self.global_step,
+            "num_replicas": session.strategy.num_replicas_in_sync,
+            "generators": generators(),
+            "environment": determinism.environment(),
+        }
+        arrays = self._engine().snapshot().take()
+        session.write(
+            "Loop.save",
+            folder,
+            lambda: write_state(folder, self.global_step, state, arrays, keep),
+        )
+
+    def restore(self, folder: str) -> dict[str, Any] | None:
+        """Goes on from the newest usable checkpoint; every worker calls it.
+
+        Args:
+            folder: One that every worker sees.
+
+        Returns:
+            The position that was saved; None where there is no checkpoint.
+
+        Raises:
+            ConfigurationError: It is the checkpoint of other objects.
+        """
+        with self._session.peers.together("Loop.restore"):
+            path = self._newest(folder)
+            if path is None:
+                return None
+            state, arrays = read_state(path)
+            if "loop" not in state:
+                raise ConfigurationError(
+                    "A loop goes on from what Loop.save has written. "
+                    f"Received: {path}, of a fit(). Use another folder."
+                )
+            determinism.warn_of_other_environment(state["environment"])
+            self._engine().snapshot().put(arrays)
+        self.global_step = state["global_step"]
+        restore_generators(state["generators"])
+        return dict(state["loop"])
+
+    def _newest(self, folder: str) -> str | None:
+        """Returns the path of the checkpoint that all workers read."""
+        entry = store.newest(folder)
+        step = self._session.peers.of_first(-1 if entry is None else entry.step)
+        for known in store.entries(folder, thorough=False):
+            if known.step == step:
+                return known.path
+        return None
+
+    def _engine(self) -> Engine:
+        """Returns an engine for the objects, prepared."""
+        session = self._session
+        engine = create_engine(session.model, session.strategy, StepOptions())
+        # All is built, so that nothing is read from the source.
+        engine.prepare(session.source(np.zeros([1]), batch_size=1))
+        return engine
+
+
+def _holder(objects: Any) -> keras.Model:
+    """Returns a model that has the objects, of which the step trains some."""
+    if not isinstance(objects, dict) or not objects:
+        raise ConfigurationError(
+            "build must return a dict of models, optimizers and metrics by "
+            f"name. Received: {type(objects).__name__}."
+        )
+    holder = _Holder(objects)
+    every = [
+        *keras_internals.layers_of(holder)[1:],
+        *keras_internals.optimizers_of(holder)[1:],
+    ]
+    for part in every:
+        if not part.built:
+            raise ConfigurationError(
+                "What a loop trains is built before it begins, so that it "
+                f"can be restored. Received: {part.name!r}, not built. Call "
+                "its build(...) in build."
+            )
+    return holder
+
+
+class _Holder(keras.Model):
+    """The objects of a loop as one model, whose step is the loop's."""
+
+    def __init__(self, objects: Objects) -> None:
+        super().__init__(name="loop")
+        self.objects = objects
+        self.step: Step
+        self.compile()
+        self.built = True
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Runs the step that is the loop's at the moment."""
+        return self.step(self.objects, data["batch"])
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        """Returns nothing: the step returns what it wants to."""
+        return {}

@@ -1,0 +1,309 @@
+"""A model on a strategy, and the workers that have it.
+
+    session = Session(build_model, strategy, seed=0)
+    engine = session.prepare(source)
+
+What the calls of a `Trainer` share. Where variables are lost with a parameter
+server, `again` makes all of it anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf import data as data_lib
+from mgpu_tf.engine import create_engine, keras_internals
+from mgpu_tf.engine.asynchronous.staleness import PREFIX
+from mgpu_tf.engine.base import DataFeed, Engine
+from mgpu_tf.options import StepOptions
+from mgpu_tf.runtime import determinism
+from mgpu_tf.strategies.peers import Peers
+from mgpu_tf.strategies.registry import is_chief
+from mgpu_tf.training import agreement
+from mgpu_tf.training import callbacks as callbacks_lib
+from mgpu_tf.training.call_arguments import (
+    check_seeded,
+    check_verbose,
+    data_facts,
+)
+from mgpu_tf.training.pace import Pace, Trial
+
+_log = logging.getLogger("mgpu_tf")
+
+BuildModel = Callable[[], keras.Model]
+
+
+class Session:
+    """A model that `build_model` has made in the scope of a strategy.
+
+    Args:
+        build_model: Returns a compiled model.
+        strategy: Any strategy.
+        seed: As for `Trainer`.
+        steps_per_execution: As for `Trainer`.
+        options: How steps are made.
+
+    Attributes:
+        strategy: The strategy.
+        model: The model.
+        peers: The workers that have the same.
+        is_chief: Whether this one writes files and prints.
+
+    Raises:
+        ConfigurationError: `build_model` does not return a compiled model
+            made inside of it, or another on another worker.
+    """
+
+    def __init__(
+        self,
+        build_model: BuildModel,
+        strategy: tf.distribute.Strategy,
+        *,
+        seed: int | None,
+        steps_per_execution: int | str = "auto",
+        options: StepOptions | None = None,
+    ) -> None:
+        self._build_model = build_model
+        self._seed = seed
+        self._steps_per_execution = steps_per_execution
+        self._options = options or StepOptions()
+        self.strategy = strategy
+        self.is_chief = is_chief(strategy)
+        self.peers = Peers(strategy)
+        self._trial: Trial | None = None
+        if seed is not None:
+            keras.utils.set_random_seed(seed)
+        with self.peers.together("Trainer"):
+            self.peers.compare(self._facts())
+            with strategy.scope(), self.peers.same_variables():
+                self.model = build_model()
+            self._engine = create_engine(self.model, strategy, options)
+            self._compare_model()
+
+    def again(self) -> Session:
+        """Returns the same, made anew where a parameter server was lost."""
+        return Session(
+            self._build_model,
+            self.strategy.again(),
+            seed=self._seed,
+            steps_per_execution=self._steps_per_execution,
+            options=self._options,
+        )
+
+    @property
+    def engine(self) -> Engine:
+        """Returns the engine, a new one where the model was recompiled."""
+        if not self._engine.is_current():
+            self._engine = create_engine(
+                self.model, self.strategy, self._options
+            )
+            self._trial = None
+        return self._engine
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the variables are gone with a parameter server."""
+        return self._engine.is_lost()
+
+    def prepare(self, source: data_lib.Source) -> Engine:
+        """Returns the engine, its variables made.
+
+        Args:
+            source: Tells the shapes and types of a batch.
+        """
+        engine = self.engine
+        with self.strategy.scope(), self.peers.same_variables():
+            engine.prepare(source)
+        return engine
+
+    def prepare_training(self, source: data_lib.Source) -> Engine:
+        """Returns the engine, and checks that all workers begin alike.
+
+        Args:
+            source: As for `prepare`.
+
+        Raises:
+            ConfigurationError: Another worker has other weights, or layers
+                that are configured in another way.
+        """
+        engine = self.prepare(source)
+        self._compare_model()
+        return engine
+
+    def source(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        batch_size: int | None = None,
+        shuffle: bool | str = False,
+        steps: int | None = None,
+    ) -> data_lib.Source:
+        """Returns data of any kind as global batches; as `data.as_source`.
+
+        A task of keras-hub takes raw data, such as texts; arrays of them keep
+        their order, as in the task's own `fit`.
+        """
+        preprocess = data_lib.preprocess_of(self.model)
+        if preprocess is not None and not data_lib.is_batched(x):
+            shuffle = data_lib.kept_order(shuffle)
+            x, y, sample_weight = self.arrays(x, y, sample_weight)
+        source = data_lib.as_source(
+            x,
+            y,
+            sample_weight,
+            strategy=self.strategy,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=self._seed or 0,
+            steps=steps,
+        )
+        if preprocess is None:
+            return source
+        return data_lib.PreprocessedSource(source, preprocess, self.model.name)
+
+    def arrays(self, *data: Any) -> tuple[Any, ...]:
+        """Returns arrays as they are, or by the rule of keras-hub for a task.
+
+        Args:
+            *data: Arrays, nested, or None.
+        """
+        if data_lib.preprocess_of(self.model) is None:
+            return data
+        return data_lib.arrays_of(data)
+
+    def feed_once(self, source: data_lib.Source, steps: int | None) -> DataFeed:
+        """Returns a feed of whole passes, for evaluations."""
+        whole = steps is None or steps == source.steps
+        return self.engine.feed(
+            source, chain=source.seekable and whole, training=False
+        )
+
+    def compare_data(self, source: data_lib.Source, steps: int | None) -> None:
+        """Compares what the workers pass to `evaluate` or `predict`.
+
+        Raises:
+            ConfigurationError: A worker has other data or steps.
+        """
+        if not self.peers.alone:
+            check_seeded(source)
+            facts = data_facts(source) | {"steps": str(steps)}
+            self.peers.compare(facts)
+
+    def write(self, name: str, path: str, write: Callable[[], Any]) -> None:
+        """Writes a file on the chief; the others wait until it is there.
+
+        Args:
+            name: The method that was called.
+            path: What it was called with.
+            write: Writes.
+        """
+        with self.peers.together(name):
+            self.peers.compare({"path": str(path)})
+            if self.is_chief:
+                write()
+            self.peers.any(False)
+
+    def hooks(
+        self,
+        callbacks: list[keras.callbacks.Callback],
+        verbose: int | str,
+        epochs: int,
+        steps: int | None,
+        *,
+        training: bool = False,
+    ) -> keras.callbacks.CallbackList:
+        """Returns what runs callbacks on this worker.
+
+        Raises:
+            ConfigurationError: `verbose` is none that Keras knows.
+        """
+        check_verbose(verbose)
+        if not self.is_chief:
+            verbose = 0
+            callbacks = callbacks_lib.for_other_workers(callbacks)
+        own = any(
+            isinstance(callback, keras.callbacks.ProgbarLogger)
+            for callback in callbacks
+        )
+        if verbose != 0 and not own:
+            callbacks = [*callbacks, callbacks_lib.ProgressLine(PREFIX)]
+        return keras.callbacks.CallbackList(
+            callbacks,
+            add_history=training,
+            model=self.model,
+            verbose=1 if verbose == "auto" else verbose,
+            epochs=epochs,
+            steps=steps,
+        )
+
+    @property
+    def fixed_steps(self) -> int | None:
+        """Steps to an execution, where somebody has said how many."""
+        if self._steps_per_execution != "auto":
+            return int(self._steps_per_execution)
+        compiled = self.model.steps_per_execution
+        return compiled if compiled > 1 else None
+
+    def pace(
+        self, callbacks: list[keras.callbacks.Callback], *, exact: bool
+    ) -> Pace:
+        """Returns how many steps of training go into an execution.
+
+        Args:
+            callbacks: The user's; one that sees every batch wants one step.
+            exact: Whether the number must not depend on time.
+        """
+        fixed = self.fixed_steps
+        watched = self.peers.any(
+            any(map(keras_internals.sees_every_batch, callbacks))
+        )
+        if fixed is None and watched:
+            fixed = 1
+        if fixed is None and exact and self._engine.boundaries_matter:
+            fixed = Pace.EXACT_STEPS
+        return Pace(fixed, self._trial_of_jit(exact))
+
+    def _trial_of_jit(self, exact: bool) -> Trial | None:
+        """Returns the trial that `jit_compile="auto"` asks for.
+
+        One that a `fit` was too short for begins again in the next.
+        """
+        if self._options.jit_compile != "auto":
+            return None
+        if exact or determinism.is_enabled():
+            _log.info(
+                "jit_compile='auto': steps are not compiled, since what a "
+                "trial decides, and with it the bits, would not repeat"
+            )
+            return None
+        if not self._engine.can_be_compiled:
+            _log.info(
+                "jit_compile='auto': steps are not compiled, since the "
+                "strategy, the loss or a layer does not go with XLA"
+            )
+            return None
+        if self._trial is None or not self._trial.over:
+            self._engine.compile_steps(False)
+            self._trial = Trial(self._engine.compile_steps)
+        return self._trial
+
+    def _compare_model(self) -> None:
+        """Compares how models are configured, and what their weights are."""
+        if not self.peers.alone:
+            self.peers.compare(
+                agreement.configuration(self.model)
+                | agreement.values(self.model)
+            )
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "seed": str(self._seed),
+            "steps_per_execution": str(self._steps_per_execution),
+            "options": str(self._options),
+        }

@@ -1,0 +1,82 @@
+"""Evaluating the checkpoints of a run, beside it, as they come."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import keras
+
+from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.saver import Arrays, State, read_state
+from mgpu_tf.engine.base import Engine, Logs
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.options import SaveOptions
+
+_POLL_SECONDS = 0.5
+
+_log = logging.getLogger("mgpu_tf")
+
+
+def follow(
+    engine: Engine,
+    saving: SaveOptions | None,
+    evaluate: Callable[[], Logs] | None,
+    epochs: int,
+) -> keras.callbacks.History:
+    """Evaluates every new checkpoint until the run has ended.
+
+    Args:
+        engine: A prepared engine with the model of the run.
+        saving: Where the run saves.
+        evaluate: Evaluates the model; None where there is nothing to do so.
+        epochs: How many epochs the run has.
+
+    Returns:
+        The scores, named `val_...`; an entry for each checkpoint that was
+        seen, by the epoch that it belongs to.
+
+    Raises:
+        ConfigurationError: There is nothing to follow or to evaluate.
+    """
+    if saving is None or evaluate is None:
+        raise ConfigurationError(
+            "An evaluator evaluates checkpoints on validation data. Received: "
+            f"checkpoint_dir={saving and saving.folder!r}, validation_data "
+            f"{'given' if evaluate else 'not given'}. Pass both to fit()."
+        )
+    # As the coordinator keeps them: each variable once.
+    snapshot = Engine.snapshot(engine)
+    history = keras.callbacks.History()
+    history.on_train_begin()
+    for state, arrays in _states(saving.folder, epochs):
+        snapshot.put(arrays)
+        scores = evaluate()
+        told = ", ".join(
+            f"{name} {value:.4f}" for name, value in scores.items()
+        )
+        _log.info("evaluator: step %d: %s", state["global_step"], told)
+        epoch = state["position"]["epoch"]
+        history.epoch.append(epoch)
+        for name, value in scores.items():
+            history.history.setdefault(f"val_{name}", []).append(value)
+    return history
+
+
+def _states(folder: str, epochs: int) -> Iterator[tuple[State, Arrays]]:
+    """Yields the newest checkpoint whenever there is another, to the last."""
+    seen = -1
+    while True:
+        entry = store.newest(folder)
+        if entry is None or entry.step <= seen:
+            time.sleep(_POLL_SECONDS)
+            continue
+        try:
+            state, arrays = read_state(entry.path)
+        except (store.CheckpointError, OSError):  # Pruned meanwhile.
+            continue
+        seen = entry.step
+        yield state, arrays
+        if state["position"]["epoch"] >= epochs or state["stopped"]:
+            return

@@ -1,0 +1,417 @@
+"""Steps, epochs and evaluations: the loops around an engine.
+
+    training = Training(session, counts, ...)
+    history = training.run()
+    scores = evaluate(session, feed, None, hooks)
+
+Between two executions of the engine callbacks run, states are saved, and it
+is decided how many steps come next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from mgpu_tf import data as data_lib
+from mgpu_tf.checkpoints.run_state import (
+    EpochRecord,
+    Position,
+    RunState,
+)
+from mgpu_tf.checkpoints.saver import CheckpointSaver, Saver
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.base import DataFeed, Execution, Logs, UnevenData
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.options import SaveOptions
+from mgpu_tf.reports.profiling import Profiler
+from mgpu_tf.runtime.determinism import enable_determinism
+from mgpu_tf.strategies.registry import lost_workers
+from mgpu_tf.training import callbacks as callbacks_lib
+from mgpu_tf.training.call_arguments import (
+    NO_BATCH,
+    FitNumbers,
+    check_finite,
+    check_seeded,
+    data_shape,
+    fit_facts,
+)
+from mgpu_tf.training.distributed_model import Session
+from mgpu_tf.training.pace import Pace
+from mgpu_tf.training.totals import Totals
+
+
+class Training:
+    """One `fit`.
+
+    Args:
+        session: What is trained.
+        totals: What the trainer has done so far; it goes on from there.
+        source: What it trains on.
+        validation: What it evaluates on.
+        numbers: The numbers that `fit` was given.
+        callbacks: The user's.
+        verbose: As for `fit`.
+        saving: Whether and where it saves.
+        profiler: Traces some of the steps.
+
+    Raises:
+        ConfigurationError: An argument breaks a rule, or is another on
+            another worker.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        totals: Totals,
+        source: data_lib.Source,
+        validation: data_lib.Source | None,
+        numbers: FitNumbers,
+        callbacks: list[keras.callbacks.Callback],
+        verbose: int | str,
+        saving: SaveOptions | None,
+        profiler: Profiler,
+    ) -> None:
+        peers = session.peers
+        if not peers.alone or saving is not None:
+            check_seeded(source)
+        self._validation = None
+        if validation is not None:
+            self._validation = session.feed_once(
+                validation, numbers.validation_steps
+            )
+        if not peers.alone:
+            peers.compare(fit_facts(source, self._validation, numbers))
+        self._session = session
+        self._model = session.model
+        self._totals = totals
+        self._source = source
+        self._numbers = numbers
+        self._profiler = profiler
+        self._engine = engine = session.prepare_training(source)
+        self._run = RunState(
+            totals,
+            self._model,
+            engine,
+            data_shape(source),
+            callbacks,
+            numbers.initial_epoch,
+        )
+        self._saver = totals.saver = self._saver_of(saving, callbacks)
+        self._pace = session.pace(callbacks, exact=saving is not None)
+        self._stops_together = peers.any(bool(callbacks))
+        self._hooks = session.hooks(
+            callbacks + callbacks_lib.histograms(callbacks, engine.staleness),
+            verbose,
+            numbers.epochs,
+            numbers.steps_per_epoch or source.steps,
+            training=True,
+        )
+
+    def run(self) -> keras.callbacks.History:
+        """Trains to the end.
+
+        Returns:
+            Keras's `History`; of the whole run where it was resumed.
+        """
+        numbers, run, hooks = self._numbers, self._run, self._hooks
+        run.load(self._saver.find())
+        self._model.stop_training = False
+        hooks.on_train_begin()
+        run.begin(keras_internals.take_restored_epoch(self._model))
+        feed = self._engine.feed(
+            self._source,
+            run.first_epoch,
+            chain=numbers.steps_per_epoch is not None or self._source.seekable,
+            training=True,
+        )
+        if run.resumed:
+            feed.resume(run.position.finished, run.position.step)
+        last = run.position.epoch if run.stopped else numbers.epochs
+        with self._saver.listening():
+            for epoch in range(run.position.epoch, last):
+                self._epoch(epoch, feed)
+                if self._ends_epoch():
+                    break
+            self._saver.finish()
+        self._profiler.close()
+        if numbers.epochs > run.first_epoch:
+            self._model.optimizer.finalize_variable_values(
+                self._model.trainable_weights
+            )
+        hooks.on_train_end(run.position.last_logs)
+        return self._model.history
+
+    def _saver_of(
+        self,
+        options: SaveOptions | None,
+        callbacks: list[keras.callbacks.Callback],
+    ) -> Saver:
+        if options is None:
+            return Saver()
+        callbacks_lib.refuse_restoring(callbacks)
+        enable_determinism()
+        return CheckpointSaver(
+            options,
+            self._session.peers,
+            is_chief=self._session.is_chief,
+            capture=self._run.capture,
+            meter=self._totals.meter,
+            lost_workers=lambda: lost_workers(self._session.strategy),
+        )
+
+    def _epoch(self, epoch: int, feed: DataFeed) -> None:
+        """Trains an epoch, evaluates, and notes what it took."""
+        numbers, hooks = self._numbers, self._hooks
+        hooks.on_epoch_begin(epoch)
+        record = self._train(feed)
+        logs = dict(record.logs)
+        if self._validation is not None and numbers.validates(epoch):
+            with self._totals.meter.phase("evaluate"):
+                scores = evaluate(
+                    self._session,
+                    self._validation,
+                    numbers.validation_steps,
+                    hooks,
+                )
+            logs |= {f"val_{name}": v for name, v in scores.items()}
+        self._totals.records.append(dataclasses.replace(record, logs=logs))
+        hooks.on_epoch_end(epoch, logs)
+
+    def _ends_epoch(self) -> bool:
+        """Saves where it is time to; returns whether the training ends."""
+        stopped = self._stopped()
+        self._run.end_epoch(self._totals.records[-1].logs)
+        self._saver.boundary(
+            self._totals.global_step,
+            self._run.position.votes,
+            epoch_ends=True,
+        )
+        return stopped
+
+    def _train(self, feed: DataFeed) -> EpochRecord:
+        engine, source, at = self._engine, self._source, self._run.position
+        limit = self._numbers.steps_per_epoch or source.steps
+        iterator = feed.iterator(at.epoch, limit)
+        if not self._run.begin_epoch():
+            # TensorFlow reads over all replicas what it overwrites.
+            with self._session.peers.inside():
+                engine.reset_metrics()
+
+        def train(wanted: int) -> Execution:
+            step = self._totals.global_step
+            votes = self._saver.votes()
+            left = wanted if limit is None else limit - at.step
+            ahead = self._saver.room(step, left)
+            started = time.perf_counter()
+            with self._profiler.around(step), self._session.peers.inside():
+                done = engine.train(
+                    iterator, wanted, source, self._pace.seconds, votes, ahead
+                )
+            self._profiler.note(
+                step + done.steps, done.steps, done.input_seconds
+            )
+            self._totals.meter.execution(
+                time.perf_counter() - started,
+                done.steps,
+                done.input_seconds,
+                done.traced,
+            )
+            return self._count(done)
+
+        def room(wanted: int) -> int:
+            step = self._totals.global_step
+            return self._profiler.room(step, self._saver.room(step, wanted))
+
+        def between() -> None:
+            self._saver.boundary(self._totals.global_step, at.votes)
+
+        run_steps(
+            train,
+            limit,
+            self._pace,
+            at,
+            self._hooks.on_train_batch_begin,
+            self._hooks.on_train_batch_end,
+            self._stopped,
+            room,
+            between,
+        )
+        rest = self._count(engine.finish(iterator))
+        at.step += rest.steps
+        at.examples += rest.examples
+        if not at.step:
+            raise ConfigurationError(NO_BATCH)
+        return EpochRecord(
+            at.epoch, at.step, at.examples, at.seconds, at.logs | rest.logs
+        )
+
+    def _count(self, execution: Execution) -> Execution:
+        self._totals.global_step += execution.steps
+        self._totals.examples_seen += execution.examples
+        return execution
+
+    def _stopped(self) -> bool:
+        """Returns whether a callback of any worker has ended the training."""
+        model = self._model
+        if self._stops_together:
+            model.stop_training = self._session.peers.any(model.stop_training)
+        return bool(model.stop_training)
+
+
+def evaluate(
+    session: Session,
+    feed: DataFeed,
+    steps: int | None,
+    hooks: keras.callbacks.CallbackList,
+) -> Logs:
+    """Evaluates a model.
+
+    Args:
+        session: Whose model.
+        feed: Where batches come from.
+        steps: How many; all by default.
+        hooks: The callbacks.
+
+    Returns:
+        Loss and metrics by name.
+
+    Raises:
+        ConfigurationError: There is no batch, or no end of them.
+    """
+    source, model = feed.source, session.model
+    check_finite("evaluate", source, steps)
+    engine = session.prepare(source)
+    with session.peers.inside():
+        engine.reset_metrics()
+    pace = Pace(session.fixed_steps)
+    limit = steps or source.steps
+    iterator = feed.iterator(0, limit)
+    model.stop_evaluating = False
+    hooks.on_test_begin()
+    at = Position()
+
+    def execute(wanted: int) -> Execution:
+        with session.peers.inside():
+            return engine.evaluate(iterator, wanted, source, pace.seconds)
+
+    run_steps(
+        execute,
+        limit,
+        pace,
+        at,
+        hooks.on_test_batch_begin,
+        hooks.on_test_batch_end,
+        lambda: model.stop_evaluating,
+    )
+    if not at.step:
+        raise ConfigurationError(NO_BATCH)
+    if at.step != limit:
+        feed.restart()
+    hooks.on_test_end(at.logs)
+    return at.logs
+
+
+def predict(
+    session: Session,
+    source: data_lib.Source,
+    steps: int | None,
+    hooks: keras.callbacks.CallbackList,
+) -> Any:
+    """Returns a model's outputs for all rows, in their order.
+
+    Args:
+        session: Whose model.
+        source: The global batches.
+        steps: How many; all by default.
+        hooks: The callbacks.
+
+    Raises:
+        ConfigurationError: There is no batch.
+    """
+    limit = steps or source.steps
+    iterator = session.feed_once(source, steps).iterator(0, limit)
+    engine = session.engine
+    batches: list[Any] = []
+    hooks.on_predict_begin()
+    while limit is None or len(batches) < limit:
+        hooks.on_predict_batch_begin(len(batches))
+        try:
+            with session.peers.inside():
+                outputs = engine.predict(iterator, source)
+        except UnevenData as error:
+            raise error.after(len(batches)) from None
+        if outputs is None:
+            break
+        batches.append(outputs)
+        hooks.on_predict_batch_end(len(batches) - 1, {"outputs": outputs})
+    hooks.on_predict_end()
+    if not batches:
+        raise ConfigurationError(NO_BATCH)
+    return tf.nest.map_structure(_joined, *batches)
+
+
+def _joined(*parts: np.ndarray) -> Any:
+    """Joins the outputs of batches; ragged, as in Keras, where they differ."""
+    shapes = np.array([part.shape[1:] for part in parts])
+    differ = np.flatnonzero((shapes != shapes[0]).any(axis=0))
+    if not differ.size:
+        return np.concatenate(parts)
+    rank = int(differ[-1]) + 1
+    return tf.concat(
+        [tf.RaggedTensor.from_tensor(p, ragged_rank=rank) for p in parts], 0
+    )
+
+
+def run_steps(
+    execute: Callable[[int], Execution],
+    limit: int | None,
+    pace: Pace,
+    at: Position,
+    begin: Callable[[int], None],
+    end: Callable[[int, Logs], None],
+    stopped: Callable[[], bool],
+    room: Callable[[int], int] = lambda wanted: wanted,
+    between: Callable[[], None] = lambda: None,
+) -> None:
+    """Executes up to `limit` steps, or until the data ends.
+
+    Args:
+        execute: Does at most the number of steps that it is called with.
+        limit: How many; None until the data ends.
+        pace: How many in an execution.
+        at: The position, which moves.
+        begin: Called before an execution with the index of its first step.
+        end: Called after it with the index of its last step, and the logs.
+        stopped: Whether to end before the limit.
+        room: Returns how many of the wanted steps may come next.
+        between: Called between two executions, and so not after the last,
+            which may have more to do before all is in order.
+    """
+    while limit is None or at.step < limit:
+        started = time.perf_counter()
+        wanted = room(pace.steps)
+        if limit is not None:
+            wanted = min(wanted, limit - at.step)
+        begin(at.step)
+        try:
+            result = pace.time(execute, wanted)
+        except UnevenData as error:
+            raise error.after(at.step) from None
+        at.votes = result.votes
+        if result.steps:
+            at.step += result.steps
+            at.examples += result.examples
+            at.logs = result.logs
+            end(at.step - 1, at.logs)
+        over = result.steps < wanted or stopped() or at.step == limit
+        at.seconds += time.perf_counter() - started
+        if over:
+            break
+        between()

@@ -1,0 +1,31 @@
+"""What a trainer has done so far, and what saving and failures have cost.
+
+The loops write it, the trainer shows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mgpu_tf.checkpoints.run_state import EpochRecord
+from mgpu_tf.checkpoints.saver import Saver
+from mgpu_tf.reports.goodput import Meter
+
+
+@dataclasses.dataclass
+class Totals:
+    """Counts over all calls of a trainer.
+
+    Attributes:
+        global_step: Training steps.
+        examples_seen: Examples trained on.
+        records: One `EpochRecord` for each epoch trained.
+        saver: What saved in the last `fit`.
+        meter: Where the time of the run went.
+    """
+
+    global_step: int = 0
+    examples_seen: int = 0
+    records: list[EpochRecord] = dataclasses.field(default_factory=list)
+    saver: Saver = dataclasses.field(default_factory=Saver)
+    meter: Meter = dataclasses.field(default_factory=Meter)

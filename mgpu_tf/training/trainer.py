@@ -1,0 +1,549 @@
+"""The loop around the engine, in Keras's words.
+
+    trainer = Trainer(build_model, create_strategy("mirrored"))
+    history = trainer.fit(train_data, epochs=5, validation_data=test_data)
+    trainer.evaluate(test_data)
+    trainer.model.save("model.keras")
+
+`fit`, `evaluate` and `predict` take what Keras's take; batch sizes are
+global. Every worker of a cluster runs the same script and gets the same
+results; only the chief prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf import data as data_lib
+from mgpu_tf.checkpoints.recovery import Recovery
+from mgpu_tf.checkpoints.run_state import EpochRecord
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.base import Logs
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.fields import made_of
+from mgpu_tf.options import SaveOptions, StepOptions
+from mgpu_tf.reports.goodput import Goodput
+from mgpu_tf.reports.profiling import Profiler
+from mgpu_tf.strategies.registry import create_strategy, kind_of
+from mgpu_tf.training import callbacks as callbacks_lib
+from mgpu_tf.training import loop
+from mgpu_tf.training.call_arguments import (
+    FitNumbers,
+    by_batch,
+    check_build_model,
+    check_finite,
+    check_repeats,
+    check_steps_per_execution,
+    saving_of,
+    split_validation,
+)
+from mgpu_tf.training.callbacks import Callbacks
+from mgpu_tf.training.data_errors import explained
+from mgpu_tf.training.distributed_model import BuildModel, Session
+from mgpu_tf.training.evaluator import follow
+from mgpu_tf.training.totals import Totals
+
+_log = logging.getLogger("mgpu_tf")
+
+
+class Trainer:
+    """Trains a Keras 3 model on a strategy, with the numbers of one device.
+
+    Example:
+        def build_model():
+            model = keras.Sequential([keras.layers.Dense(10)])
+            model.compile("adam", "mse")
+            return model
+
+        trainer = mgpu_tf.Trainer(build_model, strategy)
+        trainer.fit(x, y, batch_size=64, epochs=2)
+
+    Args:
+        build_model: Returns a compiled model; called in the strategy's scope.
+        strategy: From `create_strategy` or a factory; `auto` by default.
+        seed: Given to `keras.utils.set_random_seed` before the model is
+            built, and the seed of the order of arrays, so that runs repeat
+            and agree between strategies. None leaves the generators alone.
+        steps_per_execution: Steps in one call of the engine; batch-level
+            callbacks are called once for each. "auto" takes what the model
+            was compiled with, and where that is 1, as many as fit into about
+            half a second, or 1 where a callback of yours has a batch hook.
+        profiler: Traces some steps of `fit`; the same on every worker.
+        **options: The fields of `StepOptions`:
+            gradient_dtype: "bfloat16" or "float16" sends gradients between
+                replicas with half the bytes, and rounds them; as they are by
+                default.
+            embedding_gradients: "keras" hands the optimizer a row for each
+                time that an index of an embedding was looked up, as Keras
+                does; "summed" adds up the rows of one index first, which is
+                the gradient of the loss.
+            jit_compile: "auto" finds out by a short trial, in steps that
+                count, whether steps are faster compiled by XLA, and says so
+                in the log; by default the model's `compile` says whether
+                they are.
+
+    Raises:
+        ConfigurationError: `build_model` does not return a compiled model
+            made inside of it.
+    """
+
+    def __init__(
+        self,
+        build_model: BuildModel,
+        strategy: tf.distribute.Strategy | None = None,
+        *,
+        seed: int | None = 0,
+        steps_per_execution: int | str = "auto",
+        profiler: Profiler | None = None,
+        **options: Any,
+    ) -> None:
+        check_steps_per_execution(steps_per_execution)
+        check_build_model(build_model)
+        self._session = Session(
+            build_model,
+            strategy or create_strategy("auto"),
+            seed=seed,
+            steps_per_execution=steps_per_execution,
+            options=made_of(StepOptions, options, "Trainer"),
+        )
+        self._profiler = profiler or Profiler(0, 0, None)
+        self._totals = Totals()
+
+    @property
+    def model(self) -> keras.Model:
+        """Returns the model; save and inspect it as any Keras model."""
+        return self._session.model
+
+    @property
+    def strategy(self) -> tf.distribute.Strategy:
+        """Returns the strategy."""
+        return self._session.strategy
+
+    @property
+    def global_step(self) -> int:
+        """Returns how many training steps were done."""
+        return self._totals.global_step
+
+    @property
+    def examples_seen(self) -> int:
+        """Returns how many examples were trained on."""
+        return self._totals.examples_seen
+
+    @property
+    def records(self) -> list[EpochRecord]:
+        """Returns one `EpochRecord` for each epoch trained."""
+        return self._totals.records
+
+    @property
+    def recovery(self) -> Recovery:
+        """Returns what failures have cost the last `fit`, over restarts."""
+        return self._totals.saver.recovery
+
+    @property
+    def goodput(self) -> Goodput:
+        """Returns where the time of the run has gone, over restarts."""
+        return self._totals.meter.goodput()
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: int | str = "auto",
+        callbacks: Callbacks = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool | str = True,
+        class_weight: dict[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | Collection[int] = 1,
+        *,
+        checkpoint_dir: str | None = None,
+        checkpoint: SaveOptions | None = None,
+    ) -> keras.callbacks.History:
+        """Trains the model.
+
+        Args:
+            x: An array, or a list, tuple or dict of them, nested; a
+                `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator
+                of global batches; or a function from
+                `tf.distribute.InputContext` to a dataset batched with the
+                per-replica size. For a task of keras-hub they hold raw
+                data, such as texts; a list is then one array.
+            y: Targets, for arrays; nested as well.
+            batch_size: Global batch size, for arrays; 32 by default, or with
+                `steps_per_epoch` what that number of steps needs.
+            epochs: Index of the epoch to stop before.
+            verbose: 0 silent, 1 progress bar, 2 a line for each epoch.
+            callbacks: As in Keras; they run on every worker, but files are
+                written by the chief alone.
+            validation_split: What part of the arrays, the last of them, is
+                kept for validation.
+            validation_data: `(x, y)`, `(x, y, sample_weight)`, a dataset or
+                a dataset_fn, evaluated at the end of epochs.
+            shuffle: Whether arrays come in a new order each epoch; "batch"
+                shuffles within batches. Arrays of a task of keras-hub keep
+                their order, as in the task's own `fit`.
+            class_weight: The weight of the examples of each class, for
+                integer targets or one-hot ones; a class left out weighs 1.
+            sample_weight: Weights, for arrays.
+            initial_epoch: Index of the epoch to start at.
+            steps_per_epoch: Steps in an epoch; data then goes on from one
+                epoch to the next and starts again when it ends. By default
+                an epoch is one pass.
+            validation_steps: Steps in an evaluation; all data by default.
+            validation_batch_size: Global; `batch_size` by default.
+            validation_freq: Evaluate after every Nth epoch, or after the
+                epochs of a list, counted from 1.
+            checkpoint_dir: A folder that every worker sees, for checkpoints
+                of the whole state, one after each epoch; `fit` goes on from
+                the newest that is there. Operations are then made to repeat
+                bit for bit, and SIGTERM saves and ends the process.
+            checkpoint: The same with more to say: `SaveOptions` has the
+                folder, when to save, how many to keep, whether to resume.
+
+        Returns:
+            Keras's `History`; of the whole run where it was resumed.
+
+        Raises:
+            ConfigurationError: An argument breaks a rule.
+            Preempted: SIGTERM came, and the state is saved.
+        """
+        with self._session.peers.together("fit"):
+            saving = saving_of(checkpoint_dir, checkpoint)
+            if validation_split:
+                if not data_lib.is_batched(x):
+                    x, y, sample_weight = self._session.arrays(
+                        x, y, sample_weight
+                    )
+                (x, y, sample_weight), validation_data = split_validation(
+                    x, y, sample_weight, validation_split, validation_data
+                )
+            numbers = FitNumbers(
+                epochs=epochs,
+                initial_epoch=initial_epoch,
+                steps_per_epoch=steps_per_epoch,
+                validation_steps=validation_steps,
+                validation_freq=validation_freq,
+            )
+            source = self._session.source(
+                x, y, sample_weight, batch_size, shuffle, steps_per_epoch
+            )
+            if class_weight is not None:
+                source = data_lib.with_class_weight(source, class_weight)
+            check_finite("fit", source, steps_per_epoch, "steps_per_epoch")
+            check_repeats(numbers, source)
+            validation = None
+            if validation_data is not None:
+                val_x, val_y, weight = keras.utils.unpack_x_y_sample_weight(
+                    validation_data
+                )
+                size = validation_batch_size or batch_size
+                if data_lib.is_batched(val_x):
+                    size = None
+                validation = self._session.source(
+                    val_x, val_y, weight, size, steps=validation_steps
+                )
+            if not kind_of(self.strategy).trains:
+                return self._follow(source, validation, numbers, saving)
+            while True:
+                try:
+                    with explained(source):
+                        return loop.Training(
+                            self._session,
+                            self._totals,
+                            source,
+                            validation,
+                            numbers,
+                            callbacks_lib.as_list(callbacks),
+                            verbose,
+                            saving,
+                            self._profiler,
+                        ).run()
+                except tf.errors.OpError:
+                    if not self._session.is_lost:
+                        raise
+                    saving = self._begin_again(saving)
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: int | str = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Callbacks = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Computes loss and metrics; each example counts once.
+
+        Args:
+            x: As for `fit`.
+            y: Targets, for arrays.
+            batch_size: Global batch size, for arrays; 32 by default.
+            verbose: 0 silent, 1 progress bar, 2 one line.
+            sample_weight: Weights, for arrays.
+            steps: Steps to run; all data by default.
+            callbacks: As in Keras.
+            return_dict: Whether to return a dict by name.
+
+        Returns:
+            The loss, a list of loss and metrics, or a dict, as in Keras.
+
+        Raises:
+            ConfigurationError: An argument breaks a rule.
+        """
+        session = self._session
+        with session.peers.together("evaluate"):
+            source = session.source(
+                x, y, sample_weight, batch_size, steps=steps
+            )
+            session.compare_data(source, steps)
+            hooks = session.hooks(
+                callbacks_lib.as_list(callbacks),
+                verbose,
+                1,
+                steps or source.steps,
+            )
+            feed = session.feed_once(source, steps)
+            with explained(source), self._totals.meter.phase("evaluate"):
+                scores = loop.evaluate(session, feed, steps, hooks)
+        if return_dict:
+            return scores
+        return keras_internals.in_order(session.model, scores)
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: int | str = "auto",
+        steps: int | None = None,
+        callbacks: Callbacks = None,
+    ) -> Any:
+        """Returns the model's outputs in the order of the rows.
+
+        Args:
+            x: Arrays or a `tf.data.Dataset` with the global batch size.
+            batch_size: Global batch size, for arrays; 32 by default.
+            verbose: 0 silent, 1 progress bar, 2 one line.
+            steps: Steps to run; all data by default.
+            callbacks: As in Keras.
+
+        Returns:
+            Arrays of shape `[examples, ...]` in the structure of the model's
+            outputs, the same on every worker.
+
+        Raises:
+            ConfigurationError: An argument breaks a rule.
+        """
+        session = self._session
+        with session.peers.together("predict"):
+            source = session.source(x, batch_size=batch_size, steps=steps)
+            if not source.totals_known:
+                raise ConfigurationError(
+                    "predict keeps the order of rows, which a dataset_fn does "
+                    "not tell. Received: a dataset_fn. Pass arrays or a "
+                    "tf.data.Dataset."
+                )
+            check_finite("predict", source, steps)
+            session.compare_data(source, steps)
+            hooks = session.hooks(
+                callbacks_lib.as_list(callbacks),
+                verbose,
+                1,
+                steps or source.steps,
+            )
+            with explained(source):
+                return loop.predict(session, source, steps, hooks)
+
+    def save(self, path: str, **options: Any) -> None:
+        """Saves the model, optimizer state included, from the chief.
+
+        Every worker calls it and returns when the file is there.
+        `keras.models.load_model(path)` in `build_model` goes on from it.
+
+        Args:
+            path: Ends with `.keras`.
+            **options: For `keras.Model.save`.
+        """
+        self._session.write(
+            "save", path, lambda: self.model.save(path, **options)
+        )
+
+    def save_weights(self, path: str, **options: Any) -> None:
+        """Saves the weights from the chief; every worker calls it.
+
+        Args:
+            path: Ends with `.weights.h5`.
+            **options: For `keras.Model.save_weights`.
+        """
+        self._session.write(
+            "save_weights",
+            path,
+            lambda: self.model.save_weights(path, **options),
+        )
+
+    def export(self, path: str, **options: Any) -> None:
+        """Writes a SavedModel for serving; every worker calls it.
+
+        Args:
+            path: A folder.
+            **options: For `keras.Model.export`.
+        """
+        self._session.write(
+            "export", path, lambda: self.model.export(path, **options)
+        )
+
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: dict[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Trains on one global batch, for loops of one's own.
+
+        Every worker of a cluster passes the whole batch.
+
+        Args:
+            x: Arrays, `[global_batch_size, ...]`.
+            y: Targets.
+            sample_weight: Weights.
+            class_weight: As for `fit`; not beside `sample_weight`.
+            return_dict: Whether to return a dict by name.
+
+        Returns:
+            Loss and metrics of this batch, as in Keras.
+
+        Raises:
+            ConfigurationError: An argument breaks a rule.
+        """
+        session = self._session
+        with session.peers.together("train_on_batch"):
+            source = self._one_batch("train_on_batch", x, y, sample_weight)
+            if class_weight is not None:
+                source = data_lib.with_class_weight(source, class_weight)
+            engine = session.prepare(source)
+            engine.reset_metrics()
+            feed = engine.feed(source, chain=True, training=True)
+            with explained(source):
+                done = engine.train(feed.iterator(0, 1), 1, source)
+        self._totals.global_step += done.steps
+        self._totals.examples_seen += done.examples
+        return self._scores(done.logs, return_dict)
+
+    def test_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Computes loss and metrics of one global batch.
+
+        Args:
+            x: Arrays, `[global_batch_size, ...]`.
+            y: Targets.
+            sample_weight: Weights.
+            return_dict: Whether to return a dict by name.
+
+        Returns:
+            As `evaluate`.
+
+        Raises:
+            ConfigurationError: An argument breaks a rule.
+        """
+        session = self._session
+        with session.peers.together("test_on_batch"):
+            source = self._one_batch("test_on_batch", x, y, sample_weight)
+            engine = session.prepare(source)
+            engine.reset_metrics()
+            feed = engine.feed(source, chain=True, training=False)
+            with explained(source):
+                done = engine.evaluate(feed.iterator(0, 1), 1, source)
+        return self._scores(done.logs, return_dict)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Returns the model's outputs for one global batch.
+
+        Args:
+            x: Arrays, `[global_batch_size, ...]`.
+
+        Returns:
+            Arrays in the order of the rows, the same on every worker.
+
+        Raises:
+            ConfigurationError: An argument breaks a rule.
+        """
+        session = self._session
+        with session.peers.together("predict_on_batch"):
+            source = self._one_batch("predict_on_batch", x)
+            feed = session.feed_once(source, 1)
+            with explained(source):
+                return session.engine.predict(feed.iterator(0, 1), source)
+
+    def _one_batch(
+        self, method: str, x: Any, y: Any = None, sample_weight: Any = None
+    ) -> data_lib.Source:
+        """Returns arrays as a source of a single batch."""
+        if not kind_of(self.strategy).in_step:
+            raise ConfigurationError(by_batch(method))
+        (inputs,) = self._session.arrays(x)
+        rows = len(tf.nest.flatten(inputs)[0])
+        return self._session.source(inputs, y, sample_weight, batch_size=rows)
+
+    def _scores(self, logs: Logs, return_dict: bool) -> Any:
+        if return_dict:
+            return logs
+        return keras_internals.in_order(self.model, logs)
+
+    def _follow(
+        self,
+        source: data_lib.Source,
+        validation: data_lib.Source | None,
+        numbers: FitNumbers,
+        saving: SaveOptions | None,
+    ) -> keras.callbacks.History:
+        """Evaluates the checkpoints of the cluster, in place of training."""
+        session = self._session
+        engine = session.prepare(source)
+        evaluate = None
+        if validation is not None:
+            steps = numbers.validation_steps
+            feed = session.feed_once(validation, steps)
+            hooks = session.hooks([], 0, 1, None)
+
+            def evaluate() -> Logs:
+                return loop.evaluate(session, feed, steps, hooks)
+
+        return follow(engine, saving, evaluate, numbers.epochs)
+
+    def _begin_again(self, saving: SaveOptions | None) -> SaveOptions:
+        """Makes strategy, model and engine anew where variables were lost.
+
+        Returns:
+            The options with which a run goes on from its last checkpoint.
+        """
+        if saving is None:
+            raise ConfigurationError(
+                "A run whose parameter server was lost goes on from a "
+                "checkpoint. Received: no checkpoint_dir. Pass one to fit()."
+            ) from None
+        _log.warning(
+            "a parameter server was lost; going on from the last checkpoint"
+        )
+        self._session = self._session.again()
+        return dataclasses.replace(saving, resume="auto")

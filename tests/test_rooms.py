@@ -1,0 +1,231 @@
+"""The order of the house, and which modules are light.
+
+Imports go up the list of rooms in docs/design.md; no module takes part in a
+circle; modules of commands and launching import no TensorFlow.
+"""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+import mgpu_tf
+
+ROOT = pathlib.Path(mgpu_tf.__file__).parent
+DESIGN = ROOT.parent / "docs" / "design.md"
+MOST_ROOMS = 30
+
+HEAVY = {"tensorflow", "keras", "numpy", "tensorflow_datasets", "sklearn"}
+
+# The one module that knows Keras's private names.
+INTERNALS = "mgpu_tf.engine.keras_internals"
+
+
+def module_name(path):
+    name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+    return name if path.parent == ROOT else name.removesuffix(".__init__")
+
+
+MODULES = {
+    module_name(path): ast.parse(path.read_text(), str(path))
+    for path in sorted(ROOT.rglob("*.py"))
+}
+
+
+def room(module):
+    """The first part below the package."""
+    return module.split(".")[1]
+
+
+def order():
+    """The rooms as docs/design.md lists them, the lowest first."""
+    block = re.search(r"```rooms\n(.*?)```", DESIGN.read_text(), re.DOTALL)
+    return [line.split()[0] for line in block[1].splitlines()]
+
+
+ROOMS = order()
+
+# Rooms of which no module imports TensorFlow, Keras or NumPy.
+LIGHT_ROOMS = {
+    "__init__",
+    "__main__",
+    "_version",
+    "cli",
+    "cluster",
+    "commands",
+    "config",
+    "errors",
+    "fields",
+    "flags",
+    "folders",
+    "launch",
+    "names",
+    "options",
+    "planner",
+    "user_function",
+}
+# The light modules of other rooms.
+LIGHT_MODULES = {
+    "mgpu_tf.checkpoints",
+    "mgpu_tf.checkpoints.recovery",
+    "mgpu_tf.checkpoints.store",
+    "mgpu_tf.reports",
+    "mgpu_tf.reports.figures",
+    "mgpu_tf.reports.goodput",
+    "mgpu_tf.reports.report",
+    "mgpu_tf.reports.scaling",
+    "mgpu_tf.reports.terminal",
+    "mgpu_tf.runtime",
+    "mgpu_tf.runtime.quiet_import",
+}
+LIGHT = sorted(
+    m for m in MODULES if room(m) in LIGHT_ROOMS or m in LIGHT_MODULES
+)
+
+
+def everywhere(tree):
+    return ast.walk(tree)
+
+
+def on_import(tree):
+    """The nodes that run when the module is imported."""
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            nodes.extend(node.orelse)
+        elif not isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        ):
+            nodes.extend(ast.iter_child_nodes(node))
+
+
+def imports(nodes):
+    """The modules that the nodes import, by their full names."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (own_name(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else own_name(node.module)
+
+
+def own_name(module):
+    return "mgpu_tf.__init__" if module == "mgpu_tf" else module
+
+
+def own(modules):
+    return {m for m in modules if m.split(".")[0] == "mgpu_tf"}
+
+
+def test_the_list_names_every_room_once():
+    assert sorted(ROOMS) == sorted({room(module) for module in MODULES})
+    assert len(ROOMS) <= MOST_ROOMS
+    assert set(MODULES) >= LIGHT_MODULES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_up_the_list(module):
+    here = room(module)
+    for imported in own(imports(everywhere(MODULES[module]))):
+        assert imported in MODULES
+        there = room(imported)
+        assert here == there or ROOMS.index(there) < ROOMS.index(here), imported
+
+
+def circle(graph):
+    """Modules of which each imports the next; empty where there is none."""
+    done, path = set(), []
+
+    def visit(module):
+        if module in path:
+            return path[path.index(module) :]
+        if module in done:
+            return []
+        path.append(module)
+        for imported in sorted(graph[module]):
+            found = visit(imported)
+            if found:
+                return found
+        done.add(path.pop())
+        return []
+
+    return next((found for found in map(visit, graph) if found), [])
+
+
+def test_no_circle():
+    graph = {
+        module: own(imports(everywhere(tree))) - {module}
+        for module, tree in MODULES.items()
+    }
+    assert circle(graph) == []
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_import_no_heavy_ones(module):
+    imported = set(imports(on_import(MODULES[module])))
+    assert not {name.split(".")[0] for name in imported} & HEAVY
+    assert own(imported) <= set(LIGHT)
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {INTERNALS}))
+def test_private_names_of_keras_are_in_one_place(module):
+    tree = MODULES[module]
+    assert not any(
+        name.startswith("keras.src") for name in imports(everywhere(tree))
+    )
+    for node in everywhere(tree):
+        if isinstance(node, ast.Attribute):
+            assert ast.unparse(node) != "keras.src"
+            private = node.attr.startswith("_") and node.attr[1:2] != "_"
+            owner = ast.unparse(node.value)
+            assert not private or owner in ("self", "cls", "super()", "os"), (
+                ast.unparse(node)
+            )
+
+
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import keras", True),
+        ("import tensorflow.keras as tk", True),
+        ("from keras import layers", True),
+        ("try:\n  import keras\nexcept ImportError: pass", True),
+        ("class A:\n  import keras", True),
+        ("if TYPE_CHECKING:\n  pass\nelse:\n  import keras", True),
+        ("def f():\n  import keras", False),
+        ("if TYPE_CHECKING:\n  import keras", False),
+        ("if typing.TYPE_CHECKING:\n  import keras", False),
+        ("import keras_tuner", False),
+    ],
+)
+def test_the_check_itself(code, heavy):
+    found = {n.split(".")[0] for n in imports(on_import(ast.parse(code)))}
+    assert bool(found & HEAVY) is heavy
+
+
+@pytest.mark.parametrize(
+    ("code", "imported"),
+    [
+        ("import mgpu_tf", "mgpu_tf.__init__"),
+        ("from mgpu_tf import Trainer", "mgpu_tf.__init__"),
+        ("from mgpu_tf import flags as f", "mgpu_tf.flags"),
+        (
+            "from mgpu_tf.cluster.config import ClusterConfig",
+            "mgpu_tf.cluster.config",
+        ),
+        ("from mgpu_tf.launch import local", "mgpu_tf.launch.local"),
+        ("def f():\n  import mgpu_tf.cluster.ports", "mgpu_tf.cluster.ports"),
+    ],
+)
+def test_the_names_of_imports(code, imported):
+    assert set(imports(everywhere(ast.parse(code)))) == {imported}
