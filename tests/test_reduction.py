@@ -48,3 +48,29 @@ def test_gradients_are_sent_as_asked(strategies):
 def test_unknown_gradient_dtype(strategies):
     with pytest.raises(mgpu_tf.ConfigurationError, match="gradient_dtype"):
         weights(strategies["one_device"], "bfloat61")
+
+
+def test_gradients_of_several_types(strategies):
+    import keras
+
+    def build_model():
+        model = keras.Sequential(
+            [
+                keras.Input((3,), dtype="float64"),
+                keras.layers.Dense(4, dtype="float64"),
+                keras.layers.Dense(2, dtype="float32"),
+                keras.layers.Dense(2, dtype="float64"),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    x = np.random.default_rng(0).standard_normal((16, 3))
+    found = []
+    for name in ("one_device", "mirrored_x3"):
+        trainer = mgpu_tf.Trainer(build_model, strategies[name])
+        trainer.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0)
+        found.append(trainer.model.get_weights())
+    for alone, several in zip(*found, strict=True):
+        assert alone.dtype == several.dtype
+        np.testing.assert_allclose(several, alone, rtol=1e-5, atol=1e-7)

@@ -27,6 +27,13 @@ from mgpu_tf.data.sources import (
     Source,
 )
 from mgpu_tf.data.structures import SIZES_DIFFER, pack
+from mgpu_tf.data.tasks import (
+    PreprocessedSource,
+    arrays_of,
+    is_task,
+    kept_order,
+    preprocess_of,
+)
 from mgpu_tf.data.weights import with_class_weight
 from mgpu_tf.errors import ConfigurationError, check_integer
 
@@ -39,12 +46,17 @@ __all__ = [
     "Feed",
     "FunctionSource",
     "GeneratorSource",
+    "PreprocessedSource",
     "PyDatasetSource",
     "Source",
+    "arrays_of",
     "as_source",
     "distribute",
+    "is_task",
+    "kept_order",
     "next_batch",
     "pack",
+    "preprocess_of",
     "split_arrays",
     "with_class_weight",
 ]

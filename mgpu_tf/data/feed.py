@@ -44,8 +44,7 @@ def distribute(
     def one_pass(index: Any, first: int = 0) -> tf.data.Dataset:
         if uncut is None:
             return source.pass_from(index, local, first)
-        batches = uncut.batches(index)
-        return batches.skip(first) if first else batches
+        return uncut.batches_from(index, first)
 
     if source.endless:
         dataset = one_pass(epoch)

@@ -53,6 +53,8 @@ class Source(abc.ABC):
         totals_known: Whether elements carry the size of the global batch;
             otherwise `total` is -1 and the replicas add up `local`.
         repeats: Whether there is a second pass.
+        portable: Whether its datasets can be read in another process; tables
+            of words and the like stay where they were made.
     """
 
     steps: int | None
@@ -60,6 +62,7 @@ class Source(abc.ABC):
     seekable: bool = False
     totals_known: bool = True
     repeats: bool = True
+    portable: bool = True
 
     @property
     def may_end(self) -> bool:
@@ -127,11 +130,22 @@ class BatchSource(Source):
     def batches(self, index: Any) -> tf.data.Dataset:
         """Returns the batches of pass `index` (integer or tensor)."""
 
+    def batches_from(self, index: Any, start: int) -> tf.data.Dataset:
+        """Returns the batches of pass `index` from `start` on."""
+        batches = self.batches(index)
+        return batches.skip(start) if start else batches
+
     def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
         """Returns pass `index`, cut for the replicas of a process."""
+        return self.pass_from(index, local, 0)
+
+    def pass_from(
+        self, index: Any, local: LocalReplicas, start: int
+    ) -> tf.data.Dataset:
+        """Returns pass `index` from a batch of each replica on, cut."""
         if self.totals_known:
-            return cut(self.batches(index), local)
-        return _sized(self.batches(index))
+            return cut(self.batches_from(index, start), local)
+        return _sized(self.batches(index)).skip(start * local.count)
 
     def shards(self, count: int) -> list[tf.data.Dataset]:
         """Returns the batches, which the workers deal among them."""
@@ -240,6 +254,7 @@ class MappedSource(Source):
         self.seekable = source.seekable
         self.totals_known = source.totals_known
         self.repeats = source.repeats
+        self.portable = source.portable
 
     def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
         """Returns pass `index` of the source, mapped."""

@@ -14,6 +14,7 @@ from mgpu_tf.data.sources import (
     MappedSource,
     Source,
 )
+from mgpu_tf.data.tasks import PreprocessedSource
 from mgpu_tf.errors import ConfigurationError, is_integer
 
 
@@ -50,7 +51,8 @@ def with_class_weight(source: Source, class_weight: dict[int, float]) -> Source:
                 f"numbers. Received: the class {name!r}."
             )
     # Keras has the weights of a tf.data.Dataset in float32 whatever floatx.
-    dataset = isinstance(source, (DatasetSource, FunctionSource))
+    kinds = (DatasetSource, FunctionSource, PreprocessedSource)
+    dataset = isinstance(source, kinds)
     dtype = "float32" if dataset else keras.config.floatx()
     last = np.iinfo(np.int64).max  # Above every class: there is always one.
     known = sorted((int(name), w) for name, w in class_weight.items())

@@ -74,10 +74,8 @@ class Reduction:
         """Sums gradients. On a replica."""
         sent = [self._sent(gradient) for gradient in gradients]
         context = tf.distribute.get_replica_context()
-        if not self._apart:
-            summed = context.all_reduce("sum", sent)
-        else:
-            summed = _in_packs(sent, context)
+        reduce = _in_packs if self._apart else _at_once
+        summed = reduce(sent, context)
         return [
             tf.cast(value, gradient.dtype)
             for value, gradient in zip(summed, gradients, strict=True)
@@ -87,6 +85,20 @@ class Reduction:
         if self._dtype is None or gradient.dtype.size <= self._dtype.size:
             return gradient
         return tf.cast(gradient, self._dtype)
+
+
+def _at_once(
+    gradients: list[tf.Tensor], context: tf.distribute.ReplicaContext
+) -> list[tf.Tensor]:
+    """Sums in one process; TensorFlow packs what is of one type only."""
+    summed = list(gradients)
+    for places in _of_one_type(list(range(len(gradients))), gradients):
+        parts = [gradients[place] for place in places]
+        for place, part in zip(
+            places, context.all_reduce("sum", parts), strict=True
+        ):
+            summed[place] = part
+    return summed
 
 
 def _in_packs(

@@ -144,8 +144,16 @@ class Session:
         shuffle: bool | str = False,
         steps: int | None = None,
     ) -> data_lib.Source:
-        """Returns data of any kind as global batches; as `data.as_source`."""
-        return data_lib.as_source(
+        """Returns data of any kind as global batches; as `data.as_source`.
+
+        A task of keras-hub takes raw data, such as texts; arrays of them keep
+        their order, as in the task's own `fit`.
+        """
+        preprocess = data_lib.preprocess_of(self.model)
+        if preprocess is not None and not data_lib.is_batched(x):
+            shuffle = data_lib.kept_order(shuffle)
+            x, y, sample_weight = self.arrays(x, y, sample_weight)
+        source = data_lib.as_source(
             x,
             y,
             sample_weight,
@@ -155,6 +163,19 @@ class Session:
             seed=self._seed or 0,
             steps=steps,
         )
+        if preprocess is None:
+            return source
+        return data_lib.PreprocessedSource(source, preprocess, self.model.name)
+
+    def arrays(self, *data: Any) -> tuple[Any, ...]:
+        """Returns arrays as they are, or by the rule of keras-hub for a task.
+
+        Args:
+            *data: Arrays, nested, or None.
+        """
+        if data_lib.preprocess_of(self.model) is None:
+            return data
+        return data_lib.arrays_of(data)
 
     def feed_once(self, source: data_lib.Source, steps: int | None) -> DataFeed:
         """Returns a feed of whole passes, for evaluations."""

@@ -179,7 +179,8 @@ class Trainer:
                 `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator
                 of global batches; or a function from
                 `tf.distribute.InputContext` to a dataset batched with the
-                per-replica size.
+                per-replica size. For a task of keras-hub they hold raw
+                data, such as texts; a list is then one array.
             y: Targets, for arrays; nested as well.
             batch_size: Global batch size, for arrays; 32 by default, or with
                 `steps_per_epoch` what that number of steps needs.
@@ -192,7 +193,8 @@ class Trainer:
             validation_data: `(x, y)`, `(x, y, sample_weight)`, a dataset or
                 a dataset_fn, evaluated at the end of epochs.
             shuffle: Whether arrays come in a new order each epoch; "batch"
-                shuffles within batches.
+                shuffles within batches. Arrays of a task of keras-hub keep
+                their order, as in the task's own `fit`.
             class_weight: The weight of the examples of each class, for
                 integer targets or one-hot ones; a class left out weighs 1.
             sample_weight: Weights, for arrays.
@@ -221,6 +223,10 @@ class Trainer:
         with self._session.peers.together("fit"):
             saving = saving_of(checkpoint_dir, checkpoint)
             if validation_split:
+                if not data_lib.is_batched(x):
+                    x, y, sample_weight = self._session.arrays(
+                        x, y, sample_weight
+                    )
                 (x, y, sample_weight), validation_data = split_validation(
                     x, y, sample_weight, validation_split, validation_data
                 )
@@ -495,8 +501,9 @@ class Trainer:
         """Returns arrays as a source of a single batch."""
         if not kind_of(self.strategy).in_step:
             raise ConfigurationError(by_batch(method))
-        rows = len(tf.nest.flatten(x)[0])
-        return self._session.source(x, y, sample_weight, batch_size=rows)
+        (inputs,) = self._session.arrays(x)
+        rows = len(tf.nest.flatten(inputs)[0])
+        return self._session.source(inputs, y, sample_weight, batch_size=rows)
 
     def _scores(self, logs: Logs, return_dict: bool) -> Any:
         if return_dict:

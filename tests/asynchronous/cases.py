@@ -174,6 +174,26 @@ def equal(name, strategy):
     }
 
 
+def task_of_keras_hub(strategy):
+    """Trains on raw text, which the coordinator preprocesses."""
+    from tests.jobs import tasks
+
+    texts = tasks.texts()
+    found = []
+    for each in (strategy, mgpu_tf.create_one_device_strategy("CPU:0")):
+        trainer = mgpu_tf.Trainer(tasks.language_model, each)
+        trainer.fit(texts, batch_size=8, epochs=2, verbose=0)
+        found.append(
+            [
+                trainer.model.get_weights(),
+                trainer.evaluate(texts, batch_size=8, verbose=0),
+                trainer.predict(texts, batch_size=8, verbose=0),
+                trainer.examples_seen,
+            ]
+        )
+    return largest(*found)
+
+
 def saved_in_accumulation(strategy):
     """Saves every 4 steps of a run whose updates take 3."""
     build = model_of(lambda: sgd(0.1, gradient_accumulation_steps=3))
@@ -520,6 +540,7 @@ CASES = {
     "statistics": slots.statistics,
     "digits_900": digits_900,
     "saved_in_accumulation": saved_in_accumulation,
+    "task_of_keras_hub": task_of_keras_hub,
     "scores_of_1797": scores_of_1797,
     "each_example_once": each_example_once,
     "sharded_embedding": sharded_embedding,

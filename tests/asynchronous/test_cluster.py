@@ -71,7 +71,7 @@ def one_worker(tmp_path_factory):
     # What saves makes operations repeat from there on, so it comes last.
     cases = [f"equal_{name}" for name in EQUAL]
     cases += [f"text_{name}" for name in TEXT]
-    cases.append("saved_in_accumulation")
+    cases += ["task_of_keras_hub", "saved_in_accumulation"]
     start(1, 1, cases, folder)
     return folder
 
@@ -109,6 +109,10 @@ def test_one_worker_trains_embeddings_as_keras_does(name, one_worker):
     found = result(one_worker, f"text_{name}")
     assert found["moved"] > 0.01
     assert found["difference"] < 1e-12
+
+
+def test_a_task_of_keras_hub_equals_one_device(one_worker):
+    assert result(one_worker, "task_of_keras_hub") < 1e-5
 
 
 def test_a_save_waits_for_the_end_of_an_update(one_worker):

@@ -351,8 +351,11 @@ def _next_of(iterator: Any) -> Callable[[tf.Tensor], Batch]:
 
 
 def calls_python(source: Source) -> bool:
-    """Returns whether a source's datasets need the coordinator's Python."""
-    if not source.repeats:
+    """Returns whether a source's datasets need the coordinator's Python.
+
+    Or what else there is in its process alone.
+    """
+    if not source.repeats or not source.portable:
         return True
     return b"PyFunc" in serialized(source.shards(1)[0]).numpy()
 
