@@ -98,6 +98,33 @@ def test_gradient_of_zero_under_adam_is_noise(strategies):
     assert "own/before computes in float32" in report.precision
 
 
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_a_sign_of_rounding_is_noise(synchronized, strategies):
+    """Lion takes the sign of a gradient that is zero but for rounding."""
+    normalized = build(
+        lambda: keras.layers.Dense(1, name="before"),
+        lambda: keras.layers.BatchNormalization(
+            synchronized=synchronized, name="norm"
+        ),
+        optimizer="lion",
+    )
+    report = mgpu_tf.check_parity(
+        normalized,
+        tuple(np.tile(each.T, 4).T for each in data()),
+        [strategies["mirrored_x3"]],
+        steps=12,
+        batch_size=30,
+    )
+    assert report.precision == "float64"
+    assert report.same is synchronized, report
+    [row] = report.rows
+    assert "own/before/bias" in row.adrift
+    assert "own/before/kernel" not in row.adrift
+    if synchronized:
+        assert row.difference < 1e-9
+        assert "same but for what rounding alone moves: " in str(report)
+
+
 def convolution(dtype=None):
     def build_model():
         model = keras.Sequential(

@@ -53,6 +53,11 @@ MOTION = 1e-6
 # be quiet by chance.
 NUDGES = {"float64": 1}
 OTHER_NUDGES = 3
+# A weight whose noise is more than this part of how far weights have moved
+# goes where rounding takes it: its gradient is zero, and the optimizer takes
+# the sign of it, as Lion does. It is named, and not judged.
+ADRIFT = {UNITS["float64"]: MOTION}
+OTHERS_ADRIFT = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +83,12 @@ class Row:
 
     Attributes:
         strategy: Its name and number of replicas.
-        difference: The largest difference of any weight after any step.
-        noise: The same for one device with nudged initial weights.
+        difference: The largest difference of any weight after any step, of
+            those that are judged.
+        noise: The same of all weights for one device, nudged.
         loss_difference: The largest relative difference of the loss.
         mismatch: The first mismatch, None where there is none.
+        adrift: The weights that rounding alone moves, which are not judged.
     """
 
     strategy: str
@@ -89,6 +96,7 @@ class Row:
     noise: float
     loss_difference: float
     mismatch: Mismatch | None
+    adrift: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +131,9 @@ class ParityReport:
         ]
         for row in self.rows:
             verdict = "same"
+            if row.adrift:
+                names = ", ".join(row.adrift)
+                verdict = f"same but for what rounding alone moves: {names}"
             if row.mismatch is not None:
                 first = row.mismatch
                 verdict = (
@@ -294,6 +305,7 @@ def compare(
         max(judge.noise, default=0.0),
         judge.loss_difference,
         judge.mismatch,
+        tuple(reference.names[index] for index in sorted(judge.adrift)),
     )
 
 
@@ -316,6 +328,26 @@ class _Judge:
         self.difference = 0.0
         self.loss_difference = 0.0
         self.mismatch: Mismatch | None = None
+        self.adrift = self._find_adrift()
+
+    def _find_adrift(self) -> set[int]:
+        """Returns the places of weights that go where rounding takes them."""
+        of, last = self._reference, len(self._reference.weights) - 1
+        motions = list(map(_largest, of.weights[last], of.initial))
+        trained = [index for index, each in enumerate(of.trained) if each]
+        farthest = max((motions[index] for index in trained), default=0.0)
+        limit = ADRIFT.get(of.unit, OTHERS_ADRIFT)
+        found = {
+            index
+            for index, motion in enumerate(motions)
+            if np.issubdtype(of.weights[last][index].dtype, np.floating)
+            for moved in [farthest if of.trained[index] else motion]
+            for run in self._nudged
+            for step in range(last + 1)
+            if _noise(run, of, step, index) > limit * moved > 0.0
+        }
+        # Where all are, they are judged by their noise after all.
+        return set() if found.issuperset(trained) else found
 
     def weights(
         self, step: int, ours: list[np.ndarray], theirs: list[np.ndarray]
@@ -332,6 +364,8 @@ class _Judge:
             if of.trained[index]:
                 motion = max(motion, self._moved)
             difference = _largest(ours[index], theirs[index])
+            if index in self.adrift:
+                continue
             self.difference = float(np.maximum(self.difference, difference))
             allowed = _allowed(noise, theirs[index], motion, of.unit)
             self._note(step, name, difference, allowed)
