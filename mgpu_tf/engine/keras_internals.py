@@ -2,8 +2,8 @@
 
 Keras's public interface has no way to build a compiled model's metrics before
 the first step, to see one loss at a time, or to apply gradients that are
-already reduced. `tests/test_keras_internals.py` fails on the release of Keras
-that moves one of the names used here.
+already reduced. `tests/engine/test_keras_internals.py` fails on the release of
+Keras that moves one of the names used here.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ import os
 import keras
 
 import mgpu_tf
-from tests import test_author, test_custom_training, test_on_batch
+from tests.engine import test_overridden_step
+from tests.training import test_custom_loop, test_on_batch
 
 
 def _in_float64(job):
@@ -19,9 +20,9 @@ def _in_float64(job):
 
 def gan(strategy, folder):
     del folder
-    trainer = mgpu_tf.Trainer(test_author.build_gan, strategy)
+    trainer = mgpu_tf.Trainer(test_overridden_step.build_gan, strategy)
     history = trainer.fit(
-        *test_author.arrays((3, 5)), **test_author.FIT
+        *test_overridden_step.arrays((3, 5)), **test_overridden_step.FIT
     ).history
     weights = [weight.tolist() for weight in trainer.model.get_weights()]
     return {"history": history, "weights": weights}
@@ -30,7 +31,7 @@ def gan(strategy, folder):
 def on_batch(strategy, folder):
     del folder
     trainer = mgpu_tf.Trainer(test_on_batch.build, strategy)
-    x, y = test_author.arrays()
+    x, y = test_overridden_step.arrays()
     scores = [trainer.train_on_batch(x[:n], y[:n]) for n in (8, 7)]
     predicted = trainer.predict_on_batch(x[:7]).tolist()
     return {"scores": scores, "predicted": predicted}
@@ -39,16 +40,16 @@ def on_batch(strategy, folder):
 def loop(strategy, folder):
     """Goes on from a checkpoint in the middle."""
     saved = os.path.join(folder, "loop")
-    own = mgpu_tf.Loop(test_custom_training.build, strategy)
+    own = mgpu_tf.Loop(test_custom_loop.build, strategy)
     logs = []
-    for number, batch in enumerate(test_custom_training.batches()):
+    for number, batch in enumerate(test_custom_loop.batches()):
         if number == 3:
             own.save(saved, number=number)
-            own = mgpu_tf.Loop(test_custom_training.build, strategy, seed=5)
+            own = mgpu_tf.Loop(test_custom_loop.build, strategy, seed=5)
             assert own.restore(saved) == {"number": number}
-        logs.append(own.run(test_custom_training.d_step, batch))
-        logs.append(own.run(test_custom_training.g_step, batch))
-    values = test_custom_training.values(own.objects)
+        logs.append(own.run(test_custom_loop.d_step, batch))
+        logs.append(own.run(test_custom_loop.g_step, batch))
+    values = test_custom_loop.values(own.objects)
     return {"logs": logs, "values": [value.tolist() for value in values]}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import mgpu_tf
 from tests import columns
-from tests.test_author import arrays, float64, network  # noqa: F401
+from tests.engine.test_overridden_step import arrays, float64, network  # noqa: F401
 
 BATCHES = (8, 7, 8, 5)
 

@@ -93,7 +93,7 @@ def test_other_pipelines_differ():
 
 def test_processes_agree():
     code = (
-        "import json; from tests.test_order import fingerprints;"
+        "import json; from tests.data.test_order import fingerprints;"
         "print(json.dumps(fingerprints()))"
     )
     printed = {

@@ -9,12 +9,14 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from tests import clusters, columns, test_author, test_on_batch
+from tests import clusters, columns
+from tests.engine import test_overridden_step
+from tests.engine.test_overridden_step import arrays, float64, network  # noqa: F401
 from tests.jobs import own_steps
-from tests.test_author import arrays, float64, network  # noqa: F401
+from tests.training import test_on_batch
 
 ops = keras.ops
-DOCS = pathlib.Path(__file__).parent.parent / "docs" / "custom_training.md"
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "custom_training.md"
 
 
 def build():
@@ -123,7 +125,9 @@ def test_the_code_of_the_docs_runs(tmp_path, monkeypatch, capsys):
 
 def test_two_workers(tmp_path):
     observed = clusters.run_jobs(own_steps, 2, str(tmp_path))
-    model, history = test_author.by_keras(test_author.build_gan, arrays((3, 5)))
+    model, history = test_overridden_step.by_keras(
+        test_overridden_step.build_gan, arrays((3, 5))
+    )
     for found in observed["gan"]:
         for name, values_ in history.items():
             np.testing.assert_allclose(

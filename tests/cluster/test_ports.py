@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from mgpu_tf.cluster.ports import is_listening, reserved
+from mgpu_tf.cluster.ports import answers, reserved
 
 
 @contextlib.contextmanager
@@ -41,12 +41,12 @@ def test_not_given_to_who_asks_for_any():
 @pytest.mark.parametrize("address", ["127.0.0.1", ""])
 def test_server_takes_it(address):
     with reserved(1) as (port,):
-        assert not is_listening("127.0.0.1", port)
+        assert not answers(f"127.0.0.1:{port}")
         with bound(port, reuse=True, address=address) as server:
-            assert not is_listening("127.0.0.1", port)
+            assert not answers(f"127.0.0.1:{port}")
             server.listen()
-            assert is_listening("127.0.0.1", port)
-        assert not is_listening("127.0.0.1", port)
+            assert answers(f"127.0.0.1:{port}")
+        assert not answers(f"127.0.0.1:{port}")
 
 
 def test_refused_without_reuse():

@@ -73,12 +73,12 @@ COMMANDS = {
         "'digit'",
     ),
     "dataset_of_nothing": (
-        "train --dataset=tests.test_bad_input:nothing",
+        "train --dataset=tests.training.test_bad_input:nothing",
         "(x_train, y_train)",
     ),
     "model_without_module": ("train --model=no_such:f", "no_such"),
     "model_of_nothing": (
-        "train --model=tests.test_bad_input:nothing",
+        "train --model=tests.training.test_bad_input:nothing",
         "NoneType",
     ),
     "model_file_of_another_kind": ("train --initial_model=m.h5", ".keras"),
@@ -116,7 +116,7 @@ COMMANDS = {
     "output_is_a_file": ("train --output_dir=/dev/null", "/dev/null"),
     "data_is_a_file": ("train --data_dir=/dev/null/a", "/dev/null"),
     "parity_of_nothing": (
-        "parity --dataset=digits --model=tests.test_bad_input:nothing",
+        "parity --dataset=digits --model=tests.training.test_bad_input:nothing",
         "NoneType",
     ),
     "launch_of_nothing": ("launch --num_workers=2", "command"),

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import mgpu_tf
-from tests.test_data_structures import (
+from tests.data.test_structures import (
     BATCHES,
     NAMES,
     OPTIONS,

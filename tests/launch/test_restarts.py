@@ -9,7 +9,7 @@ from mgpu_tf.errors import PREEMPTED, ConfigurationError
 from mgpu_tf.launch import local
 from mgpu_tf.launch.policy import RestartPolicy
 from mgpu_tf.launch.process import oom_kills
-from tests.test_launch_local import (
+from tests.launch.test_local import (
     STAY,
     assert_gone,
     command,
