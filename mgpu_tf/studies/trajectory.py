@@ -3,7 +3,7 @@
     with precision("float64"):
         trajectory = record(build_model, batches, strategy)
 
-What two of them have in common is judged by `studies/parity.py`.
+What two of them have in common is judged by `studies/verdict.py`.
 """
 
 from __future__ import annotations

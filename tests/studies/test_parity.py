@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.studies import causes, parity
+from mgpu_tf.studies import causes, verdict
 from mgpu_tf.studies import trajectory as trajectories
 from tests import clusters
 
@@ -431,7 +431,7 @@ def test_judged_by_the_noise_so_far(ours, same):
     """Where the nudged run began does not count."""
     reference = trajectory(1.0, 2.0)
     nudged = trajectory(1.5, 2.51, initial=0.5)
-    row = parity.compare("x", trajectory(*ours), reference, [nudged])
+    row = verdict.compare("x", trajectory(*ours), reference, [nudged])
     assert (row.mismatch is None) is same
     if not same:
         assert row.mismatch.step == (1 if ours[0] != 1.0 else 2)
@@ -439,7 +439,7 @@ def test_judged_by_the_noise_so_far(ours, same):
 
 def test_the_reported_loss_is_judged():
     reference = trajectory(1.0, 2.0, losses=[3.0, 2.0])
-    row = parity.compare(
+    row = verdict.compare(
         "x",
         trajectory(1.0, 2.0, losses=[3.0, 2.001]),
         reference,
@@ -453,7 +453,7 @@ def test_the_reported_loss_is_judged():
 def test_a_step_less_is_no_parity():
     reference = trajectory(1.0, 2.0)
     with pytest.raises(ValueError, match="longer"):
-        parity.compare(
+        verdict.compare(
             "x", trajectory(1.0, losses=[1.0] * 2), reference, [reference]
         )
 
