@@ -48,6 +48,15 @@ def explained(source: data_lib.Source) -> Iterator[None]:
     except tf.errors.InvalidArgumentError as error:
         if data_lib.SIZES_DIFFER in str(error):
             raise ConfigurationError(data_lib.SIZES_DIFFER) from error
+        if isinstance(source, data_lib.PreprocessedSource) and (
+            "must feed a value for placeholder" in str(error)
+        ):
+            raise ConfigurationError(
+                "On 'parameter_server' a task cannot preprocess with tables, "
+                "which are then on the servers. Received: a task whose "
+                "preprocessor looks words up in one. Preprocess the data "
+                "first, and set preprocessor=None in build_model."
+            ) from error
         found = _LABEL.search(str(error))
         if found is None:
             raise

@@ -112,7 +112,9 @@ def test_one_worker_trains_embeddings_as_keras_does(name, one_worker):
 
 
 def test_a_task_of_keras_hub_equals_one_device(one_worker):
-    assert result(one_worker, "task_of_keras_hub") < 1e-5
+    found = result(one_worker, "task_of_keras_hub")
+    assert found["difference"] < 1e-5
+    assert "Received: a task whose preprocessor looks" in found["refused"]
 
 
 def test_a_save_waits_for_the_end_of_an_update(one_worker):
