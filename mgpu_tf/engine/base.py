@@ -278,6 +278,8 @@ class Engine(abc.ABC):
         """Creates the variables of the model's layers, and nothing else."""
         with self._strategy.scope():
             building.build_layers(self._model, source.example())
+        # Replicas write where the generator of unseeded draws is.
+        keras_internals.global_seed_of(self._strategy)
 
 
 def _check_compiled(

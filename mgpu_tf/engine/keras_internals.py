@@ -510,6 +510,25 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
     return [state for _, state in random_layers(model)]
 
 
+def global_seed_of(strategy: tf.distribute.Strategy) -> Any:
+    """Returns the state of the generator of unseeded draws, if there is one.
+
+    A generator that was made outside of the strategy, whose state replicas
+    cannot write, is replaced by one that goes on from there.
+    """
+    generator = global_seed_generator()
+    if generator is None:
+        return None
+    state = generator.state
+    if not strategy.extended.variable_created_in_scope(state.value):
+        with strategy.scope():
+            inside = keras.random.SeedGenerator(0)
+            inside.state.assign(state.numpy())
+        lend_global_seed(inside)
+        state = inside.state
+    return state
+
+
 def global_seed_state(*, create: bool = False) -> Any:
     """Returns the state of the generator behind `keras.random` and no seed.
 

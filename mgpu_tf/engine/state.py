@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -48,7 +49,8 @@ class ReplicaState:
 
     Attributes:
         metrics: The variables of the model's metrics.
-        seeds: The states of random layers.
+        seeds: The states of random layers, and of unseeded draws.
+        generator: Keras's generator of unseeded draws, where there is one.
         layers: The state of other layers; frozen weights are not among it.
         variables: All that a step may write, weights too.
         stored_once: Whether there is one copy for all replicas.
@@ -85,6 +87,7 @@ class ReplicaState:
         self._declared = frozenset(self._rules)
         self._moving = {id(v) for v in keras_internals.moving_statistics(model)}
         self._touched: dict[int, keras.Variable] = {}
+        self.generator: Any = None
         self._authored = False
         self._warned: set[int] = set()
 
@@ -96,19 +99,26 @@ class ReplicaState:
             for variable in [*self.metrics, *self.layers]
         )
 
-    def add_global_seed(self, strategy: tf.distribute.Strategy) -> None:
+    def add_global_seed(
+        self, strategy: tf.distribute.Strategy, *, create: bool = False
+    ) -> None:
         """Counts Keras's generator of unseeded draws among the seeds.
-
-        It is made here, since no variable can be made on a replica.
 
         Args:
             strategy: The model's strategy.
+            create: Whether to make it where nothing has drawn from it yet,
+                since no variable can be made on a replica.
         """
-        with strategy.scope():
-            seed = keras_internals.global_seed_state(create=True)
-        made_inside = strategy.extended.variable_created_in_scope(seed.value)
-        if made_inside and all(seed is not state for state in self.seeds):
+        if create:
+            with strategy.scope():
+                keras_internals.global_seed_state(create=True)
+        seed = keras_internals.global_seed_of(strategy)
+        self.generator = keras_internals.global_seed_generator()
+        if seed is not None and all(seed is not s for s in self.seeds):
             self.seeds.append(seed)
+            self.variables = _unique([*self.variables, seed])
+            self._rules[id(seed)] = Rule.AGREED
+            self._declared |= {id(seed)}
 
     def is_metric(self, variable: keras.Variable) -> bool:
         """Returns whether a variable belongs to a metric."""
@@ -372,6 +382,11 @@ class SharedState(ReplicaState):
     """State of which there is one copy for all replicas."""
 
     stored_once = True
+
+    @contextlib.contextmanager
+    def replica_seeds_in_place(self) -> Iterator[None]:
+        """Leaves the seeds as they are: replicas cannot have their own."""
+        yield
 
     def write(self, writes: Writes) -> None:
         """Writes what the replicas gave, brought together. On a replica."""

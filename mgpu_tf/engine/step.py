@@ -97,6 +97,8 @@ class ReplicaStep:
         tape: tf.GradientTape | None = None,
     ) -> tuple[_StepScope, tf.Tensor, Writes, Logs]:
         model = self._model
+        if self._state.generator is not None:
+            keras_internals.lend_global_seed(self._state.generator)
         if self._replicas > 1 or self._state.reads_rules:
             data = tf.nest.map_structure(_of_unknown_length, data)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -360,8 +362,16 @@ def _total(gradients: list[Any]) -> Any:
     return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
 
 
-def outputs_of(model: keras.Model, data: Any) -> Any:
-    """Returns what a model predicts for the rows of one replica."""
+def outputs_of(model: keras.Model, data: Any, generator: Any) -> Any:
+    """Returns what a model predicts for the rows of one replica.
+
+    Args:
+        model: The model.
+        data: The rows.
+        generator: That of unseeded draws; None where there is none.
+    """
+    if generator is not None:
+        keras_internals.lend_global_seed(generator)
     if keras_internals.overrides(model, "predict_step"):
         return model.predict_step(data)
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)

@@ -118,6 +118,7 @@ class AsynchronousEngine(Engine):
         self._loss = GlobalLoss(self._model)
         replicas = self._strategy.num_replicas_in_sync
         self._state = ReplicaState(self._model, replicas, asynchronous=True)
+        self._state.add_global_seed(self._strategy)
         self._step = ReplicaStep(self._model, self._loss, self._state, replicas)
         # Several GPUs of a worker each keep to their own copies.
         weights = self._model.trainable_variables if replicas == 1 else []

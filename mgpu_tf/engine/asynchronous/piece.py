@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.data.structures import rows
+from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.asynchronous.packed_variables import Packs
 from mgpu_tf.engine.asynchronous.state import SharedStatistics
 from mgpu_tf.engine.asynchronous.update import AsynchronousUpdate
@@ -355,9 +356,11 @@ def predict(
     """
     read = work.reader(iterator, arguments)
     replicas = strategy.num_replicas_in_sync
+    generator = keras_internals.global_seed_generator()
 
     def on_replica(data: Any, size: tf.Tensor) -> Any:
-        return outputs_of(model, _share_of(data, size, replicas)[0])
+        rows = _share_of(data, size, replicas)[0]
+        return outputs_of(model, rows, generator)
 
     def outputs(data: Any, size: tf.Tensor) -> Any:
         return tf.nest.map_structure(

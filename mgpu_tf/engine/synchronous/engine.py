@@ -167,7 +167,7 @@ class SynchronousEngine(Engine):
             return
         self.build(source)
         self._loss = GlobalLoss(self._model)
-        self._state = state_for(self._model, self._strategy)
+        self._state = self._make_state()
         self._update = Update(
             self._model.optimizer,
             self._model.trainable_variables,
@@ -181,9 +181,14 @@ class SynchronousEngine(Engine):
         authored = keras_internals.overrides(self._model, "train_step")
         if authored and self._local.total > 1:
             check_held(self._model)
-            self._state.add_global_seed(self._strategy)
+            self._state.add_global_seed(self._strategy, create=True)
             self._probe = Probe(self._model, self._strategy, self._state)
         self._prepared = True
+
+    def _make_state(self) -> ReplicaState:
+        state = state_for(self._model, self._strategy)
+        state.add_global_seed(self._strategy)
+        return state
 
     def reset_metrics(self) -> None:
         """Sets every metric of the model to its beginning."""
@@ -442,9 +447,15 @@ class SynchronousEngine(Engine):
         total = self._first(total)
         ended = self._ended_on(source, total)
         like: list[Any] = []
+        generator = keras_internals.global_seed_generator()
+        state = self._state if self._prepared else self._make_state()
+
+        def on_replica(rows: Any) -> Any:
+            with state.replica_seeds_in_place():
+                return outputs_of(self._model, rows, generator)
 
         def outputs() -> Any:
-            every = self._strategy.run(outputs_of, args=(self._model, data))
+            every = self._strategy.run(on_replica, args=(data,))
             every = tf.nest.map_structure(self._rows_of_worker, every)
             if self._topology.num_workers > 1:
                 every = tf.nest.map_structure(

@@ -1,0 +1,78 @@
+"""Numbers that a model draws from `keras.random` without a seed.
+
+Keras keeps one generator for them, which goes on from step to step.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+import mgpu_tf
+
+ROWS = 12
+
+
+def build():
+    inputs = keras.Input((4,))
+    noisy = keras.layers.Lambda(
+        lambda x: x + keras.random.normal(keras.ops.shape(x), stddev=0.5)
+    )(inputs)
+    outputs = keras.layers.Dense(1, kernel_initializer="ones")(noisy)
+    model = keras.Model(inputs, outputs)
+    # Nothing is learned: what changes from step to step is drawn.
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    return model
+
+
+def arrays():
+    x = np.ones([ROWS, 4], np.float32)
+    return x, x.sum(1)
+
+
+def losses(fit, epochs=3):
+    x, y = arrays()
+    done = fit(x, y, batch_size=ROWS, epochs=epochs, shuffle=False, verbose=0)
+    return done.history["loss"]
+
+
+def test_one_device_draws_as_keras(strategies):
+    keras.utils.set_random_seed(0)
+    model = build()
+    expected = losses(model.fit)
+    predicted = model.predict(arrays()[0], batch_size=ROWS, verbose=0)
+    assert len(set(expected)) == 3
+    trainer = mgpu_tf.Trainer(build, strategies["one_device"], seed=0)
+    assert losses(trainer.fit) == pytest.approx(expected, rel=1e-5)
+    again = trainer.predict(arrays()[0], batch_size=ROWS, verbose=0)
+    np.testing.assert_allclose(again, predicted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mirrored_x3", "central_storage_x2"])
+def test_steps_draw_anew(name, strategies):
+    trainer = mgpu_tf.Trainer(build, strategies[name], seed=0)
+    assert len(set(losses(trainer.fit))) == 3
+
+
+def test_replicas_draw_apart(strategies):
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"], seed=0)
+    x, _ = arrays()
+    first, second = (
+        trainer.predict(x, batch_size=ROWS, verbose=0)[:, 0] for _ in range(2)
+    )
+    # All rows are alike, so that any two that are equal were drawn alike.
+    assert len(np.unique(np.concatenate([first, second]))) == 2 * ROWS
+
+
+def test_a_generator_from_before(strategies):
+    """What was drawn outside of the strategy's scope is gone on from."""
+    keras.utils.set_random_seed(0)
+    keras.random.normal([2])
+    expected = losses(build().fit)
+    keras.utils.set_random_seed(0)
+    keras.random.normal([2])
+    trainer = mgpu_tf.Trainer(build, strategies["one_device"], seed=None)
+    assert losses(trainer.fit) == pytest.approx(expected, rel=1e-5)
+    keras.utils.set_random_seed(0)
+    keras.random.normal([2])
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"], seed=None)
+    assert len(set(losses(trainer.fit))) == 3
