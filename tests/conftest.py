@@ -28,6 +28,19 @@ def strategies():
     }
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Puts back what a test may leave set for the whole process.
+
+    A run with checkpoints makes operations repeat bit for bit, and TensorFlow
+    then draws nothing without a seed.
+    """
+    yield
+    from tensorflow.python.framework import config
+
+    config.disable_op_determinism()
+
+
 @pytest.fixture
 def floatx_of():
     """Sets the type that a case is run in, for the length of a test."""

@@ -60,6 +60,7 @@ class _Here:
         calls: Those that it is in, the outermost first.
         watch: Tells what it waits in, while it is in a call.
         lost: The call that the cluster has ended in, and why.
+        parted: Whether the others know, or were waited for.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,7 @@ class _Here:
         self.calls: list[Call] = []
         self.watch: messages.Watch | None = None
         self.lost: tuple[int, str] | None = None
+        self.parted = False
 
 
 _HERE = _Here()
@@ -320,9 +322,28 @@ class Peers:
             self._tell(call, failed, aborted=is_abort(error))
         elif call.apart:
             self._lose(call, described(self._worker, failed))
+        self._part_together()
         if failed is error:
             raise error
         raise failed from None
+
+    def _part_together(self) -> None:
+        """Lets no worker end before the others know why the cluster has.
+
+        The first worker holds what they are told; it waits until all have
+        heard it, once, and not for long, since some may be dead.
+        """
+        if _HERE.lost is None or _HERE.parted:
+            return
+        _HERE.parted = True
+        end = time.monotonic() + _PATIENCE_SECONDS
+        with contextlib.suppress(tf.errors.OpError):
+            if self._worker:
+                messages.put(f"{_LOST}/heard/{self._worker}", "")
+                return
+            for worker in range(1, self._workers):
+                left = max(end - time.monotonic(), 0.0)
+                messages.take(f"{_LOST}/heard/{worker}", 1 + int(1000 * left))
 
     def _told(self, call: Call, milliseconds: int) -> Exception | None:
         """Returns what another worker has failed with."""

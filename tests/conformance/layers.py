@@ -89,7 +89,10 @@ SUITED = {
     "Attention": _attention(
         lambda: layers.Attention(dropout=0.3, seed=1), (MASKS,)
     ),
-    "AugMix": _random(lambda: layers.AugMix(value_range=(0, 1), seed=1)),
+    # Rotations of Keras compute in float32 and refuse images in float64.
+    "AugMix": _random(
+        lambda: layers.AugMix(value_range=(0, 1), seed=1, dtype="float32")
+    ),
     "BatchNormalization": _on_points(
         layers.BatchNormalization, (UNSYNCHRONIZED,)
     ),
@@ -130,7 +133,7 @@ SUITED = {
         lambda: layers.RNN(layers.GRUCell(3), return_sequences=True)
     ),
     "RandAugment": _random(
-        lambda: layers.RandAugment(value_range=(0, 1), seed=1)
+        lambda: layers.RandAugment(value_range=(0, 1), seed=1, dtype="float32")
     ),
     "RandomBrightness": _random(
         lambda: layers.RandomBrightness(0.2, value_range=(0, 1), seed=1)
@@ -166,7 +169,9 @@ SUITED = {
     "RandomPosterization": _random(
         lambda: layers.RandomPosterization(4, value_range=(0, 1), seed=1)
     ),
-    "RandomRotation": _random(lambda: layers.RandomRotation(0.2, seed=1)),
+    "RandomRotation": _random(
+        lambda: layers.RandomRotation(0.2, seed=1, dtype="float32")
+    ),
     "RandomSaturation": _random(
         lambda: layers.RandomSaturation(0.3, value_range=(0, 1), seed=1)
     ),
