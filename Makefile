@@ -1,7 +1,7 @@
 # make setup   the environment, in .venv
 # make demo    the main job: two worker processes, then one device
-# make test    the default test suite
-# make test-full  every test, the slow ones too
+# make test    the default tests, within 12 minutes on two quiet cores
+# make test-full  the full tier: what the default leaves out
 # make lint    ruff and mypy
 # make soak    kills jobs and compares weights; FAULTS=30 SEED=1
 # make bench   the benchmarks; ONLY=name, ARGS=--continue
@@ -23,11 +23,14 @@ setup: $(VENV)/.base
 demo: $(VENV)/.base
 	$(BIN)/python experiments/demo.py
 
+# Two processes; the tests of a file share what they start.
+TWO := --numprocesses=2 --dist=loadfile
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(TWO) $(ARGS)
 
 test-full: $(VENV)/.test
-	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+	$(BIN)/python -m pytest -m full $(TWO) $(ARGS)
 
 parity: $(VENV)/.test
 	$(BIN)/python -m tests.parity.run $(ARGS)

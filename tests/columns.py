@@ -8,6 +8,6 @@ import pytest
 
 EVERY = [
     "mirrored_x3",
-    pytest.param("one_device", marks=pytest.mark.slow),
-    pytest.param("mirrored_x2", marks=pytest.mark.slow),
+    pytest.param("one_device", marks=pytest.mark.full),
+    pytest.param("mirrored_x2", marks=pytest.mark.full),
 ]

@@ -90,6 +90,7 @@ def test_output_dir_that_cannot_be(tmp_path):
     assert "output_dir must be" in done.stderr
 
 
+@pytest.mark.full
 def test_example_script_on_its_own_and_under_launch(data_dir):
     """`experiments/train.py` is the same file in both."""
     script = os.path.join(clusters.ROOT, "experiments", "train.py")

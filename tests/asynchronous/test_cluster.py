@@ -233,6 +233,7 @@ def test_rows_of_an_embedding_on_all_parameter_servers(three_workers):
     assert found["untouched"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", slots.OPTIMIZERS)
 def test_no_update_of_a_slot_is_lost(name, updating_at_once):
     """Three workers end with the slots of one device, and Keras's own."""
@@ -245,6 +246,7 @@ def test_no_update_of_a_slot_is_lost(name, updating_at_once):
     assert max(found["slots"].values()) < bound, found["slots"]
 
 
+@pytest.mark.full
 def test_no_worker_sees_half_of_an_update(updating_at_once):
     """Every update makes weights negative before it constrains them."""
     found = result(updating_at_once, "half_made")
@@ -253,6 +255,7 @@ def test_no_worker_sees_half_of_an_update(updating_at_once):
     assert found["count"] == found["steps"]
 
 
+@pytest.mark.full
 def test_no_batch_of_a_moving_statistic_is_lost(updating_at_once):
     found = result(updating_at_once, "statistics")
     assert len(found) == 4

@@ -103,6 +103,7 @@ def result(tmp_path_factory):
     }
 
 
+@pytest.mark.full
 def test_training_completes(result):
     assert result["global_step"] == 5 * 240
     assert result["examples_seen"] == 5 * 960

@@ -21,6 +21,7 @@ def two_workers_x2(folder):
     return clusters.run_jobs(moved, 2, folder, num_virtual_devices=2)
 
 
+@pytest.mark.full
 def test_ended_in_the_middle(two_workers_x2, folder):
     assert two_workers_x2["ended"] == [{"ended": True}, {"ended": True}]
     newest = store.newest(os.path.join(folder, "ended"))
@@ -30,6 +31,7 @@ def test_ended_in_the_middle(two_workers_x2, folder):
     assert newest.step % 10 and newest.step % 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("column", ["one_device", "mirrored_x4"])
 def test_goes_on_elsewhere(
     column, two_workers_x2, folder, strategies, tmp_path

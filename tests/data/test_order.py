@@ -91,6 +91,7 @@ def test_other_pipelines_differ():
     assert len(set(found.values())) == len(found), found
 
 
+@pytest.mark.full
 def test_processes_agree():
     code = (
         "import json; from tests.data.test_order import fingerprints;"

@@ -296,6 +296,7 @@ class Looked(keras.Model):
         return self.last(hidden)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_run_eagerly(name, strategies):
     def build():

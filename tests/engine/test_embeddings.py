@@ -37,7 +37,7 @@ def float64():
     cases.set_floatx("float32")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_as_keras(name, strategies):
     case = cases.Case(cases.text_model(OPTIMIZERS[name]), cases.text)

@@ -484,6 +484,7 @@ def test_refused_by_name_on_several_replicas(name, strategies):
     assert "mgpu_tf.mean_over_batch" in str(error.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", REFUSED)
 def test_one_device_refuses_nothing(name, strategies):
     build, _ = REFUSED[name]

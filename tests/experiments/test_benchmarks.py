@@ -183,6 +183,7 @@ def test_a_start_that_fails_is_not_timed(monkeypatch):
         starts.help_of("broken")
 
 
+@pytest.mark.full
 def test_two_bare_processes_make_the_first_step_together():
     times = starts.first_step("bare_script")
     assert times.seconds["bare_script"] > 0
@@ -237,6 +238,7 @@ def test_growth_is_written_and_read(tmp_path):
     assert figure.startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mirrored_x2", "mirrored_x4"])
 def test_no_device_holds_more_than_its_peers(strategies, name):
     strategy = strategies[name]

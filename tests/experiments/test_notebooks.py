@@ -34,6 +34,7 @@ def outputs(book, kind):
     ]
 
 
+@pytest.mark.full
 def test_quickstart(tmp_path):
     book = executed(FOLDER / "01_quickstart.ipynb", tmp_path)
     *curves, differences = (

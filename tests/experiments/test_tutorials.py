@@ -12,6 +12,7 @@ import pytest
 
 from tests import clusters, columns
 from tests.jobs import tutorials
+from tests.tiers import tiered
 
 ROUNDING = 2e-4
 NEAR = 0.3
@@ -36,7 +37,9 @@ def _check(name, observed, noise):
         )
 
 
-@pytest.mark.parametrize("name", tutorials.PROGRAMS)
+@pytest.mark.parametrize(
+    "name", tiered(list(tutorials.PROGRAMS), ["siamese_triplet"])
+)
 @pytest.mark.parametrize("column", columns.EVERY)
 def test_local(column, name, strategies):
     observed = tutorials.observe(name, strategies[column])
@@ -51,7 +54,7 @@ def of_workers(tmp_path_factory):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", tutorials.PROGRAMS)
 def test_two_workers(name, of_workers):
     first, second = of_workers[name]

@@ -13,11 +13,12 @@ from tests.jobs import applications
 QUICK = "MobileNet"
 RTOL = 1e-9
 NAMES = [
-    name if name == QUICK else pytest.param(name, marks=pytest.mark.slow)
+    name if name == QUICK else pytest.param(name, marks=pytest.mark.full)
     for name in applications.JOBS
 ]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_of_one_device(name, strategies, tmp_path):

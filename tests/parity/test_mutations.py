@@ -175,6 +175,7 @@ MUTATIONS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("plant", "name"), MUTATIONS)
 def test_row_turns_red(plant, name, strategies, floatx_of, monkeypatch):
     floatx_of(cases.CASES[name])

@@ -9,6 +9,7 @@ import pytest
 
 import mgpu_tf
 from tests.parity import cases, judge
+from tests.tiers import tiered
 
 ELSEWHERE = [
     "momentum",
@@ -32,9 +33,17 @@ SLICE = [
     *(("central_storage_x2", name) for name in ELSEWHERE),
     *(("one_device", name) for name in ("adam_clipnorm", "dropout", "mask")),
 ]
+# What the default tests have of it.
+QUICK = [
+    *(("mirrored_x3", name) for name in ELSEWHERE if "last_batch" not in name),
+    ("mirrored_x3", "last_batch_of_1"),
+    ("central_storage_x2", "sgd_clipnorm"),
+    ("central_storage_x2", "embedding_adam"),
+    ("mirrored_x2", "last_batch_of_1"),
+]
 
 
-@pytest.mark.parametrize(("column", "name"), SLICE)
+@pytest.mark.parametrize(("column", "name"), tiered(SLICE, QUICK))
 def test_row(column, name, strategies, floatx_of):
     floatx_of(cases.CASES[name])
     result = cases.run(cases.CASES[name], strategies[column])
@@ -51,6 +60,7 @@ def test_refused_by_name(column, name, strategies, floatx_of):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("column", ["mirrored_x2", "central_storage_x2"])
 def test_float32(column, strategies):
     """Rounding stays rounding: the curve of Adam in float32."""

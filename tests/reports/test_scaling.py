@@ -91,6 +91,7 @@ def test_two_virtual_devices(tmp_path):
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="one process to a core"
 )

@@ -20,13 +20,14 @@ from tests.soak.run import run_job
     ("strategy", "faults"),
     [
         ("mirrored", [Fault("step", worker=0, step=61)]),
-        (
+        pytest.param(
             "2_workers",
             [
                 Fault("step", worker=1, step=22),
                 Fault("save", worker=0, step=58),
                 Fault("preempt", worker=0, step=91),
             ],
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -39,6 +40,7 @@ def test_killed_and_the_same_bits(strategy, faults):
     assert 0 < result.lost_steps < len(faults) * 2 * SAVE_EVERY_STEPS
 
 
+@pytest.mark.full
 def test_fewer_workers_go_on_with_their_own_numbers(tmp_path):
     """A worker is killed and stays dead: as one device from there on."""
 

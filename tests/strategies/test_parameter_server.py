@@ -86,6 +86,7 @@ def start(tasks, *arguments):
     ]
 
 
+@pytest.mark.full
 def test_servers_end_with_the_coordinator_unless_it_failed():
     """Nobody supervises: the coordinator dismisses, or comes back."""
     with ports.reserved(3) as numbers:

@@ -511,6 +511,7 @@ def command(folder, *arguments):
     )
 
 
+@pytest.mark.full
 def test_command_line(folder):
     good = command(folder, "--model=mine:good")
     assert good.returncode == 0, good.stdout + good.stderr

@@ -44,6 +44,7 @@ def test_messages_do_not_grow_with_the_model(two_workers):
         assert observed["2"] == observed["20"]
 
 
+@pytest.mark.full
 def test_three_workers(tmp_path, one_device):
     """The one in the middle differs; the last one is told the same."""
     jobs = ["by_one", "weights", "generators"]
@@ -56,6 +57,7 @@ def test_three_workers(tmp_path, one_device):
             assert observed["losses"] == pytest.approx(one_device, rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("job", apart.TOLD, ids=name_of)
 def test_workers_apart_are_ended_by_one_line(job, tmp_path):
     found = clusters.run_jobs(apart, 2, str(tmp_path), [job.__name__])

@@ -27,6 +27,7 @@ def results(folder, strategies):
     return one, two
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("job", saving.JOBS)
 def test_workers_agree(job, results):
     first, second = results[1][job]

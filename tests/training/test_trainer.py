@@ -366,6 +366,7 @@ def test_trial_of_two_ways(faster, fixed):
     assert ways.count(True) == 1 + Trial.ROUNDS + int(faster)
 
 
+@pytest.mark.full
 def test_jit_compile_by_trial(strategies, tmp_path):
     """In processes of their own: here operations may have to repeat."""
     expected = compiled.train(strategies["one_device"], None)
