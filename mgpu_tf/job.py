@@ -62,23 +62,6 @@ def run(config: RunConfig, *, verbose: int | str = "auto") -> Report:
     Raises:
         ConfigurationError: The configuration cannot work here.
     """
-    trainer = train(config, verbose=verbose)
-    return report(trainer, config, verbose=verbose)
-
-
-def train(config: RunConfig, *, verbose: int | str = "auto") -> Trainer:
-    """Trains a model as `run` does, and returns the trainer.
-
-    Args:
-        config: What to train on what and how.
-        verbose: As in Keras's `fit`.
-
-    Returns:
-        The trainer after `fit`.
-
-    Raises:
-        ConfigurationError: The configuration cannot work here.
-    """
     _check_cluster(config)
     if config.output_dir is not None:
         make_folder("output_dir", config.output_dir)
@@ -87,6 +70,17 @@ def train(config: RunConfig, *, verbose: int | str = "auto") -> Trainer:
     strategy = create_with(config.strategy, config.options(StrategyOptions))
     _check_batch(config, strategy)
     splits = _splits(config)
+    trainer = _trained(config, splits, strategy, verbose)
+    return _reported(config, splits, trainer, verbose)
+
+
+def _trained(
+    config: RunConfig,
+    splits: datasets.Splits | datasets.Streams,
+    strategy: tf.distribute.Strategy,
+    verbose: int | str,
+) -> Trainer:
+    """Returns the trainer after `fit`."""
     profiler = _profiler(config, strategy)
     trainer = Trainer(
         lambda: _model(config, splits),
@@ -119,21 +113,15 @@ def _profiler(
     return Profiler(start, steps, folder if is_chief(strategy) else None)
 
 
-def report(
-    trainer: Trainer, config: RunConfig, *, verbose: int | str = "auto"
+def _reported(
+    config: RunConfig,
+    splits: datasets.Splits | datasets.Streams,
+    trainer: Trainer,
+    verbose: int | str,
 ) -> Report:
-    """Tests a trained model and writes what `output_dir` is to get.
-
-    Args:
-        trainer: From `train`.
-        config: The same that `train` had.
-        verbose: As in Keras's `evaluate`.
-
-    Returns:
-        The report.
-    """
+    """Tests a trained model and writes what `output_dir` is to get."""
     test = trainer.evaluate(
-        **_splits(config).testing(config.global_batch_size),
+        **splits.testing(config.global_batch_size),
         return_dict=True,
         verbose=verbose,
     )
