@@ -1,15 +1,15 @@
 """Checkpoints: the whole state of a run, and where they are kept.
 
-from mgpu_tf.checkpoints import store
-from mgpu_tf.options import SaveOptions
+    from mgpu_tf.checkpoints import store
 
-SaveOptions("run", every_steps=100, keep=3)
-for entry in store.entries("run"):        # needs no TensorFlow
-    print(entry.describe())
+    for entry in store.entries("run/checkpoints"):    # needs no TensorFlow
+        print(entry.describe())
+    store.prune("run/checkpoints", keep=2)
+    newest = store.newest("run/checkpoints")
+    state, arrays = store.read(newest.path)
 
-options          when and where to save
-store            the folder: names, bytes, what is whole
-saver            when a save is due; writes in the background
-run_state        position, counts, generators, callbacks
-recovery         what restarts have cost
+`store` is the folder: names, bytes, what is whole. `saver` decides when to
+save and writes in the background. `run_state` holds the position, counts and
+generators, `callback_state` what callbacks know, `recovery` what restarts
+have cost.
 """

@@ -1,8 +1,13 @@
 """What a run tells: its report, goodput, profile, scaling table, figures.
 
-report.Report           what a run did, as JSON
-goodput.Meter           where the time of a run has gone
-profiling.Profiler      a trace for TensorBoard
-scaling.ScalingTable    throughput against devices
-terminal, figures       the same for people
+    from mgpu_tf.reports.report import Report
+    from mgpu_tf.reports.scaling import ScalingTable
+    from mgpu_tf.reports.terminal import show
+
+    show(Report.read("runs/cnn"))                     # tables on the terminal
+    print(ScalingTable.read("runs/scaling/scaling.json").text())
+
+`report` and `scaling` are values with a JSON form, `goodput` measures where
+the time of a run goes, `profiling` traces steps for TensorBoard. `terminal`
+and `figures` show the values to people.
 """

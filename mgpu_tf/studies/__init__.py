@@ -1,5 +1,11 @@
 """Measurements of a user's own model: parity and throughput.
 
-report = mgpu_tf.check_parity(build_model, data, ["mirrored"], steps=10)
-print(report)
+    strategy = mgpu_tf.create_mirrored_strategy(num_virtual_devices=3)
+    report = mgpu_tf.check_parity(build_model, (x, y), [strategy], steps=10)
+    report.same
+    print(report)
+
+`parity` compares runs that `trajectory` records, `verdict` tells rounding from
+a difference, `causes` names what makes a model differ. `benchmark` measures
+throughput against devices.
 """
