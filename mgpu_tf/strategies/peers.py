@@ -82,10 +82,10 @@ class Peers:
     """
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        topology = topology_of(strategy)
+        local = topology_of(strategy).local
         self._strategy = strategy
-        self._worker = topology.worker_index
-        self._workers = topology.num_workers
+        self._worker = local.process
+        self._workers = local.num_processes
         self._sum = tf.function(self._sum_over_replicas, autograph=False)
 
     @property

@@ -34,6 +34,16 @@ class LocalReplicas:
     count: int
     total: int
 
+    @property
+    def num_processes(self) -> int:
+        """How many processes hold the replicas."""
+        return self.total // self.count
+
+    @property
+    def process(self) -> int:
+        """This process among them, from 0."""
+        return self.first // self.count
+
     def rows_of(self, size: Any, replica: Any) -> tuple[Any, Any]:
         """Returns the rows of a global batch that belong to a replica.
 
@@ -74,8 +84,8 @@ class Topology:
     def input_context(self) -> tf.distribute.InputContext:
         """Returns the place of this process's pipeline among all pipelines."""
         return tf.distribute.InputContext(
-            num_input_pipelines=self.local.total // self.local.count,
-            input_pipeline_id=self.local.first // self.local.count,
+            num_input_pipelines=self.local.num_processes,
+            input_pipeline_id=self.local.process,
             num_replicas_in_sync=self.local.total,
         )
 

@@ -63,8 +63,7 @@ class SynchronousEngine(Engine):
     ) -> None:
         super().__init__(model, strategy)
         self._options = options
-        self._topology = topology_of(strategy)
-        self._local = self._topology.local
+        self._local = topology_of(strategy).local
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._prepared = False
         # What looks at the first step of an author's own.
@@ -393,10 +392,10 @@ class SynchronousEngine(Engine):
         one entry stands for all.
         """
         ended = tf.cast([total == 0], tf.int32)
-        workers = self._topology.num_workers
+        workers = self._local.num_processes
         if workers == 1 or not (source.may_end and source.totals_known):
             return ended
-        mine = self._topology.worker_index
+        mine = self._local.process
         ended = tf.pad(ended, [[mine, workers - 1 - mine]])
         if not ask:
             return ended
@@ -457,7 +456,7 @@ class SynchronousEngine(Engine):
         def outputs() -> Any:
             every = self._strategy.run(on_replica, args=(data,))
             every = tf.nest.map_structure(self._rows_of_worker, every)
-            if self._topology.num_workers > 1:
+            if self._local.num_processes > 1:
                 every = tf.nest.map_structure(
                     lambda rows: self._rows_of_all(rows, total), every
                 )
