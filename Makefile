@@ -1,6 +1,6 @@
 # make setup   the environment, in .venv
 # make demo    the main job: two worker processes, then one device
-# make test    the default tests, within 12 minutes on two quiet cores
+# make test    the default tests, in two processes
 # make test-full  the full tier: what the default leaves out
 # make lint    ruff and mypy
 # make soak    kills jobs and compares weights; FAULTS=30 SEED=1
