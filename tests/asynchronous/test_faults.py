@@ -14,6 +14,9 @@ import pytest
 from mgpu_tf.engine.asynchronous.engine import MOST_STEPS
 from tests import clusters
 
+# One run, of minutes, for all of them.
+pytestmark = pytest.mark.full
+
 # What is killed in each epoch.
 KILLED = [
     ["worker-0"],
@@ -103,7 +106,6 @@ def result(tmp_path_factory):
     }
 
 
-@pytest.mark.full
 def test_training_completes(result):
     assert result["global_step"] == 5 * 240
     assert result["examples_seen"] == 5 * 960

@@ -17,7 +17,7 @@ from tests.jobs import tasks
 
 # A dataset of raw text, and arrays whose batches are padded.
 WORKERS = ["dataset", "padded"]
-DOCS = pathlib.Path(__file__).parent.parent / "docs" / "data.md"
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "data.md"
 # Keras keeps the matrices of LoRA in float32, whatever the model is in.
 NEAR = dict.fromkeys(tasks.PROGRAMS, 1e-12) | {"low_rank": 1e-5}
 

@@ -69,7 +69,7 @@ def test_field_names(report, tmp_path):
 
 
 def test_fields_are_documented():
-    import mgpu_tf.report
+    import mgpu_tf.reports.report
 
     for kind in (Report, EpochReport):
         for field in dataclasses.fields(kind):

@@ -537,9 +537,12 @@ def test_command_line(folder):
         ),
         (
             ["--dataset=absent.inner:load", "--model=mine:good"],
-            ["data must name", "module that can be imported"],
+            ["dataset must name", "module that can be imported"],
         ),
-        (["--dataset=mine:", "--model=mine:good"], ["data must be package."]),
+        (
+            ["--dataset=mine:", "--model=mine:good"],
+            ["dataset must be package."],
+        ),
         (["--model=mine:good"], ["needs --dataset", "--dataset=mine:load"]),
         (["--model=mine:good", "--dataset="], ["needs --dataset"]),
         (
@@ -552,7 +555,7 @@ def test_command_line(folder):
         ),
         (["--model="], ["--model of one's own"]),
         (["--model=mlpp"], ["Unknown model", "Did you mean 'mlp'"]),
-        (["--dataset=mine:load"], ["'dataset'", "Did you mean: data"]),
+        (["--data=mine:load"], ["'data'", "Did you mean: dataset"]),
         (["--dataset"], ["--dataset"]),
     ],
 )
