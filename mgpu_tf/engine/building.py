@@ -9,15 +9,19 @@ may need values, and a batch of zeros is run in place of a trace.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.errors import ConfigurationError
+
+_log = logging.getLogger("mgpu_tf")
 
 
 class BuildContext(tf.distribute.ReplicaContext):
@@ -50,6 +54,7 @@ def build(model: keras.Model, example: Any) -> None:
                 _run_once(model, model.train_step, example)
         except Exception as error:
             _build_otherwise(model, example, error)
+    _warn_of_resets(model)
 
 
 def build_layers(model: keras.Model, example: Any) -> None:
@@ -78,6 +83,25 @@ def _build_from_call(model: keras.Model, example: Any) -> None:
         keras_internals.build_eagerly(model, structures.zeros(batch))
     else:
         keras_internals.build(model, batch)
+
+
+def _warn_of_resets(model: keras.Model) -> None:
+    """Warns of metrics that a reset leaves with other values than at first.
+
+    Keras makes compiled metrics after the first reset, and so resets them
+    from the second epoch on.
+    """
+    for metric in keras_internals.single_metrics(model.metrics):
+        reset = type(metric).reset_state
+        if reset is keras.Metric.reset_state and any(
+            np.any(variable.numpy()) for variable in metric.variables
+        ):
+            _log.warning(
+                "The metric %r begins with other values than zeros and is set "
+                "to zeros before every epoch, also the first, where Keras "
+                "keeps them. Define reset_state() to set them.",
+                metric.name,
+            )
 
 
 def _build_otherwise(

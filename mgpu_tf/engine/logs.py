@@ -2,7 +2,9 @@
 
 On one device they are what it returns. On several replicas an entry is
 
-    computed of metrics alone   computed again of the metrics of all replicas
+    computed of metrics alone   computed again of the metrics of all replicas,
+                                of what they held before the step where the
+                                author read them before they were updated
     a mean, a sum, a constant   read, and added up in the step
 
 and anything else is refused by name.
@@ -18,8 +20,12 @@ import tensorflow as tf
 
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.reading import Reader, Unreadable, is_same
-from mgpu_tf.engine.state import Writes
+from mgpu_tf.engine.rules import Rule
+from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.errors import ConfigurationError
+
+# Names that no log has: what metrics held before the step.
+_BEFORE = "before the step: "
 
 
 class OwnLogs:
@@ -27,15 +33,20 @@ class OwnLogs:
 
     Args:
         model: The model.
+        state: Knows by which rule metrics become one.
         replicas: Number of replicas that step together.
     """
 
-    def __init__(self, model: keras.Model, replicas: int) -> None:
+    def __init__(
+        self, model: keras.Model, state: ReplicaState, replicas: int
+    ) -> None:
         self._name = type(model).__name__
+        self._state = state
         self._replicas = replicas
         self._order: list[str] = []
         self._results: dict[str, tf.Tensor] = {}
         self._metrics: Writes = []
+        self._before: dict[str, tf.Tensor] = {}
 
     @property
     def names(self) -> list[str]:
@@ -46,6 +57,7 @@ class OwnLogs:
         self,
         returned: Mapping[str, Any],
         metrics: Writes,
+        before: Writes,
         reader: Reader,
         share: BatchShare,
     ) -> dict[str, tf.Tensor]:
@@ -54,6 +66,7 @@ class OwnLogs:
         Args:
             returned: What the author's method returned.
             metrics: The variables of metrics with their values then.
+            before: Those that the method updated, with their values before.
             reader: Reads the step.
             share: This replica's part of the global batch.
 
@@ -65,11 +78,14 @@ class OwnLogs:
         """
         flat = flat_logs(returned)
         self._order, self._results, self._metrics = list(flat), {}, metrics
+        self._before = {}
         own: dict[str, tf.Tensor] = {}
         for name, value in flat.items():
             value = tf.convert_to_tensor(value)
-            if self._is_of_metrics(value):
+            leaves = self._leaves_in_metrics(value, before)
+            if leaves:
                 self._results[name] = value
+                own |= self._held_before(name, leaves, before)
             elif share.replicas == 1:
                 own[name] = value
             else:
@@ -98,6 +114,7 @@ class OwnLogs:
         """
         every = {id(variable): value for variable, value in metrics}
         values = [(value, every[id(v)]) for v, value in self._metrics]
+        values += [(value, own[name]) for name, value in self._before.items()]
         return {
             name: own[name]
             if name in own
@@ -105,12 +122,35 @@ class OwnLogs:
             for name in self._order
         }
 
-    def _is_of_metrics(self, value: tf.Tensor) -> bool:
+    def _leaves_in_metrics(
+        self, value: tf.Tensor, before: Writes
+    ) -> list[tf.Tensor]:
+        """The values of metrics that a log is computed of, if of them alone."""
+        held = [tensor for _, tensor in [*self._metrics, *before]]
         try:
-            leaves = _leaves(value, [held for _, held in self._metrics])
+            leaves = _leaves(value, held)
         except Unreadable:
-            return False
-        return any(not isinstance(leaf, tf.Operation) for leaf in leaves)
+            return []
+        return [leaf for leaf in leaves if not isinstance(leaf, tf.Operation)]
+
+    def _held_before(
+        self, name: str, leaves: list[tf.Tensor], before: Writes
+    ) -> dict[str, tf.Tensor]:
+        """What a log needs of metrics as they were, to be added up."""
+        found = {}
+        for variable, value in before:
+            if not any(is_same(leaf, value) for leaf in leaves):
+                continue
+            if self._state.rule(variable) is not Rule.SUM:
+                raise ConfigurationError(
+                    "On several replicas compute_metrics can read a metric "
+                    "before it is updated where replicas' values add up. "
+                    f"Received: {name!r} of {self._name}, which reads "
+                    f"{variable.path}. Update that metric first."
+                )
+            self._before[_BEFORE + variable.path] = value
+            found[_BEFORE + variable.path] = self._state.addend(value)
+        return found
 
     def _read(
         self, name: str, value: tf.Tensor, reader: Reader, share: BatchShare
@@ -129,9 +169,15 @@ class OwnLogs:
 
 
 def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Lifts nested logs to the top, as Keras does."""
+    """Lifts nested logs to the top, as Keras does.
+
+    A metric may return its variable. What it holds is read here, since it is
+    another value outside of the scope that has the state of all replicas.
+    """
     flat: dict[str, Any] = {}
     for name, value in logs.items():
+        if isinstance(value, keras.Variable):
+            value = tf.convert_to_tensor(value.value)
         nested = isinstance(value, Mapping)
         flat |= flat_logs(value) if nested else {name: value}
     return flat

@@ -207,6 +207,19 @@ class ReplicaState:
             if id(variable) not in self._declared
         ]
 
+    def metric_values(self, given: Writes) -> Writes:
+        """Returns what other metrics hold than those given. On a replica."""
+        known = {id(variable) for variable, _ in given}
+        return [
+            (variable, tf.identity(variable.value))
+            for variable in self.metrics
+            if id(variable) not in known
+        ]
+
+    def addend(self, held: tf.Tensor) -> tf.Tensor:
+        """Returns what this replica has of what a metric holds in all."""
+        return held
+
     def drawn(self, given: Writes) -> list[tf.Tensor]:
         """Returns the seeds among given values: they differ by replica."""
         seeds = {id(variable) for variable in self.seeds}
@@ -402,6 +415,12 @@ class SharedState(ReplicaState):
 
         context = tf.distribute.get_replica_context()
         context.merge_call(write_once, args=([v for _, v in writes],))
+
+    def addend(self, held: tf.Tensor) -> tf.Tensor:
+        """Returns it on the first replica, and zeros on the others."""
+        context = tf.distribute.get_replica_context()
+        first = tf.equal(context.replica_id_in_sync_group, 0)
+        return tf.where(first, held, tf.zeros_like(held))
 
     def begin(self, *, all_written: bool = False) -> list[tf.Tensor]:
         """Begins an execution; nothing has to be known of it."""

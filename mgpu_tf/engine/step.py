@@ -61,7 +61,7 @@ class ReplicaStep:
         self._replicas = replicas
         self._moments = Moments(model, replicas)
         self._own_logs = keras_internals.overrides(model, "compute_metrics")
-        self.logs = OwnLogs(model, replicas)
+        self.logs = OwnLogs(model, state, replicas)
         self.alike: list[bool] = []
         self.present: list[bool] = []
         self.written: list[keras.Variable] = []
@@ -104,6 +104,8 @@ class ReplicaStep:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         if given is None:
             given = [*self._state.replica_seeds(), *self._state.values()]
+        if self._own_logs:
+            given = [*given, *self._state.metric_values(given)]
         with contextlib.ExitStack() as stack:
             declared = stack.enter_context(sharing(share))
             moments = stack.enter_context(self._moments.noted())
@@ -147,8 +149,10 @@ class ReplicaStep:
             writes[id(variable)] = (variable, base + increment)
         logs: Logs = {}
         if self._own_logs and set(returned) != set(model.get_metrics_result()):
-            values = [(v, scope.value(v)) for v in self._state.metrics]
-            logs = self.logs.taken(returned, values, reader, share)
+            metrics = self._state.metrics
+            now = [(v, scope.value(v)) for v in metrics]
+            then = [(v, before[id(v)]) for v in metrics if scope.is_written(v)]
+            logs = self.logs.taken(returned, now, then, reader, share)
         return scope, loss, list(writes.values()), logs
 
     def _written(

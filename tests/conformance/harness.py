@@ -178,7 +178,9 @@ class Run:
                 # In the middle of an accumulation a sum is each replica's own.
                 if "gradient_accumulator" in variable.name:
                     continue
-                label = f"slot {which}.{index} {_plain(variable.path)}"
+                # Keras names a slot of nothing by where it built it.
+                name = _plain(variable.path).rpartition("/")[2]
+                label = f"slot {which}.{index} {name}"
                 self.seen[label] = _as_array(variable)
 
 

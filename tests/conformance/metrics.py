@@ -215,6 +215,16 @@ class Smallest(keras.metrics.Metric):
         return self.least
 
 
+class SmallestReset(Smallest):
+    """The same, and it knows where it begins."""
+
+    def __init__(self, name="smallest_reset"):
+        super().__init__(name=name)
+
+    def reset_state(self):
+        self.least.assign(1e9)
+
+
 class Last(keras.metrics.Metric):
     """The mean of the last batch: a value that is set, not added up."""
 
@@ -273,7 +283,8 @@ class MeanOfBatches(keras.metrics.Mean):
 
 _own("a maximum", Largest)
 _own("a maximum declared as a mean", LargestDeclared)
-_own("a minimum", Smallest)
+_own("a minimum", SmallestReset)
+_own("a minimum that a reset sets to zero", Smallest)
 _own("the last batch", Last)
 _own("a dict", Several)
 _own("a count of batches", Batches)
@@ -363,7 +374,16 @@ class OnlyOwnMetrics(OwnMetrics):
         return {"own": self.extra.result()}
 
 
-for _class in (OwnMetrics, OnlyOwnMetrics):
+class StaleMetrics(OwnMetrics):
+    """It updates a metric after the results were read, under their names."""
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        results = super().compute_metrics(x, y, y_pred, sample_weight)
+        del results["twice"]
+        return results
+
+
+for _class in (OwnMetrics, OnlyOwnMetrics, StaleMetrics):
 
     def _computed(run, model=_class):
         def build():

@@ -18,6 +18,7 @@ SLICE = [
     ("mirrored_x3", "MeanSquaredError sum, weighted"),
     ("mirrored_x3", "MeanSquaredError, masked"),
     ("mirrored_x3", "AUC"),
+    ("mirrored_x3", "of one's own: a maximum"),
     ("mirrored_x3", "Adam, repeated indices"),
     ("mirrored_x3", "BatchNormalization, synchronized"),
     ("mirrored_x3", "Dropout"),

@@ -168,6 +168,12 @@ def own_mean(self, results, y, y_pred):
     return results | {"own": ops.mean(ops.abs(y - y_pred)), "two": 2.0}
 
 
+def read_before(self, results, y, y_pred):
+    """As in Keras's guide: the results hold `extra` before its update."""
+    self.extra.update_state(ops.abs(y - y_pred))
+    return results | {"twice": 2 * self.extra.result()}
+
+
 def f1(self, results, y, y_pred):
     """Of two metrics' results, in a name of its own."""
     self.precision.update_state(y, y_pred)
@@ -383,6 +389,10 @@ ROWS_OF = {
             )
         ),
         labels,
+    ),
+    "metric_read_before_its_update": (
+        dense(model=scoring(read_before, extra=keras.metrics.Mean)),
+        points,
     ),
     "dict_result": (
         dense(metrics=lambda: [TwoResults(dtype="float64")]),
