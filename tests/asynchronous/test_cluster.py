@@ -97,6 +97,7 @@ def result(folder, case):
         return json.load(file)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EQUAL)
 def test_one_worker_equals_one_device(name, one_worker):
     differences = result(one_worker, f"equal_{name}")
@@ -104,6 +105,7 @@ def test_one_worker_equals_one_device(name, one_worker):
     assert max(differences.values()) < 1e-5, differences
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TEXT)
 def test_one_worker_trains_embeddings_as_keras_does(name, one_worker):
     found = result(one_worker, f"text_{name}")
@@ -111,12 +113,14 @@ def test_one_worker_trains_embeddings_as_keras_does(name, one_worker):
     assert found["difference"] < 1e-12
 
 
+@pytest.mark.full
 def test_a_task_of_keras_hub_equals_one_device(one_worker):
     found = result(one_worker, "task_of_keras_hub")
     assert found["difference"] < 1e-5
     assert "Received: a task whose preprocessor looks" in found["refused"]
 
 
+@pytest.mark.full
 def test_a_save_waits_for_the_end_of_an_update(one_worker):
     found = result(one_worker, "saved_in_accumulation")
     assert found["saved"] == [[6, 9, 12], [4, 8, 12]]

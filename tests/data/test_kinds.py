@@ -49,6 +49,7 @@ def test_mirrored(job, strategies, one_device, folder):
     check(job, observed, one_device(job))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("job", data_kinds.JOBS)
 def test_two_workers(job, two_workers, one_device):
     first, second = two_workers[job]

@@ -14,6 +14,7 @@ from mgpu_tf import data
 from mgpu_tf.strategies.topology import LocalReplicas
 from tests import clusters, columns
 from tests.jobs import tasks
+from tests.tiers import tiered
 
 # A dataset of raw text, and arrays whose batches are padded.
 WORKERS = ["dataset", "padded"]
@@ -51,7 +52,7 @@ def check(name, observed):
     assert moved == observed["trainable"]
 
 
-@pytest.mark.parametrize("name", tasks.PROGRAMS)
+@pytest.mark.parametrize("name", tiered(list(tasks.PROGRAMS), ["pairs"]))
 @pytest.mark.parametrize("column", columns.EVERY)
 def test_raw_text(column, name, strategies):
     check(name, tasks.observe(name, strategies[column]))
@@ -63,6 +64,7 @@ def of_workers(tmp_path_factory):
     return clusters.run_jobs(tasks, 2, str(folder), WORKERS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", WORKERS)
 def test_two_workers(name, of_workers):
     first, second = of_workers[name]

@@ -20,6 +20,7 @@ from tests.data.test_structures import (
     float64,
     reference,
 )
+from tests.tiers import tiered
 
 __all__ = ["float64"]
 
@@ -260,7 +261,7 @@ def padded(each_step):
     )
 
 
-@pytest.mark.parametrize("each_step", [False, True])
+@pytest.mark.parametrize("each_step", tiered([False, True], [True]))
 def test_lengths_that_vary(each_step, strategies):
     def build():
         model = keras.Sequential(

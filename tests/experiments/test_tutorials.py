@@ -12,7 +12,6 @@ import pytest
 
 from tests import clusters, columns
 from tests.jobs import tutorials
-from tests.tiers import tiered
 
 ROUNDING = 2e-4
 NEAR = 0.3
@@ -37,9 +36,8 @@ def _check(name, observed, noise):
         )
 
 
-@pytest.mark.parametrize(
-    "name", tiered(list(tutorials.PROGRAMS), ["siamese_triplet"])
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", tutorials.PROGRAMS)
 @pytest.mark.parametrize("column", columns.EVERY)
 def test_local(column, name, strategies):
     observed = tutorials.observe(name, strategies[column])

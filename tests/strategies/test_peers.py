@@ -3,6 +3,7 @@
 import pytest
 
 from tests import clusters
+from tests.tiers import tiered
 
 JOB = """
 import sys
@@ -91,7 +92,7 @@ def ended(case, tmp_path):
     return lines
 
 
-@pytest.mark.parametrize("case", DIFFERENCES)
+@pytest.mark.parametrize("case", tiered(list(DIFFERENCES), ["variable"]))
 def test_difference_is_named_on_both(case, tmp_path):
     lines = ended(case, tmp_path)
     expected = "ConfigurationError " + DIFFERENCES[case]
@@ -101,7 +102,7 @@ def test_difference_is_named_on_both(case, tmp_path):
         assert line.startswith(expected)
 
 
-@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("worker", tiered([0, 1], [1]))
 def test_exception_of_a_callback_ends_all_with_it(worker, tmp_path):
     lines = ended(f"callback_{worker}", tmp_path)
     own = f"ArithmeticError of worker {worker}"

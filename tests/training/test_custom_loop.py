@@ -123,6 +123,7 @@ def test_the_code_of_the_docs_runs(tmp_path, monkeypatch, capsys):
     assert "loss" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_two_workers(tmp_path):
     observed = clusters.run_jobs(own_steps, 2, str(tmp_path))
     model, history = test_overridden_step.by_keras(
