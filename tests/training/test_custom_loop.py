@@ -96,6 +96,24 @@ def test_a_loop_is_that_of_one_device(column, strategies, tmp_path):
         np.testing.assert_allclose(own, ref, atol=1e-12)
 
 
+def test_a_resumed_loop_has_the_bits_of_an_unbroken_one(strategies, tmp_path):
+    strategy = strategies["mirrored_x3"]
+    unbroken = mgpu_tf.Loop(build, strategy)
+    broken = mgpu_tf.Loop(build, strategy)
+    for number, batch in enumerate(batches()):
+        if number == 3:
+            broken.save(str(tmp_path), number=number)
+            broken = mgpu_tf.Loop(build, strategy, seed=5)
+            broken.restore(str(tmp_path))
+        for step in (d_step, g_step):
+            unbroken.run(step, batch)
+            broken.run(step, batch)
+    for ref, own in zip(
+        values(unbroken.objects), values(broken.objects), strict=True
+    ):
+        np.testing.assert_array_equal(own, ref)
+
+
 def test_what_is_not_built_is_refused(strategies):
     def unbuilt():
         return build() | {"late": keras.optimizers.SGD(name="late")}
