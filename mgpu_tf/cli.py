@@ -1,7 +1,7 @@
-"""The command `mgpu-tf`: finds the command, and tells mistakes in one line.
+"""The command line `mgpu-tf`: runs a command, reports mistakes in one line.
 
-A mistake in a flag is told with status 2, before TensorFlow, Keras or NumPy
-is imported; `--help` needs none of them either.
+A mistake in a flag ends the program with status 2, before TensorFlow, Keras or
+NumPy is imported. `--help` imports none of them either.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Commands:
   train        train and test a model on a strategy
   launch       start a script as a cluster of local processes
   parity       compare a model on strategies with one device
-  benchmark    throughput on 1, 2, 4, 8 devices
-  plan         memory, hours and price of a training
+  benchmark    measure throughput on 1, 2, 4 and 8 devices
+  plan         estimate the memory, hours and price of a training run
   checkpoints  list, verify and prune the checkpoints of a run
   version      print the version
 
-mgpu-tf COMMAND --help lists a command's flags.
+mgpu-tf COMMAND --help lists the flags of a command.
 """
 
 
@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the program; `sys.argv[1:]` by default.
 
     Returns:
-        The exit status: 0, 2 for a mistake of the user, or what the
-        processes of a cluster returned.
+        The exit status: 0, 2 for a mistake of the user, or the status that
+        the command returns, such as that of the processes of a cluster.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("help", "--help", "-h", "-help"):

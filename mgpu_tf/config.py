@@ -1,9 +1,9 @@
-"""What a run is: one frozen value, made of flags or of keyword arguments.
+"""The configuration of a run: one frozen value from flags or arguments.
 
     config = RunConfig(strategy="mirrored", model="cnn", epochs=5)
 
-The fields carry their own help text; `mgpu_tf.flags` turns each into a flag.
-This module does not import TensorFlow, so that a mistake is told at once.
+Each field has its help text, and `mgpu_tf.flags` defines a flag for it. This
+module does not import TensorFlow, so that a mistake is reported at once.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig(StrategyOptions, StepOptions, SaveOptions):
-    """A training run.
+    """The configuration of a training run.
 
     Example:
         >>> RunConfig(model="cnn").global_batch_size
         64
 
-    Attributes: see the help text of each field, and of the three groups.
+    Each field has a help text. The fields of `StrategyOptions`, `StepOptions`
+    and `SaveOptions` are fields of this class.
 
     Raises:
         ConfigurationError: A name is unknown or a number out of range.
@@ -41,20 +42,21 @@ class RunConfig(StrategyOptions, StepOptions, SaveOptions):
 
     strategy: str = option(
         "auto",
-        "How to distribute. auto: TF_CONFIG, several GPUs, one GPU or the "
-        "CPU decide.",
+        "How to distribute the training. auto: choose from TF_CONFIG and the "
+        "GPUs of this machine.",
         STRATEGIES,
     )
     num_workers: int = option(
         1,
-        "Worker processes. Above 1 and with no TF_CONFIG, they are started "
-        "on this machine.",
+        "Number of worker processes. If it is above 1 and TF_CONFIG is not "
+        "set, the workers are started on this machine.",
         least=1,
     )
     num_ps: int = option(
         0,
-        "Parameter servers; with any, workers do not wait for each other. "
-        "With no TF_CONFIG, they are started on this machine.",
+        "Number of parameter servers. If it is above 0, workers do not wait "
+        "for each other. If TF_CONFIG is not set, the servers are started on "
+        "this machine.",
         least=0,
     )
     model: str = option(
@@ -64,11 +66,12 @@ class RunConfig(StrategyOptions, StepOptions, SaveOptions):
     )
     initial_model: str | None = option(
         None,
-        "Go on from a .keras file, optimizer included, or start with the "
-        "weights of a .weights.h5 file.",
+        "A .keras file: continue with its model and optimizer. A .weights.h5 "
+        "file: start with its weights.",
     )
     sync_batch_norm: bool = option(
-        False, "Take the statistics of batches over all replicas."
+        False,
+        "Make BatchNormalization compute batch statistics over all replicas.",
     )
     dataset: str = option(
         "digits",
@@ -77,37 +80,43 @@ class RunConfig(StrategyOptions, StepOptions, SaveOptions):
     )
     deterministic: bool = option(
         True,
-        "All workers read all data, so that batches are the same on any "
-        "number of them; otherwise each reads its own files.",
+        "Every worker reads all data, so that batches do not depend on the "
+        "number of workers. If false, each worker reads its own files.",
     )
     data_dir: str | None = option(
-        None, "Where prepared data is kept; TFDS's folder by default."
+        None, "The folder for prepared data. Default: the folder of TFDS."
     )
     global_batch_size: int = option(
-        64, "Examples in a step, over all replicas.", least=1
+        64, "Number of examples in a step, over all replicas.", least=1
     )
-    epochs: int = option(5, "Passes over the data.", least=1)
+    epochs: int = option(5, "Number of epochs.", least=1)
     steps_per_epoch: int | None = option(
-        None, "Steps in an epoch; one pass by default.", least=1
+        None,
+        "Number of steps in an epoch. Default: one pass over the data.",
+        least=1,
     )
     optimizer: str = option("adam", "The optimizer.", OPTIMIZERS)
     learning_rate: float | None = option(
         None,
-        "The learning rate; one that suits the optimizer by default.",
+        "The learning rate. Default: a value for the chosen optimizer.",
         above=0.0,
     )
-    seed: int = option(0, "Decides initial weights and the order of examples.")
+    seed: int = option(
+        0, "The seed of the initial weights and of the order of examples."
+    )
     profile: str | None = option(
         None,
-        "START,STEPS: trace STEPS steps after the first START, into "
-        "output_dir/profile, for TensorBoard.",
+        "START,STEPS: skip START steps, then trace STEPS steps. The trace is "
+        "written to output_dir/profile, for TensorBoard.",
     )
-    output_dir: str | None = option(None, "Gets model.keras and report.json.")
+    output_dir: str | None = option(
+        None, "The folder for model.keras and report.json."
+    )
 
     def __post_init__(self) -> None:
         check(self)
         for group in (StrategyOptions, StepOptions, SaveOptions):
-            self.options(group)  # Each has rules of its own.
+            self.options(group)  # Checks the rules of the group.
         if not 0 <= self.seed < 2**32:
             raise ConfigurationError(
                 f"seed must be 0 to 4294967295. Received: seed={self.seed}."
@@ -118,7 +127,7 @@ class RunConfig(StrategyOptions, StepOptions, SaveOptions):
         _check_workers(self)
 
     def options(self, group: type[T]) -> T:
-        """Returns the options of a group, such as `SaveOptions`."""
+        """Returns the options of one group, such as `SaveOptions`."""
         return pick(group, self)
 
 

@@ -1,13 +1,13 @@
-"""The mistakes a user can make, each told in one line.
+"""The errors that a user sees, each with a message of one line.
 
     ConfigurationError (ValueError)   an argument, flag or environment
     |                                 variable breaks a rule
     `-- ClusterError                  TF_CONFIG does not describe a cluster
     WorkerError (RuntimeError)        another worker of the cluster failed
-    Preempted (SystemExit)            SIGTERM came, and the state is saved
+    Preempted (SystemExit)            SIGTERM was received; state is saved
 
-Every message says the rule, what was received, and the remedy. The command
-line prints it without a traceback and exits with status 2.
+The message of a `ConfigurationError` has the rule, what was received, and the
+remedy. The command line prints it without a traceback and exits with status 2.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-# The exit status of a process that has saved and can be started again, as
-# sysexits.h has it: a temporary failure.
+# The exit status of a process that has saved its state and can be started
+# again: EX_TEMPFAIL of sysexits.h.
 PREEMPTED = 75
 
 
@@ -29,13 +29,13 @@ class ClusterError(ConfigurationError):
 
 
 class WorkerError(RuntimeError):
-    """Another worker of the cluster failed; the message is its exception."""
+    """Another worker of the cluster failed; the message has its exception."""
 
 
 class Preempted(SystemExit):
-    """The process was told to end by SIGTERM, and its state is saved.
+    """SIGTERM was received, and the state is saved.
 
-    Left alone it ends the process with exit code 75.
+    If the exception is not caught, the process ends with exit code 75.
     """
 
     def __init__(self) -> None:
@@ -43,15 +43,15 @@ class Preempted(SystemExit):
 
 
 def is_integer(value: object) -> bool:
-    """Returns whether a value is an integer, NumPy's included."""
+    """Returns whether a value is an integer of Python or NumPy."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def check_integer(name: str, value: object, least: int) -> None:
-    """Refuses what is no integer of `least` or more.
+    """Checks that a value is an integer of `least` or more.
 
     Raises:
-        ConfigurationError: The value is something else.
+        ConfigurationError: The value is no such integer.
     """
     if not is_integer(value) or value < least:  # type: ignore[operator]
         raise ConfigurationError(
@@ -69,9 +69,9 @@ def unknown_name(kind: str, received: object, valid: Iterable[str]) -> str:
 Valid: mirrored, tpu."
 
     Args:
-        kind: What the name stands for, such as "strategy".
-        received: The name as it came.
-        valid: The names that would have been right.
+        kind: The kind of the name, such as "strategy".
+        received: The unknown name.
+        valid: The valid names.
 
     Returns:
         One line: the rule, what was received, the nearest valid name.

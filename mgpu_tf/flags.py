@@ -1,4 +1,4 @@
-"""The flags of a run, for the command line and for scripts of one's own.
+"""The flags of a run, for the command line and for your own scripts.
 
     from absl import app
     import mgpu_tf
@@ -10,8 +10,8 @@
 
     app.run(main)
 
-Each flag is a field of `RunConfig`, in which its default and help stand.
-This module does not import TensorFlow.
+Each flag is a field of `RunConfig`, which holds its default and help. This
+module does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines a flag for each field of `RunConfig`.
 
     Args:
-        flag_values: Where to define them; absl's own by default.
+        flag_values: Where to define them; by default absl's `FLAGS`.
 
     Raises:
         absl.flags.DuplicateFlagError: A flag of the same name exists.
@@ -53,7 +53,7 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
 
 
 def config(flag_values: flags.FlagValues = flags.FLAGS) -> RunConfig:
-    """Returns the run that the parsed flags describe.
+    """Returns the configuration that the parsed flags describe.
 
     Args:
         flag_values: Where the flags were defined.
@@ -62,8 +62,8 @@ def config(flag_values: flags.FlagValues = flags.FLAGS) -> RunConfig:
         The configuration.
 
     Raises:
-        ConfigurationError: A value is out of range, or two do not go
-            together.
+        ConfigurationError: A value is out of range, or two values exclude
+            each other.
     """
     return RunConfig(
         **{

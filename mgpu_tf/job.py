@@ -1,4 +1,4 @@
-"""A whole run from one value: the only module that knows every piece.
+"""A whole run from a `RunConfig`; the module that connects all parts.
 
     report = run(RunConfig(strategy="mirrored", num_virtual_devices=4))
 
@@ -49,18 +49,19 @@ _log = logging.getLogger("mgpu_tf")
 
 
 def run(config: RunConfig, *, verbose: int | str = "auto") -> Report:
-    """Trains and tests a model; every worker of a cluster calls it.
+    """Trains and tests a model. Every worker of a cluster must call it.
 
     Args:
-        config: What to train on what and how.
+        config: The configuration of the run.
         verbose: As in Keras's `fit`; only the chief prints.
 
     Returns:
-        The report, the same on every worker but for times. With
-        `output_dir`, the chief has written it there beside `model.keras`.
+        The report. It is the same on every worker, except for times. With
+        `output_dir`, the chief writes the report and `model.keras` there.
 
     Raises:
-        ConfigurationError: The configuration cannot work here.
+        ConfigurationError: The configuration does not work on this machine or
+            cluster.
     """
     _check_cluster(config)
     if config.output_dir is not None:
@@ -119,7 +120,7 @@ def _reported(
     trainer: Trainer,
     verbose: int | str,
 ) -> Report:
-    """Tests a trained model and writes what `output_dir` is to get."""
+    """Tests a trained model and writes the files of `output_dir`."""
     test = trainer.evaluate(
         **splits.testing(config.global_batch_size),
         return_dict=True,
@@ -166,14 +167,14 @@ def compare(
     Args:
         model: A name of the zoo, or `package.module:function` of a function
             that returns a compiled model.
-        data: A name of a set, or `package.module:function` of a function
-            that returns `(x, y)` or a batched dataset.
+        data: The name of a data set, or `package.module:function` of a
+            function that returns `(x, y)` or a batched dataset.
         strategies: Names for `create_strategy`.
         batch_size: Global batch size, for arrays.
-        steps: Steps to compare.
-        num_virtual_devices: Replicas where there are no GPUs.
-        seed: Decides the initial weights.
-        embedding_gradients: That of the strategies.
+        steps: Number of steps to compare.
+        num_virtual_devices: Number of replicas on a machine without GPUs.
+        seed: The seed of the initial weights.
+        embedding_gradients: `embedding_gradients` of the strategies.
 
     Returns:
         The report.

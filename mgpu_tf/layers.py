@@ -1,9 +1,9 @@
-"""Layers for models that do not fit into one place.
+"""Layers whose weights are spread over several parameter servers.
 
     layers.ShardedEmbedding(1_000_000, 64)
 
-In the scope of a parameter-server strategy the rows of the table are spread
-over the servers; anywhere else it is an ordinary embedding.
+In the scope of a parameter-server strategy, the rows of the table are spread
+over the servers. Elsewhere the layer is an ordinary embedding.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from mgpu_tf.strategies.registry import kind_of
 class ShardedEmbedding(keras.layers.Layer):
     """An embedding whose rows are spread over the parameter servers.
 
-    Row i is in shard `i % num_shards`, so that ids of similar frequency are
-    spread as well. Only the rows of a batch travel, there and back as sparse
-    gradients; an optimizer that clips makes them dense first. The table is
-    saved and loaded as one, whatever the number of shards. What an optimizer
-    keeps for each row is saved by shard, and not loaded into another number.
+    Row i is in shard `i % num_shards`, so that ids of similar frequency are in
+    different shards. Only the rows of a batch are sent to a worker, and their
+    gradients are sent back as sparse gradients. An optimizer that clips makes
+    the gradients dense first.
+
+    The table is saved and loaded as one table, whatever the number of shards.
+    The slots of an optimizer are saved for each shard. They cannot be loaded
+    into another number of shards.
 
     Example:
         model = keras.Sequential(
@@ -34,12 +37,12 @@ class ShardedEmbedding(keras.layers.Layer):
         )
 
     Args:
-        input_dim: Rows of the table; ids are 0 to `input_dim - 1`.
+        input_dim: Number of rows of the table. Ids are 0 to `input_dim - 1`.
         output_dim: Length of a row.
-        embeddings_initializer: For the shards.
-        num_shards: By default one for each parameter server, and one where
-            there are none.
-        **options: For `keras.layers.Layer`.
+        embeddings_initializer: The initializer of the shards.
+        num_shards: Number of shards. Default: one for each parameter server,
+            or 1 without parameter servers.
+        **options: Arguments of `keras.layers.Layer`.
 
     Raises:
         ConfigurationError: A size is out of range.

@@ -4,8 +4,8 @@
     StepOptions(gradient_dtype="bfloat16")
     SaveOptions("run/checkpoints", save_every_steps=100)
 
-A group is handed on whole, from the flag to what reads it. `RunConfig` has
-the fields of all three. No TensorFlow here.
+`RunConfig` has the fields of all three groups. This module does not import
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -34,26 +34,29 @@ class StrategyOptions:
 
     devices: Devices = option(
         None,
-        "Use the first N GPUs; all by default. In Python also GPUs by index "
-        "or name.",
+        "Use the first N GPUs. Default: all GPUs. In Python, a list of GPU "
+        "indices or names also works.",
     )
     communication: str = option(
-        "auto", "How replicas reduce gradients.", COMMUNICATIONS
+        "auto", "How replicas exchange gradients.", COMMUNICATIONS
     )
     num_virtual_devices: int | None = option(
-        None, "Split the CPU into N devices, to try replicas.", least=1
+        None,
+        "Split the CPU into N devices, to try replicas without GPUs.",
+        least=1,
     )
-    tpu: str = option("", "Name or address of a TPU; the local one by default.")
+    tpu: str = option("", "Name or address of a TPU. Default: the local TPU.")
     max_staleness: int | None = option(
         None,
-        "How many updates of others a gradient may be late, with parameter "
-        "servers; no bound by default.",
+        "With parameter servers, the largest staleness of a gradient: the "
+        "number of updates by other workers since its weights were read. "
+        "Default: no bound.",
         least=0,
     )
     late_gradients: str = option(
         "hold",
-        "What keeps max_staleness. hold: fast workers wait. scale: late "
-        "gradients count less.",
+        "What to do about max_staleness. hold: fast workers wait, so that no "
+        "gradient is later. scale: later gradients get a smaller weight.",
         LATE_GRADIENTS,
     )
 
@@ -63,7 +66,7 @@ class StrategyOptions:
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """How steps are made, beside what the model's `compile` says.
+    """How steps are computed. The model's `compile` has the other settings.
 
     Raises:
         ConfigurationError: A value breaks the rule of its field.
@@ -71,19 +74,20 @@ class StepOptions:
 
     gradient_dtype: str | None = option(
         None,
-        "Send gradients between replicas with half the bytes, and round them.",
+        "Round gradients to a 16-bit type before replicas exchange them. "
+        "Default: no rounding.",
         GRADIENT_DTYPES,
     )
     embedding_gradients: str = option(
         "keras",
-        "keras: the optimizer sees a row for each lookup of an embedding; "
-        "summed: the rows of one index are added up first.",
+        "keras: the optimizer gets one gradient row for each lookup of an "
+        "embedding. summed: the rows of the same index are added up first.",
         EMBEDDING_GRADIENTS,
     )
     jit_compile: str | None = option(
         None,
-        "auto: a short trial decides whether XLA compiles steps; by default "
-        "the model's compile() does.",
+        "auto: a short trial decides whether XLA compiles the steps. Default: "
+        "the jit_compile of the model's compile().",
         ("auto",),
     )
 
@@ -98,37 +102,38 @@ class StepOptions:
 
     @property
     def sums_rows(self) -> bool:
-        """Whether the rows of one index are added up."""
+        """Whether the gradient rows of the same index are added up."""
         return self.embedding_gradients == "summed"
 
 
 @dataclasses.dataclass(frozen=True)
 class SaveOptions:
-    """Where, when and how many checkpoints a run keeps.
+    """Where and when a run saves, and how many checkpoints it keeps.
 
     Raises:
-        ConfigurationError: A value breaks the rule of its field, two exclude
-            each other, or one is given without `checkpoint_dir`.
+        ConfigurationError: A value breaks the rule of its field, two values
+            exclude each other, or a value is given without `checkpoint_dir`.
     """
 
     checkpoint_dir: str | None = option(
         None,
-        "A folder that every worker sees, for checkpoints of the whole state.",
+        "The folder for checkpoints. Every worker must see it.",
     )
     save_every_steps: int | None = option(
         None,
-        "Save after every N steps; after each epoch by default, and always "
-        "at the end of the run.",
+        "Save after every N steps. Default: save after each epoch. The end of "
+        "the run is always saved.",
         least=1,
     )
     save_every_seconds: float | None = option(
-        None, "Save when N seconds have passed.", above=0.0
+        None, "Save when N seconds have passed since the last save.", above=0.0
     )
-    keep_checkpoints: int = option(3, "How many checkpoints are kept.", least=1)
+    keep_checkpoints: int = option(3, "Keep the N newest checkpoints.", least=1)
     resume: str = option(
         "auto",
-        "auto: go on from the newest usable checkpoint, if any. always: only "
-        "from a checkpoint. never: only where there is none.",
+        "auto: resume from the newest usable checkpoint, if there is one. "
+        "always: fail if there is no checkpoint. never: fail if there is a "
+        "checkpoint.",
         RESUME,
     )
 
@@ -152,6 +157,6 @@ class SaveOptions:
 
     @property
     def folder(self) -> str:
-        """Returns the folder, where there is one."""
+        """Returns `checkpoint_dir`, which must be set."""
         assert self.checkpoint_dir is not None
         return self.checkpoint_dir

@@ -1,4 +1,4 @@
-"""Who am I, and who else is there: the cluster as one frozen value.
+"""The tasks of a cluster, and the task of this process, as one value.
 
     config = ClusterConfig.from_environment()
     if config is None:
@@ -6,8 +6,8 @@
     elif config.is_chief:
         ...                                  # the task that writes files
 
-`TF_CONFIG` is read once and validated here; nothing below parses it again.
-This module does not import TensorFlow.
+`TF_CONFIG` is parsed and validated only here. This module does not import
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class ClusterConfig:
         (2, 1, False)
 
     Attributes:
-        chief: Address of the chief as "host:port", at most one.
+        chief: Address of the chief as "host:port"; at most one address.
         worker: Addresses of the workers.
         ps: Addresses of the parameter servers.
-        evaluator: Addresses of the side-car evaluator, at most one.
+        evaluator: Address of the evaluator; at most one address.
         task_type: The type of this process, one of `TASK_TYPES`.
         task_index: The index of this process among the tasks of its type.
     """
@@ -70,11 +70,11 @@ class ClusterConfig:
         """Reads `TF_CONFIG`.
 
         Args:
-            environ: The environment; `os.environ` by default.
+            environ: The environment. Default: `os.environ`.
 
         Returns:
-            The configuration, or None where `TF_CONFIG` is absent, empty or
-            `{}`, which means a single process.
+            The configuration; None if `TF_CONFIG` is absent, empty or `{}`,
+            which means a single process.
 
         Raises:
             ClusterError: `TF_CONFIG` is not valid.
@@ -95,8 +95,8 @@ class ClusterConfig:
             The configuration.
 
         Raises:
-            ClusterError: The text is not JSON, lacks a member, or names
-                tasks, addresses or an index that cannot be.
+            ClusterError: The text is not JSON, lacks a member, or has an
+                invalid task, address or index.
         """
         cluster, task = _parse(text)
         tasks: dict[str, tuple[str, ...]] = {}
@@ -119,7 +119,7 @@ class ClusterConfig:
 
     @property
     def tasks(self) -> dict[str, list[str]]:
-        """Addresses by task type, without the types that have none."""
+        """Addresses by task type; types without addresses are left out."""
         every = {name: list(getattr(self, name)) for name in TASK_TYPES}
         return {
             name: addresses for name, addresses in every.items() if addresses
@@ -132,12 +132,12 @@ class ClusterConfig:
 
     @property
     def num_workers(self) -> int:
-        """How many tasks compute: the chief, if there is one, and workers."""
+        """The number of tasks that compute: chief and workers."""
         return len(self.chief) + len(self.worker)
 
     @property
     def worker_index(self) -> int:
-        """The position among the tasks that compute; the chief comes first.
+        """The index among the tasks that compute; the chief comes first.
 
         Raises:
             ClusterError: This task does not compute (ps, evaluator).

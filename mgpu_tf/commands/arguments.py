@@ -1,4 +1,4 @@
-"""What a command is called with, and the flags that several share."""
+"""The call of a command, and the flags that several commands share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mgpu_tf.launch.policy import RestartPolicy
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a command.
+    """The call of a command.
 
     Attributes:
-        name: The command's name.
+        name: The name of the command.
         given: The arguments as they were typed.
-        values: The values of its flags.
-        rest: What is no flag.
-        command: What stands after `--`; None where no `--` was typed.
+        values: The values of the flags.
+        rest: The arguments that are not flags.
+        command: The arguments after `--`; None if no `--` was typed.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Call:
     command: list[str] | None
 
     def takes_flags_only(self) -> None:
-        """Refuses whatever is no flag."""
+        """Refuses arguments that are not flags."""
         other = [*self.rest, *(self.command or [])]
         if other:
             raise ConfigurationError(
@@ -45,7 +45,7 @@ class Call:
         """Runs the same command as worker processes of this machine.
 
         Args:
-            num_workers: How many.
+            num_workers: Number of worker processes.
             **options: The other fields of `LaunchJob`.
 
         Returns:
@@ -60,35 +60,37 @@ class Call:
 
 
 def define_supervision(values: flags.FlagValues) -> None:
-    """Defines the flags of whatever starts processes."""
+    """Defines the flags of commands that start processes."""
     flags.DEFINE_integer(
         "max_restarts",
         0,
-        "How often the job is started again when a process fails.",
+        "Restart after a failure, at most N times.",
         flag_values=values,
     )
     flags.DEFINE_integer(
         "min_workers",
         None,
-        "With the restarts used up, go on with one process less, down to N.",
+        "When no restart is left, continue with one worker less, down to N "
+        "workers.",
         flag_values=values,
     )
     flags.DEFINE_float(
         "backoff_seconds",
         1.0,
-        "The pause before a restart; it doubles while attempts fail soon.",
+        "Seconds to wait before a restart. When the job fails again within a "
+        "minute, the wait doubles.",
         flag_values=values,
     )
     flags.DEFINE_float(
         "grace_seconds",
         GRACE_SECONDS,
-        "How long processes have to save and end after a signal.",
+        "Seconds that processes have to save and end after a signal.",
         flag_values=values,
     )
     flags.DEFINE_string(
         "log_dir",
         None,
-        "Gets a file with the output of each process.",
+        "The folder for log files: one file for each process.",
         flag_values=values,
     )
 
@@ -96,7 +98,7 @@ def define_supervision(values: flags.FlagValues) -> None:
 def supervision(
     values: flags.FlagValues, *, asynchronous: bool
 ) -> dict[str, Any]:
-    """Returns what those flags mean to `local.launch`."""
+    """Returns the arguments of `local.launch` from these flags."""
     return {
         "grace_seconds": values.grace_seconds,
         "policy": RestartPolicy(

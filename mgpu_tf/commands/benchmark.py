@@ -1,4 +1,4 @@
-"""The command `mgpu-tf benchmark`: throughput against devices."""
+"""The command `mgpu-tf benchmark`: throughput on several devices."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 USAGE = """mgpu-tf benchmark [--flags]
 
-Trains a model on 1, 2, 4, 8 devices and tells throughput, speed-up and
-efficiency, with published curves beside. A device is a GPU where there are
-any, else a part of the CPU, which shows overhead and no speed-up. With
---kind=processes it is a process on a core of its own.
+Trains a model on 1, 2, 4 and 8 devices. Prints throughput, speed-up and
+efficiency, and published curves for comparison. A device is a GPU. On a machine
+without GPUs it is a part of the CPU, which shows the overhead but no speed-up.
+With --kind=processes a device is a process on its own core.
 
 Example:
   mgpu-tf benchmark --devices=1,2,4 --model=cnn --output_dir=runs/scaling
@@ -45,15 +45,35 @@ def define(values: flags.FlagValues) -> None:
     )
     kinds = ", ".join(["auto", *MEANING])
     for define_flag, name, default, meaning in (
-        (text, "devices", "1,2,4,8", "Numbers of devices, with commas."),
+        (
+            text,
+            "devices",
+            "1,2,4,8",
+            "Numbers of devices, separated by commas.",
+        ),
         (text, "kind", "auto", f"What a device is: {kinds}."),
-        (text, "model", "mlp", "A model of the zoo."),
-        (yes, "weak", False, "Keep the batch of a device; the default."),
-        (yes, "strong", False, "Keep the batch of all devices."),
-        (number, "batch_size", 64, "Examples of a device, or of all."),
-        (number, "steps", 20, "Steps in a repeat."),
-        (number, "repeats", 3, "How often each point is measured."),
-        (text, "output_dir", None, f"Gets {JSON} and {FIGURE}."),
+        (text, "model", "mlp", f"The model: {', '.join(MODELS)}."),
+        (
+            yes,
+            "weak",
+            False,
+            "Weak scaling: keep the batch size of each device. The default.",
+        ),
+        (
+            yes,
+            "strong",
+            False,
+            "Strong scaling: keep the global batch size.",
+        ),
+        (
+            number,
+            "batch_size",
+            64,
+            "Batch size of each device; with --strong, the global batch size.",
+        ),
+        (number, "steps", 20, "Number of steps in a measurement."),
+        (number, "repeats", 3, "Number of measurements for each point."),
+        (text, "output_dir", None, f"The folder for {JSON} and {FIGURE}."),
     ):
         define_flag(name, default, meaning, flag_values=values)
 

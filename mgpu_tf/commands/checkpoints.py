@@ -12,9 +12,9 @@ from mgpu_tf.errors import ConfigurationError
 
 USAGE = """mgpu-tf checkpoints FOLDER [--keep=N]
 
-Lists the checkpoints in a folder and checks every byte of them; with --keep
-deletes all but the newest first, which is not for a folder that a run is
-writing to. Exits with status 1 where one is broken.
+Lists the checkpoints in a folder and verifies every byte of them. With --keep,
+first deletes all but the N newest. Do not use --keep on a folder that a run is
+writing to. Exits with status 1 if a checkpoint is broken.
 
 Example:
   mgpu-tf checkpoints runs/a/checkpoints --keep=2
@@ -28,14 +28,14 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer(
         "keep",
         None,
-        "Delete all but the N newest.",
+        "Delete all but the N newest checkpoints.",
         lower_bound=1,
         flag_values=values,
     )
 
 
 def run(call: Call) -> int:
-    """Prints a line for each; returns 1 where one is broken."""
+    """Prints a line for each checkpoint; returns 1 if one is broken."""
     values, rest = call.values, [*call.rest, *(call.command or [])]
     if len(rest) != 1:
         raise ConfigurationError(

@@ -12,12 +12,16 @@ from mgpu_tf.launch.job import STARTUP_SECONDS
 
 USAGE = """mgpu-tf launch --num_workers=N [--flags] -- COMMAND [ARGUMENTS]
 
-Starts N processes of a command on this machine as a cluster: each gets its
-TF_CONFIG. When one fails, all are ended and started again up to
---max_restarts times; then its exit code is returned, 128 + signal for a
-signal. SIGTERM is passed on; 75 is returned where the processes could save.
+Starts N processes of a command on this machine, as the workers of a cluster.
+Each process gets its own TF_CONFIG.
 
-With --num_ps a task that fails is started again alone.
+When a process fails, all processes are ended and started again, at most
+--max_restarts times. With --num_ps, only the process that failed is started
+again. When no restart is left, the exit code of the failed process is returned:
+128 + the number of the signal if a signal ended it.
+
+SIGTERM is passed on to all processes. If they saved their state, the exit code
+is 75.
 
 Example:
   mgpu-tf launch --num_workers=2 -- python experiments/train.py --epochs=5
@@ -29,24 +33,28 @@ Example:
 def define(values: flags.FlagValues) -> None:
     """Defines the flags."""
     flags.DEFINE_integer(
-        "num_workers", None, "Processes to start.", flag_values=values
+        "num_workers",
+        None,
+        "Number of worker processes to start.",
+        flag_values=values,
     )
     flags.DEFINE_integer(
         "num_ps",
         0,
-        "Parameter servers to start; with any, a coordinator is started too.",
+        "Number of parameter servers to start. If it is above 0, a "
+        "coordinator is started too.",
         flag_values=values,
     )
     flags.DEFINE_boolean(
         "evaluator",
         False,
-        "Start a process beside them that evaluates every checkpoint.",
+        "Start one more process, which evaluates the checkpoints.",
         flag_values=values,
     )
     flags.DEFINE_float(
         "startup_seconds",
         STARTUP_SECONDS,
-        "How long a process may take until it serves its port; 0 for no limit.",
+        "Seconds that a process may take to open its port. 0: no limit.",
         flag_values=values,
     )
     define_supervision(values)

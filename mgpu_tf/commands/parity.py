@@ -1,4 +1,4 @@
-"""Comparing a model on strategies with one device."""
+"""The command `mgpu-tf parity`: compares strategies with one device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from mgpu_tf.user_function import check_target, is_target
 
 USAGE = """mgpu-tf parity [--flags]
 
-Trains a model for a few steps on one device and on strategies, in float64
-where it can, compares all weights after every step, and names the first that
-differs by more than rounding. Exits with status 1 where one does, and prints
-a line "cause: ..." with its remedy for each known cause in the model.
+Trains a model for a few steps on one device and on strategies, in float64 if
+the model allows it. Compares all weights after every step, and names the first
+weight that differs by more than rounding. If a weight differs, exits with
+status 1 and prints a line "cause: ..." with the remedy for each known cause in
+the model.
 
 Example:
   mgpu-tf parity --model=my_package.models:build --dataset=my_package.data:load
@@ -31,43 +32,55 @@ def define(values: flags.FlagValues) -> None:
     """Defines the flags."""
     text, number = flags.DEFINE_string, flags.DEFINE_integer
     for define, name, default, meaning in (
-        (text, "model", "mlp", "mlp, cnn, or package.module:function."),
+        (
+            text,
+            "model",
+            "mlp",
+            "The model: mlp, cnn, or package.module:function, which returns "
+            "a compiled model.",
+        ),
         (
             text,
             "dataset",
             "digits",
-            "digits, or package.module:function, which "
-            "returns (x, y) or a batched tf.data.Dataset.",
+            "The data: digits, or package.module:function, which returns "
+            "(x, y) or a batched tf.data.Dataset.",
         ),
-        (text, "strategies", "mirrored", "Names, with commas between."),
+        (
+            text,
+            "strategies",
+            "mirrored",
+            "Names of strategies, separated by commas.",
+        ),
         (
             number,
             "num_workers",
             1,
-            "Worker processes; above 1 the strategy is multi_worker_mirrored.",
+            "Number of worker processes. If it is above 1, the strategy is "
+            "multi_worker_mirrored.",
         ),
         (
             number,
             "num_virtual_devices",
             2,
-            "Replicas of a process where there are no GPUs.",
+            "Number of replicas of a process on a machine without GPUs.",
         ),
-        (number, "global_batch_size", 64, "Examples in a step."),
-        (number, "steps", 10, "Steps to compare."),
-        (number, "seed", 0, "Decides initial weights."),
+        (number, "global_batch_size", 64, "Number of examples in a step."),
+        (number, "steps", 10, "Number of steps to compare."),
+        (number, "seed", 0, "The seed of the initial weights."),
     ):
         define(name, default, meaning, flag_values=values)
     flags.DEFINE_enum(
         "embedding_gradients",
         EMBEDDING_GRADIENTS[0],
         EMBEDDING_GRADIENTS,
-        "That of the strategies; one device does as Keras.",
+        "embedding_gradients of the strategies. One device always uses keras.",
         flag_values=values,
     )
 
 
 def run(call: Call) -> int:
-    """Compares, prints the report, and returns 1 where one differs."""
+    """Compares, prints the report, and returns 1 if a strategy differs."""
     call.takes_flags_only()
     values = call.values
     _check(values)
@@ -95,7 +108,7 @@ def run(call: Call) -> int:
 
 
 def _check(values: flags.FlagValues) -> None:
-    """Refuses names that do not go together, before anything is imported."""
+    """Refuses names that exclude each other, before anything is imported."""
     model, data = values.model, values.dataset
     own_data, own_model = is_target(data), is_target(model)
     if not data or (own_model and not values["dataset"].present):

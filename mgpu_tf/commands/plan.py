@@ -1,4 +1,4 @@
-"""The command `mgpu-tf plan`: memory, hours and price of a training."""
+"""The command `mgpu-tf plan`: memory, hours and price of a training run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from mgpu_tf.reports.scaling import MEANING, ScalingTable, aligned
 
 USAGE = """mgpu-tf plan [--flags]
 
-Tells what a training will take before it is started: with --num_parameters
-what each device must hold, with --scaling, a file that mgpu-tf benchmark
-wrote, the hours and the price on each number of devices that was measured,
-with batches that were ready: waiting for data comes on top.
+Estimates what a training run will take.
+
+With --num_parameters: the memory that each device needs.
+
+With --scaling, a file of mgpu-tf benchmark: the hours and the price for each
+number of devices in the file. The benchmark does not wait for data, so add the
+time of waiting for data.
 
 Example:
   mgpu-tf plan --num_parameters=1.5G --optimizer=adam --device_memory_gib=16
@@ -27,7 +30,7 @@ Example:
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 _MOST = 1e15
 
-# Flags that say nothing without the other.
+# Flags, and the flag that each of them needs.
 _NEEDS = {
     "optimizer": "num_parameters",
     "device_memory_gib": "num_parameters",
@@ -45,7 +48,12 @@ def define(values: flags.FlagValues) -> None:
         flags.DEFINE_float,
     )
     for define_flag, name, default, meaning in (
-        (text, "num_parameters", None, "Trainable parameters; 25.6M, 1.5G."),
+        (
+            text,
+            "num_parameters",
+            None,
+            "Number of trainable parameters, such as 25.6M or 1.5G.",
+        ),
         (
             text,
             "optimizer",
@@ -54,9 +62,14 @@ def define(values: flags.FlagValues) -> None:
         ),
         (real, "device_memory_gib", None, "Memory of a device, in GiB."),
         (text, "scaling", None, "A scaling.json of mgpu-tf benchmark."),
-        (text, "examples", None, "Examples in an epoch; 50000, 1.28M."),
-        (number, "epochs", 1, "Epochs."),
-        (real, "price", None, "What a device costs for an hour."),
+        (
+            text,
+            "examples",
+            None,
+            "Number of examples in an epoch, such as 50000 or 1.28M.",
+        ),
+        (number, "epochs", 1, "Number of epochs."),
+        (real, "price", None, "Price of one device for one hour."),
     ):
         define_flag(name, default, meaning, flag_values=values)
 
@@ -167,7 +180,7 @@ def _read(path: str) -> ScalingTable:
 
 
 def _check(table: ScalingTable) -> None:
-    """Raises ValueError or TypeError where no benchmark measures so."""
+    """Raises ValueError or TypeError if no benchmark can have written it."""
     sound = bool(table.points) and table.kind in MEANING
     for point in table.points:
         rates = point.examples_per_second
@@ -178,7 +191,7 @@ def _check(table: ScalingTable) -> None:
 
 
 def _count(name: str, text: str) -> int:
-    """Returns the number that `25.6M` stands for."""
+    """Parses a number such as `25.6M`."""
     text = text.strip().upper()
     digits = text.rstrip("".join(_UNITS))
     unit = text[len(digits) :]

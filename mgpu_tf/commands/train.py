@@ -1,4 +1,4 @@
-"""Training and testing a model on a strategy."""
+"""The command `mgpu-tf train`: trains and tests a model on a strategy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from mgpu_tf.runtime import quiet_import
 
 USAGE = """mgpu-tf train [--flags]
 
-Trains and tests a model. With --num_workers above 1 and no TF_CONFIG, the
-worker processes are started on this machine; with --num_ps, parameter servers
-and a coordinator as well. With --max_restarts they are started again when one
-fails, and go on from --checkpoint_dir.
+Trains and tests a model.
+
+With --num_workers above 1, the worker processes are started on this machine.
+With --num_ps, parameter servers and a coordinator are started too. If TF_CONFIG
+is set, nothing is started: this process is a task of the cluster in TF_CONFIG.
+
+With --max_restarts, processes are started again after a failure, and resume
+from --checkpoint_dir.
 
 Example:
   mgpu-tf train --strategy=mirrored --num_virtual_devices=4 --model=cnn
@@ -28,13 +32,13 @@ Example:
 
 
 def define(values: flags.FlagValues) -> None:
-    """Defines the flags: those of a run, and of its supervision."""
+    """Defines the flags of a run and of its supervision."""
     run_flags.define(values)
     define_supervision(values)
 
 
 def run(call: Call) -> int:
-    """Trains, here or as processes of this machine; returns the status."""
+    """Trains in this process or in new processes; returns the status."""
     call.takes_flags_only()
     values = call.values
     config = run_flags.config(values)

@@ -4,9 +4,10 @@
     graph.fingerprint()       the same for the same pipeline
     for node in graph.nodes(): ...
 
-Nodes are told apart by what they do and what goes into them, functions by
-what they compute. So the order in which functions are listed, their names and
-those of nodes, the numbers of Python functions and of resources do not count.
+A node is identified by its operation and its inputs, a function by what it
+computes. The fingerprint does not depend on the order of functions, on the
+names of functions and nodes, or on the numbers of Python functions and
+resources.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# Attributes that name what the process has made, or where it runs.
+# Attributes that name objects of the process, or the device.
 _NAMES = {"metadata", "token", "shared_name", "container", "config_proto"}
 
-# Which inputs of an operation are its two seeds.
+# The inputs of an operation that are its two seeds.
 _SEEDS = {
     "ShuffleDataset": slice(2, 4),
     "ShuffleDatasetV2": slice(2, 4),
@@ -40,12 +41,12 @@ class Node:
     """An operation of a graph.
 
     Attributes:
-        name: Its name in its graph.
-        op: What it does.
-        inputs: The names of the nodes that go into it, by position.
-        functions: The names of the functions that it calls.
-        seeds: The two seeds of a random dataset, none of another operation.
-        definition: All of it.
+        name: The name of the node in its graph.
+        op: The type of the operation.
+        inputs: The names of the input nodes, by position.
+        functions: The names of the functions that the node calls.
+        seeds: The two seeds of a random dataset; empty for other operations.
+        definition: The definition of the node, as TensorFlow has it.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Node:
 
     @property
     def unordered(self) -> bool:
-        """Returns whether its elements come as they are ready."""
+        """Returns whether the order of elements depends on timing."""
         attributes = self.definition.attr
         if "Dataset" not in self.op:
             return False
@@ -69,7 +70,7 @@ class Node:
 
     @property
     def seed_attributes(self) -> tuple[int, int]:
-        """Returns the seeds that it has as attributes; 0 where none."""
+        """Returns the seeds among the attributes; 0 for a missing seed."""
         attributes = self.definition.attr
         names = ("seed", "seed2")
         first, second = (
@@ -82,7 +83,7 @@ class Graph:
     """The graph of a dataset, and its functions.
 
     Args:
-        definition: As TensorFlow serializes it.
+        definition: The serialized graph of TensorFlow.
     """
 
     def __init__(self, definition: tf.compat.v1.GraphDef) -> None:
@@ -104,7 +105,7 @@ class Graph:
         return self._bodies.get(function, [])
 
     def nodes(self) -> Iterator[Node]:
-        """Returns all nodes, those of a function after its first caller."""
+        """Returns all nodes; those of a function follow its first caller."""
         seen: set[str] = set()
 
         def of(body: list[Node]) -> Iterator[Node]:
@@ -182,10 +183,10 @@ class Graph:
 
 
 def _sorted(definitions: Any) -> list[Node]:
-    """Returns nodes, each after those that go into it."""
+    """Returns nodes, each after its inputs."""
     constants = {d.name: d for d in definitions if d.op == "Const"}
     nodes = {d.name: _node(d, constants) for d in definitions}
-    # What the graph gives comes first, and with it what leads there.
+    # Start at the results of the graph, so that their inputs come first.
     starts = sorted(nodes, key=lambda name: nodes[name].op != "_Retval")
     done: dict[str, Node] = {}
     begun: set[str] = set()
@@ -235,7 +236,7 @@ def _node(definition: Any, constants: dict[str, Any]) -> Node:
 
 
 def _input(text: str, hashes: dict[str, str]) -> str:
-    """Returns the hash of what goes in, and which of its outputs it is."""
+    """Returns the hash of an input, with the number of its output."""
     name, _, output = text.removeprefix("^").partition(":")
     return f"{hashes.get(name, '')}:{output or '0'}"
 
@@ -243,8 +244,8 @@ def _input(text: str, hashes: dict[str, str]) -> str:
 def _hash_of_tensor(tensor: Any) -> str:
     """Returns a hash of a constant.
 
-    Of the path to a file its last part counts: workers may keep the same
-    files in folders of their own. A handle says nothing.
+    Only the last part of a file's path counts, since workers may keep the same
+    files in different folders. Handles are all equal.
     """
     kind = tf.as_dtype(tensor.dtype)
     if kind in (tf.resource, tf.variant):
@@ -256,7 +257,7 @@ def _hash_of_tensor(tensor: Any) -> str:
 
 
 def _without_folder(text: bytes) -> bytes:
-    """Returns the last part of a path, and any other text as it is."""
+    """Returns the last part of a path; other texts are not changed."""
     return text if b" " in text else os.path.basename(text)
 
 

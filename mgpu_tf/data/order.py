@@ -1,13 +1,13 @@
-"""Whether a `tf.data.Dataset` comes in the same order each time it is made.
+"""Whether a `tf.data.Dataset` has the same order in every process.
 
     order = order_of(dataset)
     order.fingerprint     the same for the same pipeline, in any process
-    order.unrepeatable    what keeps it from one order, "" where nothing does
+    order.unrepeatable    why the order does not repeat; "" if it repeats
 
-The graph of a dataset tells its operations, their seeds and their functions,
-without reading an element: an iterator would take an order that training was
-to have. Names of nodes and functions are generated, and functions come in any
-order, so neither counts (`data.graph`).
+The graph of a dataset has its operations, their seeds and their functions. It
+is read without reading an element: an iterator would use up an order that the
+training needs. Names of nodes and functions are generated, and functions come
+in any order, so neither counts (`data.graph`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from google.protobuf import message
 
 from mgpu_tf.data.graph import Graph, Node
 
-# As TensorFlow numbers what is done about the state of a dataset's functions.
+# TensorFlow's number for: ignore the state of a dataset's functions.
 _IGNORE_STATE = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What decides the order of a dataset.
+    """The order of a dataset.
 
     Attributes:
-        fingerprint: The operations of the pipeline and a hash of all that it
-            does; empty where TensorFlow cannot tell.
-        unrepeatable: What makes the order another one in each process, and
-            the remedy, as two sentences; empty where nothing does.
+        fingerprint: The operations of the pipeline and a hash of its graph;
+            empty if TensorFlow cannot serialize the graph.
+        unrepeatable: Why the order differs between processes, and the remedy,
+            as two sentences; empty if the order is the same.
     """
 
     fingerprint: str
@@ -40,7 +40,7 @@ class Order:
 
 
 def serialized(dataset: tf.data.Dataset) -> tf.Tensor:
-    """Returns the graph of a dataset, a scalar string, of no device."""
+    """Returns the graph of a dataset as a scalar string, without devices."""
     return tf.raw_ops.DatasetToGraphV2(
         input_dataset=tf.data.experimental.to_variant(dataset),
         external_state_policy=_IGNORE_STATE,
@@ -49,13 +49,14 @@ def serialized(dataset: tf.data.Dataset) -> tf.Tensor:
 
 
 def order_of(dataset: tf.data.Dataset) -> Order:
-    """Returns what decides the order of a dataset.
+    """Reads the order of a dataset from its graph.
 
     Args:
-        dataset: Any; one above 2 GB in memory tells nothing.
+        dataset: Any dataset. The result is empty for a dataset with more than
+            2 GB in memory.
 
     Returns:
-        Its fingerprint, and what is random about its order.
+        The fingerprint, and why the order does not repeat.
     """
     try:
         text = serialized(dataset).numpy()
@@ -75,7 +76,7 @@ def _described(seeds: tuple[int, ...]) -> str:
     return str(seeds) if seeds else ""
 
 
-# Operations whose functions decide which rows there are.
+# Operations whose functions choose rows.
 _DECIDERS = {
     "FilterDataset": "filter",
     "ParallelFilterDataset": "filter",
@@ -94,13 +95,13 @@ _DECIDERS = {
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """What is random in a graph, or in the functions of an operation.
+    """The randomness in a graph, or in the functions of an operation.
 
     Attributes:
-        reason: Why rows do not repeat; empty where they do.
-        drawn: The unseeded random operation that values come from, if any:
-            harmless augmentation, unless rows are chosen by them.
-        chooses: The one that rows are chosen by, if any.
+        reason: Why rows do not repeat; empty if they repeat.
+        drawn: The unseeded random operation that draws values, if any. It is
+            harmless augmentation, unless rows are chosen by these values.
+        chooses: The unseeded random operation that chooses rows, if any.
     """
 
     reason: str = ""
@@ -129,8 +130,9 @@ def _search(graph: Graph, nodes: list[Node]) -> _Found:
 def _within(graph: Graph, node: Node) -> _Found:
     """Looks through the functions of an operation.
 
-    A function that makes a dataset may augment what that gives: what its own
-    operations draw decides about rows, what its maps draw does not.
+    In a function that makes a dataset, random numbers of the function's own
+    operations can choose rows. Random numbers of the dataset's maps cannot:
+    they only augment values.
     """
     drawn, chooses = "", ""
     for name in node.functions:
@@ -149,7 +151,7 @@ def _first(texts: Iterable[str]) -> str:
 
 
 def _own_reason(node: Node) -> str:
-    """Returns what an operation itself leaves open about the order."""
+    """Returns why an operation itself does not repeat; "" if it does."""
     if node.seeds == (0, 0):
         if node.op.startswith("Shuffle"):
             return (
@@ -163,8 +165,8 @@ def _own_reason(node: Node) -> str:
     if node.unordered:
         name = node.op.partition("Dataset")[0]
         return (
-            f"a tf.data.Dataset with {name}(deterministic=False), whose "
-            "elements come as they are ready. Leave deterministic=False out."
+            f"a tf.data.Dataset with {name}(deterministic=False), whose order "
+            "of elements depends on timing. Leave deterministic=False out."
         )
     return ""
 
@@ -178,7 +180,7 @@ def _of_decider(name: str, drawn: str) -> str:
     )
 
 
-# Operations that draw from what TensorFlow seeds by itself.
+# Random operations that TensorFlow seeds by itself.
 _DRAWING = {
     "RandomUniform",
     "RandomUniformInt",

@@ -1,7 +1,7 @@
 """Global batches, one pass over the data at a time.
 
-Every element that a source gives is `(data, local, total)`: the rows of one
-replica, how many they are, and the size of the global batch.
+Every element of a source is `(data, local, total)`: the rows of one replica,
+their number, and the size of the global batch.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Arrays whose batches are given by the numbers of their rows.
+    """Arrays whose batches are given by row numbers.
 
     Attributes:
         arrays: A structure of tensors `[examples, ...]`.
-        batch_size: Rows of a global batch; the last of a pass may have less.
-        order: Returns the numbers `[examples]` of the rows in pass `index`.
-        finish: What is done to a batch of gathered rows, if anything.
+        batch_size: Number of rows of a global batch; the last batch of a pass
+            may have fewer.
+        order: Returns the row numbers `[examples]` in pass `index`.
+        finish: A function for a batch of gathered rows, or None.
     """
 
     arrays: Any
@@ -46,15 +47,16 @@ class Source(abc.ABC):
     """Global batches, one pass over the data at a time.
 
     Attributes:
-        steps: Global batches in a pass, None where only a pass can tell.
+        steps: Number of global batches in a pass; None if only reading finds
+            the end.
         endless: Whether a pass never ends by itself.
         seekable: Whether the number of a pass alone decides its order, so
             that passes can be chained.
-        totals_known: Whether elements carry the size of the global batch;
-            otherwise `total` is -1 and the replicas add up `local`.
+        totals_known: Whether elements have the size of the global batch. If
+            not, `total` is -1 and the replicas add up `local`.
         repeats: Whether there is a second pass.
-        portable: Whether its datasets can be read in another process; tables
-            of words and the like stay where they were made.
+        portable: Whether another process can read the datasets. A dataset
+            that uses a lookup table, such as a vocabulary, is not portable.
     """
 
     steps: int | None
@@ -66,7 +68,7 @@ class Source(abc.ABC):
 
     @property
     def may_end(self) -> bool:
-        """Whether a step may find that the data has ended."""
+        """Whether a step may find the end of the data."""
         return self.steps is None and not self.endless
 
     @abc.abstractmethod
@@ -84,35 +86,35 @@ class Source(abc.ABC):
         """Returns the spec of a batch: `TensorSpec`s with batch size None."""
 
     def length(self) -> str:
-        """Returns how much there is, in words."""
+        """Returns the length of the data in words."""
         return f"{self.steps or 'an unknown number of'} batches"
 
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """Returns what tells this data from other data of the same shape.
+        """Returns a text that differs for other data of the same shape.
 
-        Where it is taken of a batch, it is of the targets if there are some:
-        inputs may be augmented at random, and differ between workers.
+        A fingerprint of a batch uses only the targets if there are any: inputs
+        may be augmented at random, and then differ between workers.
         """
 
     @property
     def unrepeatable(self) -> str:
-        """Returns why each process has an order of its own; empty if not."""
+        """Returns why the order differs between processes; "" if not."""
         return ""
 
     def rows(self) -> Rows | None:
-        """Returns the arrays, where batches are rows of some."""
+        """Returns the arrays if batches are rows of arrays, else None."""
         return None
 
     def shards(self, count: int) -> list[tf.data.Dataset]:
-        """Splits a pass for workers that each read on their own.
+        """Splits a pass for workers that read independently.
 
         Args:
-            count: How many workers.
+            count: Number of workers.
 
         Returns:
-            `count` datasets of whole batches, nothing but the data; or one,
-            of which worker w takes batches w, w + count, w + 2 * count ...
+            `count` datasets of whole batches of data; or one dataset, of which
+            worker w takes the batches w, w + count, w + 2 * count ...
         """
         del count
         whole = self.pass_dataset(0, LocalReplicas(0, 1, 1))
@@ -120,10 +122,11 @@ class Source(abc.ABC):
 
 
 class BatchSource(Source):
-    """A source that reads batches as they are.
+    """A source that reads whole batches.
 
-    They are global, or, where their totals are not known, one is for each
-    replica. A step may take them uncut (`feed.next_batch`).
+    The batches are global. If their totals are not known, each batch is for
+    one replica. A step may take batches before they are split for the replicas
+    (`feed.next_batch`).
     """
 
     @abc.abstractmethod
@@ -136,19 +139,19 @@ class BatchSource(Source):
         return batches.skip(start) if start else batches
 
     def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
-        """Returns pass `index`, cut for the replicas of a process."""
+        """Returns pass `index`, split for the replicas of a process."""
         return self.pass_from(index, local, 0)
 
     def pass_from(
         self, index: Any, local: LocalReplicas, start: int
     ) -> tf.data.Dataset:
-        """Returns pass `index` from a batch of each replica on, cut."""
+        """Returns pass `index` from a batch on, split for the replicas."""
         if self.totals_known:
             return cut(self.batches_from(index, start), local)
         return _sized(self.batches(index)).skip(start * local.count)
 
     def shards(self, count: int) -> list[tf.data.Dataset]:
-        """Returns the batches, which the workers deal among them."""
+        """Returns the batches, which the workers share."""
         del count
         return [self.batches(0)]
 
@@ -156,7 +159,8 @@ class BatchSource(Source):
 class DatasetSource(BatchSource):
     """A `tf.data.Dataset` of global batches.
 
-    Every worker reads all of it and keeps its rows: the price of one order.
+    Every worker reads all of it and keeps its rows, so that all workers have
+    the same order.
     """
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
@@ -182,17 +186,17 @@ class DatasetSource(BatchSource):
         return self._spec
 
     def fingerprint(self) -> str:
-        """Returns the operations of the pipeline, and a hash of it."""
+        """Returns the operations of the pipeline, and a hash of its graph."""
         return self.order.fingerprint
 
     @property
     def unrepeatable(self) -> str:
-        """Returns what decides the order anew in each process."""
+        """Returns why the order differs between processes; "" if not."""
         return self.order.unrepeatable
 
     @functools.cached_property
     def order(self) -> Order:
-        """Returns what decides the order of the elements."""
+        """Returns the order of the elements."""
         return order_of(self._dataset)
 
 
@@ -228,7 +232,7 @@ class FunctionSource(BatchSource):
         return self._dataset
 
     def shards(self, count: int) -> list[tf.data.Dataset]:
-        """Returns what the function makes for each of `count` workers."""
+        """Returns the dataset of the function for each of `count` workers."""
         contexts = [
             tf.distribute.InputContext(count, index, count)
             for index in range(count)
@@ -240,12 +244,12 @@ class FunctionSource(BatchSource):
         return self._spec
 
     def fingerprint(self) -> str:
-        """Returns nothing of the data, of which each worker has its own."""
+        """Returns a constant: each worker has its own data."""
         return "a dataset_fn"
 
 
 class MappedSource(Source):
-    """Another source with a function over its batches."""
+    """A source that applies a function to the batches of another source."""
 
     def __init__(self, source: Source, function: Callable[[Any], Any]) -> None:
         self._source = source
@@ -272,7 +276,7 @@ class MappedSource(Source):
         )
 
     def rows(self) -> Rows | None:
-        """Returns those of the source, mapped when they are gathered."""
+        """Returns the rows of the source, mapped when they are gathered."""
         inner = self._source.rows()
         if inner is None:
             return None
@@ -284,7 +288,7 @@ class MappedSource(Source):
         )
 
     def shards(self, count: int) -> list[tf.data.Dataset]:
-        """Returns those of the source, mapped."""
+        """Returns the shards of the source, mapped."""
         return [
             shard.map(whole(shard.element_spec, self._function))
             for shard in self._source.shards(count)
@@ -312,7 +316,7 @@ class MappedSource(Source):
 
 
 def _sized(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Turns batches of replicas into elements with an unknown total."""
+    """Turns per-replica batches into elements with an unknown total."""
 
     def element(data: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
         return data, batch_size(data), tf.constant(-1, tf.int64)
@@ -321,7 +325,7 @@ def _sized(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def cut(dataset: tf.data.Dataset, local: LocalReplicas) -> tf.data.Dataset:
-    """Turns global batches into the elements of the replicas of a process."""
+    """Splits global batches into the elements of a process's replicas."""
 
     def rows(data: Any, replica: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
         size = batch_size(data)

@@ -3,8 +3,8 @@
     pack(x, y, sample_weight)   x, (x,), (x, y) or (x, y, sample_weight)
     tensors_of([a, b])          (a, b): tf.data would stack a list
 
-A leaf has a row for each example; or it is None, or a scalar, which all the
-replicas get.
+A leaf has a row for each example, or it is None or a scalar. All replicas get
+the same scalar.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import tensorflow as tf
 from mgpu_tf.errors import ConfigurationError
 
 SIZES_DIFFER = (
-    "On several replicas all parts of a batch must have the same number of "
-    "rows. Received: a batch of which the parts differ. Repeat or pad the "
-    "smaller part, or use the strategy one_device."
+    "On several replicas the inputs, targets and weights of a batch must have "
+    "the same number of rows. Received: a batch with different numbers of "
+    "rows. Repeat or pad the shorter arrays, or use the strategy one_device."
 )
 
 
@@ -59,11 +59,11 @@ def to_tensor(leaf: Any, floatx: str | None = None) -> Any:
     """Converts an array, a data frame, a series or a tensor.
 
     Args:
-        leaf: What to convert; None stays None.
-        floatx: The type of floats; their own by default.
+        leaf: The value to convert; None stays None.
+        floatx: The type of the result for floats; by default their own type.
 
     Raises:
-        ConfigurationError: It is something else, or sparse.
+        ConfigurationError: The value has another type, or is sparse.
     """
     if leaf is None:
         return None
@@ -101,12 +101,12 @@ def gather(data: Any, chosen: Any) -> Any:
 
 
 def batch_size(data: Any) -> tf.Tensor:
-    """Returns the rows of a batch, a constant where its shape tells."""
+    """Returns the number of rows; a constant if the shape is known."""
     return _rows_of(_counted(data))
 
 
 def check_sizes(data: Any, size: tf.Tensor) -> list[tf.Operation]:
-    """Returns what fails, in a graph, where parts differ in their rows."""
+    """Returns assertions that all leaves of a batch have `size` rows."""
     known = tf.get_static_value(size)
     checks = []
     counted = _counted(data)
@@ -120,7 +120,7 @@ def check_sizes(data: Any, size: tf.Tensor) -> list[tf.Operation]:
 
 
 def spec_of(data: Any) -> Any:
-    """Returns the specs of batches of which tensors are made or are one."""
+    """Returns the specs of batches, with the batch size left open."""
 
     def spec(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, tf.TypeSpec):
@@ -136,7 +136,7 @@ def specs_of_elements(spec: Any) -> Any:
 
 
 def batch_free(spec: Any) -> Any:
-    """Returns a spec with the batch size left open; None for no tensor."""
+    """Returns a spec with the batch size left open; None if not a tensor."""
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(
             [None, *spec.shape[1:]],
@@ -154,7 +154,7 @@ def batch_free(spec: Any) -> Any:
 def empty(spec: Any) -> Any:
     """Returns a batch without rows.
 
-    Lengths that vary are 1 in it, since a layer may fail at nothing.
+    Other unknown lengths are 1, since a layer may fail on length 0.
     """
     return tf.nest.map_structure(lambda leaf: _filled(leaf, 0), spec)
 
@@ -168,11 +168,11 @@ def whole(spec: Any, function: Callable[[Any], Any]) -> Callable[..., Any]:
     """Undoes tf.data's unpacking of a tuple into arguments.
 
     Args:
-        spec: Of the elements of a dataset.
-        function: Takes an element as it is.
+        spec: The spec of the elements of a dataset.
+        function: Takes a whole element.
 
     Returns:
-        What `Dataset.map` calls.
+        A function for `Dataset.map`.
     """
     if type(spec) is tuple:
         return lambda *data: function(data)
@@ -195,13 +195,13 @@ def digest(data: Any) -> str:
 
 
 def targets_digest(batch: Any) -> str:
-    """Returns the hash of a batch's targets, or of all where it has none."""
+    """Returns the hash of a batch's targets, or of a batch without targets."""
     has_targets = isinstance(batch, tuple) and len(batch) > 1
     return digest(batch[1:] if has_targets else batch)
 
 
 def check_batched(spec: Any) -> None:
-    """Refuses elements of a dataset that are sparse, or no batches."""
+    """Refuses elements of a dataset that are sparse or not batched."""
     leaves = tf.nest.flatten(spec)
     if any(isinstance(leaf, tf.SparseTensorSpec) for leaf in leaves):
         raise ConfigurationError(SPARSE)
@@ -282,9 +282,9 @@ def _tensor_of_array(leaf: Any) -> tf.Tensor:
 
 
 def _counted(data: Any) -> Any:
-    """Returns the part that says how many examples there are: a target.
+    """Returns the leaf whose rows are the examples: a target, if any.
 
-    An input may be one for all examples.
+    An input may be the same for all examples.
     """
     has_targets = isinstance(data, tuple) and len(data) > 1
     leaves = with_rows(data[1]) if has_targets else []

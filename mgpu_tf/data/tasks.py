@@ -1,13 +1,14 @@
-"""Tasks of keras-hub, which preprocess raw data such as texts themselves.
+"""Tasks of keras-hub, which preprocess raw data such as texts.
 
     preprocess = preprocess_of(model)        None for any other model
     arrays = arrays_of(["a text", "another"])
     source = PreprocessedSource(source, preprocess, "bert_text_classifier")
 
-A task's own `fit` maps its `preprocess_samples` over global batches. So does
-this, before a batch is cut for the replicas: padding to the longest text of a
-batch, or mixing its images, is then that of one device. keras-hub is never
-imported: a task is known by its class.
+A task's own `fit` maps its `preprocess_samples` over global batches. This
+module does the same before a batch is split for the replicas. Padding to the
+longest text of a batch, or mixing its images, then has the result of one
+device. keras-hub is never imported: a task is recognized by the name of its
+class.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Preprocess = Callable[..., Any]
 
 _WHOLE = LocalReplicas(0, 1, 1)
 
-# Keras's errors have what a layer says in bold, among much else.
+# Keras's errors show the message of a layer in bold, among other text.
 _BOLD = re.compile(r"\x1b\[1m(.*?)\x1b\[0m", re.DOTALL)
 
 
@@ -43,14 +44,14 @@ def is_task(model: Any) -> bool:
 
 
 def preprocess_of(model: Any) -> Preprocess | None:
-    """Returns what a model does to a batch of raw data.
+    """Returns the function by which a model preprocesses raw data.
 
     Args:
         model: Any model.
 
     Returns:
-        A function of `x`, `y` and `sample_weight`; None for a model that
-        takes its data as they are, such as a task without a preprocessor.
+        A function of `x`, `y` and `sample_weight`; None for a model that does
+        not preprocess, such as a task without a preprocessor.
     """
     if not is_task(model) or getattr(model, "preprocessor", model) is None:
         return None
@@ -61,14 +62,14 @@ def arrays_of(data: Any) -> Any:
     """Converts arrays by keras-hub's rule: a list is one array.
 
     Args:
-        data: An array, a list of texts or numbers, None, or a tuple or dict
-            of them, which are several inputs.
+        data: An array, a list of texts or numbers, or None; for several
+            inputs, a tuple or dict of these.
 
     Returns:
-        The same with tensors.
+        The same structure with tensors.
 
     Raises:
-        ConfigurationError: It cannot be an array.
+        ConfigurationError: A value cannot be converted to an array.
     """
     if isinstance(data, tuple):
         return tuple(map(arrays_of, data))
@@ -105,7 +106,7 @@ def kept_order(shuffle: bool | str) -> bool:
         shuffle: As for `fit`, where True is the default.
 
     Raises:
-        ConfigurationError: A shuffle is asked for that a task does not have.
+        ConfigurationError: `shuffle` is neither True nor False.
     """
     if shuffle not in (True, False):
         raise ConfigurationError(
@@ -117,14 +118,14 @@ def kept_order(shuffle: bool | str) -> bool:
 
 
 class PreprocessedSource(BatchSource):
-    """Another source, whose batches a task preprocesses.
+    """The batches of another source, preprocessed by a task.
 
     Every worker preprocesses whole global batches and keeps its rows.
 
     Args:
         source: The raw batches.
         preprocess: From `preprocess_of`.
-        name: Of the task.
+        name: The name of the task.
 
     Raises:
         ConfigurationError: The task cannot preprocess such batches.
@@ -159,7 +160,7 @@ class PreprocessedSource(BatchSource):
         return self.batches_from(index, 0)
 
     def batches_from(self, index: Any, start: int) -> tf.data.Dataset:
-        """Returns those from `start` on, and preprocesses no other."""
+        """Returns the batches from `start` on; skips the others unprocessed."""
         if isinstance(self._source, BatchSource):
             raw = self._source.batches_from(index, start)
         else:
@@ -179,7 +180,7 @@ class PreprocessedSource(BatchSource):
         )
 
     def shards(self, count: int) -> list[tf.data.Dataset]:
-        """Returns those of the source, preprocessed."""
+        """Returns the shards of the source, preprocessed."""
         return [self._mapped(shard) for shard in self._source.shards(count)]
 
     def example(self) -> Any:
@@ -201,7 +202,7 @@ class PreprocessedSource(BatchSource):
 
 
 def _said(error: Exception) -> str:
-    """Returns what a preprocessor says is wrong, in one line."""
+    """Returns the message of a preprocessor's error in one line."""
     bold = _BOLD.findall(str(error))
     lines = [li for li in str(error).splitlines() if li.strip()]
     said = " ".join(bold[-1:] or lines[-1:]).strip() or type(error).__name__

@@ -1,8 +1,8 @@
-"""What one replica gives to a number of the whole global batch.
+"""Contributions: the parts of replicas in a value of the global batch.
 
-A step computes on every replica something of the rows that the replica holds.
-A contribution is such a value that may be added up: its sum over replicas is
-what one device would have computed on the global batch.
+On every replica, a step computes values from the rows of the replica. A
+contribution is a value that can be added up: its sum over replicas is the value
+that one device computes on the global batch.
 
     def train_step(self, data):                      on 3 rows of 8
         x, y = data
@@ -11,9 +11,9 @@ what one device would have computed on the global batch.
             loss = mgpu_tf.mean_over_batch(square)   sum of 3 / 8
         ...
 
-An author declares by `mean_over_batch` and `sum_over_batch` what a loss is
-over the batch, where that cannot be read. On one replica, and outside of a
-step, they are the plain mean and the plain sum.
+If a loss cannot be read from the graph, its author declares it by
+`mean_over_batch` or `sum_over_batch`. On one replica, and outside of a step,
+these are the plain mean and the plain sum.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from mgpu_tf.errors import ConfigurationError
 
 @dataclasses.dataclass(frozen=True)
 class BatchShare:
-    """How much of the global batch a replica holds.
+    """The share of a replica in the global batch.
 
     Attributes:
-        local: Examples on this replica, an int64 scalar; may be 0.
-        total: Examples of the global batch, an int64 scalar, at least 1.
+        local: Number of examples of this replica, an int64 scalar; may be 0.
+        total: Number of examples of the global batch, an int64 scalar, at
+            least 1.
         replicas: Number of replicas.
     """
 
@@ -49,10 +50,10 @@ class BatchShare:
         return tf.cast(self.local, dtype) / tf.cast(self.total, dtype)
 
     def select(self, held: Any, empty: Any) -> Any:
-        """Returns `held`, or `empty` where the replica has no example.
+        """Returns `held`, or `empty` if the replica has no example.
 
-        The values are selected, not multiplied: whatever a layer makes of
-        an empty batch, NaN included, is dropped.
+        The value is selected, not multiplied by zero, so that NaN from an
+        empty batch is dropped.
         """
         if self.replicas == 1 or self._surely_holds():
             return held
@@ -64,9 +65,9 @@ class BatchShare:
         return tf.where(self.local > 0, held, tf.cast(empty, held.dtype))
 
     def select_all(self, held: list[Any]) -> list[Any]:
-        """Returns tensors, or zeros where the replica has no example.
+        """Returns tensors, or zeros if the replica has no example.
 
-        As `select`, but what is held is not copied.
+        As `select`, but without a copy of the tensors.
         """
         if self.replicas == 1 or self._surely_holds():
             return held
@@ -100,7 +101,7 @@ def _zeros_like(value: Any) -> Any:
 
 @dataclasses.dataclass
 class _Current(threading.local):
-    """The step that this thread is in; each replica has its thread."""
+    """The current step of this thread; each replica has its own thread."""
 
     share: BatchShare | None = None
     stands: bool = False
@@ -114,17 +115,15 @@ _current = _Current()
 def sharing(
     share: BatchShare, *, stands: bool = False
 ) -> Iterator[list[tf.Tensor]]:
-    """Tells what is called inside how much of the batch the replica holds.
-
-    On a replica, around what the author of a model wrote.
+    """Sets the current share while the code of a model's author runs.
 
     Args:
-        share: This replica's part of the global batch.
-        stands: Whether what is computed inside stands for a number of the
-            whole batch, and is weighted by the replica's share afterwards.
+        share: The share of this replica in the global batch.
+        stands: Whether values in the block are means over the replica's rows,
+            which are weighted by the replica's share afterwards.
 
     Yields:
-        A list of the contributions that the author declares inside.
+        A list of the contributions that the author declares in the block.
     """
     before = _current.share, _current.stands, _current.declared
     _current.share, _current.stands, _current.declared = share, stands, []
@@ -135,32 +134,32 @@ def sharing(
 
 
 def current_share() -> BatchShare | None:
-    """Returns the share that `sharing` tells of, None outside of it."""
+    """Returns the share that `sharing` has set; None outside of it."""
     return _current.share
 
 
 def mean_over_batch(values: Any, weights: Any = None) -> tf.Tensor:
-    """Returns this replica's part of the mean over the global batch.
+    """Returns this replica's contribution to the mean over the global batch.
 
-    In a step on several replicas the parts add up to the mean that one device
-    takes of the whole batch, however unevenly it is cut. Elsewhere it is the
-    mean.
+    In a step on several replicas, the contributions add up to the mean that one
+    device computes over the whole batch, however the batch is split. Elsewhere
+    the function returns the mean.
 
     Example:
-        In a layer, or in a `compute_loss` of one's own:
+        In a layer, or in an overridden `compute_loss`:
 
             self.add_loss(mgpu_tf.mean_over_batch(tf.square(outputs)))
 
-        A mean over steps that are not masked out:
+        The mean of losses that are not masked out:
 
             mgpu_tf.mean_over_batch(losses, weights=mask)
 
     Args:
         values: One row for each example of this replica, `[rows, ...]`.
-        weights: What each value weighs, `[rows]` or with further axes of
-            `values`; the mean is the sum of the weighted values over the sum
-            of the weights. Constants as far as gradients go. By default all
-            weigh alike.
+        weights: The weight of each value, `[rows]` or with further axes of
+            `values`. The mean is the sum of the weighted values divided by the
+            sum of the weights. No gradient flows into the weights. Default:
+            equal weights.
 
     Returns:
         A scalar of the type of `values`.
@@ -187,7 +186,7 @@ def mean_over_batch(values: Any, weights: Any = None) -> tf.Tensor:
 
 
 def sum_over_batch(values: Any) -> tf.Tensor:
-    """Returns this replica's part of the sum over the global batch.
+    """Returns this replica's contribution to the sum over the global batch.
 
     Args:
         values: One row for each example of this replica, `[rows, ...]`.
@@ -202,18 +201,18 @@ def sum_over_batch(values: Any) -> tf.Tensor:
 
 
 def _part(value: tf.Tensor, *, stands: bool = False) -> tf.Tensor:
-    """A contribution of this replica, noted as one.
+    """Records a contribution of this replica, and returns it.
 
     Args:
         value: The contribution.
-        stands: Whether it is already what stands for the whole batch.
+        stands: Whether the value is already scaled for the whole batch.
     """
     share = _current.share
     if share is None:
         return value
     if _current.stands and not stands:
         value = value / share.fraction(value.dtype)
-    # A tensor of its own, by which a reader knows it.
+    # A new tensor, by which a reader recognizes the contribution.
     value = tf.identity(share.select(value, 0))
     _current.declared.append(value)
     return value
@@ -241,7 +240,7 @@ def _by_rows(values: Any, function: str) -> tf.Tensor:
 
 
 def _aligned(weights: Any, values: tf.Tensor) -> tf.Tensor:
-    """Weights in the shape of the values."""
+    """Returns weights in the shape of the values."""
     weights = tf.cast(weights, values.dtype)
     while weights.shape.rank < values.shape.rank:
         weights = weights[..., tf.newaxis]
@@ -249,7 +248,7 @@ def _aligned(weights: Any, values: tf.Tensor) -> tf.Tensor:
 
 
 def as_float(value: Any) -> tf.Tensor:
-    """Returns a tensor of a floating type, as Keras makes losses."""
+    """Returns a tensor of a floating type, as Keras converts losses."""
     value = tf.convert_to_tensor(value)
     if value.dtype.is_floating:
         return value

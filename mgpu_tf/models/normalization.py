@@ -1,4 +1,4 @@
-"""Statistics of batches over all replicas, for models made by others."""
+"""Synchronized BatchNormalization, for models of any origin."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from mgpu_tf.engine import keras_internals
 
 
 def synchronize_batch_normalization(model: keras.Model) -> keras.Model:
-    """Makes BatchNormalization take its statistics over all replicas.
+    """Makes BatchNormalization compute its statistics over all replicas.
 
-    Call it in `build_model`; models made of others, such as those of
-    `keras.applications`, included.
+    Call it in `build_model`. It also changes the layers of nested models, such
+    as those of `keras.applications`.
 
     Args:
-        model: A model with any number of such layers.
+        model: A model with any number of BatchNormalization layers.
 
     Returns:
         The same model.

@@ -1,31 +1,32 @@
 """The report of a run: what was trained, how fast, and to which weights.
 
-`report.json`, a stable format; fields may be added, none is removed:
+The format of `report.json` is stable: fields may be added, and no field is
+removed:
 
     strategy            name of the strategy
     num_workers         processes that trained
-    num_replicas        replicas in all of them
+    num_replicas        replicas of all processes
     global_batch_size   examples in a step
-    global_step         steps done
+    global_step         number of training steps
     examples_seen       examples trained on, each counted once
-    epochs              one object for each: epoch (from 1), loss, metrics,
-                        seconds, examples_per_second, staleness (mean, p50,
-                        p95 and max of what was measured; null where all
-                        replicas step together)
+    epochs              one object for each epoch: epoch (from 1), loss,
+                        metrics, seconds, examples_per_second, staleness
+                        (mean, p50, p95 and max; null if none was
+                        measured, as on synchronous strategies)
     test                loss and metrics on the test data
     weights_sha256      SHA-256 over `model.get_weights()` in order, each as
                         C-contiguous little-endian bytes
-    restarts            how often the run was begun again
-    lost_steps          steps that had to be done again
-    lost_seconds        time from the states that were gone back to until the
-                        run went on from them
-    lost_workers        how often an asynchronous run lost a worker that was
-                        at work, and others did it
-    saving_seconds      for how long training was held up by saving
-    goodput             where the chief's time went, that of processes which
-                        failed included: wall_seconds, and of them step_,
-                        start_, compile_, input_, evaluate_, save_, restart_
-                        and other_seconds
+    restarts            number of restarts of the run
+    lost_steps          steps that were done again
+    lost_seconds        time from each state that the run went back to, until
+                        the run continued from that state
+    lost_workers        how often an asynchronous run lost a worker, whose
+                        work other workers did
+    saving_seconds      time for which saving stopped the training
+    goodput             the time of the chief, failed processes included:
+                        wall_seconds, split into step_, start_,
+                        compile_, input_, evaluate_, save_, restart_ and
+                        other_seconds
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ REPORT_FILE = "report.json"
 
 @dataclasses.dataclass(frozen=True)
 class EpochReport:
-    """One epoch.
+    """The report of one epoch.
 
     Attributes:
-        epoch: From 1.
-        loss: Mean over the examples of the epoch.
+        epoch: Number of the epoch, from 1.
+        loss: Mean loss over the examples of the epoch.
         metrics: The compiled metrics by name.
-        seconds: Time of the steps, tracing included.
-        examples_per_second: Examples over seconds.
-        staleness: How many updates of others gradients were late.
+        seconds: Time of the steps, with tracing.
+        examples_per_second: Number of examples divided by `seconds`.
+        staleness: Mean, p50, p95 and max of the staleness of gradients; None if
+            none was measured, as on synchronous strategies.
     """
 
     epoch: int
@@ -64,7 +66,7 @@ class EpochReport:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A run; the fields are those of `report.json`."""
+    """The report of a run, with the fields of `report.json`."""
 
     strategy: str
     num_workers: int
@@ -117,7 +119,7 @@ class Report:
 def known(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
     """Returns the values that are fields of a dataclass.
 
-    What another version has written may have others.
+    A file of another version may have other fields.
     """
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: values[name] for name in values if name in names}

@@ -1,11 +1,11 @@
-"""What makes a run repeat bit for bit: kernels, thread counts, seeds.
+"""Runs that repeat bit for bit: deterministic kernels, thread counts.
 
     mgpu_tf.enable_determinism()         # at the top of a script
     strategy = mgpu_tf.create_strategy()
 
-Kernels that add up in the order in which threads finish are left out, and the
-numbers of threads, on which the order of some sums depends, are fixed. A run
-with checkpoints does this by itself and writes the numbers down.
+Kernels that add up in the order in which threads finish are not used. The order
+of some sums depends on the numbers of threads, so these are fixed. A run with
+checkpoints does this by itself, and saves the numbers in its checkpoints.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ def enable_determinism(
 ) -> None:
     """Makes operations repeat bit for bit on the same hardware.
 
-    Thread counts can be set before TensorFlow runs its first op only; later
-    they stay as they are.
+    Thread counts can be set only before TensorFlow runs its first operation.
+    Later they do not change.
 
     Args:
-        intra_op_threads: Threads for one operation; those that are set, or
-            one for each CPU, by default.
-        inter_op_threads: Operations at the same time; likewise.
+        intra_op_threads: Number of threads for one operation. Default: the
+            number that is set, or one thread for each CPU.
+        inter_op_threads: Number of operations at the same time. Default: as
+            for `intra_op_threads`.
     """
     tf.config.experimental.enable_op_determinism()
     threading = tf.config.threading
@@ -57,15 +58,15 @@ def is_enabled() -> bool:
 
 
 def seconds() -> tf.Tensor:
-    """Returns the time in a graph; 0 where operations must repeat.
+    """Returns the time in a graph; 0 if operations must repeat.
 
-    TensorFlow lets none of them look at a clock.
+    TensorFlow's deterministic operations cannot read a clock.
     """
     return tf.zeros([], tf.float64) if is_enabled() else tf.timestamp()
 
 
 def threads() -> dict[str, int]:
-    """Returns the numbers of threads, as they are or will be."""
+    """Returns the numbers of threads that TensorFlow uses or will use."""
     cpus = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cpus = len(os.sched_getaffinity(0))
@@ -78,12 +79,12 @@ def threads() -> dict[str, int]:
 
 
 def environment() -> dict[str, str | int]:
-    """Returns what the bits of a run depend on besides its own settings."""
+    """Returns what the bits of a run depend on, apart from its settings."""
     return {"tensorflow": tf.__version__, **threads()}
 
 
 def warn_of_other_environment(saved: Mapping[str, str | int]) -> None:
-    """Logs what differs from the environment of a checkpoint."""
+    """Logs the differences from the environment of a checkpoint."""
     here = environment()
     other = {k: v for k, v in saved.items() if here.get(k) != v}
     if other:

@@ -1,14 +1,15 @@
-"""Parameter servers: the strategy of the coordinator, and who serves it.
+"""The strategy `parameter_server`, and the tasks that serve it.
 
     strategy = create_parameter_server_strategy(max_staleness=8)
 
-A cluster of one `chief`, some `worker` and some `ps` tasks, all started with
-the same script. The chief coordinates: it alone comes back from here. The
-others serve until the coordinator dismisses them, and exit with status 0.
+A cluster has one `chief` task, and `worker` and `ps` tasks. All run the same
+script. Only the chief, which is the coordinator, returns from
+`create_parameter_server_strategy`. The other tasks serve until the coordinator
+ends, and exit with status 0.
 
-    chief     hands out work and sums metrics up; takes no GPU
+    chief     hands out work and adds up metrics; uses no GPU
     worker    computes gradients
-    ps        keeps the variables and applies gradients; takes no GPU
+    ps        keeps the variables and applies gradients; uses no GPU
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ _log = logging.getLogger("mgpu_tf")
 
 @dataclasses.dataclass(frozen=True)
 class StalenessOptions:
-    """What is done about gradients that come late.
+    """What to do about late gradients.
 
-    The staleness of a gradient is the number of updates that others made
-    between the reading of the weights and its own update.
+    The staleness of a gradient is the number of updates that other workers made
+    between the reading of the weights and the update by this gradient.
 
     Attributes:
-        max_staleness: The bound; None for none.
-        late_gradients: How it is kept. `hold`: no work is handed out that
-            could make another gradient later than that. `scale`: a gradient
-            that is s updates late counts `max_staleness / s`, at most 1.
-        sample_every: Staleness is measured in every Nth piece of work.
+        max_staleness: The bound; None for no bound.
+        late_gradients: `hold`: no work is handed out that could make a gradient
+            later than the bound. `scale`: a gradient that is s updates late
+            counts `max_staleness / s`, at most 1.
+        sample_every: Measure staleness in every Nth piece of work.
 
     References:
         Q. Ho et al.: More Effective Distributed ML via a Stale Synchronous
@@ -84,10 +85,10 @@ class StalenessOptions:
 
 
 class _Losses(logging.Filter):
-    """Shortens what TensorFlow says about tasks that are lost, and counts.
+    """Shortens TensorFlow's messages about lost tasks, and counts them.
 
-    It prints every error with its traceback as it happens. Those that are
-    mended are told in a line; the others are raised.
+    TensorFlow prints every error with its traceback. Here an error that is
+    recovered from is one line. The other errors are raised.
 
     Attributes:
         workers: How often this process has lost a worker.
@@ -112,11 +113,11 @@ _losses = _Losses()
 
 
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
-    """TensorFlow's strategy, with its cluster and what to do when late.
+    """TensorFlow's strategy, with its cluster and staleness options.
 
     Attributes:
         cluster: The cluster.
-        staleness: What is done about late gradients.
+        staleness: What to do about late gradients.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         )
 
     def again(self) -> ParameterServerStrategy:
-        """Returns a new strategy like this, when all tasks are back.
+        """Waits until all tasks are back, and returns a new such strategy.
 
         Raises:
             ConfigurationError: A task does not come back.
@@ -145,22 +146,22 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     @property
     def lost_workers(self) -> int:
-        """How often a worker was lost; others did its work."""
+        """How often a worker was lost and other workers did its work."""
         return _losses.workers - self._lost_before
 
     @property
     def num_workers(self) -> int:
-        """How many worker tasks there are."""
+        """The number of worker tasks."""
         return len(self.cluster.worker)
 
     @property
     def num_ps(self) -> int:
-        """How many parameter servers there are."""
+        """The number of parameter servers."""
         return len(self.cluster.ps)
 
 
 class EvaluatorStrategy(tf.distribute.OneDeviceStrategy):
-    """One device beside a cluster, to evaluate what it has saved.
+    """The CPU of an evaluator task, which evaluates the checkpoints.
 
     Args:
         cluster: The cluster.
@@ -180,24 +181,24 @@ def create_parameter_server_strategy(
 ) -> tf.distribute.Strategy:
     """Creates a strategy whose workers do not wait for each other.
 
-    On worker and ps tasks it does not return: they serve until the
-    coordinator has ended, and exit with status 0. On an evaluator task `fit`
-    evaluates the checkpoints of the others, on one device.
+    On worker and ps tasks the function does not return: they serve until the
+    coordinator ends, and exit with status 0. On an evaluator task `fit`
+    evaluates the checkpoints of the run on the CPU.
 
     Args:
-        cluster: The cluster; from `TF_CONFIG` by default.
-        max_staleness: How many updates of others may come between the
-            reading of the weights and the update; no bound by default.
-        late_gradients: What keeps the bound: `hold` (fast workers wait) or
-            `scale` (late gradients count less).
-        sample_every: Staleness is measured in every Nth piece of work.
+        cluster: The cluster. Default: the cluster in `TF_CONFIG`.
+        max_staleness: The largest number of updates by other workers between
+            the reading of the weights and the update. Default: no bound.
+        late_gradients: What to do about the bound. `hold`: fast workers wait.
+            `scale`: later gradients get a smaller weight.
+        sample_every: Measure staleness in every Nth piece of work.
 
     Returns:
         A `tf.distribute.ParameterServerStrategy`, on the coordinator.
 
     Raises:
-        ConfigurationError: There is no such cluster, or an argument is out
-            of range.
+        ConfigurationError: The cluster has no chief, worker or ps task, or an
+            argument is out of range.
         SystemExit: On worker and ps tasks.
     """
     options = StalenessOptions(max_staleness, late_gradients, sample_every)
@@ -219,7 +220,7 @@ def create_parameter_server_strategy(
 
 
 def _await_tasks(addresses: list[str]) -> None:
-    """Waits for tasks that somebody starts again."""
+    """Waits until lost tasks are started again."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     for address in addresses:
         while not answers(address, _POLL_SECONDS):

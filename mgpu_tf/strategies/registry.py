@@ -1,11 +1,11 @@
-"""The kinds of strategies: one row for each, and what asks for a row.
+"""The kinds of strategies: one row for each kind, and functions on rows.
 
     strategy = create_strategy("mirrored", num_virtual_devices=4)
     kind_of(strategy).name                  # "mirrored"
     topology_of(strategy).num_workers       # 1
 
-A new kind is a row in `KINDS` and the modules that the row names. Nothing
-else in the package asks of which class a strategy is.
+A new kind is a row in `KINDS` and the modules that the row names. No other
+module of the package checks the class of a strategy.
 """
 
 from __future__ import annotations
@@ -49,20 +49,19 @@ _ASYNCHRONOUS = "mgpu_tf.engine.asynchronous.engine:AsynchronousEngine"
 
 @dataclasses.dataclass(frozen=True)
 class StrategyKind:
-    """What the package knows of a kind of strategy.
+    """The properties of a kind of strategy.
 
     Attributes:
         name: The name that `create_strategy` takes.
-        type: The class of its strategies.
-        create: Makes one of `StrategyOptions`.
-        engine: The class that trains on it, as `module:class`; loaded when a
-            model is built.
-        in_step: Whether all replicas do a step together.
-        stored_once: Whether there is one copy of a variable for all
-            replicas.
-        trains: Whether `fit` trains, or evaluates what others have saved.
-        partitions: Whether a variable may be cut over several servers.
-        topology: Tells where this process stands.
+        type: The class of the strategies.
+        create: Creates a strategy from `StrategyOptions`.
+        engine: The engine class, as `module:class`; loaded when a model is
+            built.
+        in_step: Whether the strategy is synchronous.
+        stored_once: Whether there is one copy of a variable for all replicas.
+        trains: Whether `fit` trains; if not, it evaluates checkpoints.
+        partitions: Whether a variable may be split over several servers.
+        topology: Returns the topology of a strategy.
     """
 
     name: str
@@ -79,10 +78,10 @@ class StrategyKind:
 
 
 def kind_of(strategy: tf.distribute.Strategy) -> StrategyKind:
-    """Returns the row of a strategy.
+    """Returns the kind of a strategy.
 
     Raises:
-        ConfigurationError: The strategy is of no kind in `KINDS`.
+        ConfigurationError: No kind in `KINDS` has such a strategy.
     """
     for row in _ROWS:
         if isinstance(strategy, row.type):
@@ -96,17 +95,17 @@ def kind_of(strategy: tf.distribute.Strategy) -> StrategyKind:
 
 
 def topology_of(strategy: tf.distribute.Strategy) -> Topology:
-    """Returns where this process stands among those of a strategy."""
+    """Returns the topology of a strategy, as seen from this process."""
     return kind_of(strategy).topology(strategy)
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether this process writes the files of a run."""
+    """Returns whether this process is the chief, which writes files."""
     return topology_of(strategy).is_chief
 
 
 def lost_workers(strategy: tf.distribute.Strategy) -> int:
-    """Returns how often the strategy lost a worker and went on without."""
+    """Returns how often the strategy lost a worker and continued without it."""
     return getattr(strategy, "lost_workers", 0)
 
 
@@ -115,10 +114,13 @@ def create_strategy(
 ) -> tf.distribute.Strategy:
     """Creates a strategy by name.
 
-    `auto` takes `parameter_server` where `TF_CONFIG` names ps tasks,
-    `multi_worker_mirrored` where it names another cluster, `mirrored` where
-    there are several GPUs or virtual devices, and `one_device` otherwise. It
-    logs one line with its choice and the reason.
+    `auto` logs one line with its choice and the reason. It chooses the first
+    that fits:
+
+    1. `parameter_server` if `TF_CONFIG` names ps tasks;
+    2. `multi_worker_mirrored` if `TF_CONFIG` names another cluster;
+    3. `mirrored` if there are several GPUs or virtual devices;
+    4. `one_device`.
 
     Example:
         strategy = mgpu_tf.create_strategy("mirrored", devices=[0, 2])
@@ -128,13 +130,13 @@ def create_strategy(
             `multi_worker_mirrored`, `parameter_server`, `central_storage`,
             `tpu`.
         **options: The fields of `StrategyOptions`:
-            devices: A number of GPUs, or GPUs by index or name; all visible
-                GPUs by default.
+            devices: A number of GPUs, or a list of their indices or names.
+                Default: all visible GPUs.
             communication: `auto`, `nccl`, `ring` or `hierarchical_copy`.
-            num_virtual_devices: Splits the CPU into N devices.
-            tpu: Name or address of the TPU, "" for the local one.
-            max_staleness: For `parameter_server`: how many updates of others
-                a gradient may be late.
+            num_virtual_devices: Split the CPU into N devices.
+            tpu: Name or address of the TPU; "" for the local TPU.
+            max_staleness: For `parameter_server`: the largest staleness of a
+                gradient.
             late_gradients: For `parameter_server`: `hold` or `scale`.
 
     Returns:
@@ -142,7 +144,7 @@ def create_strategy(
 
     Raises:
         ConfigurationError: The name or an option is unknown, or an option
-            cannot work with the strategy or on this machine.
+            does not work with the strategy or on this machine.
     """
     return create_with(
         name, made_of(StrategyOptions, options, "create_strategy")
@@ -150,7 +152,7 @@ def create_strategy(
 
 
 def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
-    """Creates a strategy by name; options as one value."""
+    """Creates a strategy by name, from options as one value."""
     if name == "auto":
         name, reason = _choose(options)
         _log.info("strategy %s: %s", name, reason)
@@ -291,7 +293,7 @@ KINDS = {
     )
 }
 
-# On an evaluator task `parameter_server` gives a strategy of its own.
+# On an evaluator task `parameter_server` has another strategy class.
 _EVALUATOR = dataclasses.replace(
     KINDS["parameter_server"],
     type=EvaluatorStrategy,
@@ -305,7 +307,7 @@ _EVALUATOR = dataclasses.replace(
 # What `tf.distribute.get_strategy` returns where no strategy is entered.
 _NO_STRATEGY = type(tf.distribute.get_strategy())
 
-# The classes of TensorFlow inherit from each other: the special ones first.
+# TensorFlow's classes inherit from each other: subclasses come first.
 _ROWS = (
     _EVALUATOR,
     KINDS["multi_worker_mirrored"],

@@ -1,12 +1,12 @@
-"""Factories of the strategies whose replicas step together.
+"""Factories of the synchronous strategies.
 
     create_mirrored_strategy(devices=2)              # GPU 0 and GPU 1
     create_mirrored_strategy(num_virtual_devices=4)  # no GPU needed
     create_multi_worker_mirrored_strategy()          # TF_CONFIG decides
 
-What comes back is TensorFlow's own strategy. The factories add what is easy
-to forget: memory growth on, GPUs that were not selected left alone, the
-communication checked against the devices, and errors that name the remedy.
+The factories return TensorFlow's strategies. They also turn memory growth on,
+hide GPUs that were not selected, check that the communication works on the
+devices, and raise errors that name the remedy.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def create_one_device_strategy(
     """Creates a strategy with one replica.
 
     Args:
-        device: A GPU by index, or a device by name ("GPU:1", "CPU:0"); by
-            default the first GPU, or the CPU where there is none.
+        device: The index of a GPU, or the name of a device ("GPU:1", "CPU:0").
+            Default: the first GPU, or the CPU on a machine without GPUs.
 
     Returns:
         A `tf.distribute.OneDeviceStrategy`.
 
     Raises:
-        ConfigurationError: There is no such device.
+        ConfigurationError: The device does not exist.
     """
     if device is None:
         device = "GPU:0" if devices_lib.gpus() else "CPU:0"
@@ -57,10 +57,11 @@ def create_mirrored_strategy(
     """Creates a strategy for several devices of one machine.
 
     Args:
-        devices: A number of GPUs, or GPUs by index or name; all visible
-            GPUs by default, or the CPU where there is none.
-        communication: `auto`, `nccl` (GPUs only) or `hierarchical_copy`.
-        num_virtual_devices: Splits the CPU into N devices.
+        devices: A number of GPUs, or a list of their indices or names.
+            Default: all visible GPUs, or the CPU on a machine without GPUs.
+        communication: `auto`, `nccl` or `hierarchical_copy`; the last two only
+            between GPUs.
+        num_virtual_devices: Split the CPU into N devices.
 
     Returns:
         A `tf.distribute.MirroredStrategy`.
@@ -80,25 +81,25 @@ def create_multi_worker_mirrored_strategy(
     communication: str = "auto",
     num_virtual_devices: int | None = None,
 ) -> tf.distribute.Strategy:
-    """Creates a strategy for several machines that step together.
+    """Creates a synchronous strategy for several processes or machines.
 
-    It returns once every task of the cluster has been reached, so all tasks
-    must be started.
+    The function returns when it has reached every task of the cluster, so all
+    tasks must be started.
 
     Args:
-        cluster: The cluster; from `TF_CONFIG` by default. Where there is
-            none, the strategy has this process as its only worker.
-        devices: A number of GPUs of this task, or GPUs by index or name; all
-            visible GPUs by default.
-        communication: `auto`, `nccl` (GPUs only) or `ring`.
-        num_virtual_devices: Splits the CPU of each task into N replicas.
+        cluster: The cluster. Default: the cluster in `TF_CONFIG`. Without
+            `TF_CONFIG`, this process is the only worker.
+        devices: A number of GPUs of this task, or a list of their indices or
+            names. Default: all visible GPUs.
+        communication: `auto`, `nccl` (only between GPUs) or `ring`.
+        num_virtual_devices: Split the CPU of each task into N devices.
 
     Returns:
         A `tf.distribute.MultiWorkerMirroredStrategy`.
 
     Raises:
-        ConfigurationError: An argument cannot work here, or an op ran before
-            the strategy was created.
+        ConfigurationError: An argument does not work on this machine, or
+            TensorFlow ran an operation before the strategy was created.
         ClusterError: `TF_CONFIG` is not valid.
     """
     cluster = cluster or ClusterConfig.from_environment()
@@ -122,12 +123,12 @@ def create_central_storage_strategy(
     *,
     num_virtual_devices: int | None = None,
 ) -> tf.distribute.Strategy:
-    """Creates a strategy that keeps the variables once, on the CPU.
+    """Creates a strategy with one copy of the variables, on the CPU.
 
     Args:
-        devices: A number of GPUs, or GPUs by index or name; all visible
-            GPUs by default, or the CPU where there is none.
-        num_virtual_devices: Splits the CPU into N devices.
+        devices: A number of GPUs, or a list of their indices or names.
+            Default: all visible GPUs, or the CPU on a machine without GPUs.
+        num_virtual_devices: Split the CPU into N devices.
 
     Returns:
         A `tf.distribute.experimental.CentralStorageStrategy`.
@@ -145,7 +146,7 @@ def create_tpu_strategy(tpu: str = "") -> tf.distribute.Strategy:
     """Creates a strategy for the cores of a TPU. Untested on hardware.
 
     Args:
-        tpu: Name or address of the TPU, "" for the local one.
+        tpu: Name or address of the TPU; "" for the local TPU.
 
     Returns:
         A `tf.distribute.TPUStrategy`.
@@ -210,7 +211,7 @@ def check_communication(
         valid: The names that the strategy takes.
 
     Raises:
-        ConfigurationError: The name is none of them.
+        ConfigurationError: The name is not valid.
     """
     if communication not in COMMUNICATIONS:
         raise ConfigurationError(

@@ -32,22 +32,22 @@ from mgpu_tf.studies.trajectory import (
 )
 from mgpu_tf.studies.verdict import Row, compare
 
-# Runs on one device that measure the noise: where rounding is large one may
-# be quiet by chance.
+# Number of runs on one device that measure the noise. In types with large
+# rounding, a single run may show little noise by chance.
 NUDGES = {"float64": 1}
 OTHER_NUDGES = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class ParityReport:
-    """What `check_parity` found.
+    """The result of `check_parity`.
 
     Attributes:
-        rows: One for each strategy.
-        steps: Steps compared.
-        precision: What was computed in, in words.
-        causes: What is known to make such a model differ, a line for each;
-            empty where no strategy differs.
+        rows: One row for each strategy.
+        steps: Number of steps that were compared.
+        precision: The type of the computation, in words.
+        causes: One line for each known cause of a difference in the model;
+            empty if no strategy differs.
     """
 
     rows: list[Row]
@@ -109,12 +109,12 @@ def check_parity(
             `tf.data.Dataset` batched with the global batch size.
         strategies: Names for `create_strategy`, or strategies.
         batch_size: Global batch size, for arrays.
-        steps: Steps to compare; fewer where the data has fewer.
-        num_virtual_devices: Replicas of the strategies that are given by
-            name, where there are no GPUs.
+        steps: Number of steps to compare, if the data has as many.
+        num_virtual_devices: Number of replicas of strategies that are given by
+            name, on a machine without GPUs.
         seed: As for `Trainer`.
-        embedding_gradients: As for `Trainer`, for the strategies; one device
-            always has "keras", as Keras's own `fit`.
+        embedding_gradients: As for `Trainer`, for the strategies. One device
+            always uses "keras".
 
     Returns:
         The report.

@@ -21,8 +21,8 @@ import numpy as np
 from mgpu_tf.studies.trajectory import UNITS, Trajectory
 
 NOISE_FACTOR = 5.0
-# Below so many units in the last place of a weight nothing is a mismatch,
-# however quiet the nudged runs were.
+# A difference of at most N units in the last place of a weight is no mismatch,
+# even if the nudged runs show less noise.
 ROUNDING_UNITS = 64.0
 # Nor below this part of how far the weights have moved: no run is worse for
 # it. A part of the model may be in float32, such as a loss that was made

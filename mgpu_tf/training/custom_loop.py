@@ -1,4 +1,4 @@
-"""A training loop of one's own, on any synchronous strategy.
+"""Your own training loop, on any synchronous strategy.
 
     def build():
         model, optimizer = make_model(), keras.optimizers.Adam()
@@ -22,9 +22,9 @@
             logs = loop.run(train_step, batch)
         loop.save("run/checkpoints", epoch=epoch + 1)
 
-A step is written as on one device, under the rule of an overridden
-`train_step`: losses are means over the batch at hand. Every worker of a
-cluster runs the same loop over the same batches.
+Write a step as on one device, by the rules of an overridden `train_step`:
+losses are means over the rows that the step receives. Every worker of a cluster
+runs the same loop over the same batches.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ Step = Callable[[Objects, Any], dict[str, Any]]
 
 
 class Loop:
-    """What a loop of one's own trains, and its steps.
+    """Runs your own training steps on a strategy.
 
     Args:
-        build: Returns a dict of models, layers, optimizers and metrics by
-            names of your choice, all of them built; called in the strategy's
-            scope.
-        strategy: From `create_strategy` or a factory; `auto` by default.
-        seed: Given to `keras.utils.set_random_seed` before; None leaves the
-            generators alone.
+        build: A function that returns a dict of models, layers, optimizers and
+            metrics, by names of your choice. All of them must be built. It is
+            called in the strategy's scope.
+        strategy: From `create_strategy` or a factory. Default: `auto`.
+        seed: The seed for `keras.utils.set_random_seed`, which is called before
+            `build`. None sets no seed.
 
     Attributes:
-        objects: What `build` has returned.
-        global_step: How many steps were run.
+        objects: The dict that `build` returned.
+        global_step: The number of steps that were run.
 
     Raises:
-        ConfigurationError: `build` returns something else, or the strategy
-            does not train in step.
+        ConfigurationError: `build` does not return such a dict, or the strategy
+            is not synchronous.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class Loop:
         """Runs a step on a global batch.
 
         Args:
-            step: Takes `objects` and the rows of a replica in the structure
-                of the batch; returns a dict. It is traced once.
-            batch: Arrays or tensors, `[global_batch_size, ...]`, alone or in
-                a tuple, list or dict.
+            step: A function of `objects` and the rows of a replica, in the
+                structure of the batch. It returns a dict. It is traced once.
+            batch: An array or tensor `[global_batch_size, ...]`, or a tuple,
+                list or dict of them.
 
         Returns:
-            What the step returned, over all replicas: the results of
-            metrics, and means over the batch.
+            The dict of the step, over all replicas: the results of metrics,
+            and means over the batch.
 
         Raises:
             ConfigurationError: The step breaks a rule.
@@ -127,13 +127,13 @@ class Loop:
         return done.logs
 
     def save(self, folder: str, keep: int = 3, **position: Any) -> None:
-        """Saves all that the loop has made; every worker calls it.
+        """Saves a checkpoint. Every worker must call this method.
 
         Args:
-            folder: One that every worker sees.
-            keep: How many checkpoints are kept.
-            **position: Numbers or strings that tell where the loop is, for
-                `restore`.
+            folder: A folder that every worker sees.
+            keep: The number of checkpoints to keep.
+            **position: Numbers or strings with the position of the loop, which
+                `restore` returns.
         """
         check_integer("keep", keep, 1)
         session = self._session
@@ -152,16 +152,18 @@ class Loop:
         )
 
     def restore(self, folder: str) -> dict[str, Any] | None:
-        """Goes on from the newest usable checkpoint; every worker calls it.
+        """Restores the newest usable checkpoint.
+
+        Every worker must call this method.
 
         Args:
-            folder: One that every worker sees.
+            folder: A folder that every worker sees.
 
         Returns:
-            The position that was saved; None where there is no checkpoint.
+            The saved position; None if there is no checkpoint.
 
         Raises:
-            ConfigurationError: It is the checkpoint of other objects.
+            ConfigurationError: The checkpoint has other objects.
         """
         with self._session.peers.together("Loop.restore"):
             path = self._newest(folder)
@@ -189,16 +191,16 @@ class Loop:
         return None
 
     def _engine(self) -> Engine:
-        """Returns an engine for the objects, prepared."""
+        """Returns a prepared engine for the objects."""
         session = self._session
         engine = create_engine(session.model, session.strategy, StepOptions())
-        # All is built, so that nothing is read from the source.
+        # All objects are built, so nothing is read from the source.
         engine.prepare(session.source(np.zeros([1]), batch_size=1))
         return engine
 
 
 def _holder(objects: Any) -> keras.Model:
-    """Returns a model that has the objects, of which the step trains some."""
+    """Returns a model that has the objects as attributes."""
     if not isinstance(objects, dict) or not objects:
         raise ConfigurationError(
             "build must return a dict of models, optimizers and metrics by "
@@ -220,7 +222,7 @@ def _holder(objects: Any) -> keras.Model:
 
 
 class _Holder(keras.Model):
-    """The objects of a loop as one model, whose step is the loop's."""
+    """The objects of a loop as one model with the loop's step."""
 
     def __init__(self, objects: Objects) -> None:
         super().__init__(name="loop")
@@ -230,9 +232,9 @@ class _Holder(keras.Model):
         self.built = True
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        """Runs the step that is the loop's at the moment."""
+        """Runs the current step of the loop."""
         return self.step(self.objects, data["batch"])
 
     def get_metrics_result(self) -> dict[str, Any]:
-        """Returns nothing: the step returns what it wants to."""
+        """Returns an empty dict: the step returns its own logs."""
         return {}

@@ -1,4 +1,4 @@
-"""Evaluating the checkpoints of a run, beside it, as they come."""
+"""Evaluating the checkpoints of a run in a process of its own."""
 
 from __future__ import annotations
 

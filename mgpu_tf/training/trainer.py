@@ -1,13 +1,13 @@
-"""The loop around the engine, in Keras's words.
+"""The `Trainer`: Keras's `fit`, `evaluate` and `predict` on a strategy.
 
     trainer = Trainer(build_model, create_strategy("mirrored"))
     history = trainer.fit(train_data, epochs=5, validation_data=test_data)
     trainer.evaluate(test_data)
     trainer.model.save("model.keras")
 
-`fit`, `evaluate` and `predict` take what Keras's take; batch sizes are
-global. Every worker of a cluster runs the same script and gets the same
-results; only the chief prints.
+`fit`, `evaluate` and `predict` take the arguments of Keras's methods. Batch
+sizes are global. Every worker of a cluster runs the same script and gets the
+same results. Only the chief prints.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _log = logging.getLogger("mgpu_tf")
 
 
 class Trainer:
-    """Trains a Keras 3 model on a strategy, with the numbers of one device.
+    """Trains a Keras 3 model on a strategy, to the numbers of one device.
 
     Example:
         def build_model():
@@ -65,32 +65,32 @@ class Trainer:
         trainer.fit(x, y, batch_size=64, epochs=2)
 
     Args:
-        build_model: Returns a compiled model; called in the strategy's scope.
-        strategy: From `create_strategy` or a factory; `auto` by default.
-        seed: Given to `keras.utils.set_random_seed` before the model is
-            built, and the seed of the order of arrays, so that runs repeat
-            and agree between strategies. None leaves the generators alone.
-        steps_per_execution: Steps in one call of the engine; batch-level
-            callbacks are called once for each. "auto" takes what the model
-            was compiled with, and where that is 1, as many as fit into about
-            half a second, or 1 where a callback of yours has a batch hook.
-        profiler: Traces some steps of `fit`; the same on every worker.
+        build_model: A function that returns a compiled model. It is called in
+            the strategy's scope.
+        strategy: From `create_strategy` or a factory. Default: `auto`.
+        seed: The seed for `keras.utils.set_random_seed`, which is called before
+            the model is built, and for the order of arrays. With a seed, runs
+            repeat and agree between strategies. None sets no seed.
+        steps_per_execution: Number of steps in one call of the engine.
+            Batch-level callbacks are called once for each call of the engine.
+            "auto" takes the number that the model was compiled with. If that
+            number is 1, "auto" takes as many steps as fit into about half a
+            second, or 1 if one of your callbacks has a batch hook.
+        profiler: Traces some steps of `fit`. Must be the same on every worker.
         **options: The fields of `StepOptions`:
-            gradient_dtype: "bfloat16" or "float16" sends gradients between
-                replicas with half the bytes, and rounds them; as they are by
-                default.
-            embedding_gradients: "keras" hands the optimizer a row for each
-                time that an index of an embedding was looked up, as Keras
-                does; "summed" adds up the rows of one index first, which is
-                the gradient of the loss.
-            jit_compile: "auto" finds out by a short trial, in steps that
-                count, whether steps are faster compiled by XLA, and says so
-                in the log; by default the model's `compile` says whether
-                they are.
+            gradient_dtype: "bfloat16" or "float16" rounds gradients to this
+                type before replicas exchange them. Default: no rounding.
+            embedding_gradients: "keras" gives the optimizer one gradient row
+                for each lookup of an index, as Keras does. "summed" adds up
+                the rows of each index first; the result is the gradient of
+                the loss.
+            jit_compile: "auto" decides by a short trial, during training
+                steps, whether XLA compiles the steps, and logs the choice.
+                Default: the `jit_compile` of the model's `compile`.
 
     Raises:
-        ConfigurationError: `build_model` does not return a compiled model
-            made inside of it.
+        ConfigurationError: `build_model` does not return a compiled model that
+            was made inside `build_model`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Trainer:
 
     @property
     def model(self) -> keras.Model:
-        """Returns the model; save and inspect it as any Keras model."""
+        """Returns the model, which is an ordinary Keras model."""
         return self._session.model
 
     @property
@@ -127,27 +127,27 @@ class Trainer:
 
     @property
     def global_step(self) -> int:
-        """Returns how many training steps were done."""
+        """Returns the number of training steps."""
         return self._totals.global_step
 
     @property
     def examples_seen(self) -> int:
-        """Returns how many examples were trained on."""
+        """Returns the number of examples in the training steps."""
         return self._totals.examples_seen
 
     @property
     def records(self) -> list[EpochRecord]:
-        """Returns one `EpochRecord` for each epoch trained."""
+        """Returns one `EpochRecord` for each epoch of training."""
         return self._totals.records
 
     @property
     def recovery(self) -> Recovery:
-        """Returns what failures have cost the last `fit`, over restarts."""
+        """Returns the cost of failures in the last `fit`, over restarts."""
         return self._totals.saver.recovery
 
     @property
     def goodput(self) -> Goodput:
-        """Returns where the time of the run has gone, over restarts."""
+        """Returns how the time of the run was spent, over restarts."""
         return self._totals.meter.goodput()
 
     def fit(
@@ -175,50 +175,54 @@ class Trainer:
         """Trains the model.
 
         Args:
-            x: An array, or a list, tuple or dict of them, nested; a
-                `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator
-                of global batches; or a function from
-                `tf.distribute.InputContext` to a dataset batched with the
-                per-replica size. For a task of keras-hub they hold raw
-                data, such as texts; a list is then one array.
-            y: Targets, for arrays; nested as well.
-            batch_size: Global batch size, for arrays; 32 by default, or with
-                `steps_per_epoch` what that number of steps needs.
+            x: One of:
+                - an array, or a nested list, tuple or dict of arrays;
+                - a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator
+                  of global batches;
+                - a function from `tf.distribute.InputContext` to a dataset of
+                  per-replica batches.
+                For a task of keras-hub the data is raw, such as texts, and a
+                list is one array.
+            y: Targets, for arrays. May be nested.
+            batch_size: Global batch size, for arrays. Default: 32, or with
+                `steps_per_epoch` the size that gives this number of steps.
             epochs: Index of the epoch to stop before.
-            verbose: 0 silent, 1 progress bar, 2 a line for each epoch.
-            callbacks: As in Keras; they run on every worker, but files are
-                written by the chief alone.
-            validation_split: What part of the arrays, the last of them, is
-                kept for validation.
+            verbose: 0 is silent, 1 a progress bar, 2 a line for each epoch.
+            callbacks: As in Keras. They run on every worker; only the chief
+                writes files.
+            validation_split: The fraction of the arrays, taken from the end,
+                that is used for validation.
             validation_data: `(x, y)`, `(x, y, sample_weight)`, a dataset or
                 a dataset_fn, evaluated at the end of epochs.
-            shuffle: Whether arrays come in a new order each epoch; "batch"
+            shuffle: Whether arrays have a new order in each epoch. "batch"
                 shuffles within batches. Arrays of a task of keras-hub keep
                 their order, as in the task's own `fit`.
-            class_weight: The weight of the examples of each class, for
-                integer targets or one-hot ones; a class left out weighs 1.
+            class_weight: The weight of each class, for integer or one-hot
+                targets. A missing class has the weight 1.
             sample_weight: Weights, for arrays.
             initial_epoch: Index of the epoch to start at.
-            steps_per_epoch: Steps in an epoch; data then goes on from one
-                epoch to the next and starts again when it ends. By default
-                an epoch is one pass.
-            validation_steps: Steps in an evaluation; all data by default.
-            validation_batch_size: Global; `batch_size` by default.
+            steps_per_epoch: Number of steps in an epoch. Data then continues
+                from one epoch to the next and starts again when it ends.
+                Default: an epoch is one pass.
+            validation_steps: Number of steps in an evaluation. Default: all
+                data.
+            validation_batch_size: Global batch size. Default: `batch_size`.
             validation_freq: Evaluate after every Nth epoch, or after the
                 epochs of a list, counted from 1.
-            checkpoint_dir: A folder that every worker sees, for checkpoints
-                of the whole state, one after each epoch; `fit` goes on from
-                the newest that is there. Operations are then made to repeat
-                bit for bit, and SIGTERM saves and ends the process.
-            checkpoint: The same with more to say: `SaveOptions` has the
-                folder, when to save, how many to keep, whether to resume.
+            checkpoint_dir: A folder for checkpoints, which every worker sees.
+                A checkpoint is saved after each epoch. `fit` resumes from the
+                newest checkpoint in the folder. Operations repeat bit for bit.
+                SIGTERM saves a checkpoint and ends the process.
+            checkpoint: In place of `checkpoint_dir`, `SaveOptions`: the
+                folder, when to save, how many checkpoints to keep, and
+                whether to resume.
 
         Returns:
-            Keras's `History`; of the whole run where it was resumed.
+            Keras's `History`. A resumed run returns that of the whole run.
 
         Raises:
             ConfigurationError: An argument breaks a rule.
-            Preempted: SIGTERM came, and the state is saved.
+            Preempted: SIGTERM was received, and the state is saved.
         """
         with self._session.peers.together("fit"):
             saving = saving_of(checkpoint_dir, checkpoint)
@@ -287,15 +291,15 @@ class Trainer:
         callbacks: Callbacks = None,
         return_dict: bool = False,
     ) -> Any:
-        """Computes loss and metrics; each example counts once.
+        """Computes loss and metrics. Each example counts once.
 
         Args:
             x: As for `fit`.
             y: Targets, for arrays.
-            batch_size: Global batch size, for arrays; 32 by default.
-            verbose: 0 silent, 1 progress bar, 2 one line.
+            batch_size: Global batch size, for arrays. Default: 32.
+            verbose: 0 is silent, 1 a progress bar, 2 one line.
             sample_weight: Weights, for arrays.
-            steps: Steps to run; all data by default.
+            steps: Number of steps. Default: all data.
             callbacks: As in Keras.
             return_dict: Whether to return a dict by name.
 
@@ -335,15 +339,15 @@ class Trainer:
         """Returns the model's outputs in the order of the rows.
 
         Args:
-            x: Arrays or a `tf.data.Dataset` with the global batch size.
-            batch_size: Global batch size, for arrays; 32 by default.
-            verbose: 0 silent, 1 progress bar, 2 one line.
-            steps: Steps to run; all data by default.
+            x: As for `fit`, but not a function.
+            batch_size: Global batch size, for arrays. Default: 32.
+            verbose: 0 is silent, 1 a progress bar, 2 one line.
+            steps: Number of steps. Default: all data.
             callbacks: As in Keras.
 
         Returns:
             Arrays of shape `[examples, ...]` in the structure of the model's
-            outputs, the same on every worker.
+            outputs. All workers get the same arrays.
 
         Raises:
             ConfigurationError: An argument breaks a rule.
@@ -369,25 +373,26 @@ class Trainer:
                 return loop.predict(session, source, steps, hooks)
 
     def save(self, path: str, **options: Any) -> None:
-        """Saves the model, optimizer state included, from the chief.
+        """Saves the model with its optimizer state.
 
-        Every worker calls it and returns when the file is there.
-        `keras.models.load_model(path)` in `build_model` goes on from it.
+        Every worker must call this method. The chief writes the file. All
+        workers return when the file is complete. To continue from the file,
+        call `keras.models.load_model(path)` in `build_model`.
 
         Args:
-            path: Ends with `.keras`.
-            **options: For `keras.Model.save`.
+            path: A path that ends with `.keras`.
+            **options: Arguments of `keras.Model.save`.
         """
         self._session.write(
             "save", path, lambda: self.model.save(path, **options)
         )
 
     def save_weights(self, path: str, **options: Any) -> None:
-        """Saves the weights from the chief; every worker calls it.
+        """Saves the weights. Every worker must call this method.
 
         Args:
-            path: Ends with `.weights.h5`.
-            **options: For `keras.Model.save_weights`.
+            path: A path that ends with `.weights.h5`.
+            **options: Arguments of `keras.Model.save_weights`.
         """
         self._session.write(
             "save_weights",
@@ -396,11 +401,11 @@ class Trainer:
         )
 
     def export(self, path: str, **options: Any) -> None:
-        """Writes a SavedModel for serving; every worker calls it.
+        """Writes a SavedModel for serving. Every worker must call this method.
 
         Args:
             path: A folder.
-            **options: For `keras.Model.export`.
+            **options: Arguments of `keras.Model.export`.
         """
         self._session.write(
             "export", path, lambda: self.model.export(path, **options)
@@ -414,19 +419,19 @@ class Trainer:
         class_weight: dict[int, float] | None = None,
         return_dict: bool = False,
     ) -> Any:
-        """Trains on one global batch, for loops of one's own.
+        """Trains on one global batch.
 
-        Every worker of a cluster passes the whole batch.
+        Every worker of a cluster must pass the whole batch.
 
         Args:
             x: Arrays, `[global_batch_size, ...]`.
             y: Targets.
             sample_weight: Weights.
-            class_weight: As for `fit`; not beside `sample_weight`.
+            class_weight: As for `fit`. Excludes `sample_weight`.
             return_dict: Whether to return a dict by name.
 
         Returns:
-            Loss and metrics of this batch, as in Keras.
+            Loss and metrics of the batch, as in Keras.
 
         Raises:
             ConfigurationError: An argument breaks a rule.
@@ -483,7 +488,7 @@ class Trainer:
             x: Arrays, `[global_batch_size, ...]`.
 
         Returns:
-            Arrays in the order of the rows, the same on every worker.
+            Arrays in the order of the rows. All workers get the same arrays.
 
         Raises:
             ConfigurationError: An argument breaks a rule.
@@ -517,7 +522,7 @@ class Trainer:
         numbers: FitNumbers,
         saving: SaveOptions | None,
     ) -> keras.callbacks.History:
-        """Evaluates the checkpoints of the cluster, in place of training."""
+        """Evaluates the checkpoints of the cluster instead of training."""
         session = self._session
         engine = session.prepare(source)
         evaluate = None
@@ -532,10 +537,10 @@ class Trainer:
         return follow(engine, saving, evaluate, numbers.epochs)
 
     def _begin_again(self, saving: SaveOptions | None) -> SaveOptions:
-        """Makes strategy, model and engine anew where variables were lost.
+        """Creates strategy, model and engine again after a lost server.
 
         Returns:
-            The options with which a run goes on from its last checkpoint.
+            The options that resume the run from its last checkpoint.
         """
         if saving is None:
             raise ConfigurationError(

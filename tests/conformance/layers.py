@@ -13,7 +13,7 @@ from tests.conformance.harness import Excuse, add, row
 GROUP = "Layers with state or chance"
 MASKS = Excuse("", "Dropout and augmentation")
 UNSYNCHRONIZED = Excuse("", "BatchNormalization that is not synchronized")
-OF_SEVERAL = Excuse("", "the output of an example of several examples")
+OF_SEVERAL = Excuse("", "a layer that mixes the rows of a batch")
 
 
 def _on_points(make, excuses=(), **options):

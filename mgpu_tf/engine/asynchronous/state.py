@@ -5,8 +5,9 @@
                     counter            held + (new - read)
                     else               new: the step that writes last
 
-A worker that wrote what it has computed would undo what others wrote since it
-read. So it sends by how much, and the server adds that to what is there.
+If a worker wrote its new value, it would undo the writes of other workers since
+its read. So the worker sends the change, and the server adds the change to the
+held value.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class SharedStatistics:
         self._packs = Packs(state.layers if packed else [], also=state.layers)
 
     def read(self) -> Writes:
-        """Returns what is there, for a step. On a worker."""
+        """Returns the held values, for a step. On a worker."""
         return self._packs.read()
 
     def change(
@@ -122,7 +123,7 @@ class SharedStatistics:
         whole(name, group[0].value.device, add, changes)
 
     def _share(self, variable: keras.Variable) -> float | None:
-        """How much of what is there a step keeps; None where it replaces it."""
+        """The share of the held value that a step keeps, or None."""
         kept = self._kept.get(id(variable))
         if kept is not None:
             return kept

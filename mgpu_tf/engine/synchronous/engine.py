@@ -385,11 +385,11 @@ class SynchronousEngine(Engine):
     def _ended_on(
         self, source: Source, total: tf.Tensor, *, ask: bool = True
     ) -> tf.Tensor:
-        """Returns of each worker whether its data has ended, more than 0.
+        """Returns one number for each worker, above 0 if its data has ended.
 
-        Where only reading tells the length each worker knows of its own, and
-        one that went into a step alone would wait there for ever. Elsewhere
-        one entry stands for all.
+        If only reading finds the end of the data, each worker knows only its
+        own data, and a worker alone in a step would wait for ever. Otherwise
+        the result has one entry for all workers.
         """
         ended = tf.cast([total == 0], tf.int32)
         workers = self._local.num_processes

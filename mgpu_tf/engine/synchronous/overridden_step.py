@@ -1,17 +1,17 @@
 """Running a `train_step` or `test_step` that the model's author wrote.
 
-The author writes for one device: a loss is a mean over the batch at hand, and
-an optimizer applies its gradients. On several replicas each runs that on its
-rows of the global batch, and
+The author writes for one device: a loss is a mean over the rows of the batch,
+and an optimizer applies its gradients. On several replicas, each replica runs
+the method on its rows of the global batch:
 
-    what it computes stands for the global batch
+    every loss is a mean over the rows of the replica
         -> gradients, values and metrics of scalars are weighted by the
            replica's share of the rows, and summed over replicas
 
-so that the means are those of the global batch however it is cut. A sum over
-rows does not stand for it; `mgpu_tf.sum_over_batch` declares one. Keras is
-told that there is one replica, and divides no loss. Every optimizer that the
-model holds applies in the engine's order: reduce, then clip, then apply.
+So the means are those of the global batch, however the batch is split. A sum
+over rows must be declared by `mgpu_tf.sum_over_batch`. Keras is told that there
+is one replica, and divides no loss. Every optimizer that the model holds
+applies in the engine's order: reduce, then clip, then apply.
 """
 
 from __future__ import annotations

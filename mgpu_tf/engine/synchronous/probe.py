@@ -1,19 +1,18 @@
-"""Whether what an author's step computes stands for the global batch.
+"""Checks that an overridden `train_step` computes means over rows.
 
     probe = Probe(model, strategy, state)
-    probe(data, total)      # raises, warns, or finds it in order
+    probe(data, total)      # raises, warns, or accepts the step
 
-The rule for a `train_step` of one's own is that losses are means over rows.
-A mean does not change when every row comes twice. So some rows of the first
-batch are given to the step on a replica, and, twice each, to the step as one
-device runs it, with nothing written in either. The gradients tell:
+The losses of an overridden `train_step` must be means over rows. A mean does
+not change when every row comes twice. So the probe runs the step on some rows
+of the first batch, as a replica runs it, and on the same rows, each twice, as
+one device runs it. Neither run writes anything. The gradients are compared:
 
-    equal                             means: in order
-    other by one factor               sums, or divided by a number of
+    equal                             means: accepted
+    different by one factor           sums, or divided by a number of
                                       examples or replicas: refused
-    other, by more than the step      a loss over pairs of examples, or a sum
-    differs from itself when drawn    beside a mean: warned
-    anew
+    otherwise different, by more      a loss over pairs of examples, or a sum
+    than with other random numbers    and a mean: warned
 """
 
 from __future__ import annotations
