@@ -6,6 +6,9 @@ NumPy is imported. `--help` imports none of them either.
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -25,6 +28,9 @@ from mgpu_tf.commands.arguments import Call
 from mgpu_tf.errors import ConfigurationError, unknown_name
 
 USAGE_ERROR = 2
+# As a shell says it of a program that a signal has ended.
+INTERRUPTED = 128 + signal.SIGINT
+NO_READER = 128 + signal.SIGPIPE
 
 COMMANDS: dict[str, ModuleType] = {
     "train": train,
@@ -59,10 +65,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the program; `sys.argv[1:]` by default.
 
     Returns:
-        The exit status: 0, 2 for a mistake of the user, or the status that
-        the command returns, such as that of the processes of a cluster.
+        The exit status: 0, 2 for a mistake of the user, 130 after Ctrl-C,
+        141 when nobody reads the output, or the status that the command
+        returns, such as that of the processes of a cluster.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _main(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # What was not written yet is not tried again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:
+            return NO_READER
+        print("mgpu-tf: The output has no space left.", file=sys.stderr)
+        return 1
+    return status
+
+
+def _main(arguments: list[str]) -> int:
+    """Runs a command; reports a mistake in one line."""
     if not arguments or arguments[0] in ("help", "--help", "-h", "-help"):
         print(_TOP, end="")
         return 0 if arguments else USAGE_ERROR
@@ -98,6 +124,7 @@ def _run(name: str, given: list[str]) -> int:
 
 
 def _flags_help(values: flags.FlagValues) -> str:
-    module = next(iter(values.flags_by_module_dict()))
     text = values.get_help(include_special_flags=False)
-    return text.replace(f"{module}:\n", "Flags:\n")
+    for module in values.flags_by_module_dict():
+        text = text.replace(f"{module}:\n", "")
+    return "Flags:\n" + text.strip("\n")

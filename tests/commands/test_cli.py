@@ -1,5 +1,6 @@
 """The command line: one line for a mistake, and nothing heavy imported."""
 
+import os
 import re
 import subprocess
 import sys
@@ -39,6 +40,40 @@ def test_told(arguments, parts):
     assert done.stderr == ""
     for part in parts:
         assert part in done.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "launch", "plan"])
+def test_help_names_no_module(command):
+    text = clusters.mgpu_tf(command, "--help").stdout
+    assert "mgpu_tf.commands" not in text
+    assert re.search(r"^Flags:\n  --\w+", text, re.M)
+
+
+def _written_to(output):
+    return subprocess.run(
+        [clusters.PYTHON, "-m", "mgpu_tf", "plan", "--help"],
+        env=clusters.environment(),
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=clusters.LIMIT_SECONDS,
+        check=False,
+    )
+
+
+def test_nobody_reads_the_output():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        done = _written_to(output)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_no_space_for_the_output():
+    with open("/dev/full", "w") as output:
+        done = _written_to(output)
+    assert done.returncode == 1
+    assert done.stderr == "mgpu-tf: The output has no space left.\n"
 
 
 def test_nothing_given():
