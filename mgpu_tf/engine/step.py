@@ -289,10 +289,10 @@ class ReplicaStep:
 
 
 class _StepScope(keras.StatelessScope):
-    """A scope that lets layers assign their own weights, as in Keras.
+    """A scope that lets layers assign their own variables, as in Keras.
 
     A weight that is assigned and then read has its gradient where it is read;
-    none flows back into what was assigned.
+    none flows back into what was assigned, to a weight or to other state.
 
     Args:
         model: The model.
@@ -330,10 +330,11 @@ class _StepScope(keras.StatelessScope):
         """Notes what is assigned to a variable."""
         variable, value = update
         self._written.add(id(variable))
-        if self._tape is not None and id(variable) in self._weights:
+        if self._tape is not None:
             value = tf.stop_gradient(value)
-            self._tape.watch(value)
-            self._assigned.setdefault(id(variable), []).append(value)
+            if id(variable) in self._weights:
+                self._tape.watch(value)
+                self._assigned.setdefault(id(variable), []).append(value)
         super().add_update((variable, value))
 
     def gradients(

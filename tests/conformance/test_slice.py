@@ -29,6 +29,7 @@ SLICE = [
     ("mirrored_x3", "ReduceLROnPlateau"),
     ("mirrored_x3", "a transformer with clipping"),
     ("one_device", "Dropout"),
+    ("one_device", "own: a moving mean, not synchronized"),
 ]
 
 
@@ -39,6 +40,7 @@ QUICK = [
     ("mirrored_x3", "Dropout"),
     ("mirrored_x3", "a transformer with clipping"),
     ("one_device", "Dropout"),
+    ("one_device", "own: a moving mean, not synchronized"),
 ]
 
 
