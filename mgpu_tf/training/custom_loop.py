@@ -46,7 +46,7 @@ from mgpu_tf.options import StepOptions
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.registry import create_strategy, kind_of
 from mgpu_tf.training.data_errors import explained
-from mgpu_tf.training.distributed_model import Session
+from mgpu_tf.training.distributed_model import DistributedModel
 
 Objects = dict[str, Any]
 Step = Callable[[Objects, Any], dict[str, Any]]
@@ -86,15 +86,17 @@ class Loop:
                 "Received: 'parameter_server'. Use 'mirrored' or "
                 "'multi_worker_mirrored'."
             )
-        self._session = Session(lambda: _holder(build()), strategy, seed=seed)
+        self._distributed = DistributedModel(
+            lambda: _holder(build()), strategy, seed=seed
+        )
         self._engines: dict[Step, Engine] = {}
-        self.objects: Objects = self._session.model.objects
+        self.objects: Objects = self._distributed.model.objects
         self.global_step = 0
 
     @property
     def strategy(self) -> tf.distribute.Strategy:
         """Returns the strategy."""
-        return self._session.strategy
+        return self._distributed.strategy
 
     def run(self, step: Step, batch: Any) -> Logs:
         """Runs a step on a global batch.
@@ -112,11 +114,13 @@ class Loop:
         Raises:
             ConfigurationError: The step breaks a rule.
         """
-        session = self._session
-        session.model.step = step
+        distributed = self._distributed
+        distributed.model.step = step
         leaves = tf.nest.flatten(batch)
-        with session.peers.together("Loop.run"):
-            source = session.source({"batch": batch}, batch_size=len(leaves[0]))
+        with distributed.peers.together("Loop.run"):
+            source = distributed.source(
+                {"batch": batch}, batch_size=len(leaves[0])
+            )
             engine = self._engines.get(step)
             if engine is None:
                 engine = self._engines[step] = self._engine()
@@ -136,16 +140,16 @@ class Loop:
                 `restore` returns.
         """
         check_integer("keep", keep, 1)
-        session = self._session
+        distributed = self._distributed
         state = {
             "loop": position,
             "global_step": self.global_step,
-            "num_replicas": session.strategy.num_replicas_in_sync,
+            "num_replicas": distributed.strategy.num_replicas_in_sync,
             "generators": generators(),
             "environment": determinism.environment(),
         }
         arrays = self._engine().snapshot().take()
-        session.write(
+        distributed.write(
             "Loop.save",
             folder,
             lambda: write_state(folder, self.global_step, state, arrays, keep),
@@ -165,7 +169,7 @@ class Loop:
         Raises:
             ConfigurationError: The checkpoint has other objects.
         """
-        with self._session.peers.together("Loop.restore"):
+        with self._distributed.peers.together("Loop.restore"):
             path = self._newest(folder)
             if path is None:
                 return None
@@ -184,7 +188,9 @@ class Loop:
     def _newest(self, folder: str) -> str | None:
         """Returns the path of the checkpoint that all workers read."""
         entry = store.newest(folder)
-        step = self._session.peers.of_first(-1 if entry is None else entry.step)
+        step = self._distributed.peers.of_first(
+            -1 if entry is None else entry.step
+        )
         for known in store.entries(folder, thorough=False):
             if known.step == step:
                 return known.path
@@ -192,10 +198,12 @@ class Loop:
 
     def _engine(self) -> Engine:
         """Returns a prepared engine for the objects."""
-        session = self._session
-        engine = create_engine(session.model, session.strategy, StepOptions())
+        distributed = self._distributed
+        engine = create_engine(
+            distributed.model, distributed.strategy, StepOptions()
+        )
         # All objects are built, so nothing is read from the source.
-        engine.prepare(session.source(np.zeros([1]), batch_size=1))
+        engine.prepare(distributed.source(np.zeros([1]), batch_size=1))
         return engine
 
 

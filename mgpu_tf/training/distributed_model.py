@@ -1,7 +1,7 @@
 """A model on a strategy, and the workers that have it.
 
-    session = Session(build_model, strategy, seed=0)
-    engine = session.prepare(source)
+    distributed = DistributedModel(build_model, strategy, seed=0)
+    engine = distributed.prepare(source)
 
 What the calls of a `Trainer` share. Where variables are lost with a parameter
 server, `again` makes all of it anew.
@@ -38,7 +38,7 @@ _log = logging.getLogger("mgpu_tf")
 BuildModel = Callable[[], keras.Model]
 
 
-class Session:
+class DistributedModel:
     """A model that `build_model` has made in the scope of a strategy.
 
     Args:
@@ -85,9 +85,9 @@ class Session:
             self._engine = create_engine(self.model, strategy, options)
             self._compare_model()
 
-    def again(self) -> Session:
+    def again(self) -> DistributedModel:
         """Returns the same, made anew where a parameter server was lost."""
-        return Session(
+        return DistributedModel(
             self._build_model,
             self.strategy.again(),
             seed=self._seed,

@@ -1,8 +1,8 @@
 """Steps, epochs and evaluations: the loops around an engine.
 
-    training = Training(session, counts, ...)
+    training = Training(distributed, counts, ...)
     history = training.run()
-    scores = evaluate(session, feed, None, hooks)
+    scores = evaluate(distributed, feed, None, hooks)
 
 Between two executions of the engine callbacks run, states are saved, and it
 is decided how many steps come next.
@@ -42,7 +42,7 @@ from mgpu_tf.training.call_arguments import (
     data_shape,
     fit_facts,
 )
-from mgpu_tf.training.distributed_model import Session
+from mgpu_tf.training.distributed_model import DistributedModel
 from mgpu_tf.training.pace import Pace
 from mgpu_tf.training.totals import Totals
 
@@ -51,7 +51,7 @@ class Training:
     """One `fit`.
 
     Args:
-        session: What is trained.
+        distributed: What is trained.
         totals: What the trainer has done so far; it goes on from there.
         source: What it trains on.
         validation: What it evaluates on.
@@ -68,7 +68,7 @@ class Training:
 
     def __init__(
         self,
-        session: Session,
+        distributed: DistributedModel,
         totals: Totals,
         source: data_lib.Source,
         validation: data_lib.Source | None,
@@ -78,23 +78,23 @@ class Training:
         saving: SaveOptions | None,
         profiler: Profiler,
     ) -> None:
-        peers = session.peers
+        peers = distributed.peers
         if not peers.alone or saving is not None:
             check_seeded(source)
         self._validation = None
         if validation is not None:
-            self._validation = session.feed_once(
+            self._validation = distributed.feed_once(
                 validation, numbers.validation_steps
             )
         if not peers.alone:
             peers.compare(fit_facts(source, self._validation, numbers))
-        self._session = session
-        self._model = session.model
+        self._distributed = distributed
+        self._model = distributed.model
         self._totals = totals
         self._source = source
         self._numbers = numbers
         self._profiler = profiler
-        self._engine = engine = session.prepare_training(source)
+        self._engine = engine = distributed.prepare_training(source)
         self._run = RunState(
             totals,
             self._model,
@@ -104,9 +104,9 @@ class Training:
             numbers.initial_epoch,
         )
         self._saver = totals.saver = self._saver_of(saving, callbacks)
-        self._pace = session.pace(callbacks, exact=saving is not None)
+        self._pace = distributed.pace(callbacks, exact=saving is not None)
         self._stops_together = peers.any(bool(callbacks))
-        self._hooks = session.hooks(
+        self._hooks = distributed.hooks(
             callbacks + callbacks_lib.histograms(callbacks, engine.staleness),
             verbose,
             numbers.epochs,
@@ -159,11 +159,11 @@ class Training:
         enable_determinism()
         return CheckpointSaver(
             options,
-            self._session.peers,
-            is_chief=self._session.is_chief,
+            self._distributed.peers,
+            is_chief=self._distributed.is_chief,
             capture=self._run.capture,
             meter=self._totals.meter,
-            lost_workers=lambda: lost_workers(self._session.strategy),
+            lost_workers=lambda: lost_workers(self._distributed.strategy),
         )
 
     def _epoch(self, epoch: int, feed: DataFeed) -> None:
@@ -175,7 +175,7 @@ class Training:
         if self._validation is not None and numbers.validates(epoch):
             with self._totals.meter.phase("evaluate"):
                 scores = evaluate(
-                    self._session,
+                    self._distributed,
                     self._validation,
                     numbers.validation_steps,
                     hooks,
@@ -201,7 +201,7 @@ class Training:
         iterator = feed.iterator(at.epoch, limit)
         if not self._run.begin_epoch():
             # TensorFlow reads over all replicas what it overwrites.
-            with self._session.peers.inside():
+            with self._distributed.peers.inside():
                 engine.reset_metrics()
 
         def train(wanted: int) -> Execution:
@@ -210,7 +210,7 @@ class Training:
             left = wanted if limit is None else limit - at.step
             ahead = self._saver.room(step, left)
             started = time.perf_counter()
-            with self._profiler.around(step), self._session.peers.inside():
+            with self._profiler.around(step), self._distributed.peers.inside():
                 done = engine.train(
                     iterator, wanted, source, self._pace.seconds, votes, ahead
                 )
@@ -261,12 +261,14 @@ class Training:
         """Returns whether a callback of any worker has ended the training."""
         model = self._model
         if self._stops_together:
-            model.stop_training = self._session.peers.any(model.stop_training)
+            model.stop_training = self._distributed.peers.any(
+                model.stop_training
+            )
         return bool(model.stop_training)
 
 
 def evaluate(
-    session: Session,
+    distributed: DistributedModel,
     feed: DataFeed,
     steps: int | None,
     hooks: keras.callbacks.CallbackList,
@@ -274,7 +276,7 @@ def evaluate(
     """Evaluates a model.
 
     Args:
-        session: Whose model.
+        distributed: Whose model.
         feed: Where batches come from.
         steps: How many; all by default.
         hooks: The callbacks.
@@ -285,12 +287,12 @@ def evaluate(
     Raises:
         ConfigurationError: There is no batch, or no end of them.
     """
-    source, model = feed.source, session.model
+    source, model = feed.source, distributed.model
     check_finite("evaluate", source, steps)
-    engine = session.prepare(source)
-    with session.peers.inside():
+    engine = distributed.prepare(source)
+    with distributed.peers.inside():
         engine.reset_metrics()
-    pace = Pace(session.fixed_steps)
+    pace = Pace(distributed.fixed_steps)
     limit = steps or source.steps
     iterator = feed.iterator(0, limit)
     model.stop_evaluating = False
@@ -298,7 +300,7 @@ def evaluate(
     at = Position()
 
     def execute(wanted: int) -> Execution:
-        with session.peers.inside():
+        with distributed.peers.inside():
             return engine.evaluate(iterator, wanted, source, pace.seconds)
 
     run_steps(
@@ -319,7 +321,7 @@ def evaluate(
 
 
 def predict(
-    session: Session,
+    distributed: DistributedModel,
     source: data_lib.Source,
     steps: int | None,
     hooks: keras.callbacks.CallbackList,
@@ -327,7 +329,7 @@ def predict(
     """Returns a model's outputs for all rows, in their order.
 
     Args:
-        session: Whose model.
+        distributed: Whose model.
         source: The global batches.
         steps: How many; all by default.
         hooks: The callbacks.
@@ -336,14 +338,14 @@ def predict(
         ConfigurationError: There is no batch.
     """
     limit = steps or source.steps
-    iterator = session.feed_once(source, steps).iterator(0, limit)
-    engine = session.engine
+    iterator = distributed.feed_once(source, steps).iterator(0, limit)
+    engine = distributed.engine
     batches: list[Any] = []
     hooks.on_predict_begin()
     while limit is None or len(batches) < limit:
         hooks.on_predict_batch_begin(len(batches))
         try:
-            with session.peers.inside():
+            with distributed.peers.inside():
                 outputs = engine.predict(iterator, source)
         except UnevenData as error:
             raise error.after(len(batches)) from None

@@ -45,7 +45,7 @@ from mgpu_tf.training.call_arguments import (
 )
 from mgpu_tf.training.callbacks import Callbacks
 from mgpu_tf.training.data_errors import explained
-from mgpu_tf.training.distributed_model import BuildModel, Session
+from mgpu_tf.training.distributed_model import BuildModel, DistributedModel
 from mgpu_tf.training.evaluator import follow
 from mgpu_tf.training.totals import Totals
 
@@ -105,7 +105,7 @@ class Trainer:
     ) -> None:
         check_steps_per_execution(steps_per_execution)
         check_build_model(build_model)
-        self._session = Session(
+        self._distributed = DistributedModel(
             build_model,
             strategy or create_strategy("auto"),
             seed=seed,
@@ -118,12 +118,12 @@ class Trainer:
     @property
     def model(self) -> keras.Model:
         """Returns the model, which is an ordinary Keras model."""
-        return self._session.model
+        return self._distributed.model
 
     @property
     def strategy(self) -> tf.distribute.Strategy:
         """Returns the strategy."""
-        return self._session.strategy
+        return self._distributed.strategy
 
     @property
     def global_step(self) -> int:
@@ -224,11 +224,11 @@ class Trainer:
             ConfigurationError: An argument breaks a rule.
             Preempted: SIGTERM was received, and the state is saved.
         """
-        with self._session.peers.together("fit"):
+        with self._distributed.peers.together("fit"):
             saving = saving_of(checkpoint_dir, checkpoint)
             if validation_split:
                 if not data_lib.is_batched(x):
-                    x, y, sample_weight = self._session.arrays(
+                    x, y, sample_weight = self._distributed.arrays(
                         x, y, sample_weight
                     )
                 (x, y, sample_weight), validation_data = split_validation(
@@ -241,7 +241,7 @@ class Trainer:
                 validation_steps=validation_steps,
                 validation_freq=validation_freq,
             )
-            source = self._session.source(
+            source = self._distributed.source(
                 x, y, sample_weight, batch_size, shuffle, steps_per_epoch
             )
             if class_weight is not None:
@@ -256,7 +256,7 @@ class Trainer:
                 size = validation_batch_size or batch_size
                 if data_lib.is_batched(val_x):
                     size = None
-                validation = self._session.source(
+                validation = self._distributed.source(
                     val_x, val_y, weight, size, steps=validation_steps
                 )
             if not kind_of(self.strategy).trains:
@@ -265,7 +265,7 @@ class Trainer:
                 try:
                     with explained(source):
                         return loop.Training(
-                            self._session,
+                            self._distributed,
                             self._totals,
                             source,
                             validation,
@@ -276,7 +276,7 @@ class Trainer:
                             self._profiler,
                         ).run()
                 except tf.errors.OpError:
-                    if not self._session.is_lost:
+                    if not self._distributed.is_lost:
                         raise
                     saving = self._begin_again(saving)
 
@@ -309,24 +309,24 @@ class Trainer:
         Raises:
             ConfigurationError: An argument breaks a rule.
         """
-        session = self._session
-        with session.peers.together("evaluate"):
-            source = session.source(
+        distributed = self._distributed
+        with distributed.peers.together("evaluate"):
+            source = distributed.source(
                 x, y, sample_weight, batch_size, steps=steps
             )
-            session.compare_data(source, steps)
-            hooks = session.hooks(
+            distributed.compare_data(source, steps)
+            hooks = distributed.hooks(
                 callbacks_lib.as_list(callbacks),
                 verbose,
                 1,
                 steps or source.steps,
             )
-            feed = session.feed_once(source, steps)
+            feed = distributed.feed_once(source, steps)
             with explained(source), self._totals.meter.phase("evaluate"):
-                scores = loop.evaluate(session, feed, steps, hooks)
+                scores = loop.evaluate(distributed, feed, steps, hooks)
         if return_dict:
             return scores
-        return keras_internals.in_order(session.model, scores)
+        return keras_internals.in_order(distributed.model, scores)
 
     def predict(
         self,
@@ -352,9 +352,9 @@ class Trainer:
         Raises:
             ConfigurationError: An argument breaks a rule.
         """
-        session = self._session
-        with session.peers.together("predict"):
-            source = session.source(x, batch_size=batch_size, steps=steps)
+        distributed = self._distributed
+        with distributed.peers.together("predict"):
+            source = distributed.source(x, batch_size=batch_size, steps=steps)
             if not source.totals_known:
                 raise ConfigurationError(
                     "predict keeps the order of rows, which a dataset_fn does "
@@ -362,15 +362,15 @@ class Trainer:
                     "tf.data.Dataset."
                 )
             check_finite("predict", source, steps)
-            session.compare_data(source, steps)
-            hooks = session.hooks(
+            distributed.compare_data(source, steps)
+            hooks = distributed.hooks(
                 callbacks_lib.as_list(callbacks),
                 verbose,
                 1,
                 steps or source.steps,
             )
             with explained(source):
-                return loop.predict(session, source, steps, hooks)
+                return loop.predict(distributed, source, steps, hooks)
 
     def save(self, path: str, **options: Any) -> None:
         """Saves the model with its optimizer state.
@@ -383,7 +383,7 @@ class Trainer:
             path: A path that ends with `.keras`.
             **options: Arguments of `keras.Model.save`.
         """
-        self._session.write(
+        self._distributed.write(
             "save", path, lambda: self.model.save(path, **options)
         )
 
@@ -394,7 +394,7 @@ class Trainer:
             path: A path that ends with `.weights.h5`.
             **options: Arguments of `keras.Model.save_weights`.
         """
-        self._session.write(
+        self._distributed.write(
             "save_weights",
             path,
             lambda: self.model.save_weights(path, **options),
@@ -407,7 +407,7 @@ class Trainer:
             path: A folder.
             **options: Arguments of `keras.Model.export`.
         """
-        self._session.write(
+        self._distributed.write(
             "export", path, lambda: self.model.export(path, **options)
         )
 
@@ -436,12 +436,12 @@ class Trainer:
         Raises:
             ConfigurationError: An argument breaks a rule.
         """
-        session = self._session
-        with session.peers.together("train_on_batch"):
+        distributed = self._distributed
+        with distributed.peers.together("train_on_batch"):
             source = self._one_batch("train_on_batch", x, y, sample_weight)
             if class_weight is not None:
                 source = data_lib.with_class_weight(source, class_weight)
-            engine = session.prepare(source)
+            engine = distributed.prepare(source)
             engine.reset_metrics()
             feed = engine.feed(source, chain=True, training=True)
             with explained(source):
@@ -471,10 +471,10 @@ class Trainer:
         Raises:
             ConfigurationError: An argument breaks a rule.
         """
-        session = self._session
-        with session.peers.together("test_on_batch"):
+        distributed = self._distributed
+        with distributed.peers.together("test_on_batch"):
             source = self._one_batch("test_on_batch", x, y, sample_weight)
-            engine = session.prepare(source)
+            engine = distributed.prepare(source)
             engine.reset_metrics()
             feed = engine.feed(source, chain=True, training=False)
             with explained(source):
@@ -493,12 +493,12 @@ class Trainer:
         Raises:
             ConfigurationError: An argument breaks a rule.
         """
-        session = self._session
-        with session.peers.together("predict_on_batch"):
+        distributed = self._distributed
+        with distributed.peers.together("predict_on_batch"):
             source = self._one_batch("predict_on_batch", x)
-            feed = session.feed_once(source, 1)
+            feed = distributed.feed_once(source, 1)
             with explained(source):
-                return session.engine.predict(feed.iterator(0, 1), source)
+                return distributed.engine.predict(feed.iterator(0, 1), source)
 
     def _one_batch(
         self, method: str, x: Any, y: Any = None, sample_weight: Any = None
@@ -506,9 +506,11 @@ class Trainer:
         """Returns arrays as a source of a single batch."""
         if not kind_of(self.strategy).in_step:
             raise ConfigurationError(by_batch(method))
-        (inputs,) = self._session.arrays(x)
+        (inputs,) = self._distributed.arrays(x)
         rows = len(tf.nest.flatten(inputs)[0])
-        return self._session.source(inputs, y, sample_weight, batch_size=rows)
+        return self._distributed.source(
+            inputs, y, sample_weight, batch_size=rows
+        )
 
     def _scores(self, logs: Logs, return_dict: bool) -> Any:
         if return_dict:
@@ -523,16 +525,16 @@ class Trainer:
         saving: SaveOptions | None,
     ) -> keras.callbacks.History:
         """Evaluates the checkpoints of the cluster instead of training."""
-        session = self._session
-        engine = session.prepare(source)
+        distributed = self._distributed
+        engine = distributed.prepare(source)
         evaluate = None
         if validation is not None:
             steps = numbers.validation_steps
-            feed = session.feed_once(validation, steps)
-            hooks = session.hooks([], 0, 1, None)
+            feed = distributed.feed_once(validation, steps)
+            hooks = distributed.hooks([], 0, 1, None)
 
             def evaluate() -> Logs:
-                return loop.evaluate(session, feed, steps, hooks)
+                return loop.evaluate(distributed, feed, steps, hooks)
 
         return follow(engine, saving, evaluate, numbers.epochs)
 
@@ -550,5 +552,5 @@ class Trainer:
         _log.warning(
             "a parameter server was lost; going on from the last checkpoint"
         )
-        self._session = self._session.again()
+        self._distributed = self._distributed.again()
         return dataclasses.replace(saving, resume="auto")

@@ -218,7 +218,7 @@ def test_checkpoints_of_the_older_layout(strategies):
 
     trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
     trainer.fit(**regression(), batch_size=16, verbose=0)
-    snapshot = trainer._session.engine.snapshot()
+    snapshot = trainer._distributed.engine.snapshot()
     arrays = snapshot.take()
     before = [v.numpy() for v in trainer.model.weights]
     floats = [
