@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.registry import topology_of
 
 # What a reduction costs anyway is worth about this number of bytes more in one.
@@ -57,17 +58,18 @@ class Reduction:
 
     Args:
         strategy: The strategy.
-        gradient_dtype: "bfloat16" or "float16" to send gradients with half
-            the bytes; None as they are. Each worker that adds its part
-            rounds the sum to that type, which for two workers is as exact as
-            a sum in float32 that is sent back in it. The update itself is
-            computed from the gradients' own type.
+        options: How steps are computed. With `gradient_dtype` gradients are
+            sent with half the bytes. Each worker that adds its part rounds
+            the sum to that type, which for two workers is as exact as a sum
+            in float32 that is sent back in it. The update itself is computed
+            from the gradients' own type.
     """
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, gradient_dtype: str | None
+        self, strategy: tf.distribute.Strategy, options: StepOptions
     ) -> None:
-        self._dtype = tf.as_dtype(gradient_dtype) if gradient_dtype else None
+        name = options.gradient_dtype
+        self._dtype = tf.as_dtype(name) if name else None
         self._apart = topology_of(strategy).num_workers > 1
 
     def __call__(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:

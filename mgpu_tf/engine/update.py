@@ -55,7 +55,7 @@ class Update:
         options: StepOptions,
     ) -> None:
         self._strategy = strategy
-        self._reduction = Reduction(strategy, options.gradient_dtype)
+        self._reduction = Reduction(strategy, options)
         self._rows = RowGather(
             strategy,
             options,
