@@ -165,9 +165,24 @@ class ClusterConfig:
         return getattr(self, self.task_type)[self.task_index]
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes an object of JSON; Python would keep the last of equal names."""
+    names = [name for name, _ in pairs]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ClusterError(
+            "TF_CONFIG must have each member once. Received: "
+            f"{_shorten(twice[0])} {names.count(twice[0])} times in one "
+            "object. Leave one of them."
+        )
+    return dict(pairs)
+
+
 def _parse(text: str) -> tuple[dict[str, Any], tuple[str, int]]:
     try:
-        config = json.loads(text)
+        config = json.loads(text, object_pairs_hook=_without_duplicates)
+    except ClusterError:
+        raise
     except (ValueError, RecursionError) as error:
         raise ClusterError(
             f"TF_CONFIG must be JSON. Received: {_shorten(text)} ({error}). "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -44,11 +46,22 @@ def with_class_weight(source: Source, class_weight: dict[int, float]) -> Source:
             f"sample_weight. Received: {parts} parts, the targets "
             f"{data[1] if parts > 1 else None}. Pass sample_weight instead."
         )
-    for name in class_weight:
+    if not isinstance(class_weight, Mapping):
+        raise ConfigurationError(
+            "class_weight must map classes, which are integers, to numbers. "
+            f"Received: {type(class_weight).__name__}. Pass a dict, such as "
+            "{0: 1.0, 1: 2.5}."
+        )
+    for name, weight in class_weight.items():
         if not is_integer(name):
             raise ConfigurationError(
                 "class_weight must map classes, which are integers, to "
                 f"numbers. Received: the class {name!r}."
+            )
+        if not isinstance(weight, numbers.Real):
+            raise ConfigurationError(
+                "class_weight must map classes, which are integers, to "
+                f"numbers. Received: the weight {weight!r} of class {name}."
             )
     # Keras has the weights of a tf.data.Dataset in float32 whatever floatx.
     kinds = (DatasetSource, FunctionSource, PreprocessedSource)

@@ -67,6 +67,10 @@ class LaunchJob:
             raise ConfigurationError(
                 f"num_workers must be 1 or more. Received: {self.num_workers}."
             )
+        if self.num_ps < 0:
+            raise ConfigurationError(
+                f"num_ps must be 0 or more. Received: {self.num_ps}."
+            )
         for name, seconds, zero in (
             ("startup_seconds", self.startup_seconds, ", 0 for no limit"),
             ("grace_seconds", self.grace_seconds, ""),

@@ -25,12 +25,15 @@ from typing import Any
 
 from mgpu_tf.cluster import ports
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.errors import PREEMPTED
+from mgpu_tf.errors import PREEMPTED, ConfigurationError
 from mgpu_tf.folders import make_folder
 from mgpu_tf.launch.guard import Guard
 from mgpu_tf.launch.job import EVALUATOR, LaunchJob
 from mgpu_tf.launch.policy import SETTLED_SECONDS
 from mgpu_tf.launch.process import Task
+
+# More are a slip of the hand, and would end the machine before the job.
+MOST_TASKS = 1000
 
 _POLL_SECONDS = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -54,6 +57,11 @@ def launch(command: Sequence[str], num_workers: int, **options: Any) -> int:
             of range.
     """
     job = LaunchJob(tuple(command), num_workers, **options)
+    if job.num_tasks > MOST_TASKS:
+        raise ConfigurationError(
+            f"One machine starts at most {MOST_TASKS} processes of a job. "
+            f"Received: {job.num_tasks}. Ask for fewer workers."
+        )
     if job.log_dir is not None:
         make_folder("log_dir", job.log_dir)
     with Guard() as guard, _Supervisor(job, guard) as supervisor:

@@ -151,6 +151,15 @@ def create_strategy(
     )
 
 
+def strategy_from(
+    given: tf.distribute.Strategy | str | None,
+) -> tf.distribute.Strategy:
+    """Returns a strategy as it is, or creates it by its name; None is auto."""
+    if given is None or isinstance(given, str):
+        return create_strategy(given or "auto")
+    return given
+
+
 def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
     """Creates a strategy by name, from options as one value."""
     if name == "auto":

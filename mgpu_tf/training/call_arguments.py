@@ -170,6 +170,11 @@ def saving_of(
             f"{checkpoint_dir!r} beside {checkpoint}."
         )
     if checkpoint is None and checkpoint_dir is not None:
+        if not isinstance(checkpoint_dir, (str, os.PathLike)):
+            raise ConfigurationError(
+                "checkpoint_dir must be the path of a folder. Received: "
+                f"checkpoint_dir={checkpoint_dir!r}."
+            )
         checkpoint = SaveOptions(os.fspath(checkpoint_dir))
     if checkpoint is not None and not isinstance(checkpoint, SaveOptions):
         raise ConfigurationError(

@@ -44,7 +44,7 @@ from mgpu_tf.engine.base import Engine, Logs
 from mgpu_tf.errors import ConfigurationError, check_integer
 from mgpu_tf.options import StepOptions
 from mgpu_tf.runtime import determinism
-from mgpu_tf.strategies.registry import create_strategy, kind_of
+from mgpu_tf.strategies.registry import kind_of, strategy_from
 from mgpu_tf.training.data_errors import explained
 from mgpu_tf.training.distributed_model import DistributedModel
 
@@ -59,7 +59,8 @@ class Loop:
         build: A function that returns a dict of models, layers, optimizers and
             metrics, by names of your choice. All of them must be built. It is
             called in the strategy's scope.
-        strategy: From `create_strategy` or a factory. Default: `auto`.
+        strategy: From `create_strategy` or a factory, or a name for
+            `create_strategy`. Default: `auto`.
         seed: The seed for `keras.utils.set_random_seed`, which is called before
             `build`. None sets no seed.
 
@@ -75,11 +76,11 @@ class Loop:
     def __init__(
         self,
         build: Callable[[], Objects],
-        strategy: tf.distribute.Strategy | None = None,
+        strategy: tf.distribute.Strategy | str | None = None,
         *,
         seed: int | None = 0,
     ) -> None:
-        strategy = strategy or create_strategy("auto")
+        strategy = strategy_from(strategy)
         if not (kind_of(strategy).in_step and kind_of(strategy).trains):
             raise ConfigurationError(
                 "A loop of one's own goes with strategies that train in step. "

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import tensorflow as tf
 
@@ -17,6 +18,11 @@ from mgpu_tf.errors import ConfigurationError
 
 _LABEL = re.compile(
     r"label value of (-?\d+) which is outside the valid range of (\[.*?\))"
+)
+# What TensorFlow says where a batch is unlike the one that was traced.
+_UNFIT = re.compile(
+    r"(Matrix size-incompatible|Incompatible shapes|Dimension mismatch"
+    r"|Input to reshape is a tensor|must be of equal dimensions)[^\n]*"
 )
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # What Keras says where data and model do not fit together.
@@ -59,11 +65,37 @@ def explained(source: data_lib.Source) -> Iterator[None]:
             ) from error
         found = _LABEL.search(str(error))
         if found is None:
-            raise
+            unfit = _UNFIT.search(str(error))
+            if unfit is None:
+                raise
+            raise ConfigurationError(
+                "Every batch must fit the model. Received: "
+                f"{_described(source.example())} in the first batch; "
+                f"TensorFlow says of a later one: {unfit[0].strip()}"
+            ) from error
         raise ConfigurationError(
             f"Labels must be in {found[2]}, one for each output of the model. "
             f"Received: the label {found[1]}. Check the labels, or give the "
             "model more outputs."
+        ) from error
+    except tf.errors.UnimplementedError as error:
+        if "Cast string to" not in str(error):
+            raise
+        raise ConfigurationError(
+            "The model must get numbers, or have layers that make numbers of "
+            f"text. Received: {_described(source.example(), text=True)}. "
+            "Convert the text first, or begin the model with TextVectorization "
+            "or StringLookup."
+        ) from error
+    except TypeError as error:
+        example = source.example()
+        named = _has_targets(example) and isinstance(example[1], Mapping)
+        if not (named and "of type 'str'" in str(error)):
+            raise
+        raise ConfigurationError(
+            "Targets in a dict need a model that returns a dict of outputs. "
+            f"Received: targets {', '.join(map(repr, example[1]))}. Pass the "
+            "array alone, or name the model's outputs."
         ) from error
     except ValueError as error:
         text = _ANSI.sub("", str(error))
@@ -85,17 +117,21 @@ def explained(source: data_lib.Source) -> Iterator[None]:
         ) from error
 
 
-def _has_targets(example: object) -> bool:
+def _has_targets(example: Any) -> bool:
     return isinstance(example, tuple) and len(example) > 1
 
 
-def _described(example: object) -> str:
+def _described(example: object, *, text: bool = False) -> str:
+    """Tells the shapes of a batch, or where it holds text."""
     parts = example if isinstance(example, tuple) else (example,)
-    shapes = tf.nest.map_structure(
-        lambda spec: tuple(spec.shape), list(parts[:2])
-    )
-    names = ("x", "y")[: len(shapes)]
-    return ", ".join(
-        f"{name} of shape {shape}"
-        for name, shape in zip(names, shapes, strict=True)
-    )
+    told = []
+    for name, part in zip(("x", "y"), parts, strict=False):
+        specs = tf.nest.flatten(part)
+        if text and not any(spec.dtype == tf.string for spec in specs):
+            continue
+        if text:
+            told.append(f"text in {name}")
+            continue
+        shapes = tf.nest.map_structure(lambda spec: tuple(spec.shape), part)
+        told.append(f"{name} of shape {shapes}")
+    return ", ".join(told)

@@ -20,6 +20,8 @@ from mgpu_tf import data as data_lib
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.engine.base import DataFeed, Engine
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.folders import check_local
 from mgpu_tf.options import StepOptions
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.peers import Peers
@@ -202,11 +204,22 @@ class DistributedModel:
             name: The method that was called.
             path: What it was called with.
             write: Writes.
+
+        Raises:
+            ConfigurationError: The file cannot be written.
         """
         with self.peers.together(name):
             self.peers.compare({"path": str(path)})
+            check_local("path", str(path))
             if self.is_chief:
-                write()
+                try:
+                    write()
+                except OSError as error:
+                    raise ConfigurationError(
+                        f"{name} must be able to write its file. Received: "
+                        f"{str(path)!r} ({error.strerror or error}). Make the "
+                        "folder, or give another path."
+                    ) from error
             self.peers.any(False)
 
     def hooks(

@@ -30,7 +30,7 @@ from mgpu_tf.fields import made_of
 from mgpu_tf.options import SaveOptions, StepOptions
 from mgpu_tf.reports.goodput import Goodput
 from mgpu_tf.reports.profiling import Profiler
-from mgpu_tf.strategies.registry import create_strategy, kind_of
+from mgpu_tf.strategies.registry import kind_of, strategy_from
 from mgpu_tf.training import callbacks as callbacks_lib
 from mgpu_tf.training import loop
 from mgpu_tf.training.call_arguments import (
@@ -67,7 +67,8 @@ class Trainer:
     Args:
         build_model: A function that returns a compiled model. It is called in
             the strategy's scope.
-        strategy: From `create_strategy` or a factory. Default: `auto`.
+        strategy: From `create_strategy` or a factory, or a name for
+            `create_strategy`. Default: `auto`.
         seed: The seed for `keras.utils.set_random_seed`, which is called before
             the model is built, and for the order of arrays. With a seed, runs
             repeat and agree between strategies. None sets no seed.
@@ -96,7 +97,7 @@ class Trainer:
     def __init__(
         self,
         build_model: BuildModel,
-        strategy: tf.distribute.Strategy | None = None,
+        strategy: tf.distribute.Strategy | str | None = None,
         *,
         seed: int | None = 0,
         steps_per_execution: int | str = "auto",
@@ -107,7 +108,7 @@ class Trainer:
         check_build_model(build_model)
         self._distributed = DistributedModel(
             build_model,
-            strategy or create_strategy("auto"),
+            strategy_from(strategy),
             seed=seed,
             steps_per_execution=steps_per_execution,
             options=made_of(StepOptions, options, "Trainer"),

@@ -172,6 +172,11 @@ MALFORMED = [
     (f'{{"task": {"9" * 5000}}}', '{"task": 999', BE_JSON),
     ("null", "'null'", BE_OBJECT),
     ("[1, 2]", "[1, 2]", BE_OBJECT),
+    (
+        '{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}, "task": {}}',
+        "'worker' 2 times",
+        "each member once",
+    ),
     ('"worker"', '"worker"', BE_OBJECT),
     ('{"task": {}}', '{"task": {}}', NEED_CLUSTER),
     ('{"cluster": {}}', '{"cluster": {}}', NEED_CLUSTER),

@@ -108,6 +108,8 @@ def test_nothing_given():
         ("launch x --num_workers=2 -- true", {}, ["and the command", "x"]),
         ("launch -- true", {}, ["no --num_workers"]),
         ("launch --num_workers=0 -- true", {}, ["1 or more", "0"]),
+        ("launch --num_workers=1000000 -- true", {}, ["at most 1000"]),
+        ("launch --num_workers=2 --num_ps=-1 -- true", {}, ["num_ps", "-1"]),
         ("launch --num_workers=a -- true", {}, ["--num_workers=a"]),
         (
             "launch --num_workers=2 --max_restarts=-1 -- true",

@@ -246,6 +246,39 @@ CALLS = {
         lambda t: in_fit(X, Y, sample_weight=Y, class_weight={0: 2.0})(t),
         "class_weight",
     ),
+    "class_weight_as_a_list": (
+        lambda t: in_fit(X, Y, class_weight=[1.0, 2.0])(t),
+        "Received: list",
+    ),
+    "class_weight_of_text": (
+        lambda t: in_fit(X, Y, class_weight={0: "much"})(t),
+        "'much' of class 0",
+    ),
+    "text_inputs": (lambda t: in_fit(X.astype("U"), Y)(t), "text in x"),
+    "batches_of_another_shape": (
+        lambda t: in_fit(iter([(X, Y), (X[:, :3], Y)]))(t),
+        "TensorFlow says of a later one",
+    ),
+    "targets_by_names_that_are_not": (
+        lambda t: in_fit(X, {"a": Y})(t),
+        "targets 'a'",
+    ),
+    "checkpoints_in_a_bucket": (
+        lambda t: in_fit(X, Y, checkpoint_dir="gs://bucket/run")(t),
+        "Mount that storage",
+    ),
+    "checkpoints_in_a_number": (
+        lambda t: in_fit(X, Y, checkpoint_dir=5)(t),
+        "checkpoint_dir=5",
+    ),
+    "saved_to_a_bucket": (
+        lambda t: t.save("s3://bucket/model.keras"),
+        "Mount that storage",
+    ),
+    "saved_where_nothing_can_be": (
+        lambda t: t.save("/proc/no/model.keras"),
+        "Make the folder",
+    ),
     "evaluate_infinite": (lambda t: t.evaluate(dataset().repeat()), "steps=N"),
     "predict_of_a_function": (
         lambda t: t.predict(lambda context: dataset()),
