@@ -21,6 +21,7 @@ good: then one line says so, in this call and in every later one.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import itertools
@@ -50,6 +51,8 @@ _LOOK_MILLISECONDS = 2000
 # How long who fails waits for the others to do so before it ends the cluster.
 _PATIENCE_SECONDS = 10.0
 _LOST = "mgpu_tf/lost"
+# Put by the first worker whose program has come to its end.
+_LEFT = "mgpu_tf/left"
 
 
 class _Here:
@@ -61,6 +64,7 @@ class _Here:
         watch: Tells what it waits in, while it is in a call.
         lost: The call that the cluster has ended in, and why.
         parted: Whether the others know, or were waited for.
+        leaves: Whether the others will be told that this program ends.
     """
 
     def __init__(self) -> None:
@@ -69,6 +73,7 @@ class _Here:
         self.watch: messages.Watch | None = None
         self.lost: tuple[int, str] | None = None
         self.parted = False
+        self.leaves = False
 
 
 _HERE = _Here()
@@ -87,6 +92,9 @@ class Peers:
         self._worker = local.process
         self._workers = local.num_processes
         self._sum = tf.function(self._sum_over_replicas, autograph=False)
+        if not self.alone and not _HERE.leaves:
+            _HERE.leaves = True
+            atexit.register(_leave, self._worker)
 
     @property
     def alone(self) -> bool:
@@ -273,6 +281,13 @@ class Peers:
             text = messages.take(key, _LOOK_MILLISECONDS)
             if text is not None:
                 return text
+            left = messages.take(_LEFT, 50)
+            if left is not None:
+                # Before it left it may have sent what is waited for.
+                text = messages.take(key, 50)
+                if text is not None:
+                    return text
+                self._deserted(int(left))
             for call in _HERE.calls:
                 failure = messages.take(call.key("failure"), 50)
                 if failure is not None:
@@ -280,6 +295,17 @@ class Peers:
                 waits = messages.take(call.key("waits", call.sections + 1), 50)
                 if waits is not None:
                     self._part(call, *json.loads(waits))
+
+    def _deserted(self, worker: int) -> NoReturn:
+        """Refuses a call that a worker that has ended cannot make."""
+        call = _HERE.calls[-1]
+        call.agreed = True
+        raise ConfigurationError(
+            f"Every worker must make the same calls. Received: {call.name} on "
+            f"worker {self._worker}, the end of the program on worker "
+            f"{worker}. Call {call.name} on every worker, not on the chief "
+            "alone."
+        )
 
     def _part(
         self, waiting: Call, worker: int, kind: str, text: str
@@ -410,6 +436,12 @@ class Peers:
 
         sums = self._strategy.run(on_replica, args=(value,))
         return self._strategy.experimental_local_results(sums)[0]
+
+
+def _leave(worker: int) -> None:
+    """Tells the others that this program has come to its end."""
+    with contextlib.suppress(tf.errors.OpError, RuntimeError):
+        messages.put(_LEFT, str(worker))
 
 
 _SAME_START = "Start all workers with the same script, flags and data."

@@ -50,6 +50,8 @@ try:
     if case == "call" and worker:
         trainer.evaluate(x, y, verbose=0)
     trainer.fit(x, y, verbose=0, **options)
+    if case == f"after_{worker}":
+        trainer.evaluate(x, y, verbose=0)
 except Exception as error:
     print("ENDED", type(error).__name__, " ".join(str(error).split()))
     raise SystemExit(7)
@@ -111,3 +113,13 @@ def test_exception_of_a_callback_ends_all_with_it(worker, tmp_path):
     assert set(lines.values()) <= {own, other}
     assert lines.get(worker, own) == own
     assert lines.get(1 - worker, other) == other
+
+
+@pytest.mark.parametrize("worker", tiered([0, 1], [0]))
+def test_a_call_when_the_others_have_ended(worker, tmp_path):
+    lines = ended(f"after_{worker}", tmp_path)
+    assert list(lines) == [worker]
+    assert (
+        f"evaluate on worker {worker}, the end of the program"
+        in (lines[worker])
+    )
