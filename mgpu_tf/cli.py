@@ -119,7 +119,15 @@ def _run(name: str, given: list[str]) -> int:
     if any(argument in ("--help", "-h", "-help") for argument in own):
         print(f"{command.USAGE}\n{_flags_help(values)}")
         return 0
-    rest = values(["mgpu-tf", *own])[1:]
+    try:
+        rest = values(["mgpu-tf", *own])[1:]
+    except flags.UnrecognizedFlagError as error:
+        near = [flag for flag in values if error.flagname in flag]
+        if not error.flagname or not near or "mean" in str(error):
+            raise
+        raise ConfigurationError(
+            f"{error}. Did you mean --{min(near, key=len)}?"
+        ) from None
     return command.run(Call(name, given, values, rest, after))
 
 

@@ -168,7 +168,8 @@ def compare(
         model: A name of the zoo, or `package.module:function` of a function
             that returns a compiled model.
         data: The name of a data set, or `package.module:function` of a
-            function that returns `(x, y)` or a batched dataset.
+            function that returns `(x, y)`, a batched dataset, or
+            `(x_train, y_train), (x_test, y_test)`, whose first pair is taken.
         strategies: Names for `create_strategy`.
         batch_size: Global batch size, for arrays.
         steps: Number of steps to compare.
@@ -186,7 +187,7 @@ def compare(
     made = [create_for_check(name, num_virtual_devices) for name in strategies]
     build_model: Callable[[], keras.Model]
     if is_target(data):
-        batches = load_function(data, "dataset")()
+        batches = _training_data(load_function(data, "dataset")())
     else:
         splits = datasets.load(data)
         batches = splits.training(batch_size)["x"]
@@ -216,6 +217,22 @@ def compare(
         seed=seed,
         embedding_gradients=embedding_gradients,
     )
+
+
+def _training_data(loaded: Any) -> Any:
+    """Returns the first pair of what a function for `train` returns.
+
+    That is `(x_train, y_train), (x_test, y_test)`. Where all four are of one
+    length they may be two inputs and two targets, and are taken so.
+    """
+    pairs = isinstance(loaded, tuple | list) and all(
+        isinstance(pair, tuple | list) and len(pair) == 2 for pair in loaded
+    )
+    if not pairs or len(loaded) != 2:
+        return loaded
+    train, test = ([len(part) for part in pair] for pair in loaded)
+    is_split = train[0] == train[1] != test[0] == test[1]
+    return tuple(loaded[0]) if is_split else loaded
 
 
 def _splits(config: RunConfig) -> datasets.Splits | datasets.Streams:

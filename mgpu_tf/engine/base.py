@@ -338,7 +338,8 @@ def _check_made_inside(
             raise ConfigurationError(
                 "What a model uses must be made in the strategy's scope. "
                 f"Received: the {kind} {name!r}, made outside. Create it "
-                "inside build_model."
+                "inside build_model, or compile again inside "
+                "trainer.strategy.scope()."
             )
 
 

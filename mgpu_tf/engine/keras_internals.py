@@ -547,6 +547,11 @@ def global_seed_state(*, create: bool = False) -> Any:
     return seeds.global_seed_generator().state
 
 
+def given_seed() -> int | None:
+    """Returns what `keras.utils.set_random_seed` was given last, if any."""
+    return keras.src.utils.rng_utils.get_random_seed()
+
+
 def global_seed_generator() -> Any:
     """Returns the generator behind `keras.random` and no seed, if any."""
     seeds = keras.src.random.seed_generator

@@ -194,6 +194,17 @@ class ReplicaState:
             )
         self._warned.add(id(variable))
 
+    def warn_of_own_rows(self, variable: keras.Variable) -> None:
+        """Warns once of state that outputs are made of in the same step."""
+        if id(variable) not in self._warned:
+            _log.warning(
+                "%s is written in a step and then read by the same step: each "
+                "replica reads what its own rows made of it, and one device "
+                "what the whole batch made of it",
+                variable.path,
+            )
+        self._warned.add(id(variable))
+
     def values(self) -> Writes:
         """Returns variables whose rule is read, with what they hold.
 

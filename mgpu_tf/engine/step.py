@@ -139,6 +139,8 @@ class ReplicaStep:
             )
         # By variable, since Keras writes to some of these means as well.
         writes = self._written(scope, given, reader, share)
+        if training and self._replicas > 1:
+            self._warn_of_own_state(scope, y_pred)
         before = {id(variable): value for variable, value in given}
         tracker = keras_internals.loss_tracker(model)
         increments = _mean_increments(tracker, loss, share)
@@ -180,6 +182,20 @@ class ReplicaStep:
                 value = self._by_rule(variable, value, base, reader, share)
             writes[id(variable)] = (variable, value)
         return writes
+
+    def _warn_of_own_state(self, scope: _StepScope, y_pred: Any) -> None:
+        """Warns of outputs that depend on what this step has written.
+
+        Such a layer reads what its replica's rows made of its state.
+        """
+        for variable in self._state.layers:
+            if not scope.is_written(variable):
+                continue
+            if self._state.rule(variable) is Rule.AGREED:
+                continue
+            written = Reader([scope.value(variable)], drawn=False)
+            if any(written.depends(leaf) for leaf in tf.nest.flatten(y_pred)):
+                self._state.warn_of_own_rows(variable)
 
     def _by_rule(
         self,

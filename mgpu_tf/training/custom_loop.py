@@ -62,7 +62,8 @@ class Loop:
         strategy: From `create_strategy` or a factory, or a name for
             `create_strategy`. Default: `auto`.
         seed: The seed for `keras.utils.set_random_seed`, which is called before
-            `build`. None sets no seed.
+            `build`. "auto" takes the seed that it was given last, or 0. None
+            sets no seed.
 
     Attributes:
         objects: The dict that `build` returned.
@@ -78,7 +79,7 @@ class Loop:
         build: Callable[[], Objects],
         strategy: tf.distribute.Strategy | str | None = None,
         *,
-        seed: int | None = 0,
+        seed: int | str | None = "auto",
     ) -> None:
         strategy = strategy_from(strategy)
         if not (kind_of(strategy).in_step and kind_of(strategy).trains):

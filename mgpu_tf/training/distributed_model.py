@@ -20,7 +20,7 @@ from mgpu_tf import data as data_lib
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.engine.base import DataFeed, Engine
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, is_integer
 from mgpu_tf.folders import check_local
 from mgpu_tf.options import StepOptions
 from mgpu_tf.runtime import determinism
@@ -66,11 +66,12 @@ class DistributedModel:
         build_model: BuildModel,
         strategy: tf.distribute.Strategy,
         *,
-        seed: int | None,
+        seed: int | str | None,
         steps_per_execution: int | str = "auto",
         options: StepOptions | None = None,
     ) -> None:
         self._build_model = build_model
+        seed = _seed_of(seed)
         self._seed = seed
         self._steps_per_execution = steps_per_execution
         self._options = options or StepOptions()
@@ -320,3 +321,13 @@ class DistributedModel:
             "steps_per_execution": str(self._steps_per_execution),
             "options": str(self._options),
         }
+
+
+def _seed_of(given: int | str | None) -> int | None:
+    if given is None or is_integer(given):
+        return given  # type: ignore[return-value]
+    if given != "auto":
+        raise ConfigurationError(
+            f"seed must be an integer, None or 'auto'. Received: {given!r}."
+        )
+    return keras_internals.given_seed() or 0

@@ -11,6 +11,7 @@ is decided how many steps come next.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,8 @@ from mgpu_tf.training.call_arguments import (
 from mgpu_tf.training.distributed_model import DistributedModel
 from mgpu_tf.training.pace import Pace
 from mgpu_tf.training.totals import Totals
+
+_log = logging.getLogger("mgpu_tf")
 
 
 class Training:
@@ -134,6 +137,8 @@ class Training:
         if run.resumed:
             feed.resume(run.position.finished, run.position.step)
         last = run.position.epoch if run.stopped else numbers.epochs
+        if run.resumed and run.position.epoch >= last:
+            self._tell_complete(run.position.epoch)
         with self._saver.listening():
             for epoch in range(run.position.epoch, last):
                 self._epoch(epoch, feed)
@@ -147,6 +152,15 @@ class Training:
             )
         hooks.on_train_end(run.position.last_logs)
         return self._model.history
+
+    def _tell_complete(self, epochs: int) -> None:
+        if self._distributed.is_chief:
+            _log.warning(
+                "The run of this checkpoint_dir is complete after %d epochs: "
+                "nothing is trained. Raise epochs to go on, or give another "
+                "folder for a new run.",
+                epochs,
+            )
 
     def _saver_of(
         self,

@@ -71,7 +71,9 @@ class Trainer:
             `create_strategy`. Default: `auto`.
         seed: The seed for `keras.utils.set_random_seed`, which is called before
             the model is built, and for the order of arrays. With a seed, runs
-            repeat and agree between strategies. None sets no seed.
+            repeat and agree between strategies. "auto" takes the seed that
+            `keras.utils.set_random_seed` was given last, or 0. None sets no
+            seed.
         steps_per_execution: Number of steps in one call of the engine.
             Batch-level callbacks are called once for each call of the engine.
             "auto" takes the number that the model was compiled with. If that
@@ -99,7 +101,7 @@ class Trainer:
         build_model: BuildModel,
         strategy: tf.distribute.Strategy | str | None = None,
         *,
-        seed: int | None = 0,
+        seed: int | str | None = "auto",
         steps_per_execution: int | str = "auto",
         profiler: Profiler | None = None,
         **options: Any,

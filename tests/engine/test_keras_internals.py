@@ -176,6 +176,13 @@ def test_random_layers():
     assert state.numpy()[1] == before[1] + 1
 
 
+def test_given_seed():
+    keras.utils.clear_session()
+    assert keras_internals.given_seed() is None
+    keras.utils.set_random_seed(7)
+    assert keras_internals.given_seed() == 7
+
+
 def test_global_seed_state():
     keras.utils.set_random_seed(3)
     keras_internals.global_seed_state(create=True)
