@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+from mgpu_tf import job
 from mgpu_tf.reports.report import Report, weights_sha256
 from tests import clusters
 
@@ -106,3 +107,17 @@ def test_example_script_on_its_own_and_under_launch(data_dir):
         assert len(found) == 1, done.stdout
         lines.append(found[0].removeprefix("[worker 0] "))
     assert lines[0][:16] == lines[1][:16]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "taken"),
+    [
+        (("abc", "def"), ("abc", "def")),
+        ((("abc", "def"), ("g", "h")), ("abc", "def")),
+        # Two inputs and two targets.
+        ((("abc", "def"), ("ghi", "jkl")), (("abc", "def"), ("ghi", "jkl"))),
+        ([["abc", "def"], ["g", "h"]], ("abc", "def")),
+    ],
+)
+def test_parity_takes_the_training_data_of_a_split(loaded, taken):
+    assert job._training_data(loaded) == taken

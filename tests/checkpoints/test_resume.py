@@ -492,3 +492,16 @@ def test_checkpoint_dir_that_cannot_be(run, strategies, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="must be a folder that can"):
         run(strategies["one_device"], tmp_path / "file")
+
+
+def test_a_complete_run_is_told(strategies, tmp_path, caplog):
+    def fit():
+        trainer = mgpu_tf.Trainer(build, strategies["one_device"])
+        trainer.fit(
+            *arrays(), epochs=1, verbose=0, checkpoint_dir=str(tmp_path)
+        )
+
+    fit()
+    assert "is complete" not in caplog.text
+    fit()
+    assert "is complete after 1 epochs: nothing is trained" in caplog.text

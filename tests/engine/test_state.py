@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 import mgpu_tf
+from tests.conformance.layers import Moving
 from tests.parity import cases
 
 
@@ -161,6 +162,16 @@ def test_as_keras(name, column, strategies):
     assert result.loss_difference(reference) < 1e-12
     assert result.largest_difference(reference) < 1e-12
     assert result.score_difference(reference) < 1e-12
+
+
+@pytest.mark.parametrize(("layer", "times"), [(Stateful, 0), (Moving, 1)])
+def test_state_that_is_read_by_the_step_that_writes_it(
+    layer, times, strategies, caplog
+):
+    trainer = mgpu_tf.Trainer(model_of(layer), strategies["mirrored_x3"])
+    trainer.fit(**regression(34), batch_size=16, verbose=0)
+    warned = [r for r in caplog.records if "read by the same" in r.message]
+    assert len(warned) == times
 
 
 def test_rows_that_are_known_when_traced(strategies):

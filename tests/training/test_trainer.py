@@ -1,5 +1,7 @@
 import itertools
 import logging
+import pathlib
+import re
 
 import keras
 import numpy as np
@@ -395,3 +397,34 @@ def test_fixed_pace():
     assert [Pace(7).steps, Pace(1).steps] == [7, 1]
     with pytest.raises(mgpu_tf.ConfigurationError, match="1 or more"):
         mgpu_tf.Trainer(build, steps_per_execution=0)
+
+
+def test_the_function_of_the_docs_gives_parts_of_global_batches(strategies):
+    text = (pathlib.Path(clusters.ROOT) / "docs" / "data.md").read_text()
+    example = re.search(r"```python\n(def data\(.*?)```", text, re.S)[1]
+    x, y = (np.tile(part, (2, 1)[: part.ndim])[:64] for part in arrays())
+    known = {"tf": tf, "x": x, "y": y}
+    exec(example, known)
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    trainer.fit(known["data"], verbose=0)
+    assert (trainer.global_step, trainer.examples_seen) == (1, len(x))
+
+
+def test_the_seed_that_keras_was_given_is_taken(strategies):
+    def kernel(given, **options):
+        keras.utils.set_random_seed(given)
+        trainer = mgpu_tf.Trainer(build, strategies["one_device"], **options)
+        trainer.fit(*arrays(), verbose=0)
+        return trainer.model.get_weights()[0]
+
+    assert np.any(kernel(1) != kernel(2))
+    np.testing.assert_array_equal(kernel(1), kernel(1))
+    np.testing.assert_array_equal(kernel(1), kernel(2, seed=1))
+    keras.utils.clear_session()
+    with pytest.raises(mgpu_tf.ConfigurationError, match="seed must be"):
+        mgpu_tf.Trainer(build, strategies["one_device"], seed="1")
+
+
+def test_a_name_is_a_strategy():
+    trainer = mgpu_tf.Trainer(build, "one_device")
+    assert trainer.strategy.num_replicas_in_sync == 1
