@@ -9,6 +9,7 @@ step, state, arrays = run.capture()
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -27,6 +28,13 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import NO_VOTES, Engine, Logs, Votes
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.runtime import determinism
+
+_log = logging.getLogger("mgpu_tf")
+
+# Entries of a configuration that no run resumes without.
+LAYERS = "layers of the model"
+OPTIMIZERS = "optimizers of the model"
+KINDS = (LAYERS, OPTIMIZERS)
 
 State = dict[str, Any]
 Arrays = dict[str, np.ndarray]
@@ -100,6 +108,8 @@ class RunState:
         data: What tells its data apart.
         callbacks: The user's.
         first_epoch: Index of the first epoch.
+        configuration: How layers, optimizers and loss are configured, each
+            entry by the place where it stands.
 
     Attributes:
         position: Where the run is.
@@ -116,7 +126,9 @@ class RunState:
         data: Mapping[str, str],
         callbacks: Sequence[keras.callbacks.Callback],
         first_epoch: int,
+        configuration: Mapping[str, str],
     ) -> None:
+        self._configuration = {k: v[:80] for k, v in configuration.items()}
         self._counts = counts
         self._model = model
         self._data = dict(data)
@@ -136,7 +148,8 @@ class RunState:
             found: State and arrays from `capture`; None changes nothing.
 
         Raises:
-            ConfigurationError: It is the checkpoint of other data.
+            ConfigurationError: It is the checkpoint of other data, or of
+                other layers or optimizers.
         """
         if found is None:
             return
@@ -148,6 +161,7 @@ class RunState:
                     f"where the checkpoint has {state['data'].get(name)}. "
                     "Use another checkpoint_dir, or the data of before."
                 )
+        self._compare_configuration(state.get("configuration"))
         position = dict(state["position"])
         for name in ("logs", "last_logs"):
             position[name] = decode(position[name])
@@ -156,6 +170,36 @@ class RunState:
         self.stopped = state["stopped"]
         self._loaded = found
         self.resumed = True
+
+    def _compare_configuration(self, saved: Mapping[str, str] | None) -> None:
+        """Refuses other layers and optimizers; tells other settings."""
+        if saved is None:
+            return  # Of a checkpoint from before they were kept.
+        mine = self._configuration
+        changed = [
+            f"{name}: {saved.get(name, 'none')} -> {mine.get(name, 'none')}"
+            for name in dict.fromkeys([*saved, *mine])
+            if saved.get(name) != mine.get(name)
+        ]
+        kinds = [
+            change for change in changed if change.partition(":")[0] in KINDS
+        ]
+        if kinds:
+            raise ConfigurationError(
+                "A run resumes with the same layers and optimizers. Received: "
+                f"{kinds[0]}. Use another checkpoint_dir, or the model of "
+                "before."
+            )
+        if changed:
+            more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
+            _log.warning(
+                "Since the checkpoint was saved this changed: %s%s. The run "
+                "goes on with the new settings, but with the variables of the "
+                "checkpoint, such as the learning rate. Use another "
+                "checkpoint_dir for a new run.",
+                "; ".join(changed[:3]),
+                more,
+            )
 
     def begin(self, restored_epoch: int | None) -> None:
         """Notes what callbacks know as training begins, and restores.
@@ -216,6 +260,7 @@ class RunState:
             },
             "first_epoch": self.first_epoch,
             "data": self._data,
+            "configuration": self._configuration,
             "num_replicas": strategy.num_replicas_in_sync,
             "global_step": counts.global_step,
             "examples_seen": counts.examples_seen,

@@ -21,6 +21,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from mgpu_tf.checkpoints.run_state import LAYERS, OPTIMIZERS
 from mgpu_tf.engine import keras_internals
 
 # What differs between the same object of two processes.
@@ -40,12 +41,16 @@ def configuration(model: keras.Model) -> dict[str, str]:
     # Keras numbers layers through a process, whatever it made before.
     names = {layer.name: f"layer {i}" for i, layer in enumerate(layers)}
     kinds = ", ".join(type(layer).__name__ for layer in layers)
-    facts = {"layers of the model": kinds}
+    optimizers = keras_internals.optimizers_of(model)
+    facts = {
+        LAYERS: kinds,
+        OPTIMIZERS: ", ".join(type(each).__name__ for each in optimizers),
+    }
     for place, layer in enumerate(layers):
         prefix = f"model ({type(layer).__name__}, layer {place}): "
         facts |= _flat(prefix, _config_of(layer), names)
         facts |= _flat(prefix, _learned(layer), names)
-    for place, optimizer in enumerate(keras_internals.optimizers_of(model)):
+    for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}: " if place else "optimizer: "
         facts |= _flat(prefix, _config_of(optimizer), names)
     return facts | _flat("compile: ", _compiled(model), names)

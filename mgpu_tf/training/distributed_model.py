@@ -53,6 +53,7 @@ class DistributedModel:
     Attributes:
         strategy: The strategy.
         model: The model.
+        configuration: How the model was configured when it was built.
         peers: The workers that have the same.
         is_chief: Whether this one writes files and prints.
 
@@ -86,6 +87,7 @@ class DistributedModel:
             with strategy.scope(), self.peers.same_variables():
                 self.model = build_model()
             self._engine = create_engine(self.model, strategy, options)
+            self.configuration = agreement.configuration(self.model)
             self._compare_model()
 
     def again(self) -> DistributedModel:

@@ -105,6 +105,7 @@ class Training:
             data_shape(source),
             callbacks,
             numbers.initial_epoch,
+            distributed.configuration,
         )
         self._saver = totals.saver = self._saver_of(saving, callbacks)
         self._pace = distributed.pace(callbacks, exact=saving is not None)

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 
@@ -505,3 +506,56 @@ def test_a_complete_run_is_told(strategies, tmp_path, caplog):
     assert "is complete" not in caplog.text
     fit()
     assert "is complete after 1 epochs: nothing is trained" in caplog.text
+
+
+def network(
+    activation="tanh", optimizer="Adam", rate=0.001, last=keras.layers.Dense
+):
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(4, activation), last(3)]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(getattr(keras.optimizers, optimizer)(rate), loss)
+    return model
+
+
+class OtherDense(keras.layers.Dense):
+    """Of the same variables, and another layer."""
+
+
+def resumed_with(strategy, folder, **changed):
+    for options in ({}, changed):
+        trainer = mgpu_tf.Trainer(lambda o=options: network(**o), strategy)
+        epochs = 2 if options else 1
+        trainer.fit(
+            *arrays(), epochs=epochs, verbose=0, checkpoint_dir=str(folder)
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"optimizer": "AdamW"}, "optimizers of the model: Adam -> AdamW"),
+        ({"last": OtherDense}, "Dense, OtherDense"),
+    ],
+)
+def test_other_layers_and_optimizers_are_refused(
+    changed, line, strategies, tmp_path
+):
+    with pytest.raises(ConfigurationError, match=line):
+        resumed_with(strategies["one_device"], tmp_path, **changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"activation": "relu"}, "activation: tanh -> relu"),
+        ({"rate": 0.5}, r"learning_rate: 0.001\d* -> 0.5"),
+    ],
+)
+def test_other_settings_are_told(changed, line, strategies, tmp_path, caplog):
+    resumed_with(strategies["one_device"], tmp_path)
+    resumed_with(strategies["one_device"], tmp_path / "a", activation="tanh")
+    assert "this changed" not in caplog.text
+    resumed_with(strategies["one_device"], tmp_path / "b", **changed)
+    assert re.search(line, caplog.text)
