@@ -78,6 +78,7 @@ LIGHT_MODULES = {
     "mgpu_tf.reports.terminal",
     "mgpu_tf.runtime",
     "mgpu_tf.runtime.quiet_import",
+    "mgpu_tf.runtime.versions",
 }
 LIGHT = sorted(
     m for m in MODULES if room(m) in LIGHT_ROOMS or m in LIGHT_MODULES

@@ -7,4 +7,5 @@
     determinism.threads()                               # {"intra_op": 2, ...}
 
 `quiet_import` imports TensorFlow without what it prints about missing devices.
+`versions` refuses a TensorFlow or Keras that the package does not run with.
 """

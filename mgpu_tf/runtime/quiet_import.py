@@ -6,6 +6,8 @@ import os
 import sys
 import tempfile
 
+from mgpu_tf.runtime import versions
+
 
 def import_tensorflow() -> None:
     """Imports TensorFlow and drops what its C++ side writes meanwhile.
@@ -13,7 +15,11 @@ def import_tensorflow() -> None:
     Before its logging is set up TensorFlow writes to the standard error
     directly, whatever TF_CPP_MIN_LOG_LEVEL says. Where the import fails, all
     of it is shown. With TF_CPP_MIN_LOG_LEVEL set to 0 nothing is dropped.
+
+    Raises:
+        ConfigurationError: TensorFlow or Keras is out of range.
     """
+    versions.check()
     level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if level == "0":
         import tensorflow

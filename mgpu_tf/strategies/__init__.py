@@ -13,3 +13,8 @@ stands. `synchronous` and `parameter_server` have the factories, `servers` the
 processes that serve a coordinator. `peers` is what workers tell each other
 beside their steps, by `calls` and `messages`.
 """
+
+from mgpu_tf.runtime import versions
+
+# All that trains goes through here, before a private name of Keras is used.
+versions.check()
