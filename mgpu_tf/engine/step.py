@@ -188,14 +188,23 @@ class ReplicaStep:
 
         Such a layer reads what its replica's rows made of its state.
         """
-        for variable in self._state.layers:
-            if not scope.is_written(variable):
-                continue
-            if self._state.rule(variable) is Rule.AGREED:
-                continue
-            written = Reader([scope.value(variable)], drawn=False)
-            if any(written.depends(leaf) for leaf in tf.nest.flatten(y_pred)):
-                self._state.warn_of_own_rows(variable)
+        written = [
+            (variable, scope.value(variable))
+            for variable in self._state.layers
+            if scope.is_written(variable)
+            and self._state.rule(variable) is not Rule.AGREED
+        ]
+
+        def reach(values: list[tf.Tensor]) -> bool:
+            reader = Reader(values, drawn=False)
+            leaves = tf.nest.flatten(y_pred, expand_composites=True)
+            return any(map(reader.depends, leaves))
+
+        # Nearly always none does, which one walk over the graph tells.
+        if written and reach([value for _, value in written]):
+            for variable, value in written:
+                if reach([value]):
+                    self._state.warn_of_own_rows(variable)
 
     def _by_rule(
         self,
