@@ -319,6 +319,9 @@ class Reader:
         """
         if self._is_declared(value):
             return {1: value}
+        # What was assigned before in the same step comes through a stop.
+        while state is not None and _type(value) == "StopGradient":
+            value = value.op.inputs[0]
         degree = self._degree(value)
         if degree is not None:
             if state is None or not self._takes(value, state):
