@@ -99,6 +99,13 @@ def explained(source: data_lib.Source) -> Iterator[None]:
         ) from error
     except ValueError as error:
         text = _ANSI.sub("", str(error))
+        if "PerReplica:" in text:
+            raise ConfigurationError(
+                "Keras's own evaluate and predict do not run on several "
+                "workers. Received: a call of one of them, such as in a "
+                "callback. Call trainer.evaluate or trainer.predict, on every "
+                "worker."
+            ) from error
         example = source.example()
         if "None values not supported" in text and not _has_targets(example):
             raise ConfigurationError(
