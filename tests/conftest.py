@@ -33,12 +33,16 @@ def nothing_left_behind():
     """Puts back what a test may leave set for the whole process.
 
     A run with checkpoints makes operations repeat bit for bit, and TensorFlow
-    then draws nothing without a seed.
+    then draws nothing without a seed. A seed that Keras was given is that of
+    later trainers.
     """
     yield
+    from keras.src.backend.common import global_state
+    from keras.src.utils import rng_utils
     from tensorflow.python.framework import config
 
     config.disable_op_determinism()
+    global_state.set_global_attribute(rng_utils.GLOBAL_RANDOM_SEED, None)
 
 
 @pytest.fixture
