@@ -82,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
             return NO_READER
-        print("mgpu-tf: The output has no space left.", file=sys.stderr)
+        where = f": {error.filename}" if error.filename else ""
+        print(f"mgpu-tf: No space is left to write{where}.", file=sys.stderr)
         return 1
     return status
 

@@ -128,7 +128,7 @@ class RunState:
         first_epoch: int,
         configuration: Mapping[str, str],
     ) -> None:
-        self._configuration = {k: v[:80] for k, v in configuration.items()}
+        self._configuration = dict(configuration)
         self._counts = counts
         self._model = model
         self._data = dict(data)
@@ -197,7 +197,7 @@ class RunState:
                 "goes on with the new settings, but with the variables of the "
                 "checkpoint, such as the learning rate. Use another "
                 "checkpoint_dir for a new run.",
-                "; ".join(changed[:3]),
+                "; ".join(change[:200] for change in changed[:3]),
                 more,
             )
 

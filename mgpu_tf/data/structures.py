@@ -51,7 +51,7 @@ def tensors_of(data: Any) -> Any:
 
 
 def batch_of(data: Any) -> Any:
-    """Converts a batch that Python has made; floats stay as they are."""
+    """Converts a batch that Python has made; floats keep their type."""
     return tf.nest.map_structure(to_tensor, _tuples(data))
 
 

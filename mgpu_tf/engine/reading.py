@@ -163,7 +163,8 @@ class Reader:
     Args:
         rows: Tensors with one row for each example of the replica; random
             values that differ between replicas as well.
-        declared: Contributions, which count as they are; the list may grow.
+        declared: Contributions, which are not read further; the list may
+            grow.
         as_given: What is taken for a value of each row although it was made
             of all of them, such as the statistics of a normalization.
         drawn: Whether what is drawn at random, or read from the data, counts

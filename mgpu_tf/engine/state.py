@@ -89,7 +89,7 @@ class ReplicaState:
         self._touched: dict[int, keras.Variable] = {}
         self.generator: Any = None
         self._authored = False
-        self._warned: set[int] = set()
+        self._warned: set[tuple[int, str]] = set()
 
     @property
     def reads_rules(self) -> bool:
@@ -185,25 +185,27 @@ class ReplicaState:
 
     def warn_of_mean(self, variable: keras.Variable) -> None:
         """Warns once of a moving statistic that may differ by the cut."""
-        if id(variable) not in self._declared | self._warned:
-            _log.warning(
+        if id(variable) not in self._declared:
+            self._warn_once(
+                variable,
                 "%s is a moving statistic of rows in a way that cannot be "
                 "read: it becomes the mean of what replicas make of their "
                 "own rows",
-                variable.path,
             )
-        self._warned.add(id(variable))
 
     def warn_of_own_rows(self, variable: keras.Variable) -> None:
         """Warns once of state that outputs are made of in the same step."""
-        if id(variable) not in self._warned:
-            _log.warning(
-                "%s is written in a step and then read by the same step: each "
-                "replica reads what its own rows made of it, and one device "
-                "what the whole batch made of it",
-                variable.path,
-            )
-        self._warned.add(id(variable))
+        self._warn_once(
+            variable,
+            "%s is written in a step and then read by the same step: each "
+            "replica reads what its own rows made of it, and one device "
+            "what the whole batch made of it",
+        )
+
+    def _warn_once(self, variable: keras.Variable, text: str) -> None:
+        if (id(variable), text) not in self._warned:
+            _log.warning(text, variable.path)
+        self._warned.add((id(variable), text))
 
     def values(self) -> Writes:
         """Returns variables whose rule is read, with what they hold.
@@ -409,7 +411,7 @@ class SharedState(ReplicaState):
 
     @contextlib.contextmanager
     def replica_seeds_in_place(self) -> Iterator[None]:
-        """Leaves the seeds as they are: replicas cannot have their own."""
+        """Does not change the seeds: replicas cannot have their own."""
         yield
 
     def write(self, writes: Writes) -> None:

@@ -282,12 +282,6 @@ class Peers:
             if text is not None:
                 return text
             left = messages.take(_LEFT, 50)
-            if left is not None:
-                # Before it left it may have sent what is waited for.
-                text = messages.take(key, 50)
-                if text is not None:
-                    return text
-                self._deserted(int(left))
             for call in _HERE.calls:
                 failure = messages.take(call.key("failure"), 50)
                 if failure is not None:
@@ -295,6 +289,12 @@ class Peers:
                 waits = messages.take(call.key("waits", call.sections + 1), 50)
                 if waits is not None:
                     self._part(call, *json.loads(waits))
+            if left is not None:
+                # It told of a failure, and sent its messages, before it left.
+                text = messages.take(key, 50)
+                if text is not None:
+                    return text
+                self._deserted(int(left))
 
     def _deserted(self, worker: int) -> NoReturn:
         """Refuses a call that a worker that has ended cannot make."""

@@ -70,8 +70,8 @@ def explained(source: data_lib.Source) -> Iterator[None]:
                 raise
             raise ConfigurationError(
                 "Every batch must fit the model. Received: "
-                f"{_described(source.example())} in the first batch; "
-                f"TensorFlow says of a later one: {unfit[0].strip()}"
+                f"{_described(source.example())}; TensorFlow says of a batch: "
+                f"{unfit[0].strip()}"
             ) from error
         raise ConfigurationError(
             f"Labels must be in {found[2]}, one for each output of the model. "

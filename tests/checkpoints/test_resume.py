@@ -513,10 +513,18 @@ def test_a_complete_run_is_told(strategies, tmp_path, caplog):
 
 
 def network(
-    activation="tanh", optimizer="Adam", rate=0.001, last=keras.layers.Dense
+    activation="tanh",
+    optimizer="Adam",
+    rate=0.001,
+    last=keras.layers.Dense,
 ):
     model = keras.Sequential(
-        [keras.Input((6,)), keras.layers.Dense(4, activation), last(3)]
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(4, activation),
+            *(keras.layers.Identity() for _ in range(20)),
+            last(3),
+        ]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(getattr(keras.optimizers, optimizer)(rate), loss)
@@ -540,6 +548,7 @@ def resumed_with(strategy, folder, **changed):
     ("changed", "line"),
     [
         ({"optimizer": "AdamW"}, "optimizers of the model: Adam -> AdamW"),
+        # The end of a long list counts too.
         ({"last": OtherDense}, "Dense, OtherDense"),
     ],
 )

@@ -73,7 +73,7 @@ def test_no_space_for_the_output():
     with open("/dev/full", "w") as output:
         done = _written_to(output)
     assert done.returncode == 1
-    assert done.stderr == "mgpu-tf: The output has no space left.\n"
+    assert done.stderr == "mgpu-tf: No space is left to write.\n"
 
 
 def test_nothing_given():

@@ -257,7 +257,7 @@ CALLS = {
     "text_inputs": (lambda t: in_fit(X.astype("U"), Y)(t), "text in x"),
     "batches_of_another_shape": (
         lambda t: in_fit(iter([(X, Y), (X[:, :3], Y)]))(t),
-        "TensorFlow says of a later one",
+        "TensorFlow says of a batch",
     ),
     "targets_by_names_that_are_not": (
         lambda t: in_fit(X, {"a": Y})(t),
