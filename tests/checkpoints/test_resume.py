@@ -549,7 +549,7 @@ def resumed_with(strategy, folder, **changed):
     [
         ({"optimizer": "AdamW"}, "optimizers of the model: Adam -> AdamW"),
         # The end of a long list counts too.
-        ({"last": OtherDense}, "Dense, OtherDense"),
+        ({"last": OtherDense}, "Identity, OtherDense"),
     ],
 )
 def test_other_layers_and_optimizers_are_refused(
