@@ -21,7 +21,10 @@ STRATEGIES = (
     "parameter_server",
     "central_storage",
     "tpu",
+    "fsdp",
+    "model_parallel",
 )
+SHARDS = ("weights", "gradients", "optimizer")
 GRADIENT_DTYPES = ("bfloat16", "float16")
 EMBEDDING_GRADIENTS = ("keras", "summed")
 COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy")

@@ -20,6 +20,7 @@ from mgpu_tf.names import (
     GRADIENT_DTYPES,
     LATE_GRADIENTS,
     RESUME,
+    SHARDS,
     Devices,
 )
 
@@ -58,6 +59,25 @@ class StrategyOptions:
         "What to do about max_staleness. hold: fast workers wait, so that no "
         "gradient is later. scale: later gradients get a smaller weight.",
         LATE_GRADIENTS,
+    )
+    data_parallel: int | None = option(
+        None,
+        "With fsdp or model_parallel, the number of copies of the weights. "
+        "Default: what fsdp_parallel leaves, or 1.",
+        least=1,
+    )
+    fsdp_parallel: int | None = option(
+        None,
+        "With fsdp or model_parallel, the number of devices that each copy "
+        "of the weights is split over. Default: what data_parallel leaves.",
+        least=1,
+    )
+    shard: str = option(
+        "weights",
+        "With fsdp or model_parallel, what is split. weights: weights, "
+        "gradients and optimizer state. gradients: gradients that accumulate "
+        "and optimizer state. optimizer: only optimizer state.",
+        SHARDS,
     )
 
     def __post_init__(self) -> None:

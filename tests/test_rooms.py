@@ -60,6 +60,7 @@ LIGHT_ROOMS = {
     "flags",
     "folders",
     "launch",
+    "mesh",
     "names",
     "options",
     "planner",

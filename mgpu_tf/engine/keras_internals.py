@@ -625,10 +625,35 @@ def update_averages(optimizer: keras.optimizers.Optimizer) -> None:
         )
 
     strategy = tf.distribute.get_strategy()
-    if kind_of(strategy).stored_once:
+    if kind_of(strategy).splits:
+        context = tf.distribute.get_replica_context()
+        context.merge_call(_update_parts_of_averages, args=(optimizer,))
+    elif kind_of(strategy).stored_once:
         tf.distribute.get_replica_context().merge_call(lambda _: update())
     else:
         update()
+
+
+def _update_parts_of_averages(
+    strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer
+) -> None:
+    """Moves averages of split weights on, each replica its parts."""
+    begun = tf.not_equal(optimizer.iterations, 0)
+    for variable, average in zip(
+        optimizer._trainable_variables,
+        optimizer._model_variables_moving_average,
+        strict=True,
+    ):
+        if average is None:
+            continue
+        momentum = tf.cast(begun, average.dtype) * optimizer.ema_momentum
+
+        def move(part: Any, weight: Any, share: tf.Tensor = momentum) -> None:
+            part.assign(share * part + (1 - share) * weight)
+
+        strategy.extended.update(
+            average.value, move, args=(variable.value,), group=False
+        )
 
 
 def overwrite(optimizer: keras.optimizers.Optimizer) -> None:
@@ -644,6 +669,7 @@ def overwrite(optimizer: keras.optimizers.Optimizer) -> None:
 def engine_order(
     optimizer: keras.optimizers.Optimizer,
     sent: Callable[[list[Any], list[Any]], list[Any]] | None = None,
+    clipped: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
 ) -> Iterator[None]:
     """Makes an optimizer clip, apply and average only, while traced.
 
@@ -656,11 +682,17 @@ def engine_order(
         optimizer: An optimizer; those that it wraps included.
         sent: Takes clipped gradients and their variables; returns the
             gradients as they are to be applied.
+        clipped: Clips by norms in place of Keras. Takes an optimizer,
+            gradients and their variables.
     """
 
     def instructions(part: keras.optimizers.Optimizer) -> dict[str, Any]:
         def clip_apply_average(gradients: Any, variables: Any) -> None:
-            gradients = part._clip_gradients(gradients)
+            by_norm = part.clipnorm or part.global_clipnorm
+            if clipped is None or not by_norm:
+                gradients = part._clip_gradients(gradients)
+            else:
+                gradients = clipped(part, gradients, variables)
             if sent is not None:
                 gradients = sent(gradients, variables)
             part._apply_weight_decay(variables)

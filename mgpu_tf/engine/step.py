@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -72,6 +72,7 @@ class ReplicaStep:
         share: BatchShare,
         training: bool,
         given: Writes | None = None,
+        gathered: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
     ) -> tuple[tf.Tensor, Writes, Logs]:
         """Computes the loss and what is to be written.
 
@@ -81,12 +82,13 @@ class ReplicaStep:
             training: Whether this is a step of training.
             given: Values that variables have for this step in place of
                 their own, weights too; by default the seeds of this replica.
+            gathered: Weights that are not stored whole, with their values.
 
         Returns:
             The loss contribution, the writes, and the contributions to logs
             of the author's own.
         """
-        return self._forward(data, share, training, given)[1:]
+        return self._forward(data, share, training, given, gathered)[1:]
 
     def _forward(
         self,
@@ -94,6 +96,7 @@ class ReplicaStep:
         share: BatchShare,
         training: bool,
         given: Writes | None,
+        gathered: Sequence[tuple[keras.Variable, tf.Tensor]],
         tape: tf.GradientTape | None = None,
     ) -> tuple[_StepScope, tf.Tensor, Writes, Logs]:
         model = self._model
@@ -104,6 +107,7 @@ class ReplicaStep:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         if given is None:
             given = [*self._state.replica_seeds(), *self._state.values()]
+        given = [*given, *gathered]
         if self._own_logs:
             given = [*given, *self._state.metric_values(given)]
         with contextlib.ExitStack() as stack:
@@ -246,6 +250,7 @@ class ReplicaStep:
         total: tf.Tensor,
         scale: Callable[[tf.Tensor], tf.Tensor],
         given: Writes | None = None,
+        gathered: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
         jit_compile: bool = False,
     ) -> tuple[list[Any], list[tf.Tensor], Logs]:
         """Computes gradients.
@@ -256,6 +261,7 @@ class ReplicaStep:
             total: Rows of the global batch.
             scale: Scales the loss.
             given: As for `forward`.
+            gathered: As for `forward`.
             jit_compile: Whether XLA compiles this, where it can.
 
         Returns:
@@ -268,12 +274,15 @@ class ReplicaStep:
         ) -> tuple[list[Any], list[tf.Tensor], Logs]:
             share = BatchShare(local, total, self._replicas)
             variables = self._model.trainable_variables
-            values = {id(variable): value for variable, value in given or ()}
+            values = {
+                id(variable): value
+                for variable, value in [*(given or ()), *gathered]
+            }
             weights = [values.get(id(v), v) for v in variables]
             with tf.GradientTape() as tape:
                 tape.watch([w for w in weights if isinstance(w, tf.Tensor)])
                 scope, loss, writes, logs = self._forward(
-                    data, share, True, given, tape
+                    data, share, True, given, gathered, tape
                 )
                 loss = scale(loss)
             gradients = scope.gradients(tape, loss, variables, weights)

@@ -66,6 +66,8 @@ class Update:
         self._stored_once = stored_once
         self._replicas = strategy.num_replicas_in_sync
         self._every = accumulation_steps(self._optimizer)
+        self._reduces_first = self._every == 1 or stored_once
+        self._constrains_once = stored_once
         # Which variables have a gradient; known once a step is traced.
         self.present: list[bool] = []
         # Whose rows all replicas have looked up alike; see `RowGather`.
@@ -78,9 +80,8 @@ class Update:
             gradients: For each variable with a gradient the contributions
                 of the replicas, scaled by the optimizer's `scale_loss`.
         """
-        if self._every == 1 or self._stored_once:
-            with tf.name_scope("reduce"):
-                gradients = self._of_all(gradients)
+        if self._reduces_first:
+            gradients = self._of_all(gradients)
         if self._scaler is None:
             self._step(gradients)
             return
@@ -92,13 +93,30 @@ class Update:
         )
 
     def _of_all(self, gradients: Gradients) -> Gradients:
-        """Makes gradients those of all replicas. Outside of replicas.
+        """Makes gradients those of all replicas. Outside of replicas."""
+        held = list(itertools.compress(self._variables, self.present))
+        alike = self.alike or [False] * len(held)
+        with tf.name_scope("reduce"):
+            return self._summed(gradients, held, alike)
+
+    def _summed(
+        self,
+        gradients: Gradients,
+        variables: list[keras.Variable],
+        alike: list[bool],
+    ) -> Gradients:
+        """Sums gradients over replicas. Outside of replicas.
 
         Dense ones are summed; rows of embeddings are gathered.
+
+        Args:
+            gradients: The gradients of the replicas.
+            variables: The variable of each.
+            alike: As for `RowGather`.
         """
-        own = [self._first(gradient) for gradient in gradients]
-        sparse = [isinstance(g, tf.IndexedSlices) for g in own]
-        alike = self.alike or [False] * len(sparse)
+        sparse = [
+            isinstance(self._first(g), tf.IndexedSlices) for g in gradients
+        ]
         rows = iter(
             self._rows(
                 list(itertools.compress(gradients, sparse)),
@@ -110,10 +128,9 @@ class Update:
             for g, is_sparse in zip(gradients, sparse, strict=True)
             if not is_sparse
         ]
-        held = itertools.compress(self._variables, self.present)
         shapes = [
             variable.shape
-            for variable, is_sparse in zip(held, sparse, strict=True)
+            for variable, is_sparse in zip(variables, sparse, strict=True)
             if not is_sparse
         ]
 
@@ -155,7 +172,7 @@ class Update:
     def _apply(self, gradients: Gradients) -> None:
         with (
             tf.name_scope("apply"),
-            keras_internals.engine_order(self._optimizer),
+            self._in_order(),
             self._constraints_outside(),
         ):
             try:
@@ -170,14 +187,17 @@ class Update:
                     f"copy. Received: {name}. Use 'mirrored'."
                 ) from None
 
+    def _in_order(self) -> contextlib.AbstractContextManager[None]:
+        return keras_internals.engine_order(self._optimizer)
+
     @contextlib.contextmanager
     def _constraints_outside(self) -> Iterator[None]:
-        """Constrains the one copy of a weight once, after all replicas.
+        """Constrains a weight once, after all replicas.
 
         Keras does so in every replica, right after the update.
         """
         constraints = [variable.constraint for variable in self._variables]
-        if not self._stored_once or not any(constraints):
+        if not self._constrains_once or not any(constraints):
             yield
             return
         for variable in self._variables:
@@ -195,6 +215,8 @@ class Update:
 
     def _end_accumulation(self, gradients: Gradients) -> tf.Tensor:
         gradients = self._strategy.run(self._take, args=(gradients,))
+        if not self._reduces_first:
+            gradients = self._of_all(gradients)
         self._apply(gradients)
         return tf.constant(True)
 
@@ -236,7 +258,7 @@ class Update:
             for gradient in gradients
         ]
         count = tf.cast(tf.reduce_any(tf.stack(bad)), tf.float32)
-        if self._every > 1 and self._replicas > 1:
+        if not self._reduces_first and self._replicas > 1:
             # Not summed yet, so the replicas have to be asked.
             context = tf.distribute.get_replica_context()
             count = context.all_reduce("sum", count)
@@ -262,8 +284,6 @@ class Update:
             context.merge_call(lambda _: _set_to_zero(accumulators))
         else:
             _set_to_zero(accumulators)
-            if self._replicas > 1:
-                gradients = self._reduction(gradients)
         return [gradient / self._every for gradient in gradients]
 
     def _apply_on_replica(self, gradients: Gradients) -> None:

@@ -22,6 +22,10 @@ from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.fields import made_of
 from mgpu_tf.options import StrategyOptions
 from mgpu_tf.runtime import devices as devices_lib
+from mgpu_tf.strategies.fully_sharded import (
+    FullyShardedStrategy,
+    create_model_parallel_strategy,
+)
 from mgpu_tf.strategies.parameter_server import (
     EvaluatorStrategy,
     ParameterServerStrategy,
@@ -44,6 +48,7 @@ from mgpu_tf.strategies.topology import (
 _log = logging.getLogger("mgpu_tf")
 
 _SYNCHRONOUS = "mgpu_tf.engine.synchronous.engine:SynchronousEngine"
+_SHARDED = "mgpu_tf.engine.synchronous.sharded:ShardedEngine"
 _ASYNCHRONOUS = "mgpu_tf.engine.asynchronous.engine:AsynchronousEngine"
 
 
@@ -61,6 +66,7 @@ class StrategyKind:
         stored_once: Whether there is one copy of a variable for all replicas.
         trains: Whether `fit` trains; if not, it evaluates checkpoints.
         partitions: Whether a variable may be split over several servers.
+        splits: Whether replicas store parts of a variable.
         topology: Returns the topology of a strategy.
     """
 
@@ -72,6 +78,7 @@ class StrategyKind:
     stored_once: bool = False
     trains: bool = True
     partitions: bool = False
+    splits: bool = False
     topology: Callable[[tf.distribute.Strategy], Topology] = (
         synchronous_topology
     )
@@ -128,7 +135,7 @@ def create_strategy(
     Args:
         name: One of `auto`, `one_device`, `mirrored`,
             `multi_worker_mirrored`, `parameter_server`, `central_storage`,
-            `tpu`.
+            `tpu`, `fsdp`, `model_parallel`.
         **options: The fields of `StrategyOptions`:
             devices: A number of GPUs, or a list of their indices or names.
                 Default: all visible GPUs.
@@ -138,6 +145,8 @@ def create_strategy(
             max_staleness: For `parameter_server`: the largest staleness of a
                 gradient.
             late_gradients: For `parameter_server`: `hold` or `scale`.
+            data_parallel, fsdp_parallel, shard: For `fsdp` and
+                `model_parallel`; as in `create_model_parallel_strategy`.
 
     Returns:
         The strategy.
@@ -255,6 +264,17 @@ def _mirrored(options: StrategyOptions) -> tf.distribute.Strategy:
     )
 
 
+def _model_parallel(options: StrategyOptions) -> tf.distribute.Strategy:
+    return create_model_parallel_strategy(
+        options.data_parallel,
+        options.fsdp_parallel,
+        shard=options.shard,
+        devices=options.devices,
+        communication=options.communication,
+        num_virtual_devices=options.num_virtual_devices,
+    )
+
+
 def _multi_worker_mirrored(options: StrategyOptions) -> tf.distribute.Strategy:
     return create_multi_worker_mirrored_strategy(
         devices=options.devices,
@@ -299,6 +319,20 @@ KINDS = {
             stored_once=True,
         ),
         StrategyKind("tpu", tf.distribute.TPUStrategy, _tpu),
+        StrategyKind(
+            "fsdp",
+            FullyShardedStrategy,
+            _model_parallel,
+            engine=_SHARDED,
+            splits=True,
+        ),
+        StrategyKind(
+            "model_parallel",
+            FullyShardedStrategy,
+            _model_parallel,
+            engine=_SHARDED,
+            splits=True,
+        ),
     )
 }
 
@@ -319,6 +353,7 @@ _NO_STRATEGY = type(tf.distribute.get_strategy())
 # TensorFlow's classes inherit from each other: subclasses come first.
 _ROWS = (
     _EVALUATOR,
+    KINDS["model_parallel"],
     KINDS["multi_worker_mirrored"],
     *KINDS.values(),
 )

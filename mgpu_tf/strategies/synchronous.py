@@ -71,7 +71,7 @@ def create_mirrored_strategy(
             cannot work on these devices.
     """
     names = devices_lib.select_local(devices, num_virtual_devices)
-    return MirroredStrategy(names, _cross_device_ops(communication, names))
+    return MirroredStrategy(names, cross_device_ops(communication, names))
 
 
 def create_multi_worker_mirrored_strategy(
@@ -184,9 +184,18 @@ def _check_synchronous(cluster: ClusterConfig) -> None:
         )
 
 
-def _cross_device_ops(
+def cross_device_ops(
     communication: str, names: list[str]
 ) -> tf.distribute.CrossDeviceOps | None:
+    """Returns how the devices of one machine sum; None for the default.
+
+    Args:
+        communication: `auto`, `nccl` or `hierarchical_copy`.
+        names: The devices.
+
+    Raises:
+        ConfigurationError: The communication cannot work on these devices.
+    """
     check_communication(
         "mirrored", communication, ("auto", "nccl", "hierarchical_copy")
     )

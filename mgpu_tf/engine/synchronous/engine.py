@@ -28,7 +28,7 @@ from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.snapshot import Snapshot, Variables
-from mgpu_tf.engine.state import ReplicaState, state_for
+from mgpu_tf.engine.state import ReplicaState, Writes, state_for
 from mgpu_tf.engine.step import ReplicaStep, outputs_of
 from mgpu_tf.engine.synchronous.overridden_step import (
     NO_EXAMPLES,
@@ -111,7 +111,7 @@ class SynchronousEngine(Engine):
                 *self._state.layers,
                 *(v for optimizer in optimizers for v in optimizer.variables),
             ],
-            own=[*self._state.metrics, *accumulated(optimizers)],
+            own=[*self._state.metrics, *self._local_sums(optimizers)],
             is_sum=self._is_sum,
             once_means=[
                 variable
@@ -122,6 +122,12 @@ class SynchronousEngine(Engine):
         return Snapshot(
             variables, self._strategy, stored_once=self._state.stored_once
         )
+
+    def _local_sums(
+        self, optimizers: list[keras.optimizers.Optimizer]
+    ) -> list[keras.Variable]:
+        """Returns sums of gradients of which each replica has its own."""
+        return accumulated(optimizers)
 
     def _is_sum(self, variable: keras.Variable) -> bool:
         return (
@@ -167,13 +173,7 @@ class SynchronousEngine(Engine):
         self.build(source)
         self._loss = GlobalLoss(self._model)
         self._state = self._make_state()
-        self._update = Update(
-            self._model.optimizer,
-            self._model.trainable_variables,
-            self._strategy,
-            stored_once=self._state.stored_once,
-            options=self._options,
-        )
+        self._update = self._make_update()
         self._step = ReplicaStep(
             self._model, self._loss, self._state, self._local.total
         )
@@ -183,6 +183,15 @@ class SynchronousEngine(Engine):
             self._state.add_global_seed(self._strategy, create=True)
             self._probe = Probe(self._model, self._strategy, self._state)
         self._prepared = True
+
+    def _make_update(self) -> Update:
+        return Update(
+            self._model.optimizer,
+            self._model.trainable_variables,
+            self._strategy,
+            stored_once=self._state.stored_once,
+            options=self._options,
+        )
 
     def _make_state(self) -> ReplicaState:
         state = state_for(self._model, self._strategy)
@@ -344,6 +353,7 @@ class SynchronousEngine(Engine):
             return done + count, examples + total, waiting, ended, logs
 
         authored = isinstance(step, AuthorStep)
+        self._begin()
         before = self._strategy.run(
             lambda: self._state.begin(all_written=authored)
         )
@@ -377,6 +387,9 @@ class SynchronousEngine(Engine):
         # The rest of the graph cannot see what is within the loop.
         seen = first[0] if authored else None
         return done, examples, waiting, ended, logs, mean_notes, seen
+
+    def _begin(self) -> None:
+        """Prepares weights to be read by replicas."""
 
     def _returns_logs(self) -> bool:
         """Whether the model's own `compute_metrics` may return others."""
@@ -442,6 +455,7 @@ class SynchronousEngine(Engine):
     def _predict_step(
         self, source: Source, iterator: Any
     ) -> tuple[Any, tf.Tensor, tf.Tensor]:
+        self._begin()
         data, _, total = next_batch(iterator, source, self._strategy)
         total = self._first(total)
         ended = self._ended_on(source, total)
@@ -498,6 +512,10 @@ class SynchronousEngine(Engine):
 
     # In the graph, on a replica.
 
+    def _gathered(self) -> Writes:
+        """Returns weights that are not stored whole, with their values."""
+        return []
+
     def _replica_gradients(
         self, data: Any, local: tf.Tensor, total: tf.Tensor
     ) -> tuple[list[Any], dict[str, tf.Tensor]]:
@@ -507,6 +525,7 @@ class SynchronousEngine(Engine):
             local,
             total,
             self._model.optimizer.scale_loss,
+            gathered=self._gathered(),
             jit_compile=self._jit_compile,
         )
         self._update.present = step.present
@@ -519,7 +538,9 @@ class SynchronousEngine(Engine):
         self, data: Any, local: tf.Tensor, total: tf.Tensor
     ) -> dict[str, tf.Tensor]:
         share = BatchShare(local, total, self._local.total)
-        _, writes, logs = self._step.forward(data, share, training=False)
+        _, writes, logs = self._step.forward(
+            data, share, training=False, gathered=self._gathered()
+        )
         self._state.write(writes)
         return self._step.logs.summed(logs)
 

@@ -1,0 +1,204 @@
+"""A variable of which each replica stores a part.
+
+    in a replica            it reads as a whole, from the parts of its group;
+                            what is assigned to it is kept as far as this
+                            replica stores it
+    outside of replicas     it is one variable of its whole shape
+    in `extended.update`    it is this replica's part
+
+An optimizer's update runs in `extended.update`. It so computes on parts, and
+the slots that it makes beside a variable are split in the same way. Whoever
+saves, restores or compares the variable sees its ordinary shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib, values
+
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.mesh import Mesh, Split
+
+
+class ShardedVariable(values.MirroredVariable):
+    """A variable that is split over the fsdp axis of a mesh.
+
+    Args:
+        strategy: The strategy.
+        parts: The part of each replica.
+        aggregation: As for other variables.
+        mesh: The axes of the replicas.
+        split: How the elements are divided.
+        whole: A copy for each replica to read, as the last `refresh` wrote
+            it; none where a replica gathers the parts whenever it reads.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        parts: Sequence[tf.Variable],
+        aggregation: tf.VariableAggregation,
+        *,
+        mesh: Mesh,
+        split: Split,
+        whole: Sequence[tf.Variable] = (),
+    ) -> None:
+        self.mesh = mesh
+        self.split = split
+        self._whole = tuple(whole)
+        super().__init__(strategy, parts, aggregation)
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """Returns the shape of the whole variable."""
+        return tf.TensorShape(self.split.shape)
+
+    def get_shape(self) -> tf.TensorShape:
+        """Returns the shape of the whole variable."""
+        return self.shape
+
+    @property
+    def stored(self) -> list[tuple[tf.Variable, ...]]:
+        """Returns what each replica stores of it."""
+        return list(zip(self.values, *filter(None, [self._whole]), strict=True))
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether each replica keeps a whole copy beside its part."""
+        return bool(self._whole)
+
+    def gathered(self, replica: int = 0) -> tf.Tensor:
+        """Returns the whole value, made of the parts of a replica's group."""
+        parts = []
+        for member in self.mesh.group(replica):
+            part = self.values[member]
+            with tf.device(part.device):
+                parts.append(part.read_value())
+        if self.mesh.fsdp == 1:
+            return tf.reshape(parts[0], self.split.shape)
+        return tf.reshape(tf.concat(parts, 0), self.split.shape)
+
+    def refresh(self) -> None:
+        """Writes the parts to the whole copies. Outside of replicas."""
+        for replica, copy in enumerate(self._whole):
+            with tf.device(copy.device):
+                copy.assign(self.gathered(replica))
+
+    def part_of(self, value: tf.Tensor, rank: int) -> tf.Tensor:
+        """Returns the part of a whole value that an fsdp rank stores."""
+        first, after = self.split.bounds(rank)
+        if not self.split.by_rows:
+            value = tf.reshape(value, [-1])
+        return value[first:after]
+
+    def here(self) -> tf.Variable:
+        """Returns the part of this replica. In a replica or an update."""
+        return self.values[self._replica() or 0]
+
+    def _replica(self) -> int | None:
+        """Returns this replica; None outside of replicas and updates."""
+        context = tf.distribute.get_replica_context()
+        if context is None:
+            return distribute_lib.get_update_replica_id()
+        if context.strategy is not self._distribute_strategy:
+            return None  # No strategy is entered.
+        return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+    # How TensorFlow reads it.
+
+    def _get(self) -> Any:
+        if distribute_lib.get_update_replica_id() is not None:
+            return self.here()
+        replica = self._replica()
+        if self._whole and replica is not None:
+            with tf.device(self._whole[replica].device):
+                return self._whole[replica].read_value()
+        return self.gathered(replica or 0)
+
+    def _get_cross_replica(self) -> Any:
+        return self._get()
+
+    def _get_on_device_or_primary(self) -> Any:
+        return self._get()
+
+    def _as_graph_element(self) -> Any:
+        return tf.convert_to_tensor(self._get())
+
+    def value(self) -> tf.Tensor:
+        """Returns what it reads as here; see the head of this module."""
+        return tf.convert_to_tensor(self._get())
+
+    # How TensorFlow writes it.
+
+    def assign(self, value: Any, **options: Any) -> Any:
+        """Assigns a whole value; in an update, this replica's part."""
+        return self._write("assign", value, options)
+
+    def assign_add(self, value: Any, **options: Any) -> Any:
+        """Adds to it; as `assign`."""
+        return self._write("assign_add", value, options)
+
+    def assign_sub(self, value: Any, **options: Any) -> Any:
+        """Subtracts from it; as `assign`."""
+        return self._write("assign_sub", value, options)
+
+    def _write(self, method: str, value: Any, options: dict[str, Any]) -> Any:
+        if distribute_lib.get_update_replica_id() is not None:
+            return getattr(self.here(), method)(value, **options)
+        value = tf.convert_to_tensor(value, self.dtype)
+        here = self._replica()
+        for replica, part in enumerate(self.values):
+            if here is not None and replica != here:
+                continue
+            kept = self.part_of(value, self.mesh.fsdp_rank(replica))
+            with tf.device(part.device):
+                getattr(part, method)(kept)
+        return self
+
+    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        raise _needs_update(self)
+
+    def _update_cross_replica(
+        self, update_fn: Any, value: Any, **kwargs: Any
+    ) -> Any:
+        raise _needs_update(self)
+
+    # What would take the first part for the whole.
+
+    def _gather_saveables_for_checkpoint(self) -> Any:
+        raise _no_saving(self)
+
+    def _serialize_to_tensors(self) -> Any:
+        raise _no_saving(self)
+
+    def _copy_trackable_to_cpu(self, object_map: Any) -> None:
+        raise _no_saving(self)
+
+    def _export_to_saved_model_graph(self, *args: Any, **options: Any) -> Any:
+        raise _no_saving(self)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ConfigurationError(
+            "A sharded variable cannot be copied by copy.deepcopy. Received: "
+            f"{self.name}. Copy its value: variable.numpy()."
+        )
+
+
+def _needs_update(variable: ShardedVariable) -> ConfigurationError:
+    return ConfigurationError(
+        "Rows of a sharded variable are written by its optimizer only. "
+        f"Received: a write to rows of {variable.name}. Assign its "
+        "whole value."
+    )
+
+
+def _no_saving(variable: ShardedVariable) -> ConfigurationError:
+    return ConfigurationError(
+        "TensorFlow's own checkpoints and SavedModel do not know sharded "
+        f"variables. Received: {variable.name}. Call "
+        "trainer.model.save('model.keras'), load the file where no strategy "
+        "is active, and export that model."
+    )
