@@ -19,6 +19,7 @@ from mgpu_tf.names import (
     EMBEDDING_GRADIENTS,
     GRADIENT_DTYPES,
     LATE_GRADIENTS,
+    RECOMPUTE,
     RESUME,
     SHARDS,
     Devices,
@@ -103,6 +104,13 @@ class StepOptions:
         "keras: the optimizer gets one gradient row for each lookup of an "
         "embedding. summed: the rows of the same index are added up first.",
         EMBEDDING_GRADIENTS,
+    )
+    recompute: str | None = option(
+        None,
+        "layers: keep only the inputs of each layer for the backward pass, "
+        "and compute the layer again there. Less memory, more computing. "
+        "Default: with weights that are split, layers; otherwise none.",
+        RECOMPUTE,
     )
     jit_compile: str | None = option(
         None,

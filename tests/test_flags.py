@@ -41,6 +41,7 @@ VALUES = {
     "data_parallel": 2,
     "fsdp_parallel": 4,
     "shard": "optimizer",
+    "recompute": "layers",
     "profile": "10,5",
     "checkpoint_dir": "out=1/checkpoints",
     "save_every_steps": 20,

@@ -9,6 +9,7 @@ Keras that moves one of the names used here.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from keras.src.utils.python_utils import is_default
 
 from mgpu_tf.layers import ShardedEmbedding
 from mgpu_tf.strategies.registry import kind_of
+from mgpu_tf.strategies.sharded_variable import ShardedVariable
 
 
 def build(model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
@@ -343,6 +345,97 @@ def moments_replaced(
     ]
     with _replaced(layers, instructions):
         yield
+
+
+@contextlib.contextmanager
+def calls_replaced(
+    layers: list[keras.layers.Layer], call: Callable[..., Any]
+) -> Iterator[None]:
+    """Lets layers be called in another way, while traced.
+
+    Args:
+        layers: The layers.
+        call: Called with a layer, its own `call`, and the arguments.
+    """
+
+    def instructions(layer: Any) -> dict[str, Any]:
+        return {"call": functools.partial(call, layer, layer.call)}
+
+    with _replaced(layers, instructions):
+        yield
+
+
+def call_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns what a call of a layer takes from the calls around it.
+
+    That is the type that weights are cast to, and arguments such as
+    `training` that inner layers inherit.
+
+    Returns:
+        A function that makes a context with the same state.
+    """
+    state = keras.src.backend.common.global_state
+    names = ("autocast_scope", "current_call_ctx")
+    now = {name: copy.copy(state.get_global_attribute(name)) for name in names}
+
+    @contextlib.contextmanager
+    def restored() -> Iterator[None]:
+        before = {name: state.get_global_attribute(name) for name in names}
+        for name, value in now.items():
+            state.set_global_attribute(name, copy.copy(value))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                state.set_global_attribute(name, value)
+
+    return restored
+
+
+def stateless_scope() -> keras.StatelessScope | None:
+    """Returns the scope that variables are read in, None outside of one."""
+    return keras.src.backend.common.stateless_scope.get_stateless_scope()
+
+
+def outermost_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns the layers that a model holds, models inside of it opened."""
+    found: dict[int, keras.layers.Layer] = {}
+    for layer in model._layers:
+        inner = (
+            outermost_layers(layer)
+            if isinstance(layer, keras.Model)
+            else [layer]
+        )
+        for each in inner:
+            found[id(each)] = each
+    return list(found.values())
+
+
+def exchanges_statistics(layer: keras.layers.Layer) -> bool:
+    """Returns whether a layer takes statistics over all replicas."""
+    return any(
+        getattr(each, "synchronized", False)
+        for each in layer._flatten_layers()
+        if isinstance(each, keras.layers.BatchNormalization)
+    )
+
+
+def stored(variable: keras.Variable) -> tf.Variable:
+    """Returns TensorFlow's variable behind one, whatever scope is open."""
+    return variable._value
+
+
+def is_split(variable: keras.Variable) -> bool:
+    """Returns whether replicas store parts of a variable."""
+    return isinstance(stored(variable), ShardedVariable)
+
+
+def with_mask_of(tensor: Any, source: Any) -> Any:
+    """Returns a tensor, with the mask of another where that has one."""
+    mask = mask_of(source) if tf.is_tensor(source) else None
+    if mask is not None:
+        keras.src.backend.set_keras_mask(tensor, mask)
+    return tensor
 
 
 def kept_shares(model: keras.Model) -> dict[int, float]:

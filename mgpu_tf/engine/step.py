@@ -19,9 +19,11 @@ from mgpu_tf.engine.contributions import BatchShare, sharing
 from mgpu_tf.engine.logs import OwnLogs
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.moments import Moments
+from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.reading import Reader, Unreadable
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
+from mgpu_tf.engine.step_scope import StepScope
 from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
@@ -37,6 +39,7 @@ class ReplicaStep:
         loss: Its loss in contributions.
         state: What a step may write besides weights.
         replicas: Number of replicas that step together.
+        layers: What computes layer by layer, where the model is computed so.
 
     Attributes:
         alike: Of each gradient, whether it is of rows that all replicas
@@ -54,8 +57,10 @@ class ReplicaStep:
         loss: GlobalLoss,
         state: ReplicaState,
         replicas: int,
+        layers: LayerByLayer | None = None,
     ) -> None:
         self._model = model
+        self._layers = layers
         self._loss = loss
         self._state = state
         self._replicas = replicas
@@ -98,7 +103,8 @@ class ReplicaStep:
         given: Writes | None,
         gathered: Sequence[tuple[keras.Variable, tf.Tensor]],
         tape: tf.GradientTape | None = None,
-    ) -> tuple[_StepScope, tf.Tensor, Writes, Logs]:
+        sources: Writes | None = None,
+    ) -> tuple[StepScope, tf.Tensor, Writes, Logs]:
         model = self._model
         if self._state.generator is not None:
             keras_internals.lend_global_seed(self._state.generator)
@@ -108,14 +114,21 @@ class ReplicaStep:
         if given is None:
             given = [*self._state.replica_seeds(), *self._state.values()]
         given = [*given, *gathered]
+        sources = sources or []
+        if self._layers is not None:
+            given += self._layers.given(sources)
         if self._own_logs:
             given = [*given, *self._state.metric_values(given)]
         with contextlib.ExitStack() as stack:
             declared = stack.enter_context(sharing(share))
             moments = stack.enter_context(self._moments.noted())
             scope = stack.enter_context(
-                _StepScope(
-                    model, [*given, *self._loss.regularized(given)], tape
+                StepScope(
+                    model,
+                    [*given, *self._loss.regularized(given)],
+                    tape,
+                    None if self._layers is None else self._layers.gather,
+                    {id(v): source for v, source in sources},
                 )
             )
             if keras_internals.takes_training(model):
@@ -163,7 +176,7 @@ class ReplicaStep:
 
     def _written(
         self,
-        scope: _StepScope,
+        scope: StepScope,
         given: Writes,
         reader: Reader,
         share: BatchShare,
@@ -187,7 +200,7 @@ class ReplicaStep:
             writes[id(variable)] = (variable, value)
         return writes
 
-    def _warn_of_own_state(self, scope: _StepScope, y_pred: Any) -> None:
+    def _warn_of_own_state(self, scope: StepScope, y_pred: Any) -> None:
         """Warns of outputs that depend on what this step has written.
 
         Such a layer reads what its replica's rows made of its state.
@@ -240,7 +253,11 @@ class ReplicaStep:
 
         Outside of replicas, around the steps of all.
         """
-        with self._loss.in_place(), self._moments.in_place():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._loss.in_place())
+            stack.enter_context(self._moments.in_place())
+            if self._layers is not None:
+                stack.enter_context(self._layers.in_place())
             yield
 
     def gradients(
@@ -274,15 +291,16 @@ class ReplicaStep:
         ) -> tuple[list[Any], list[tf.Tensor], Logs]:
             share = BatchShare(local, total, self._replicas)
             variables = self._model.trainable_variables
+            sources = [] if self._layers is None else self._layers.sources()
             values = {
                 id(variable): value
-                for variable, value in [*(given or ()), *gathered]
+                for variable, value in [*(given or ()), *gathered, *sources]
             }
             weights = [values.get(id(v), v) for v in variables]
             with tf.GradientTape() as tape:
                 tape.watch([w for w in weights if isinstance(w, tf.Tensor)])
                 scope, loss, writes, logs = self._forward(
-                    data, share, True, given, gathered, tape
+                    data, share, True, given, gathered, tape, sources
                 )
                 loss = scale(loss)
             gradients = scope.gradients(tape, loss, variables, weights)
@@ -308,7 +326,8 @@ class ReplicaStep:
         """Returns whether XLA can compile forward and backward pass."""
         alone = self._replicas == 1
         apart = alone or not keras_internals.communicates(self._model)
-        return apart and not self._state.stored_once
+        whole = self._layers is None
+        return apart and whole and not self._state.stored_once
 
     def _compiled_by_xla(self) -> bool:
         can_be = self.can_be_compiled
@@ -320,85 +339,6 @@ class ReplicaStep:
                 self._model.name,
             )
         return can_be
-
-
-class _StepScope(keras.StatelessScope):
-    """A scope that lets layers assign their own variables, as in Keras.
-
-    A weight that is assigned and then read has its gradient where it is read;
-    none flows back into what was assigned, to a weight or to other state.
-
-    Args:
-        model: The model.
-        given: Values that variables have in place of their own.
-        tape: Records the step, where it is one of training.
-
-    Attributes:
-        reader: Reads the step, once its forward pass is traced.
-    """
-
-    reader: Reader
-
-    def __init__(
-        self,
-        model: keras.Model,
-        given: Writes,
-        tape: tf.GradientTape | None,
-    ) -> None:
-        super().__init__(given, collect_losses=True)
-        self._weights = {id(v) for v in model.trainable_variables}
-        self._tape = tape
-        self._assigned: dict[int, list[tf.Tensor]] = {}
-        self._written: set[int] = set()
-
-    def is_written(self, variable: keras.Variable) -> bool:
-        """Returns whether the step has assigned something to a variable."""
-        return id(variable) in self._written
-
-    def value(self, variable: keras.Variable) -> tf.Tensor:
-        """Returns what a variable holds at the end of the step."""
-        value = self.get_current_value(variable)
-        return tf.convert_to_tensor(variable) if value is None else value
-
-    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Notes what is assigned to a variable."""
-        variable, value = update
-        self._written.add(id(variable))
-        if self._tape is not None:
-            value = tf.stop_gradient(value)
-            if id(variable) in self._weights:
-                self._tape.watch(value)
-                self._assigned.setdefault(id(variable), []).append(value)
-        super().add_update((variable, value))
-
-    def gradients(
-        self,
-        tape: tf.GradientTape,
-        loss: tf.Tensor,
-        variables: list[keras.Variable],
-        weights: list[Any],
-    ) -> list[Any]:
-        """Returns the gradients of weights, wherever they were read.
-
-        Args:
-            tape: Has recorded the step.
-            loss: The loss.
-            variables: The weights.
-            weights: What they were at the beginning, in the same order.
-        """
-        assigned = [self._assigned.get(id(v), []) for v in variables]
-        found, of_assigned = tape.gradient(loss, (weights, assigned))
-        return [
-            _total([gradient, *others])
-            for gradient, others in zip(found, of_assigned, strict=True)
-        ]
-
-
-def _total(gradients: list[Any]) -> Any:
-    present = [gradient for gradient in gradients if gradient is not None]
-    if len(present) < 2:
-        return present[0] if present else None
-    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
 
 
 def outputs_of(model: keras.Model, data: Any, generator: Any) -> Any:

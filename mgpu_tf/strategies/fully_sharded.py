@@ -32,8 +32,7 @@ from mgpu_tf.strategies.mirrored import MirroredStrategy
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
 from mgpu_tf.strategies.synchronous import cross_device_ops
 
-# Smaller variables are whole on every device: to gather them costs more time
-# than their memory is worth.
+# To gather smaller weights costs more time than their memory is worth.
 SMALLEST_SPLIT = 1024
 
 
@@ -45,10 +44,12 @@ class FullyShardedStrategy(MirroredStrategy):
         mesh: Their axes.
         shard: What is split: `weights`, `gradients` or `optimizer`.
         cross_device_ops: How replicas sum what is not split.
+        smallest_split: The elements of the smallest weight that is split.
 
     Attributes:
         mesh: The axes.
         shard: What is split.
+        smallest_split: The elements of the smallest weight that is split.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class FullyShardedStrategy(MirroredStrategy):
         mesh: Mesh,
         shard: str,
         cross_device_ops: tf.distribute.CrossDeviceOps | None,
+        smallest_split: int = SMALLEST_SPLIT,
     ) -> None:
         self.mesh = mesh
         self.shard = shard
+        self.smallest_split = smallest_split
         self._collective_key_base = next(self._groups)
         tf.distribute.Strategy.__init__(
             self, _ShardedExtended(self, devices, cross_device_ops)
@@ -82,7 +85,7 @@ class _ShardedExtended(mirrored_strategy.MirroredExtended):
         if not value.dtype.is_floating or not (
             shape == tuple(beside.shape)
             if isinstance(beside, ShardedVariable)
-            else math.prod(shape) >= SMALLEST_SPLIT
+            else math.prod(shape) >= strategy.smallest_split
         ):
             kwargs["initial_value"] = lambda: value
             return super()._create_variable(next_creator, **kwargs)
@@ -99,7 +102,10 @@ class _ShardedExtended(mirrored_strategy.MirroredExtended):
         name = kwargs.get("name") or "Variable"
 
         def create(replica: int, initial: tf.Tensor, suffix: str) -> Any:
-            options = dict(kwargs, initial_value=lambda: initial)
+            # No tape watches them: gradients are of the whole weight.
+            options = dict(
+                kwargs, initial_value=lambda: initial, trainable=False
+            )
             options["name"] = f"{name}{suffix}" if suffix else name
             with tf.init_scope(), tf.device(self._devices[replica]):
                 return next_creator(**options)
@@ -138,6 +144,7 @@ def create_model_parallel_strategy(
     devices: Devices = None,
     communication: str = "auto",
     num_virtual_devices: int | None = None,
+    smallest_split: int = SMALLEST_SPLIT,
 ) -> tf.distribute.Strategy:
     """Creates a strategy that splits weights over devices of one machine.
 
@@ -153,6 +160,7 @@ def create_model_parallel_strategy(
         devices: As for `create_mirrored_strategy`.
         communication: As for `create_mirrored_strategy`.
         num_virtual_devices: Split the CPU into N devices.
+        smallest_split: Weights with fewer elements stay whole on each device.
 
     Returns:
         A `tf.distribute.MirroredStrategy` whose large weights are split.
@@ -166,5 +174,9 @@ def create_model_parallel_strategy(
     names = devices_lib.select_local(devices, num_virtual_devices)
     mesh = mesh_of(len(names), data, fsdp)
     return FullyShardedStrategy(
-        names, mesh, shard, cross_device_ops(communication, names)
+        names,
+        mesh,
+        shard,
+        cross_device_ops(communication, names),
+        smallest_split,
     )

@@ -26,6 +26,7 @@ from mgpu_tf.engine.base import NO_VOTES, Engine, Execution, UnevenData, Votes
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
+from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.engine.state import ReplicaState, Writes, state_for
@@ -175,7 +176,11 @@ class SynchronousEngine(Engine):
         self._state = self._make_state()
         self._update = self._make_update()
         self._step = ReplicaStep(
-            self._model, self._loss, self._state, self._local.total
+            self._model,
+            self._loss,
+            self._state,
+            self._local.total,
+            self._layers(),
         )
         authored = keras_internals.overrides(self._model, "train_step")
         if authored and self._local.total > 1:
@@ -183,6 +188,12 @@ class SynchronousEngine(Engine):
             self._state.add_global_seed(self._strategy, create=True)
             self._probe = Probe(self._model, self._strategy, self._state)
         self._prepared = True
+
+    def _layers(self) -> LayerByLayer | None:
+        """Returns what computes layer by layer, None where none does."""
+        if self._options.recompute is None:
+            return None
+        return LayerByLayer(self._model, lambda variable: None)
 
     def _make_update(self) -> Update:
         return Update(

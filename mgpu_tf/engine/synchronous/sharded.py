@@ -22,6 +22,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
 from mgpu_tf.engine.update import Gradients, Update, accumulated, unwrap, values
@@ -94,7 +95,18 @@ class ShardedEngine(SynchronousEngine):
     def _begin(self) -> None:
         refresh(self._model.variables)
 
+    def _layers(self) -> LayerByLayer | None:
+        if self._options.recompute is None and self._gathers_at_once:
+            return None
+        return LayerByLayer(self._model, _gathered)
+
+    @property
+    def _gathers_at_once(self) -> bool:
+        return self._strategy.shard != "weights"
+
     def _gathered(self) -> Writes:
+        if not self._gathers_at_once or self._options.recompute is not None:
+            return []  # Layer by layer.
         return [
             (variable, tf.convert_to_tensor(variable.value))
             for variable in self._model.variables
@@ -320,6 +332,14 @@ class ShardedUpdate(Update):
             else sums
             for sums in super()._accumulators()
         ]
+
+
+def _gathered(variable: keras.Variable) -> tf.Tensor | None:
+    """Returns the whole value of a weight that is split. On a replica."""
+    held = keras_internals.stored(variable)
+    if not isinstance(held, ShardedVariable):
+        return None
+    return tf.convert_to_tensor(held)
 
 
 def refresh(variables: list[keras.Variable]) -> None:

@@ -1,0 +1,157 @@
+"""The scope in which a replica computes a step: what is read, what is written.
+
+    with StepScope(model, given, tape) as scope:
+        outputs = model(x)                       # writes nothing
+    scope.gradients(tape, loss, weights, values)
+
+A weight that no replica stores whole is gathered when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.engine.reading import Reader
+from mgpu_tf.engine.state import Writes
+
+Gather = Callable[[keras.Variable], tf.Tensor | None]
+
+
+class StepScope(keras.StatelessScope):
+    """A scope that lets layers assign their own variables, as in Keras.
+
+    A weight that is assigned and then read has its gradient where it is read;
+    none flows back into what was assigned, to a weight or to other state.
+
+    Args:
+        model: The model.
+        given: Values that variables have in place of their own.
+        tape: Records the step, where it is one of training.
+        gather: Returns the value of a weight that is stored in parts, None
+            for other variables.
+
+    Attributes:
+        reader: Reads the step, once its forward pass is traced.
+        sources: The tensors that gradients of weights are taken from, by the
+            identity of the weight, where layers are recomputed.
+        busy: Whether a layer that is recomputed is being called.
+        seen: The weights that were read since it was set to none.
+    """
+
+    reader: Reader
+
+    def __init__(
+        self,
+        model: keras.Model,
+        given: Writes,
+        tape: tf.GradientTape | None,
+        gather: Gather | None = None,
+        sources: dict[int, tf.Tensor] | None = None,
+    ) -> None:
+        super().__init__(given, collect_losses=True)
+        self.sources = sources or {}
+        self.busy = False
+        self.seen: dict[int, keras.Variable] = {}
+        self._gather = gather
+        self._weights = {id(v) for v in model.trainable_variables}
+        self._tape = tape
+        self._assigned: dict[int, list[tf.Tensor]] = {}
+        self._written: set[int] = set()
+
+    @property
+    def trains(self) -> bool:
+        """Whether the step is one of training."""
+        return self._tape is not None
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        """Returns the value of a variable in this step, None for its own."""
+        value = super().get_current_value(variable)
+        if id(variable) in self._weights:
+            self.seen[id(variable)] = variable
+        if value is None and self._gather is not None:
+            value = self._gather(variable)
+            if value is not None:
+                self._watch(variable, value)
+                self.state_mapping[id(variable)] = value
+        return value
+
+    def lend(self, variables: list[keras.Variable], values: Any) -> None:
+        """Sets the values of weights that a layer reads."""
+        for variable, value in zip(variables, values, strict=True):
+            self.state_mapping[id(variable)] = value
+
+    def mark(self) -> tuple[Any, ...]:
+        """Returns what `reset` needs to undo all that follows."""
+        assigned = {key: list(each) for key, each in self._assigned.items()}
+        return (
+            dict(self.state_mapping),
+            set(self._written),
+            assigned,
+            len(self.losses),
+        )
+
+    def reset(self, mark: tuple[Any, ...]) -> None:
+        """Forgets what was written since a mark."""
+        self.state_mapping, self._written, self._assigned, losses = mark
+        del self.losses[losses:]
+
+    def has_added(self, mark: tuple[Any, ...]) -> bool:
+        """Returns whether a loss was added, or a weight assigned, since."""
+        _, _, assigned, losses = mark
+        return len(self.losses) > losses or assigned != self._assigned
+
+    def _watch(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        if self._tape is not None and id(variable) in self._weights:
+            self._tape.watch(value)
+            self._assigned.setdefault(id(variable), []).append(value)
+
+    def is_written(self, variable: keras.Variable) -> bool:
+        """Returns whether the step has assigned something to a variable."""
+        return id(variable) in self._written
+
+    def value(self, variable: keras.Variable) -> tf.Tensor:
+        """Returns what a variable holds at the end of the step."""
+        value = self.get_current_value(variable)
+        return tf.convert_to_tensor(variable) if value is None else value
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Notes what is assigned to a variable."""
+        variable, value = update
+        self._written.add(id(variable))
+        if self._tape is not None:
+            value = tf.stop_gradient(value)
+            self._watch(variable, value)
+        super().add_update((variable, value))
+
+    def gradients(
+        self,
+        tape: tf.GradientTape,
+        loss: tf.Tensor,
+        variables: list[keras.Variable],
+        weights: list[Any],
+    ) -> list[Any]:
+        """Returns the gradients of weights, wherever they were read.
+
+        Args:
+            tape: Has recorded the step.
+            loss: The loss.
+            variables: The weights.
+            weights: What they were at the beginning, in the same order.
+        """
+        assigned = [self._assigned.get(id(v), []) for v in variables]
+        found, of_assigned = tape.gradient(loss, (weights, assigned))
+        return [
+            _total([gradient, *others])
+            for gradient, others in zip(found, of_assigned, strict=True)
+        ]
+
+
+def _total(gradients: list[Any]) -> Any:
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
