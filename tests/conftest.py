@@ -21,6 +21,20 @@ def strategies():
         "mirrored_x2": mgpu_tf.create_mirrored_strategy(num_virtual_devices=2),
         # Two replicas hide what divides exactly.
         "mirrored_x3": mgpu_tf.create_mirrored_strategy(num_virtual_devices=3),
+        # Of the small weights of tests the large ones are split.
+        "fsdp_x3": mgpu_tf.create_model_parallel_strategy(
+            fsdp=3, num_virtual_devices=3, smallest_split=4
+        ),
+        "data_2_fsdp_2": mgpu_tf.create_model_parallel_strategy(
+            data=2,
+            fsdp=2,
+            shard="gradients",
+            num_virtual_devices=4,
+            smallest_split=4,
+        ),
+        "zero1_x2": mgpu_tf.create_model_parallel_strategy(
+            fsdp=2, shard="optimizer", num_virtual_devices=2, smallest_split=4
+        ),
         "one_device": mgpu_tf.create_one_device_strategy("CPU:0"),
         "central_storage_x2": mgpu_tf.create_central_storage_strategy(
             num_virtual_devices=2

@@ -219,7 +219,9 @@ class _Pass:
         return [value for value in self._flat if tf.is_symbolic_tensor(value)]
 
     def _weights(
-        self, after: list[tf.Tensor], sources: dict[int, tf.Tensor] | None = None
+        self,
+        after: list[tf.Tensor],
+        sources: dict[int, tf.Tensor] | None = None,
     ) -> list[tf.Tensor]:
         """Returns the values of the weights, gathered when `after` is known."""
         with tf.control_dependencies(after):

@@ -115,7 +115,9 @@ class _ShardedExtended(mirrored_strategy.MirroredExtended):
         for replica in range(mesh.size):
             first, after = split.bounds(mesh.fsdp_rank(replica))
             suffix = f"/replica_{replica}" if replica else ""
-            parts.append(create(replica, flat[first:after], suffix))
+            # A slice of a tensor would keep all of it in memory.
+            part = tf.raw_ops.DeepCopy(x=flat[first:after])
+            parts.append(create(replica, part, suffix))
             if keeps_whole:
                 whole.append(create(replica, value, f"/whole_{replica}"))
         return ShardedVariable(

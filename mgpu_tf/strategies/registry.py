@@ -179,7 +179,21 @@ def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
         raise ConfigurationError(
             unknown_name("strategy", name, ["auto", *KINDS])
         )
+    if not row.splits:
+        _refuse_mesh(name, options)
     return row.create(options)
+
+
+def _refuse_mesh(name: str, options: StrategyOptions) -> None:
+    default = StrategyOptions()
+    for field in ("data_parallel", "fsdp_parallel", "shard"):
+        value = getattr(options, field)
+        if value != getattr(default, field):
+            raise ConfigurationError(
+                f"{field} goes with the strategies 'fsdp' and "
+                f"'model_parallel'. Received: {field}={value!r} with "
+                f"{name!r}. Use 'fsdp'."
+            )
 
 
 def _choose(options: StrategyOptions) -> tuple[str, str]:

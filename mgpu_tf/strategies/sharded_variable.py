@@ -149,14 +149,26 @@ class ShardedVariable(values.MirroredVariable):
         if distribute_lib.get_update_replica_id() is not None:
             return getattr(self.here(), method)(value, **options)
         value = tf.convert_to_tensor(value, self.dtype)
-        here = self._replica()
-        for replica, part in enumerate(self.values):
-            if here is not None and replica != here:
-                continue
+        if self._replica() is None:
+            self._write_parts(method, [value] * self.mesh.size)
+            return self
+        # Another replica may not have read this replica's part yet.
+        context = tf.distribute.get_replica_context()
+        context.merge_call(
+            lambda strategy, every: self._write_parts(
+                method, strategy.experimental_local_results(every)
+            ),
+            args=(value,),
+        )
+        return self
+
+    def _write_parts(self, method: str, every: Sequence[tf.Tensor]) -> None:
+        for replica, (part, value) in enumerate(
+            zip(self.values, every, strict=True)
+        ):
             kept = self.part_of(value, self.mesh.fsdp_rank(replica))
             with tf.device(part.device):
                 getattr(part, method)(kept)
-        return self
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         raise _needs_update(self)

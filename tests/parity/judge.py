@@ -61,4 +61,13 @@ REFUSED = {
     ("central_storage_x2", "muon"): "writes state of its own",
     ("central_storage_x2", "own_train_step"): "of one's own",
     ("central_storage_x2", "own_train_step_clipped"): "of one's own",
+} | {
+    (column, name): rule
+    for column in ("fsdp_x3", "data_2_fsdp_2", "zero1_x2")
+    for name, rule in {
+        "lamb": "from that element alone",
+        "muon": "from that element alone",
+        "own_train_step": "of one's own",
+        "own_train_step_clipped": "of one's own",
+    }.items()
 }

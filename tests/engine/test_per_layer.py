@@ -1,0 +1,300 @@
+"""Layers that are computed again in the backward pass give the same numbers.
+
+The references are Keras's own `fit`, and for layers that draw at random the
+same strategy without it: replicas draw their own masks.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import mgpu_tf
+from mgpu_tf.engine import keras_internals
+from tests.tiers import tiered
+
+WORDS = 30
+
+
+@keras.saving.register_keras_serializable("mgpu_tf_tests")
+class Block(layers.Layer):
+    """Attention and a feed-forward part; takes a mask, may drop."""
+
+    def __init__(self, rate=0.0, **kwargs):
+        super().__init__(**kwargs)
+        self.attention = layers.MultiHeadAttention(2, 4, dropout=rate, seed=3)
+        self.first = layers.LayerNormalization()
+        self.second = layers.LayerNormalization()
+        self.wide = layers.Dense(16, activation="gelu")
+        self.narrow = layers.Dense(8)
+        self.drop = layers.Dropout(rate, seed=5)
+        self.supports_masking = True
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+        self.first.build(shape)
+        self.second.build(shape)
+        self.wide.build(shape)
+        self.narrow.build((*shape[:-1], 16))
+
+    def call(self, x, mask=None):
+        # `drop` takes `training` from the call around it.
+        seen = None if mask is None else mask[:, None, :]
+        x = self.first(x + self.attention(x, x, attention_mask=seen))
+        return self.second(x + self.drop(self.narrow(self.wide(x))))
+
+
+class Tied(layers.Layer):
+    """Reads the weights of another layer."""
+
+    def __init__(self, embedding, **kwargs):
+        super().__init__(**kwargs)
+        object.__setattr__(self, "embedding", embedding)
+        self.dense = layers.Dense(8)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        table = keras.ops.convert_to_tensor(self.embedding.embeddings)
+        return keras.ops.matmul(self.dense(x), keras.ops.transpose(table))
+
+
+class AddsLoss(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        y = self.dense(x)
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(y)))
+        return y
+
+
+def words():
+    generator = np.random.default_rng(0)
+    x = generator.integers(1, WORDS, size=(55, 6))
+    x[:, 4:] *= generator.random((55, 2)) > 0.5
+    return x, generator.integers(0, 4, 55)
+
+
+def next_words():
+    return words()[0], words()[0]
+
+
+def images():
+    generator = np.random.default_rng(1)
+    return generator.normal(size=(55, 6, 6, 3)), words()[1]
+
+
+def compiled(inputs, outputs, optimizer=None):
+    model = keras.Model(inputs, outputs)
+    model.compile(
+        optimizer or keras.optimizers.Adam(0.01, global_clipnorm=0.5),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def transformer(rate=0.0):
+    inputs = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(WORDS, 8, mask_zero=True)(inputs)
+    block = Block(rate)
+    # One of the blocks is called twice.
+    x = block(Block(rate)(block(x)))
+    x = layers.GlobalAveragePooling1D()(x)
+    return compiled(inputs, layers.Dense(4)(x))
+
+
+def language_model():
+    inputs = keras.Input((6,), dtype="int32")
+    embedding = layers.Embedding(WORDS, 8)
+    return compiled(inputs, Tied(embedding)(Block()(embedding(inputs))))
+
+
+def convolution():
+    inputs = keras.Input((6, 6, 3))
+    x = layers.Conv2D(6, 3, activation="relu", kernel_regularizer="l2")(inputs)
+    x = layers.BatchNormalization(synchronized=True)(x)
+    x = layers.Flatten()(layers.SeparableConv2D(7, 3)(x))
+    bounded = keras.constraints.MaxNorm(0.5)
+    x = layers.Dense(9, kernel_constraint=bounded)(x)
+    x = layers.Dense(4)(AddsLoss()(x))
+    return compiled(inputs, x, keras.optimizers.SGD(0.05, momentum=0.9))
+
+
+def assigning():
+    inputs = keras.Input((6, 6, 3))
+    x = layers.SpectralNormalization(layers.Dense(5))(layers.Flatten()(inputs))
+    return compiled(inputs, layers.Dense(4)(x), keras.optimizers.SGD(0.05))
+
+
+def recurrent():
+    inputs = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(WORDS, 8, mask_zero=True)(inputs)
+    x = layers.Bidirectional(layers.LSTM(5, return_sequences=True))(x)
+    x, state = layers.GRU(6, return_state=True)(x)
+    x = layers.Concatenate()([x, state])
+    return compiled(inputs, layers.Dense(4)(x), keras.optimizers.RMSprop(0.01))
+
+
+def frozen():
+    base = keras.Sequential(
+        [
+            keras.Input((6, 6, 3)),
+            layers.Conv2D(6, 3),
+            layers.BatchNormalization(),
+            layers.Flatten(),
+        ]
+    )
+    base.trainable = False
+    inputs = keras.Input((6, 6, 3))
+    x = layers.Dense(8, activation="relu")(base(inputs))
+    return compiled(inputs, layers.Dense(4)(x))
+
+
+def mixed():
+    inputs = keras.Input((6, 6, 3))
+    policy = keras.DTypePolicy("mixed_float16")
+    x = layers.Dense(9, dtype=policy, activation="tanh")(
+        layers.Flatten()(inputs)
+    )
+    x = layers.Dense(4, dtype="float64")(x)
+    return compiled(inputs, x, keras.optimizers.SGD(0.05))
+
+
+PROGRAMS = {
+    "transformer": (transformer, words),
+    "language_model": (language_model, next_words),
+    "convolution": (convolution, images),
+    "recurrent": (recurrent, words),
+    "frozen": (frozen, images),
+}
+# Compared with the same strategy without recomputation.
+DRAWING = {
+    "transformer_dropout": (functools.partial(transformer, 0.3), words),
+    "assigning": (assigning, images),
+    "mixed": (mixed, images),
+}
+COLUMNS = ["one_device", "mirrored_x3", "fsdp_x3", "data_2_fsdp_2"]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+
+
+def train(build, data, strategy=None, **options):
+    keras.utils.set_random_seed(0)
+    x, y = data()
+    if strategy is None:
+        trains = model = build()
+    else:
+        trains = mgpu_tf.Trainer(build, strategy, **options)
+        model = trains.model
+    history = trains.fit(
+        x, y, batch_size=16, epochs=2, shuffle=False, verbose=0
+    )
+    variables = [*model.variables, *model.optimizer.variables]
+    return [
+        *(np.asarray(variable.numpy()) for variable in variables),
+        np.array(history.history["loss"]),
+        trains.predict(x, verbose=0),
+    ]
+
+
+def check(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+@functools.cache
+def stock(name):
+    return train(*PROGRAMS[name])
+
+
+CELLS = [(column, name) for column in COLUMNS for name in PROGRAMS]
+QUICK = [
+    ("one_device", "transformer"),
+    ("fsdp_x3", "transformer"),
+    ("fsdp_x3", "language_model"),
+    ("fsdp_x3", "convolution"),
+]
+
+
+@pytest.mark.parametrize(("column", "name"), tiered(CELLS, QUICK))
+def test_same_numbers_as_keras(column, name, strategies):
+    found = train(*PROGRAMS[name], strategies[column], recompute="layers")
+    check(found, stock(name))
+
+
+DRAWS = [
+    (column, reference, name)
+    for column, reference in [
+        ("one_device", "one_device"),
+        ("mirrored_x3", "mirrored_x3"),
+        ("fsdp_x3", "mirrored_x3"),
+    ]
+    for name in DRAWING
+]
+QUICK_DRAWS = [
+    ("one_device", "one_device", "transformer_dropout"),
+    ("fsdp_x3", "mirrored_x3", "transformer_dropout"),
+    ("fsdp_x3", "mirrored_x3", "assigning"),
+    ("one_device", "one_device", "mixed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("column", "reference", "name"), tiered(DRAWS, QUICK_DRAWS)
+)
+def test_same_numbers_as_without(column, reference, name, strategies):
+    check(
+        train(*DRAWING[name], strategies[column], recompute="layers"),
+        train(*DRAWING[name], strategies[reference]),
+    )
+
+
+def calls(strategy, **options):
+    """How often the Python code of a layer runs while a fit is traced."""
+    count = []
+
+    class Counted(layers.Dense):
+        def call(self, x, training=None):
+            if tf.is_symbolic_tensor(x):
+                count.append(keras_internals.stateless_scope() is not None)
+            return super().call(x, training=training)
+
+    def build():
+        model = keras.Sequential(
+            [keras.Input((4,)), Counted(4), layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+        return model
+
+    x = np.ones((8, 4))
+    mgpu_tf.Trainer(build, strategy, **options).fit(
+        x, x[:, :1], batch_size=4, verbose=0
+    )
+    return sum(count)
+
+
+def test_layers_are_computed_again(strategies):
+    one = strategies["one_device"]
+    assert calls(one, recompute="layers") > calls(one)
+
+
+def test_a_wrong_name_is_told(strategies):
+    with pytest.raises(mgpu_tf.ConfigurationError, match="recompute"):
+        mgpu_tf.Trainer(transformer, strategies["one_device"], recompute="all")

@@ -1,0 +1,272 @@
+"""What replicas of a sharding strategy store, and how it reads elsewhere."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import mgpu_tf
+from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from tests.tiers import tiered
+
+SPLITTING = ["fsdp_x3", "data_2_fsdp_2", "zero1_x2"]
+
+
+@pytest.fixture(params=SPLITTING)
+def strategy(request, strategies):
+    return strategies[request.param]
+
+
+def bytes_of(variables, replica):
+    """The bytes that a replica stores of parts of variables."""
+    return sum(
+        part.shape.num_elements() * part.dtype.size
+        for variable in variables
+        for part in [variable.values[replica]]
+    )
+
+
+def model_and_optimizer(strategy, optimizer, width=24):
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((12,)),
+                keras.layers.Dense(width),
+                keras.layers.Dense(width, use_bias=False),
+            ]
+        )
+        optimizer.build(model.trainable_variables)
+    return model
+
+
+def split_of(variables):
+    return [v.value for v in variables if isinstance(v.value, ShardedVariable)]
+
+
+def test_each_device_stores_its_share(strategy):
+    with strategy.scope():
+        optimizer = keras.optimizers.Adam()
+    model = model_and_optimizer(strategy, optimizer)
+    weights = split_of(model.variables)
+    slots = split_of(optimizer.variables)
+    assert len(weights) == 3
+    assert len(slots) == 6
+    for variables in (weights, slots):
+        total = sum(v.shape.num_elements() * v.dtype.size for v in variables)
+        for replica in range(strategy.num_replicas_in_sync):
+            share = bytes_of(variables, replica) / total
+            assert share == pytest.approx(1 / strategy.mesh.fsdp, rel=0.05)
+    whole = strategy.shard != "weights"
+    assert [variable.keeps_whole for variable in weights] == [whole] * 3
+    assert not any(variable.keeps_whole for variable in slots)
+
+
+def test_sums_of_gradients_are_split_but_for_the_optimizer_alone(strategy):
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    model_and_optimizer(strategy, optimizer)
+    assert len(split_of(optimizer.variables)) == (
+        0 if strategy.shard == "optimizer" else 3
+    )
+
+
+def test_small_weights_stay_whole():
+    strategy = mgpu_tf.create_model_parallel_strategy(num_virtual_devices=2)
+    with strategy.scope():
+        optimizer = keras.optimizers.Adam()
+    model = model_and_optimizer(strategy, optimizer, width=64)
+    names = [v.path for v in model.variables if split_of([v])]
+    # 12 x 64 elements stay, 64 x 64 are split.
+    assert names == ["sequential/dense_1/kernel"] or len(names) == 1
+    assert split_of(model.variables)[0].shape == (64, 64)
+
+
+def test_outside_of_replicas_it_is_one_variable(strategy):
+    with strategy.scope():
+        variable = keras.Variable(np.arange(35.0).reshape(5, 7))
+    assert isinstance(variable.value, ShardedVariable)
+    assert variable.shape == (5, 7)
+    np.testing.assert_array_equal(variable, np.arange(35.0).reshape(5, 7))
+    # No strategy is entered here.
+    variable.assign(np.ones((5, 7)))
+    variable.assign_add(2 * np.ones((5, 7)))
+    variable.assign_sub(np.arange(35.0).reshape(5, 7))
+    expected = 3 - np.arange(35.0).reshape(5, 7)
+    np.testing.assert_array_equal(variable.numpy(), expected)
+    with strategy.scope():
+        variable.assign(expected + 1)
+    np.testing.assert_array_equal(variable.value.read_value(), expected + 1)
+
+
+def test_a_replica_reads_all_and_keeps_its_part(strategy):
+    with strategy.scope():
+        variable = keras.Variable(np.arange(35.0).reshape(5, 7))
+
+    @tf.function
+    def run():
+        return strategy.run(lambda: tf.identity(variable.value))
+
+    for value in strategy.experimental_local_results(run()):
+        np.testing.assert_array_equal(value, np.arange(35.0).reshape(5, 7))
+
+    @tf.function
+    def halve():
+        # Every replica reads before any writes.
+        strategy.run(lambda: variable.assign(variable.value / 2))
+
+    halve()
+    np.testing.assert_array_equal(variable, np.arange(35.0).reshape(5, 7) / 2)
+
+
+def test_an_update_writes_parts(strategy):
+    with strategy.scope():
+        variable = keras.Variable(np.zeros((5, 7)))
+    seen = []
+
+    def update(part):
+        seen.append(part.shape.num_elements())
+        return part.assign(tf.ones_like(part))
+
+    strategy.extended.update(variable.value, update, group=False)
+    assert sum(seen) == 35 * strategy.mesh.data
+    np.testing.assert_array_equal(variable, np.ones((5, 7)))
+
+
+def build():
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(9, activation="tanh"),
+            keras.layers.Dense(2),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.02), "mse")
+    return model
+
+
+def data(examples=50):
+    generator = np.random.default_rng(3)
+    x = generator.normal(size=(examples, 6)).astype("float32")
+    return x, x[:, :2] * 3
+
+
+def fit(trainer, **options):
+    x, y = data()
+    return trainer.fit(
+        x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, **options
+    )
+
+
+def test_a_saved_model_has_the_ordinary_layout(strategy, strategies, tmp_path):
+    trainer = mgpu_tf.Trainer(build, strategy)
+    fit(trainer)
+    path = str(tmp_path / "model.keras")
+    trainer.model.save(path)
+    loaded = keras.models.load_model(path)
+    for ours, theirs in zip(
+        [*trainer.model.variables, *trainer.model.optimizer.variables],
+        [*loaded.variables, *loaded.optimizer.variables],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+    x, y = data()
+    assert trainer.evaluate(x, y, verbose=0) == pytest.approx(
+        loaded.evaluate(x, y, verbose=0), rel=1e-5
+    )
+
+
+def state_of(trainer):
+    variables = [*trainer.model.variables, *trainer.model.optimizer.variables]
+    return [variable.numpy() for variable in variables]
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends a `fit` in the middle, as a failure would."""
+
+    def __init__(self, at):
+        super().__init__()
+        self._at = at
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self._at:
+            raise KeyboardInterrupt
+
+
+def test_resumed_bit_for_bit(strategy, tmp_path):
+    def saves(name):
+        folder = str(tmp_path / name)
+        return mgpu_tf.SaveOptions(folder, save_every_steps=1)
+
+    whole = mgpu_tf.Trainer(build, strategy)
+    fit(whole, checkpoint=saves("whole"), callbacks=[Stop(at=None)])
+    broken = mgpu_tf.Trainer(build, strategy)
+    with pytest.raises(KeyboardInterrupt):
+        fit(broken, checkpoint=saves("broken"), callbacks=[Stop(at=2)])
+    resumed = mgpu_tf.Trainer(build, strategy)
+    fit(resumed, checkpoint=saves("broken"), callbacks=[Stop(at=None)])
+    assert resumed.global_step == whole.global_step == 8
+    for ours, theirs in zip(state_of(resumed), state_of(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "onto",
+    tiered(
+        ["one_device", "mirrored_x3", *SPLITTING], ["mirrored_x3", "fsdp_x3"]
+    ),
+)
+def test_resumed_on_another_mesh(onto, strategies, tmp_path):
+    whole = mgpu_tf.Trainer(build, strategies[onto])
+    fit(whole)
+    folder = str(tmp_path)
+    x, y = data()
+    first = mgpu_tf.Trainer(build, strategies["data_2_fsdp_2"])
+    options = {"batch_size": 16, "shuffle": False, "verbose": 0}
+    first.fit(x, y, epochs=1, checkpoint_dir=folder, **options)
+    resumed = mgpu_tf.Trainer(build, strategies[onto])
+    fit(resumed, checkpoint_dir=folder)
+    for ours, theirs in zip(state_of(resumed), state_of(whole), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_export_is_refused_by_name(strategies, tmp_path):
+    trainer = mgpu_tf.Trainer(build, strategies["fsdp_x3"])
+    fit(trainer)
+    with pytest.raises(mgpu_tf.ConfigurationError, match="SavedModel") as error:
+        trainer.model.export(str(tmp_path / "exported"), verbose=False)
+    assert "\n" not in str(error.value)
+
+
+def test_names():
+    strategy = mgpu_tf.create_strategy(
+        "fsdp", num_virtual_devices=4, shard="optimizer"
+    )
+    assert strategy.mesh.fsdp == 4
+    assert strategy.shard == "optimizer"
+    strategy = mgpu_tf.create_strategy(
+        "model_parallel", num_virtual_devices=4, data_parallel=2
+    )
+    assert (strategy.mesh.data, strategy.mesh.fsdp) == (2, 2)
+
+
+def test_mistakes_are_told():
+    with pytest.raises(mgpu_tf.ConfigurationError, match="data=3 x fsdp=2"):
+        mgpu_tf.create_strategy(
+            "model_parallel",
+            num_virtual_devices=4,
+            data_parallel=3,
+            fsdp_parallel=2,
+        )
+    with pytest.raises(mgpu_tf.ConfigurationError, match="shard"):
+        mgpu_tf.create_model_parallel_strategy(shard="all")
+    with pytest.raises(mgpu_tf.ConfigurationError, match="'fsdp'"):
+        mgpu_tf.create_strategy(
+            "mirrored", num_virtual_devices=2, fsdp_parallel=2
+        )
+
+
+def test_a_loop_of_ones_own_is_refused(strategies):
+    with pytest.raises(mgpu_tf.ConfigurationError, match="whole weights"):
+        mgpu_tf.Loop(
+            lambda: {"metric": keras.metrics.Mean()}, strategies["fsdp_x3"]
+        )

@@ -1,0 +1,62 @@
+"""The axes of a mesh, and the parts of a variable."""
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.mesh import Mesh, Split, mesh_of
+
+
+def test_axes():
+    mesh = Mesh(data=2, fsdp=4)
+    assert mesh.size == 8
+    assert [mesh.fsdp_rank(replica) for replica in range(8)] == [0, 1, 2, 3] * 2
+    assert mesh.group(5) == [4, 5, 6, 7]
+    assert mesh.copies(1) == [1, 5]
+
+
+@pytest.mark.parametrize(
+    ("devices", "data", "fsdp", "expected"),
+    [
+        (4, None, None, Mesh(1, 4)),
+        (4, 2, None, Mesh(2, 2)),
+        (4, None, 2, Mesh(2, 2)),
+        (1, None, None, Mesh(1, 1)),
+        (6, 3, 2, Mesh(3, 2)),
+    ],
+)
+def test_what_is_left_is_filled_in(devices, data, fsdp, expected):
+    assert mesh_of(devices, data, fsdp) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "data", "fsdp", "received"),
+    [
+        (4, 2, 3, "data=2 x fsdp=3 = 6 for 4 devices"),
+        (4, 3, None, "data=3 x fsdp=1 = 3 for 4 devices"),
+        (2, None, 4, "data=1 x fsdp=4 = 4 for 2 devices"),
+    ],
+)
+def test_the_product_must_be_the_devices(devices, data, fsdp, received):
+    with pytest.raises(ConfigurationError, match=received):
+        mesh_of(devices, data, fsdp)
+
+
+@hypothesis.given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    parts=st.integers(1, 5),
+)
+def test_parts_are_all_of_a_variable(shape, parts):
+    split = Split(tuple(shape), parts)
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    flat = whole if split.by_rows else whole.reshape(-1)
+    bounds = [split.bounds(part) for part in range(parts)]
+    pieces = [flat[first:after] for first, after in bounds]
+    assert [piece.shape for piece in pieces] == [
+        split.shape_of(part) for part in range(parts)
+    ]
+    np.testing.assert_array_equal(np.concatenate(pieces), flat)
+    lengths = [after - first for first, after in bounds]
+    assert max(lengths) - min(lengths) <= 1
