@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 
 from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
-from mgpu_tf.names import OPTIMIZERS
+from mgpu_tf.names import OPTIMIZERS, SHARDS
 from mgpu_tf.reports.scaling import ScalingTable
 
 # Values that Keras's optimizers keep for each parameter.
@@ -31,11 +31,14 @@ _GIB = 1 << 30
 class StateMemory:
     """What each device holds of a model in float32 while it is trained.
 
-    Activations come on top; they grow with the batch of a device.
+    Activations come on top; they grow with the batch of a device. Where
+    weights are split, so do the whole weights of the layer at hand.
 
     Attributes:
         parameters: Trainable parameters of the model.
         optimizer: One of `OPTIMIZERS`.
+        fsdp: Over how many devices the state is split; 1 splits nothing.
+        shard: What is split, one of `SHARDS`.
 
     Raises:
         ConfigurationError: An attribute is wrong.
@@ -43,9 +46,14 @@ class StateMemory:
 
     parameters: int
     optimizer: str = "adam"
+    fsdp: int = 1
+    shard: str = "weights"
 
     def __post_init__(self) -> None:
         check_integer("parameters", self.parameters, 1)
+        check_integer("fsdp", self.fsdp, 1)
+        if self.shard not in SHARDS:
+            raise ConfigurationError(unknown_name("shard", self.shard, SHARDS))
         if self.optimizer not in OPTIMIZERS:
             raise ConfigurationError(
                 unknown_name("optimizer", self.optimizer, OPTIMIZERS)
@@ -54,22 +62,47 @@ class StateMemory:
     @property
     def weights(self) -> int:
         """Bytes of the weights."""
-        return _FLOAT32 * self.parameters
+        whole = _FLOAT32 * self.parameters
+        if self.fsdp == 1:
+            return whole
+        # A whole copy to compute with, beside the part that is updated.
+        copy = 0 if self.shard == "weights" else whole
+        return copy + self._part
 
     @property
     def slots(self) -> int:
         """Bytes that the optimizer keeps between steps."""
-        return SLOTS[self.optimizer] * self.weights
+        return SLOTS[self.optimizer] * self._part
 
     @property
     def gradients(self) -> int:
         """Bytes of the gradients at the end of a backward pass."""
-        return self.weights
+        return self._part
+
+    @property
+    def _part(self) -> int:
+        """Bytes of what one device updates of the weights."""
+        return -(-_FLOAT32 * self.parameters // self.fsdp)
 
     @property
     def total(self) -> int:
         """Bytes of all three."""
         return self.weights + self.slots + self.gradients
+
+    def fitting(self, device_memory: int, most: int = 1024) -> int | None:
+        """Returns the least number of devices to split over that fits.
+
+        Args:
+            device_memory: Bytes of a device.
+            most: The largest number to try.
+
+        Returns:
+            The number; None where no number up to `most` fits.
+        """
+        for fsdp in range(1, most + 1):
+            if dataclasses.replace(self, fsdp=fsdp).total <= device_memory:
+                return fsdp
+        return None
 
     def text(self, device_memory: int | None = None) -> str:
         """Returns the parts in GiB, for a terminal.
@@ -88,9 +121,17 @@ class StateMemory:
             name = "left for activations" if left >= 0 else "does not fit by"
             parts.append((name, abs(left)))
         width = max(len(name) for name, _ in parts)
-        return "\n".join(
+        lines = [
             f"{name:<{width}}  {size / _GIB:8.3f} GiB" for name, size in parts
-        )
+        ]
+        if device_memory is not None and device_memory < self.total:
+            fits = self.fitting(device_memory)
+            if fits is not None:
+                lines.append(
+                    f"fits with --strategy=fsdp over {fits} devices, without "
+                    "activations"
+                )
+        return "\n".join(lines)
 
 
 def hours(table: ScalingTable, examples: int, epochs: int) -> list[float]:

@@ -74,6 +74,7 @@ LIGHT_MODULES = {
     "mgpu_tf.reports",
     "mgpu_tf.reports.figures",
     "mgpu_tf.reports.goodput",
+    "mgpu_tf.reports.memory",
     "mgpu_tf.reports.report",
     "mgpu_tf.reports.scaling",
     "mgpu_tf.reports.terminal",

@@ -9,7 +9,7 @@ from absl import flags
 from mgpu_tf import planner
 from mgpu_tf.commands.arguments import Call
 from mgpu_tf.errors import ConfigurationError, is_integer
-from mgpu_tf.names import OPTIMIZERS
+from mgpu_tf.names import OPTIMIZERS, SHARDS
 from mgpu_tf.reports.scaling import MEANING, ScalingTable, aligned
 
 USAGE = """mgpu-tf plan [--flags]
@@ -24,6 +24,7 @@ time of waiting for data.
 
 Example:
   mgpu-tf plan --num_parameters=1.5G --optimizer=adam --device_memory_gib=16
+  mgpu-tf plan --num_parameters=1.5G --fsdp_parallel=4
   mgpu-tf plan --scaling=runs/scaling/scaling.json --examples=1.28M --epochs=90
 """
 
@@ -34,6 +35,8 @@ _MOST = 1e15
 _NEEDS = {
     "optimizer": "num_parameters",
     "device_memory_gib": "num_parameters",
+    "fsdp_parallel": "num_parameters",
+    "shard": "num_parameters",
     "examples": "scaling",
     "epochs": "scaling",
     "price": "scaling",
@@ -61,6 +64,18 @@ def define(values: flags.FlagValues) -> None:
             f"The optimizer: {', '.join(OPTIMIZERS)}.",
         ),
         (real, "device_memory_gib", None, "Memory of a device, in GiB."),
+        (
+            number,
+            "fsdp_parallel",
+            1,
+            "Number of devices that the state of the model is split over.",
+        ),
+        (
+            text,
+            "shard",
+            "weights",
+            f"What is split: {', '.join(SHARDS)}.",
+        ),
         (text, "scaling", None, "A scaling.json of mgpu-tf benchmark."),
         (
             text,
@@ -110,6 +125,8 @@ def _memory(values: flags.FlagValues) -> str:
     memory = planner.StateMemory(
         _count("num_parameters", values.num_parameters),
         values.optimizer,
+        values.fsdp_parallel,
+        values.shard,
     )
     room = values.device_memory_gib
     if room is not None and not 0 < room < _MOST:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.reports.memory import MemoryTable
 from mgpu_tf.reports.scaling import MEANING, PUBLISHED, ScalingTable
 
 
@@ -47,6 +49,58 @@ def draw_scaling(table: ScalingTable, path: str) -> None:
         fontsize=8,
         wrap=True,
     )
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def draw_memory(tables: Mapping[str, MemoryTable], path: str) -> None:
+    """Draws what the fullest device stores, a bar for each strategy.
+
+    Args:
+        tables: What `Trainer.memory` told, by the name of the strategy.
+        path: Of the PNG to write.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    figure, axes = _new_figure()
+    fullest = [
+        max(table.rows, key=lambda row: row.total) for table in tables.values()
+    ]
+    below = [0.0] * len(fullest)
+    for part in ("weights", "optimizer", "other"):
+        sizes = [getattr(row, part) / (1 << 20) for row in fullest]
+        axes.bar(list(tables), sizes, bottom=below, label=part)
+        below = [b + size for b, size in zip(below, sizes, strict=True)]
+    axes.set_ylabel("MiB of variables on the fullest device")
+    axes.tick_params(axis="x", labelsize=7)
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def draw_curves(
+    curves: Mapping[str, Sequence[float]], path: str, name: str = "loss"
+) -> None:
+    """Draws a value of each epoch, a line for each run.
+
+    Args:
+        curves: The values by the name of the run.
+        path: Of the PNG to write.
+        name: What the value is.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    figure, axes = _new_figure()
+    # Thinner and thinner, so that curves which are equal are all seen.
+    for place, (run, values) in enumerate(curves.items()):
+        width = 1.5 * (len(curves) - place)
+        epochs = list(range(1, len(values) + 1))
+        axes.plot(epochs, values, linewidth=width, label=run)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(name)
     axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -25,10 +25,12 @@ from mgpu_tf.checkpoints.recovery import Recovery
 from mgpu_tf.checkpoints.run_state import EpochRecord
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import Logs
+from mgpu_tf.engine.storage import memory_of
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import made_of
 from mgpu_tf.options import SaveOptions, StepOptions
 from mgpu_tf.reports.goodput import Goodput
+from mgpu_tf.reports.memory import MemoryTable
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.strategies.registry import kind_of, strategy_from
 from mgpu_tf.training import callbacks as callbacks_lib
@@ -413,6 +415,13 @@ class Trainer:
         self._distributed.write(
             "export", path, lambda: self.model.export(path, **options)
         )
+
+    def memory(self) -> MemoryTable:
+        """Returns what the variables take on each device of this process.
+
+        Call it after `fit`, when the optimizer has made its variables.
+        """
+        return memory_of(self.model)
 
     def train_on_batch(
         self,
