@@ -99,7 +99,12 @@ class Split:
     @property
     def by_rows(self) -> bool:
         """Whether parts are rows of a matrix, not elements."""
-        return len(self.shape) == 2 and self.shape[0] >= self.parts
+        return len(self.shape) == 2
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether every part has something of the variable."""
+        return self.length >= self.parts
 
     @property
     def length(self) -> int:

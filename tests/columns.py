@@ -11,3 +11,9 @@ EVERY = [
     pytest.param("one_device", marks=pytest.mark.full),
     pytest.param("mirrored_x2", marks=pytest.mark.full),
 ]
+
+# Strategies that split weights, in the full tier.
+SPLIT = [
+    pytest.param("fsdp_x3", marks=pytest.mark.full),
+    pytest.param("data_2_fsdp_2", marks=pytest.mark.full),
+]

@@ -58,5 +58,6 @@ def test_parts_are_all_of_a_variable(shape, parts):
         split.shape_of(part) for part in range(parts)
     ]
     np.testing.assert_array_equal(np.concatenate(pieces), flat)
+    assert split.is_possible == (min(len(piece) for piece in pieces) > 0)
     lengths = [after - first for first, after in bounds]
     assert max(lengths) - min(lengths) <= 1

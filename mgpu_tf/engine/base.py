@@ -135,6 +135,7 @@ class Engine(abc.ABC):
         self, model: keras.Model, strategy: tf.distribute.Strategy
     ) -> None:
         _check_compiled(model, strategy)
+        _check_optimizers(model, strategy)
         several = topology_of(strategy).data_parallel_degree > 1
         if several or not kind_of(strategy).in_step:
             _check_made_inside(model, strategy)
@@ -304,6 +305,24 @@ def _check_compiled(
         )
 
 
+def _check_optimizers(
+    model: keras.Model, strategy: tf.distribute.Strategy
+) -> None:
+    """Refuses optimizers that belong to another strategy, built or not."""
+    for optimizer in keras_internals.optimizers_of(model):
+        for part in keras_internals.parts(optimizer):
+            if keras_internals.strategy_of(part) is not strategy:
+                raise _made_outside("optimizer", part.name)
+
+
+def _made_outside(kind: str, name: str) -> ConfigurationError:
+    return ConfigurationError(
+        "What a model uses must be made in the strategy's scope. Received: "
+        f"the {kind} {name!r}, made outside. Create it inside build_model, or "
+        "compile again inside trainer.strategy.scope()."
+    )
+
+
 def _check_made_inside(
     model: keras.Model, strategy: tf.distribute.Strategy
 ) -> None:
@@ -335,12 +354,7 @@ def _check_made_inside(
     owned += [("model", model.name, variable) for variable in model.variables]
     for kind, name, variable in owned:
         if not strategy.extended.variable_created_in_scope(variable.value):
-            raise ConfigurationError(
-                "What a model uses must be made in the strategy's scope. "
-                f"Received: the {kind} {name!r}, made outside. Create it "
-                "inside build_model, or compile again inside "
-                "trainer.strategy.scope()."
-            )
+            raise _made_outside(kind, name)
 
 
 def _check_stateless(model: keras.Model) -> None:

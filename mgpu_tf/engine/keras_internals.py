@@ -690,6 +690,13 @@ def count_micro_step(optimizer: keras.optimizers.Optimizer) -> None:
     optimizer._iterations.assign_add(1)
 
 
+def strategy_of(
+    optimizer: keras.optimizers.Optimizer,
+) -> tf.distribute.Strategy:
+    """Returns the strategy in whose scope an optimizer was made."""
+    return optimizer._distribution_strategy
+
+
 def accumulators(
     optimizer: keras.optimizers.Optimizer,
     variables: list[keras.Variable] | None = None,

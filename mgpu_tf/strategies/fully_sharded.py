@@ -82,11 +82,15 @@ class _ShardedExtended(mirrored_strategy.MirroredExtended):
             value = value() if callable(value) else value
             value = tf.convert_to_tensor(value, kwargs.get("dtype"))
         shape = tuple(value.shape.as_list())
-        if not value.dtype.is_floating or not (
-            shape == tuple(beside.shape)
-            if isinstance(beside, ShardedVariable)
-            else math.prod(shape) >= strategy.smallest_split
-        ):
+        if isinstance(beside, ShardedVariable):
+            splits = shape == tuple(beside.shape)
+        else:
+            splits = (
+                value.dtype.is_floating
+                and math.prod(shape) >= strategy.smallest_split
+                and Split(shape, strategy.mesh.fsdp).is_possible
+            )
+        if not splits:
             kwargs["initial_value"] = lambda: value
             return super()._create_variable(next_creator, **kwargs)
         kwargs.pop("colocate_with", None)

@@ -37,6 +37,14 @@ _SHAPES = (
 )
 
 
+_KERAS_EVALUATES = (
+    "Keras's own evaluate and predict do not run on several workers, nor with "
+    "batches that replicas share unevenly. Received: a call of one of them, "
+    "such as in a callback. Call trainer.evaluate or trainer.predict, on "
+    "every worker."
+)
+
+
 @contextlib.contextmanager
 def explained(source: data_lib.Source) -> Iterator[None]:
     """Turns errors about the data into one line about it.
@@ -52,6 +60,8 @@ def explained(source: data_lib.Source) -> Iterator[None]:
     except ConfigurationError:
         raise
     except tf.errors.InvalidArgumentError as error:
+        if "Inputs to operation AddN" in str(error):
+            raise ConfigurationError(_KERAS_EVALUATES) from error
         if data_lib.SIZES_DIFFER in str(error):
             raise ConfigurationError(data_lib.SIZES_DIFFER) from error
         if isinstance(source, data_lib.PreprocessedSource) and (
@@ -100,12 +110,7 @@ def explained(source: data_lib.Source) -> Iterator[None]:
     except ValueError as error:
         text = _ANSI.sub("", str(error))
         if "PerReplica:" in text:
-            raise ConfigurationError(
-                "Keras's own evaluate and predict do not run on several "
-                "workers. Received: a call of one of them, such as in a "
-                "callback. Call trainer.evaluate or trainer.predict, on every "
-                "worker."
-            ) from error
+            raise ConfigurationError(_KERAS_EVALUATES) from error
         example = source.example()
         if "None values not supported" in text and not _has_targets(example):
             raise ConfigurationError(

@@ -415,7 +415,7 @@ def generator_with_steps(run):
     run.use(models.dense(), data, steps_per_epoch=4)
 
 
-@row(GROUP)
+@row(GROUP, excuses=(COUNT,))
 def generator_of_one_pass(run):
     batches = Batches(models.points(), models.numbers())
     data = (batches[index] for index in range(4))

@@ -53,7 +53,7 @@ def check(name, observed):
 
 
 @pytest.mark.parametrize("name", tiered(list(tasks.PROGRAMS), ["pairs"]))
-@pytest.mark.parametrize("column", columns.EVERY)
+@pytest.mark.parametrize("column", [*columns.EVERY, *columns.SPLIT])
 def test_raw_text(column, name, strategies):
     check(name, tasks.observe(name, strategies[column]))
 

@@ -45,6 +45,9 @@ _ROUNDING = 1e-2
 # How many times as far apart as drawing anew takes them.
 _NOISE = 4.0
 
+# How many batches are looked at, where the first tell nothing.
+_TRIES = 5
+
 _VALUE = "the value"
 
 _REMEDY = (
@@ -73,6 +76,9 @@ class Probe:
         self._state = state
         self._rehearsal = Rehearsal(model, "train_step")
         self._generator: Any = None
+        self._tries = _TRIES
+        # Layers whose outputs are made of all rows, as is documented.
+        self._averages = keras_internals.moving_statistics(model)
 
     def __call__(self, data: Any, total: int) -> bool:
         """Looks at what the step makes of some rows.
@@ -93,7 +99,7 @@ class Probe:
         # Twice as many are no more than a replica can hold.
         rows = (rows + 1) // 2
         try:
-            once, twice = self._measure(data, rows)
+            once, twice, other, mixed = self._measure(data, rows)
         # The author's code, in surroundings that it was not made for.
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0]
@@ -107,7 +113,25 @@ class Probe:
             return True
         for name, values in once.items():
             self._tell(name, judge(values, twice[name]))
-        return True
+        gradients = [name for name in once if not name.startswith(_VALUE)]
+        if not self._averages:
+            for name in gradients:
+                mean = (once[name] + other[name]) / 2
+                if judge(mean, mixed[name]) != 1.0:
+                    self._tell_of_parts(name)
+        self._tries -= 1
+        # Gradients of zeros tell nothing, such as those of a hinge.
+        return not self._tries or all(once[name].any() for name in gradients)
+
+    def _tell_of_parts(self, name: str) -> None:
+        _log.warning(
+            "train_step of %s: %s for some rows and for others do not average "
+            "to that for all of them, so updates depend on the number of "
+            "replicas. Clip by the optimizer's clipnorm or global_clipnorm; a "
+            "loss over pairs of examples sees the pairs of a replica",
+            type(self._model).__name__,
+            name,
+        )
 
     def _tell(self, name: str, verdict: float | None) -> None:
         owner = type(self._model).__name__
@@ -131,30 +155,45 @@ class Probe:
 
     def _measure(
         self, data: Any, rows: int
-    ) -> tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]:
-        """Returns what there is of rows that come once, and twice.
+    ) -> tuple[Mapping[str, np.ndarray], ...]:
+        """Returns what there is of some rows.
+
+        Of rows that come once, of the same twice, of other rows, and of both
+        together.
 
         Each by name, `[draws, elements]`.
         """
 
         def run(data: Any, draw: tf.Tensor) -> Any:
-            some = tf.nest.map_structure(
+            held = tf.nest.map_structure(
                 lambda t: self._strategy.experimental_local_results(t)[0],
                 data,
             )
-            some = tf.nest.map_structure(lambda t: t[:rows], some)
-            doubled = tf.nest.map_structure(
-                lambda t: tf.concat([t, t], 0), some
+            some = tf.nest.map_structure(lambda t: t[:rows], held)
+            others = tf.nest.map_structure(lambda t: t[-rows:], held)
+            doubled, both = (
+                tf.nest.map_structure(
+                    lambda t, u: tf.concat([t, u], 0), some, second
+                )
+                for second in (some, others)
             )
             self._generator = keras_internals.global_seed_generator()
             with self._rehearsal.caught():
                 once = self._strategy.run(
                     self._of_replica, args=(some, rows, draw)
                 )
-                twice = self._of(doubled, 2 * rows, rows, self._drawn(draw))
-            return tf.nest.map_structure(
-                lambda t: self._strategy.experimental_local_results(t)[0], once
-            ), twice
+                other = self._strategy.run(
+                    self._of_replica, args=(others, rows, draw)
+                )
+                twice, mixed = (
+                    self._of(each, 2 * rows, rows, self._drawn(draw))
+                    for each in (doubled, both)
+                )
+            once, other = tf.nest.map_structure(
+                lambda t: self._strategy.experimental_local_results(t)[0],
+                (once, other),
+            )
+            return once, twice, other, mixed
 
         function = tf.function(run, autograph=False)
         concrete = function.get_concrete_function(
@@ -168,14 +207,13 @@ class Probe:
         ]
         for variable, value in zip(others, before, strict=True):
             variable.assign(value)
-        once, twice = (
+        return tuple(
             {
                 name: np.stack([draw[side][name].numpy() for draw in found])
                 for name in found[0][side]
             }
-            for side in (0, 1)
+            for side in range(4)
         )
-        return once, twice
 
     def _every_variable(self) -> list[keras.Variable]:
         optimizers = keras_internals.optimizers_of(self._model)
