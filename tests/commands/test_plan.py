@@ -49,9 +49,27 @@ def test_what_is_left_and_what_is_missing():
     assert memory.text(16 << 30).splitlines()[-1].split() == (
         ["left", "for", "activations", "12.000", "GiB"]
     )
-    assert memory.text(3 << 30).splitlines()[-1].split() == (
-        ["does", "not", "fit", "by", "1.000", "GiB"]
+    *_, missing, fits = memory.text(3 << 30).splitlines()
+    assert missing.split() == ["does", "not", "fit", "by", "1.000", "GiB"]
+    assert (
+        fits == "fits with --strategy=fsdp over 2 devices, without activations"
     )
+
+
+def test_state_that_is_split():
+    gib = 1 << 30
+    weights = planner.StateMemory(1 << 28, "adam", fsdp=4)
+    assert weights.weights == weights.gradients == gib // 4
+    assert weights.slots == 2 * gib // 4
+    optimizer = planner.StateMemory(1 << 28, "adam", 4, "optimizer")
+    assert optimizer.weights == gib + gib // 4
+    assert optimizer.slots == weights.slots
+    assert weights.fitting(gib) == 4
+    assert weights.fitting(1) is None
+    with pytest.raises(ConfigurationError, match="shard"):
+        planner.StateMemory(8, shard="all")
+    with pytest.raises(ConfigurationError, match="fsdp"):
+        planner.StateMemory(8, fsdp=0)
 
 
 def test_hours():

@@ -1,0 +1,49 @@
+"""The commands of docs/model_parallel.md, and the experiment that it names."""
+
+import json
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from tests import clusters
+
+ROOT = pathlib.Path(clusters.ROOT)
+DOCS = ROOT / "docs" / "model_parallel.md"
+COMMANDS = [
+    line
+    for block in re.findall(r"```sh\n(.*?)```", DOCS.read_text(), re.S)
+    for line in block.strip().splitlines()
+]
+
+
+def test_the_page_has_commands():
+    assert len(COMMANDS) == 4
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c.startswith("mgpu-tf")]
+)
+def test_command(command, tmp_path):
+    done = clusters.mgpu_tf(*shlex.split(command)[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.full
+def test_experiment(tmp_path):
+    [command] = [c for c in COMMANDS if c.startswith("python")]
+    done = clusters.run(
+        [*shlex.split(command)[1:], f"--output_dir={tmp_path}", "--epochs=1"],
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert set(results["refused"]) == {"one_device", "mirrored, 4 devices"}
+    assert "fsdp over" in results["refused"]["one_device"]
+    assert max(results["differences"].values()) < 1e-5
+    stored = results["largest_device"]
+    assert stored["fsdp 4"] < 0.3 * stored["one device, no budget"]
+    assert (tmp_path / "memory.png").stat().st_size > 1000
+    assert (tmp_path / "losses.png").stat().st_size > 1000
