@@ -248,6 +248,49 @@ def test_a_loss_over_pairs_is_warned_of(strategies, caplog):
     assert len(warned) == 1
 
 
+class Clipped(Regression):
+    """It clips its gradient by itself."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(y - self(x, training=True)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.05)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_step_that_clips_by_itself_is_warned_of(strategies, caplog):
+    def build():
+        model = Clipped(None)
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    with caplog.at_level(logging.WARNING, logger="mgpu_tf"):
+        trainer.fit(*arrays(), **FIT)
+    warned = [r for r in caplog.records if "do not average" in r.message]
+    assert len(warned) == 1
+    assert "global_clipnorm" in warned[0].getMessage()
+
+
+def test_rows_without_a_gradient_tell_nothing(strategies):
+    """A sum of hinges is refused though the first rows have no gradient."""
+
+    def hinges(x, y, p):
+        bound = ops.cast(ops.mean(x) < 100.0, p.dtype)
+        return ops.sum(bound * squares(x, y, p))
+
+    x, y = arrays()
+    x, y = np.concatenate([x + 1000.0, x]), np.concatenate([y, y])
+    trainer = mgpu_tf.Trainer(
+        regression(hinges), strategies["mirrored_x3"], steps_per_execution=1
+    )
+    with pytest.raises(mgpu_tf.ConfigurationError, match="sum_over_batch"):
+        trainer.fit(x, y, **FIT)
+
+
 def test_an_optimizer_around_the_step_is_refused(strategies):
     adam = keras.optimizers.Adam()
 
@@ -297,6 +340,42 @@ def test_what_was_made_outside_is_refused(strategies):
             mgpu_tf.ConfigurationError, match=f"{kind} 'early', made outside"
         ):
             mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    with pytest.raises(mgpu_tf.ConfigurationError, match="optimizer 'early'"):
+        mgpu_tf.Trainer(with_optimizer, strategies["one_device"])
+
+
+def test_a_model_compiled_outside_of_the_scope_is_refused(strategies):
+    def build():
+        model = network(5, 1)
+        model.compile("sgd", "mse")
+        return model
+
+    trainer = mgpu_tf.Trainer(build, strategies["one_device"])
+    trainer.model.compile("adam", "mse")
+    with pytest.raises(mgpu_tf.ConfigurationError, match="compile again"):
+        trainer.fit(*arrays(), **FIT)
+
+
+def test_keras_evaluates_in_a_callback(strategies):
+    """Rows that replicas share unevenly are what Keras cannot join."""
+    x, y = arrays()
+
+    def build():
+        model = network(5, 1)
+        model.compile("sgd", "mse")
+        return model
+
+    class Evaluates(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.predict(x[:8], verbose=0)
+            self.model.evaluate(x[:5], y[:5], verbose=0)
+
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    with pytest.raises(
+        mgpu_tf.ConfigurationError, match=r"trainer\.evaluate"
+    ) as error:
+        trainer.fit(x, y, callbacks=[Evaluates()], **FIT)
+    assert "\n" not in str(error.value)
 
 
 def test_a_stateful_layer_is_refused_on_replicas(strategies):
