@@ -187,11 +187,11 @@ class ReplicaStep:
         seeds = {id(variable) for variable in state.seeds}
         writes = {}
         for variable in state.variables:
+            if not (scope.is_written(variable) or state.is_metric(variable)):
+                continue
             value = scope.get_current_value(variable)
             base = before.get(id(variable))
-            if value is None or not (
-                scope.is_written(variable) or state.is_metric(variable)
-            ):
+            if value is None:
                 continue
             if id(variable) in seeds and base is not None:
                 value = state.next_seed(variable, value)
