@@ -25,6 +25,9 @@ def strategies():
         "fsdp_x3": mgpu_tf.create_model_parallel_strategy(
             fsdp=3, num_virtual_devices=3, smallest_split=4
         ),
+        "fsdp_x1": mgpu_tf.create_model_parallel_strategy(
+            fsdp=1, num_virtual_devices=1, smallest_split=4
+        ),
         "data_2_fsdp_2": mgpu_tf.create_model_parallel_strategy(
             data=2,
             fsdp=2,

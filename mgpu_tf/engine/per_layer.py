@@ -195,7 +195,7 @@ class _Pass:
     def __call__(self) -> Any:
         """Returns the outputs of the layer."""
         if not self._scope.trains:
-            self._scope.lend(self._lent, self._weights(self._here()))
+            self._scope.lend(self._lent, self._weights(self._before()))
             return self._outputs_of(self._inputs())
         sources = [self._scope.sources[id(v)] for v in self._trained()]
         flat = tf.custom_gradient(self._forward)(*self._inputs(), *sources)
@@ -214,9 +214,16 @@ class _Pass:
     def _inputs(self) -> list[tf.Tensor]:
         return [self._flat[place] for place in self._places]
 
-    def _here(self) -> list[tf.Tensor]:
-        """Returns what is known where the layer before is computed."""
-        return [value for value in self._flat if tf.is_symbolic_tensor(value)]
+    def _before(self) -> list[tf.Tensor]:
+        """Returns what is known once the layer before begins.
+
+        The weights of this layer are gathered while that one computes.
+        """
+        before = _of_this_graph(self._scope.begun)
+        self._scope.begun = [
+            value for value in self._flat if tf.is_symbolic_tensor(value)
+        ]
+        return before
 
     def _weights(
         self,
@@ -224,12 +231,16 @@ class _Pass:
         sources: dict[int, tf.Tensor] | None = None,
     ) -> list[tf.Tensor]:
         """Returns the values of the weights, gathered when `after` is known."""
+        sources = self._scope.sources if sources is None else sources
         with tf.control_dependencies(after):
             found = []
             for variable in self._lent:
                 value = self._layers.gather(variable)
+                source = sources.get(id(variable))
                 if value is None:
-                    value = (sources or self._scope.sources)[id(variable)]
+                    value = source
+                elif source is not None:
+                    value = _linked(value, source)
                 found.append(value)
         return found
 
@@ -243,7 +254,7 @@ class _Pass:
     def _forward(self, *operands: tf.Tensor) -> tuple[Any, Any]:
         count = len(self._places)
         before = dict(self._scope.state_mapping)
-        weights = self._weights(self._here())
+        weights = self._weights(self._before())
         self._scope.lend(self._lent, weights)
         self._outputs = self._outputs_of(list(operands[:count]))
         flat = [
@@ -270,8 +281,11 @@ class _Pass:
             again = [tf.identity(operand) for operand in operands]
         inputs, sources = again[:count], again[count:]
         trained = self._trained()
+        # While the layer above has its gradients computed.
+        after = _of_this_graph(self._scope.returned) or arrived
+        self._scope.returned = arrived
         values = self._weights(
-            arrived,
+            after,
             {id(v): s for v, s in zip(trained, sources, strict=True)},
         )
         held = {id(v): w for v, w in zip(self._lent, values, strict=True)}
@@ -293,6 +307,23 @@ class _Pass:
             watched,
             output_gradients=[gradient for _, gradient in pairs],
         )
+
+
+def _linked(value: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
+    """Returns a value whose gradient is that of another tensor."""
+
+    @tf.custom_gradient
+    def linked(source: tf.Tensor) -> Any:
+        del source
+        return value, lambda upstream: upstream
+
+    return linked(source)
+
+
+def _of_this_graph(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns tensors that operations made here can wait for."""
+    here = tf.compat.v1.get_default_graph()
+    return [tensor for tensor in tensors if tensor.graph is here]
 
 
 def _unique(variables: list[keras.Variable]) -> list[keras.Variable]:

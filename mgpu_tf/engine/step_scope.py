@@ -38,6 +38,9 @@ class StepScope(keras.StatelessScope):
         reader: Reads the step, once its forward pass is traced.
         sources: The tensors that gradients of weights are taken from, by the
             identity of the weight, where layers are recomputed.
+        begun: What the last layer that is recomputed was called with.
+        returned: The gradients of the outputs of the last such layer, in the
+            backward pass.
         busy: Whether a layer that is recomputed is being called.
         seen: The weights that were read since it was set to none.
     """
@@ -54,6 +57,8 @@ class StepScope(keras.StatelessScope):
     ) -> None:
         super().__init__(given, collect_losses=True)
         self.sources = sources or {}
+        self.begun: list[tf.Tensor] = []
+        self.returned: list[tf.Tensor] = []
         self.busy = False
         self.seen: dict[int, keras.Variable] = {}
         self._gather = gather

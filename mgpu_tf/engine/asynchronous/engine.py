@@ -78,12 +78,13 @@ class AsynchronousEngine(Engine):
     ) -> None:
         super().__init__(model, strategy)
         _refuse(model)
-        if options.gradient_dtype is not None:
-            raise ConfigurationError(
-                "gradient_dtype goes with synchronous strategies. Received: "
-                f"gradient_dtype={options.gradient_dtype!r} with parameter "
-                "servers. Leave it out."
-            )
+        for name in ("gradient_dtype", "recompute"):
+            value = getattr(options, name)
+            if value is not None:
+                raise ConfigurationError(
+                    f"{name} goes with synchronous strategies. Received: "
+                    f"{name}={value!r} with parameter servers. Leave it out."
+                )
         self._options = options
         self.strategy = strategy
         self.dispatcher = Dispatcher(strategy)

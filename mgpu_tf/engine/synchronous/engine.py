@@ -183,6 +183,13 @@ class SynchronousEngine(Engine):
             self._layers(),
         )
         authored = keras_internals.overrides(self._model, "train_step")
+        if authored and self._options.recompute is not None:
+            raise ConfigurationError(
+                "recompute goes with Keras's own train_step. Received: "
+                f"recompute={self._options.recompute!r} with "
+                f"{type(self._model).__name__}, which has its own. Leave it "
+                "out."
+            )
         if authored and self._local.total > 1:
             check_held(self._model)
             self._state.add_global_seed(self._strategy, create=True)
