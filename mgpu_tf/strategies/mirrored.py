@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
@@ -104,6 +105,25 @@ class _MultiWorkerExtended(
             for i in range(self._num_cpu_replicas)
         )
         return devices, kind
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        """Sends initial values of bfloat16 as float32.
+
+        TensorFlow sends the values of the first worker to the others, and has
+        no such operation for bfloat16.
+        """
+        get = super()._get_variable_creator_initial_value
+        value = kwargs["initial_value"]
+        if replica_id or kwargs.get("dtype") != "bfloat16":
+            return get(replica_id, device, primary_var, **kwargs)
+        kwargs["dtype"] = tf.float32
+        kwargs["initial_value"] = lambda: tf.cast(
+            value() if callable(value) else value, tf.float32
+        )
+        sent = get(replica_id, device, primary_var, **kwargs)
+        return lambda: tf.cast(sent(), tf.bfloat16)
 
 
 class MultiWorkerMirroredStrategy(
