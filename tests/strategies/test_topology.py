@@ -64,4 +64,8 @@ def test_kinds(strategies):
         "mirrored_x3": "mirrored",
         "one_device": "one_device",
         "central_storage_x2": "central_storage",
+        "fsdp_x1": "model_parallel",
+        "fsdp_x3": "model_parallel",
+        "data_2_fsdp_2": "model_parallel",
+        "zero1_x2": "model_parallel",
     }
