@@ -31,8 +31,8 @@ _GIB = 1 << 30
 class StateMemory:
     """What each device holds of a model in float32 while it is trained.
 
-    Activations come on top; they grow with the batch of a device. Where
-    weights are split, so do the whole weights of the layer at hand.
+    Activations are not counted; they grow with the batch of a device. With
+    `fsdp`, the gathered weights of a layer are not counted either.
 
     Attributes:
         parameters: Trainable parameters of the model.

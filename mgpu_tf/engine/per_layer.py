@@ -323,7 +323,11 @@ def _linked(value: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
 def _of_this_graph(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     """Returns tensors that operations made here can wait for."""
     here = tf.compat.v1.get_default_graph()
-    return [tensor for tensor in tensors if tensor.graph is here]
+    return [
+        tensor
+        for tensor in tensors
+        if tf.is_symbolic_tensor(tensor) and tensor.graph is here
+    ]
 
 
 def _unique(variables: list[keras.Variable]) -> list[keras.Variable]:

@@ -68,6 +68,8 @@ class Update:
         self._every = accumulation_steps(self._optimizer)
         self._reduces_first = self._every == 1 or stored_once
         self._constrains_once = stored_once
+        # Whether all replicas have the same gradients when they are checked.
+        self._are_alike = self._reduces_first or self._replicas == 1
         # Which variables have a gradient; known once a step is traced.
         self.present: list[bool] = []
         # Whose rows all replicas have looked up alike; see `RowGather`.
@@ -258,8 +260,7 @@ class Update:
             for gradient in gradients
         ]
         count = tf.cast(tf.reduce_any(tf.stack(bad)), tf.float32)
-        if not self._reduces_first and self._replicas > 1:
-            # Not summed yet, so the replicas have to be asked.
+        if not self._are_alike:
             context = tf.distribute.get_replica_context()
             count = context.all_reduce("sum", count)
         return tf.equal(count, 0.0)

@@ -6,9 +6,9 @@
     outside of replicas     it is one variable of its whole shape
     in `extended.update`    it is this replica's part
 
-An optimizer's update runs in `extended.update`. It so computes on parts, and
-the slots that it makes beside a variable are split in the same way. Whoever
-saves, restores or compares the variable sees its ordinary shape.
+An optimizer's update runs in `extended.update`, so it computes on parts. Its
+slots are split in the same way. Code that saves, restores or compares the
+variable sees its ordinary shape.
 """
 
 from __future__ import annotations

@@ -326,6 +326,30 @@ def test_layers_are_computed_again(strategies):
     assert calls(one, recompute="layers") > calls(one)
 
 
+@pytest.mark.parametrize("column", ["one_device", "fsdp_x3"])
+def test_code_that_runs_eagerly(column, strategies):
+    def build(eagerly=True):
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.Dense(6, activation="tanh"),
+                layers.Dense(4),
+            ]
+        )
+        optimizer = keras.optimizers.Adam(0.02, clipnorm=0.1)
+        model.compile(optimizer, "mse", run_eagerly=eagerly)
+        return model
+
+    def points():
+        x = np.random.default_rng(2).normal(size=(22, 4))
+        return x, 2 * x
+
+    check(
+        train(build, points, strategies[column], recompute="layers"),
+        train(functools.partial(build, False), points),
+    )
+
+
 def test_a_step_of_ones_own_is_refused(strategies):
     class Own(keras.Model):
         def train_step(self, data):

@@ -75,10 +75,8 @@ def test_small_weights_stay_whole():
     with strategy.scope():
         optimizer = keras.optimizers.Adam()
     model = model_and_optimizer(strategy, optimizer, width=64)
-    names = [v.path for v in model.variables if split_of([v])]
     # 12 x 64 elements stay, 64 x 64 are split.
-    assert names == ["sequential/dense_1/kernel"] or len(names) == 1
-    assert split_of(model.variables)[0].shape == (64, 64)
+    assert [v.shape for v in split_of(model.variables)] == [(64, 64)]
 
 
 def test_outside_of_replicas_it_is_one_variable(strategy):

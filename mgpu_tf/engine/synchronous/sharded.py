@@ -25,7 +25,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
-from mgpu_tf.engine.update import Gradients, Update, accumulated, unwrap, values
+from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
@@ -89,7 +89,7 @@ class ShardedEngine(SynchronousEngine):
         self, optimizers: list[keras.optimizers.Optimizer]
     ) -> list[keras.Variable]:
         if self._strategy.shard == "optimizer":
-            return accumulated(optimizers)
+            return super()._local_sums(optimizers)
         return []
 
     def _begin(self) -> None:
@@ -110,7 +110,7 @@ class ShardedEngine(SynchronousEngine):
         return [
             (variable, tf.convert_to_tensor(variable.value))
             for variable in self._model.variables
-            if isinstance(variable.value, ShardedVariable)
+            if keras_internals.is_split(variable)
         ]
 
 
@@ -143,6 +143,7 @@ class ShardedUpdate(Update):
         )
         self._mesh = strategy.mesh
         self._constrains_once = True
+        self._are_alike = False
         if strategy.shard != "optimizer":
             self._reduces_first = True
         name = options.gradient_dtype
@@ -156,7 +157,7 @@ class ShardedUpdate(Update):
         variables: list[keras.Variable],
         alike: list[bool],
     ) -> Gradients:
-        split = [isinstance(v.value, ShardedVariable) for v in variables]
+        split = [keras_internals.is_split(v) for v in variables]
         sparse = [
             isinstance(self._first(g), tf.IndexedSlices) for g in gradients
         ]
@@ -281,11 +282,7 @@ class ShardedUpdate(Update):
         norms = tf.unstack(self._squares(gradients, variables))
         if by_norm:
             return [
-                _scaled(
-                    gradient,
-                    tf.constant(by_norm, norm.dtype)
-                    / tf.maximum(tf.sqrt(norm), by_norm),
-                )
+                divided(gradient, tf.maximum(tf.sqrt(norm), by_norm) / by_norm)
                 for gradient, norm in zip(gradients, norms, strict=True)
             ]
         norm = tf.sqrt(tf.add_n(norms))
@@ -307,7 +304,7 @@ class ShardedUpdate(Update):
             tf.cast(tf.reduce_sum(tf.square(values(gradient))), wide)
             / (
                 self._mesh.data
-                if isinstance(variable.value, ShardedVariable)
+                if keras_internals.is_split(variable)
                 else self._mesh.size
             )
             for gradient, variable in zip(gradients, variables, strict=True)
@@ -315,37 +312,25 @@ class ShardedUpdate(Update):
         context = tf.distribute.get_replica_context()
         return context.all_reduce("sum", tf.stack(own))
 
-    def _finite(self, gradients: Gradients) -> tf.Tensor:
-        bad = [
-            tf.reduce_any(~tf.math.is_finite(values(gradient)))
-            for gradient in gradients
-        ]
-        count = tf.cast(tf.reduce_any(tf.stack(bad)), tf.float32)
-        context = tf.distribute.get_replica_context()
-        return tf.equal(context.all_reduce("sum", count), 0.0)
-
     def _accumulators(self) -> list[Any]:
-        """Returns where sums are kept, those of parts as they are stored."""
+        """Returns the sums of gradients: of a split weight, this replica's."""
         return [
-            sums.value.here()
-            if isinstance(sums.value, ShardedVariable)
-            else sums
+            sums.value.here() if keras_internals.is_split(sums) else sums
             for sums in super()._accumulators()
         ]
 
 
 def _gathered(variable: keras.Variable) -> tf.Tensor | None:
     """Returns the whole value of a weight that is split. On a replica."""
-    held = keras_internals.stored(variable)
-    if not isinstance(held, ShardedVariable):
+    if not keras_internals.is_split(variable):
         return None
-    return tf.convert_to_tensor(held)
+    return tf.convert_to_tensor(keras_internals.stored(variable))
 
 
 def refresh(variables: list[keras.Variable]) -> None:
     """Writes parts to the whole copies of variables, where there are such."""
     for variable in variables:
-        if isinstance(variable.value, ShardedVariable):
+        if keras_internals.is_split(variable):
             variable.value.refresh()
 
 
@@ -361,13 +346,3 @@ def _check_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
                 f"{type(part).__name__}. Use one of {names}, or the strategy "
                 "'mirrored'."
             )
-
-
-def _scaled(gradient: Any, scale: tf.Tensor) -> Any:
-    """Returns a gradient, dense or sparse, times a scalar."""
-    scale = tf.cast(scale, gradient.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            gradient.values * scale, gradient.indices, gradient.dense_shape
-        )
-    return gradient * scale
