@@ -34,10 +34,7 @@ SLICE = [
 
 
 QUICK = [
-    ("mirrored_x3", "MeanSquaredError, masked"),
     ("mirrored_x3", "of one's own: a maximum"),
-    ("mirrored_x3", "BatchNormalization, synchronized"),
-    ("mirrored_x3", "Dropout"),
     ("mirrored_x3", "a transformer with clipping"),
     ("one_device", "Dropout"),
     ("one_device", "own: a moving mean, not synchronized"),

@@ -123,6 +123,7 @@ def test_data_that_it_cannot_preprocess(trainer, arguments, line):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.full
 def test_single_batches(strategies):
     texts, labels = tasks.texts()[:7], tasks.labels()[:7].tolist()
     with tasks.float64():
@@ -136,6 +137,7 @@ def test_single_batches(strategies):
     np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.full
 def test_without_a_preprocessor(strategies):
     """The data is preprocessed already, and the model like any other."""
     preprocess = tasks.preprocessor()

@@ -43,6 +43,7 @@ def test_same_order_every_time(data_dir):
     )
 
 
+@pytest.mark.full
 def test_processes_that_start_together(tmp_path):
     context = multiprocessing.get_context("spawn")
     arguments = [("digits", str(tmp_path))] * 2

@@ -102,7 +102,7 @@ def adversarial(built, **options):
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("built", tiered([False, True], [False]))
 def test_a_model_without_call(built, eager, strategies):
     build = adversarial(built, run_eagerly=eager)
 
@@ -190,7 +190,7 @@ def compiled(model_class, **options):
 TRIPLETS = (A, A + 0.1, A[::-1].copy())
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("eager", tiered([False, True], [False]))
 def test_triplets_for_a_step_of_the_author(eager, strategies):
     data = tf.data.Dataset.from_tensor_slices(TRIPLETS).batch(22)
 

@@ -13,6 +13,7 @@ from keras import layers, ops
 import mgpu_tf
 from tests import columns
 from tests.parity import cases
+from tests.tiers import tiered
 
 ROWS = 18
 BATCH = 8
@@ -429,8 +430,26 @@ def run(trains, model, data):
     return [np.asarray(w) for w in weights], history.history, scores
 
 
+QUICK = [
+    "ignore_class",
+    "ignore_class_sum",
+    "function_sum",
+    "function_mean_and_sum",
+    "add_sum",
+    "add_vector",
+    "add_declared_weighted",
+    "add_after_batch_normalization",
+    "compute_twice",
+    "compute_declared",
+    "metrics_in_compute_loss",
+    "metric_read_before_its_update",
+    "dict_result",
+    "masked_batch_normalization",
+]
+
+
 @pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("name", ROWS_OF)
+@pytest.mark.parametrize("name", tiered(list(ROWS_OF), QUICK))
 def test_same_as_keras(name, column, strategies, caplog):
     weights, history, scores = reference(name)
     build, data = ROWS_OF[name]

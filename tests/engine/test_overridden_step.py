@@ -10,6 +10,7 @@ import tensorflow as tf
 import mgpu_tf
 from mgpu_tf.engine.synchronous import probe
 from tests import columns
+from tests.tiers import tiered
 
 ops = keras.ops
 
@@ -197,7 +198,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", tiered(list(EQUAL), ["both", "declared sum"]))
 def test_losses_of_which_replicas_take_part(name, strategies):
     compare(regression(EQUAL[name]), arrays(), strategies["mirrored_x3"])
 

@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from tests import clusters
+from tests.tiers import tiered
 
 ROOT = pathlib.Path(clusters.ROOT)
 DOCS = ROOT / "docs" / "model_parallel.md"
@@ -22,8 +23,12 @@ def test_the_page_has_commands():
     assert len(COMMANDS) == 4
 
 
+PLAN = [c for c in COMMANDS if c.startswith("mgpu-tf plan")]
+
+
 @pytest.mark.parametrize(
-    "command", [c for c in COMMANDS if c.startswith("mgpu-tf")]
+    "command",
+    tiered([c for c in COMMANDS if c.startswith("mgpu-tf")], PLAN),
 )
 def test_command(command, tmp_path):
     done = clusters.mgpu_tf(*shlex.split(command)[1:], cwd=tmp_path)

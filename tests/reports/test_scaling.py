@@ -68,6 +68,7 @@ def test_a_mistake_is_one_line(flag, message, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.full
 def test_two_virtual_devices(tmp_path):
     done = clusters.mgpu_tf(
         "benchmark",

@@ -94,7 +94,7 @@ def ended(case, tmp_path):
     return lines
 
 
-@pytest.mark.parametrize("case", tiered(list(DIFFERENCES), ["variable"]))
+@pytest.mark.parametrize("case", tiered(list(DIFFERENCES), []))
 def test_difference_is_named_on_both(case, tmp_path):
     lines = ended(case, tmp_path)
     expected = "ConfigurationError " + DIFFERENCES[case]

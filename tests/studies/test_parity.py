@@ -11,6 +11,7 @@ import mgpu_tf
 from mgpu_tf.studies import causes, verdict
 from mgpu_tf.studies import trajectory as trajectories
 from tests import clusters
+from tests.tiers import tiered
 
 
 def data():
@@ -98,7 +99,7 @@ def test_gradient_of_zero_under_adam_is_noise(strategies):
     assert "own/before computes in float32" in report.precision
 
 
-@pytest.mark.parametrize("synchronized", [True, False])
+@pytest.mark.parametrize("synchronized", tiered([True, False], [True]))
 def test_a_sign_of_rounding_is_noise(synchronized, strategies):
     """Lion takes the sign of a gradient that is zero but for rounding."""
     normalized = build(
@@ -146,7 +147,7 @@ def convolution(dtype=None):
     return build_model
 
 
-@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("dtype", tiered([None, "float32"], [None]))
 def test_fifty_steps_of_adam_are_the_same(dtype, strategies):
     report = mgpu_tf.check_parity(
         convolution(dtype),

@@ -96,6 +96,7 @@ def test_a_loop_is_that_of_one_device(column, strategies, tmp_path):
         np.testing.assert_allclose(own, ref, atol=1e-12)
 
 
+@pytest.mark.full
 def test_a_resumed_loop_has_the_bits_of_an_unbroken_one(strategies, tmp_path):
     strategy = strategies["mirrored_x3"]
     unbroken = mgpu_tf.Loop(build, strategy)
