@@ -1,12 +1,17 @@
 """Jobs of a test cluster: steps and loops that their author wrote."""
 
+import logging
 import os
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 import mgpu_tf
 from tests.engine import test_overridden_step
 from tests.training import test_custom_loop, test_on_batch
+
+ops = keras.ops
 
 
 def _in_float64(job):
@@ -37,6 +42,73 @@ def on_batch(strategy, folder):
     return {"scores": scores, "predicted": predicted}
 
 
+class Hinge(keras.Model):
+    """Only some rows have a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def loss_of(self, x):
+        return ops.mean(ops.maximum(self(x), 0.0))
+
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x)
+        weights = self.trainable_weights
+        gradients = tape.gradient(loss, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss}
+
+
+class SumOfHinges(Hinge):
+    def loss_of(self, x):
+        return ops.sum(ops.maximum(self(x), 0.0))
+
+
+def hinge_data():
+    """Batches whose first half of rows alone has a gradient."""
+    x = np.abs(test_overridden_step.arrays((3, 5))[0][:16])
+    x[4:8] *= -1
+    x[12:] *= -1
+    return x, x[:, :1]
+
+
+def hinge_model(model=Hinge):
+    made = model()
+    made.compile(keras.optimizers.SGD(0.1))
+    return made
+
+
+def a_gradient_on_one_worker(strategy, folder):
+    """The workers judge the step alike, whatever their own rows tell."""
+    del folder
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("mgpu_tf").addHandler(handler)
+    try:
+        trainer = mgpu_tf.Trainer(hinge_model, strategy)
+        trainer.fit(*hinge_data(), batch_size=8, epochs=2, shuffle=False)
+        weights = [weight.tolist() for weight in trainer.model.get_weights()]
+        trainer = mgpu_tf.Trainer(lambda: hinge_model(SumOfHinges), strategy)
+        try:
+            trainer.fit(*hinge_data(), batch_size=8, shuffle=False)
+            refused = ""
+        except mgpu_tf.ConfigurationError as error:
+            refused = str(error)
+        trainer = mgpu_tf.Trainer(hinge_model, strategy)
+        trainer.fit(*hinge_data(), batch_size=8, shuffle=False)
+    finally:
+        logging.getLogger("mgpu_tf").removeHandler(handler)
+    probed = [line for line in said if "train_step" in line]
+    return {"weights": weights, "refused": refused, "probed": probed}
+
+
 def loop(strategy, folder):
     """Goes on from a checkpoint in the middle."""
     saved = os.path.join(folder, "loop")
@@ -53,4 +125,7 @@ def loop(strategy, folder):
     return {"logs": logs, "values": [value.tolist() for value in values]}
 
 
-JOBS = {job.__name__: _in_float64(job) for job in (gan, on_batch, loop)}
+JOBS = {
+    job.__name__: _in_float64(job)
+    for job in (gan, on_batch, a_gradient_on_one_worker, loop)
+}

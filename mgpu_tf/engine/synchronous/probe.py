@@ -6,7 +6,8 @@
 The losses of an overridden `train_step` must be means over rows. A mean does
 not change when every row comes twice. So the probe runs the step on some rows
 of the first batch, as a replica runs it, and on the same rows, each twice, as
-one device runs it. Neither run writes anything. The gradients are compared:
+one device runs it. Neither run writes anything. On several workers, the results
+are summed, so that all of them judge alike. The gradients are compared:
 
     equal                             means: accepted
     different by one factor           sums, or divided by a number of
@@ -30,6 +31,7 @@ from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.synchronous.rehearsal import Applied, Rehearsal
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.registry import topology_of
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -77,6 +79,7 @@ class Probe:
         self._rehearsal = Rehearsal(model, "train_step")
         self._generator: Any = None
         self._tries = _TRIES
+        self._apart = topology_of(strategy).num_workers > 1
         # Layers whose outputs are made of all rows, as is documented.
         self._averages = keras_internals.moving_statistics(model)
 
@@ -193,7 +196,8 @@ class Probe:
                 lambda t: self._strategy.experimental_local_results(t)[0],
                 (once, other),
             )
-            return once, twice, other, mixed
+            found = once, twice, other, mixed
+            return self._of_all_workers(found) if self._apart else found
 
         function = tf.function(run, autograph=False)
         concrete = function.get_concrete_function(
@@ -214,6 +218,23 @@ class Probe:
             }
             for side in range(4)
         )
+
+    def _of_all_workers(self, found: Any) -> Any:
+        """Returns sums over workers, so that all of them judge alike.
+
+        A factor between two vectors is that between their sums.
+        """
+
+        def on_replica(values: list[tf.Tensor]) -> list[tf.Tensor]:
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce("sum", [tf.identity(v) for v in values])
+
+        flat = tf.nest.flatten(found)
+        sums = self._strategy.run(on_replica, args=(flat,))
+        first = [
+            self._strategy.experimental_local_results(each)[0] for each in sums
+        ]
+        return tf.nest.pack_sequence_as(found, first)
 
     def _every_variable(self) -> list[keras.Variable]:
         optimizers = keras_internals.optimizers_of(self._model)
