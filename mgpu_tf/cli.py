@@ -19,6 +19,7 @@ from mgpu_tf._version import __version__
 from mgpu_tf.commands import (
     benchmark,
     checkpoints,
+    doctor,
     launch,
     parity,
     plan,
@@ -39,6 +40,7 @@ COMMANDS: dict[str, ModuleType] = {
     "benchmark": benchmark,
     "plan": plan,
     "checkpoints": checkpoints,
+    "doctor": doctor,
 }
 
 _TOP = """mgpu-tf COMMAND [--flags]
@@ -52,6 +54,7 @@ Commands:
   benchmark    measure throughput on 1, 2, 4 and 8 devices
   plan         estimate the memory, hours and price of a training run
   checkpoints  list, verify and prune the checkpoints of a run
+  doctor       check this machine and its cluster before a run
   version      print the version
 
 mgpu-tf COMMAND --help lists the flags of a command.

@@ -81,6 +81,12 @@ LIGHT_MODULES = {
     "mgpu_tf.runtime",
     "mgpu_tf.runtime.quiet_import",
     "mgpu_tf.runtime.versions",
+    "mgpu_tf.studies",
+    "mgpu_tf.studies.doctor",
+    "mgpu_tf.studies.doctor.findings",
+    "mgpu_tf.studies.doctor.machine",
+    "mgpu_tf.studies.doctor.network",
+    "mgpu_tf.studies.doctor.tensorflow_sees",
 }
 LIGHT = sorted(
     m for m in MODULES if room(m) in LIGHT_ROOMS or m in LIGHT_MODULES

@@ -1,0 +1,234 @@
+"""What TensorFlow sees of this machine, asked in a child process.
+
+    python -m mgpu_tf.studies.doctor.tensorflow_sees [--all_reduce]
+
+prints one line of JSON. The import of TensorFlow, a driver or a collective may
+hang or end the process, so the parent waits with a time limit.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mgpu_tf.studies.doctor.findings import Finding, error, ok, warning
+
+_MARK = "mgpu_tf doctor: "
+_BYTES = 16 << 20
+_ROUNDS = 5
+
+
+def examine(
+    environ: Mapping[str, str], seconds: float, all_reduce: bool
+) -> Iterator[Finding]:
+    """Checks the devices, the drivers, and the way between the devices.
+
+    Args:
+        environ: The environment of the child process.
+        seconds: The time limit of the child process.
+        all_reduce: Whether to sum a tensor over all devices. In a cluster,
+            every task must do it.
+    """
+    driver = _driver()
+    command = [sys.executable, "-m", "mgpu_tf.studies.doctor.tensorflow_sees"]
+    own = {k: v for k, v in environ.items() if all_reduce or k != "TF_CONFIG"}
+    try:
+        done = subprocess.run(
+            command + ["--all_reduce"] * all_reduce,
+            env=own,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        doing = "sum a tensor over the devices" if all_reduce else "start"
+        yield error(
+            "TensorFlow",
+            f"TensorFlow did not {doing} within {seconds:.0f} s.",
+            "Run mgpu-tf doctor --all_reduce on every task at the same time."
+            if all_reduce
+            else "Check the driver (nvidia-smi) and the disk of Python's "
+            "packages.",
+        )
+        return
+    lines = [x for x in done.stdout.splitlines() if x.startswith(_MARK)]
+    if not lines:
+        said = [x for x in done.stderr.splitlines() if x.strip()] or [""]
+        yield error(
+            "TensorFlow",
+            f"TensorFlow failed (exit code {done.returncode}): "
+            f"{said[-1][:200]}",
+            "Install this package into a new environment.",
+        )
+        return
+    yield from judge(json.loads(lines[-1].removeprefix(_MARK)), driver)
+
+
+def judge(seen: dict[str, Any], driver: list[str] | None) -> Iterator[Finding]:
+    """Judges what the child process saw.
+
+    Args:
+        seen: Its JSON.
+        driver: The GPUs of nvidia-smi; None where there is no nvidia-smi.
+    """
+    gpus = seen["gpus"]
+    hidden = seen["visible"] is not None
+    if gpus:
+        yield ok(
+            "GPUs",
+            f"TensorFlow sees {len(gpus)}: {', '.join(sorted(set(gpus)))}; "
+            f"CUDA {seen['cuda']}, cuDNN {seen['cudnn']}",
+        )
+        if driver is not None and len(driver) > len(gpus) and not hidden:
+            yield warning(
+                "GPUs",
+                f"nvidia-smi lists {len(driver)} GPUs, TensorFlow {len(gpus)}.",
+                "Check nvidia-smi for GPUs with errors.",
+            )
+    elif driver and hidden:
+        yield warning(
+            "GPUs",
+            f"nvidia-smi lists {len(driver)} GPUs, and CUDA_VISIBLE_DEVICES="
+            f"{seen['visible']!r} hides them.",
+            "Unset CUDA_VISIBLE_DEVICES.",
+        )
+    elif driver:
+        yield error(
+            "GPUs",
+            f"nvidia-smi lists {len(driver)} GPUs, TensorFlow sees none "
+            f"(built {'with' if seen['built_with_cuda'] else 'without'} "
+            "CUDA).",
+            "Run: pip install 'mgpu_tf[gpu]'",
+        )
+    else:
+        yield ok("GPUs", "none; TensorFlow uses the CPU")
+    reduced = seen.get("all_reduce")
+    if reduced is None:
+        return
+    if reduced["replicas"] == 1:
+        yield ok("all-reduce", "one device: nothing to sum")
+    elif not reduced["exact"]:
+        yield error(
+            "all-reduce",
+            f"The sum over {reduced['replicas']} replicas is wrong.",
+            "Check the memory and the links of the devices; try "
+            "NCCL_P2P_DISABLE=1.",
+        )
+    else:
+        yield ok(
+            "all-reduce",
+            f"{_BYTES >> 20} MiB over {reduced['replicas']} replicas in "
+            f"{reduced['seconds'] * 1e3:.1f} ms, "
+            f"{reduced['gib_per_second']:.2f} GiB/s for each replica",
+        )
+        if reduced["clock_seconds"] > 1:
+            yield warning(
+                "clock",
+                "The clocks of the machines differ by "
+                f"{reduced['clock_seconds']:.0f} s.",
+                "Run a time service, such as chrony, on all machines.",
+            )
+
+
+def _driver() -> list[str] | None:
+    """Returns the GPUs of nvidia-smi; None where it is not installed."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+
+
+def _look(all_reduce: bool) -> dict[str, Any]:
+    """What TensorFlow sees. In the child process."""
+    import os
+
+    from mgpu_tf.runtime import quiet_import
+
+    quiet_import.import_tensorflow()
+    import tensorflow as tf
+
+    from mgpu_tf.runtime.devices import gpus
+
+    build = tf.sysconfig.get_build_info()
+    seen: dict[str, Any] = {
+        "gpus": [
+            tf.config.experimental.get_device_details(gpu).get(
+                "device_name", gpu.name
+            )
+            for gpu in gpus()
+        ],
+        "built_with_cuda": tf.test.is_built_with_cuda(),
+        "cuda": build.get("cuda_version", "none"),
+        "cudnn": build.get("cudnn_version", "none"),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+    }
+    if all_reduce:
+        seen["all_reduce"] = _all_reduce()
+    return seen
+
+
+def _all_reduce() -> dict[str, Any]:
+    """Sums a tensor over all devices of the cluster, or of this machine."""
+    import tensorflow as tf
+
+    from mgpu_tf.strategies.registry import create_strategy
+
+    strategy = create_strategy("auto")
+    replicas = strategy.num_replicas_in_sync
+    now = tf.reshape(tf.constant(time.time(), tf.float64), [1])
+
+    @tf.function(autograph=False)
+    def sums(value: tf.Tensor) -> Any:
+        def on_replica(value: tf.Tensor) -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce("sum", tf.identity(value))
+
+        result = strategy.run(on_replica, args=(value,))
+        return strategy.experimental_local_results(result)[0]
+
+    @tf.function(autograph=False)
+    def clocks(now: tf.Tensor) -> Any:
+        def on_replica(now: tf.Tensor) -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            return context.all_gather(tf.identity(now), 0)
+
+        result = strategy.run(on_replica, args=(now,))
+        return strategy.experimental_local_results(result)[0]
+
+    ones = tf.ones([_BYTES // 4])
+    total = sums(ones)
+    every = clocks(now)
+    times = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        sums(ones).numpy()
+        times.append(time.perf_counter() - start)
+    seconds = sorted(times)[_ROUNDS // 2]
+    moved = 2 * (replicas - 1) / replicas * _BYTES
+    return {
+        "replicas": replicas,
+        "exact": bool(tf.reduce_all(total == replicas)),
+        "seconds": seconds,
+        "gib_per_second": moved / seconds / (1 << 30),
+        "clock_seconds": float(tf.reduce_max(every) - tf.reduce_min(every)),
+    }
+
+
+if __name__ == "__main__":
+    print(_MARK + json.dumps(_look("--all_reduce" in sys.argv[1:])))
