@@ -3,14 +3,26 @@
     with told_of_missing(cluster):
         strategy = ...   # returns when every task has been reached
 
-TensorFlow waits without a word.
+While TensorFlow waits for the other tasks, it holds Python's lock. No thread of
+the process runs then, and no signal handler of Python. So a child process
+looks for the missing tasks and names them, and Ctrl-C and SIGTERM have the
+effect that the system gives them: the process ends.
+
+    python -m mgpu_tf.cluster.waiting SECONDS < TF_CONFIG
+
+is the child process. It ends when its input ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import os
+import select
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 
 from mgpu_tf.cluster.config import ClusterConfig
@@ -18,8 +30,10 @@ from mgpu_tf.cluster.ports import answers
 
 FIRST_SECONDS = 20.0
 _CONNECT_SECONDS = 2.0
-
-_log = logging.getLogger("mgpu_tf")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PACKAGES = os.path.dirname(
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+)
 
 
 def missing_tasks(cluster: ClusterConfig) -> list[str]:
@@ -45,7 +59,9 @@ def missing_tasks(cluster: ClusterConfig) -> list[str]:
 def told_of_missing(
     cluster: ClusterConfig | None, first_seconds: float = FIRST_SECONDS
 ) -> Iterator[None]:
-    """Logs who is missing, again and again, while the block waits.
+    """Writes to stderr who is missing, again and again, while the block waits.
+
+    Ctrl-C and SIGTERM end the process at once while the block waits.
 
     Args:
         cluster: The cluster; nothing is told where there is none.
@@ -55,22 +71,67 @@ def told_of_missing(
     if cluster is None:
         yield
         return
-    done = threading.Event()
+    path = os.pathsep.join(
+        part for part in (_PACKAGES, os.environ.get("PYTHONPATH")) if part
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-m", "mgpu_tf.cluster.waiting", str(first_seconds)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path},
+        # It ends with its input, not by the Ctrl-C for this process.
+        start_new_session=True,
+        text=True,
+    )
+    assert child.stdin is not None
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(cluster.to_json() + "\n")
+            child.stdin.flush()
+        with _signals_end():
+            yield
+    finally:
+        child.kill()
+        child.wait()
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
 
-    def watch() -> None:
-        wait = first_seconds
-        while not done.wait(wait):
-            missing = missing_tasks(cluster)
-            if missing:
-                _log.warning(
-                    "%s waits for %s", cluster.task_name, ", ".join(missing)
-                )
-            wait *= 2
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
+@contextlib.contextmanager
+def _signals_end() -> Iterator[None]:
+    """Lets Ctrl-C and SIGTERM end the process without a handler of Python."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     try:
         yield
     finally:
-        done.set()
-        thread.join()
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+def _watch(wait: float) -> None:
+    """Names the missing tasks until the input ends. In the child process."""
+    cluster = ClusterConfig.from_json(sys.stdin.readline())
+    start = time.monotonic()
+    while not select.select([sys.stdin], [], [], wait)[0]:
+        missing = missing_tasks(cluster)
+        if missing:
+            print(
+                f"mgpu_tf: {cluster.task_name} waits for "
+                f"{', '.join(missing)} (since "
+                f"{time.monotonic() - start:.0f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
+        wait *= 2
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        _watch(float(sys.argv[1]))

@@ -1,10 +1,14 @@
 """Who is missing when a cluster starts."""
 
+import contextlib
 import json
-import logging
 import re
+import signal
 import socket
-import threading
+import subprocess
+import time
+
+import pytest
 
 from mgpu_tf.cluster import waiting
 from mgpu_tf.cluster.config import ClusterConfig
@@ -18,27 +22,80 @@ def listening():
     return server, f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_the_missing_are_named(caplog):
+WAITS = """
+import ctypes
+from mgpu_tf.cluster import waiting
+from mgpu_tf.cluster.config import ClusterConfig
+cluster = ClusterConfig.from_environment()
+with waiting.told_of_missing(cluster, first_seconds=0.2):
+    # As TensorFlow does while it waits: no thread and no handler runs.
+    ctypes.PyDLL(None).pause()
+"""
+
+
+@contextlib.contextmanager
+def waits(code, *workers):
+    """A process that runs code as worker 0; it is killed at the end."""
+    text = json.dumps(
+        {
+            "cluster": {"worker": list(workers)},
+            "task": {"type": "worker", "index": 0},
+        }
+    )
+    process = subprocess.Popen(
+        [clusters.PYTHON, "-c", code],
+        env=clusters.environment(TF_CONFIG=text, TF_CPP_MIN_LOG_LEVEL="3"),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_missing_are_named_and_signals_end_it(number):
     server, here = listening()
     gone, nowhere = listening()
     gone.close()
-    cluster = ClusterConfig("worker", 0, worker=("a:1", here, nowhere))
-    told = threading.Event()
-    caplog.set_level(logging.WARNING, "mgpu_tf")
-    caplog.handler.addFilter(lambda record: told.set() or True)
-    with server, waiting.told_of_missing(cluster, first_seconds=0.01):
-        assert told.wait(60)
-    assert caplog.messages[0] == f"worker 0 waits for worker 2 at {nowhere}"
+    line = f"mgpu_tf: worker 0 waits for worker 2 at {nowhere}"
+    with server, waits(WAITS, "a:1", here, nowhere) as process:
+        assert process.stderr.readline().startswith(line)
+        assert process.stderr.readline().startswith(line)
+        process.send_signal(number)
+        assert process.wait(60) == -number
+        # The child ends with it: nobody holds the other end.
+        assert "Traceback" not in process.stderr.read()
 
 
-def test_nothing_is_told_when_all_are_there(caplog):
+def test_nothing_is_told_when_all_are_there(capfd):
+    before = signal.getsignal(signal.SIGINT)
     server, here = listening()
     with server:
         cluster = ClusterConfig("worker", 0, worker=("a:1", here))
         assert waiting.missing_tasks(cluster) == []
+        with waiting.told_of_missing(cluster, first_seconds=0.01):
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+            time.sleep(1)
         with waiting.told_of_missing(None):
             pass
-    assert caplog.messages == []
+    assert signal.getsignal(signal.SIGINT) is before
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.full
+def test_tensorflow_waits_for_a_worker_that_never_comes():
+    """TensorFlow itself; it holds Python's lock."""
+    server, here = listening()
+    server.close()
+    code = "import mgpu_tf; mgpu_tf.create_strategy('multi_worker_mirrored')"
+    with waits(code, here, "127.0.0.1:1") as process:
+        lines = iter(process.stderr.readline, "")
+        assert any("worker 0 waits for worker 1" in line for line in lines)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == -signal.SIGINT
 
 
 def test_port_in_use():
