@@ -23,7 +23,6 @@ from mgpu_tf.layers import ShardedEmbedding
 from mgpu_tf.strategies.registry import kind_of
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
 
-
 # The lists in which optimizers keep one variable for each weight.
 _SLOTS: dict[type, tuple[str, ...]] = {
     keras.optimizers.SGD: ("momentums",),

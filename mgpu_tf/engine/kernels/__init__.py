@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,6 +57,8 @@ class Kernels:
     def around(self, python: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that traces another with fused forms."""
 
+        # TensorFlow counts the traces of what is wrapped.
+        @functools.wraps(python)
         def traced(*arguments: Any) -> Any:
             with self.in_place():
                 return python(*arguments)
