@@ -103,6 +103,7 @@ def test_outputs_gradients_and_statistics_are_keras_own(
         {"trainable": False},
         {"jit_compile": True},
         {"axis": 3},
+        {"synchronized": True},
     ],
     ids=str,
 )
@@ -160,7 +161,7 @@ def test_the_moving_variance_of_a_single_value(strategies):
 def test_what_is_not_the_same_stays_with_keras(shape, options, strategies):
     dtype = options.pop("dtype", "float32")
     _, layer = one_layer(strategies["one_device"], shape, dtype, **options)
-    assert not normalization.is_same(layer)
+    assert not normalization.is_same(layer, 2)
 
 
 def test_another_class_stays_with_keras(strategies):
@@ -169,7 +170,7 @@ def test_another_class_stays_with_keras(strategies):
 
     layer = Own()
     layer.build((None, 8))
-    assert not normalization.is_same(layer)
+    assert not normalization.is_same(layer, 1)
 
 
 def masked():

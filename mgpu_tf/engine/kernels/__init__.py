@@ -44,6 +44,7 @@ class Kernels:
     ) -> None:
         self._model = model
         self._active = choice == "fused" and kind_of(strategy).name != "tpu"
+        self._replicas = strategy.num_replicas_in_sync
         # By identity, since a step may be traced several times.
         self._replaced: dict[int, Any] = {}
         self._logged = 0
@@ -74,7 +75,7 @@ class Kernels:
         layers = [
             layer
             for layer in keras_internals.layers_of(self._model)
-            if normalization.is_same(layer)
+            if normalization.is_same(layer, self._replicas)
             and keras_internals.is_unpatched(layer, "call", "_moments")
         ]
         updated = [

@@ -22,10 +22,15 @@ DTYPES = ("float32", "float16", "bfloat16")
 RANKS = (2, 3, 4, 5)
 
 
-def is_same(layer: keras.layers.Layer) -> bool:
+def is_same(layer: keras.layers.Layer, replicas: int) -> bool:
     """Returns whether the fused form computes what a built layer does.
 
     The fused form takes no mask. A call with a mask is one of Keras's own.
+
+    Args:
+        layer: Any layer.
+        replicas: How many step together. A synchronized layer sees the rows
+            of all of them.
     """
     if type(layer) is not keras.layers.BatchNormalization or not layer.built:
         return False
@@ -33,7 +38,7 @@ def is_same(layer: keras.layers.Layer) -> bool:
     return (
         rank in RANKS
         and layer.axis in (-1, rank - 1)
-        and not layer.synchronized
+        and not (layer.synchronized and replicas > 1)
         and not layer.renorm
         and layer.epsilon >= LEAST_EPSILON
         and layer.compute_dtype in DTYPES
