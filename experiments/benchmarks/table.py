@@ -125,6 +125,7 @@ def _one_device(job: str, aim: float | None) -> Benchmark:
         tuple(contestants),
         tuple(ratios),
         pinned=True,
+        check_steps=20,
         multiple=20,
         burst_seconds=2.0,
     )
