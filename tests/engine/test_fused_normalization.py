@@ -308,7 +308,7 @@ def test_the_model_is_left_as_it_is(strategies, caplog):
         trainer = mgpu_tf.Trainer(
             build, strategies["mirrored_x2"], kernels=kernels
         )
-        with caplog.at_level("INFO", "mgpu_tf"):
+        with caplog.at_level("DEBUG", "mgpu_tf"):
             trainer.fit(x, y, batch_size=16, verbose=0)
             trainer.evaluate(x, y, batch_size=16, verbose=0)
         found.append(attributes(trainer.model))

@@ -92,7 +92,8 @@ class Kernels:
             yield
         if len(self._replaced) > self._logged:
             self._logged = len(self._replaced)
-            _log.info(
+            # The routine of every run, so not on a quiet terminal.
+            _log.debug(
                 "kernels='fused': %s",
                 ", ".join(f"{n} {name}" for name, n in self.replaced.items()),
             )
