@@ -143,6 +143,7 @@ def _reported(
         lost_workers=trainer.recovery.lost_workers + lost_workers(strategy),
         saving_seconds=goodput.save_seconds,
         goodput=dataclasses.asdict(goodput),
+        fused=trainer.fused,
     )
     if config.output_dir is not None:
         trainer.save(os.path.join(config.output_dir, MODEL_FILE))

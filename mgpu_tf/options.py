@@ -18,6 +18,7 @@ from mgpu_tf.names import (
     COMMUNICATIONS,
     EMBEDDING_GRADIENTS,
     GRADIENT_DTYPES,
+    KERNELS,
     LATE_GRADIENTS,
     RECOMPUTE,
     RESUME,
@@ -111,6 +112,13 @@ class StepOptions:
         "and compute the layer again there. Less memory, more computing. "
         "Default: with weights that are split, layers; otherwise none.",
         RECOMPUTE,
+    )
+    kernels: str = option(
+        "fused",
+        "fused: where it computes the same, one operation of TensorFlow does "
+        "what a layer or an optimizer of Keras does in several. keras: as "
+        "Keras does it.",
+        KERNELS,
     )
     jit_compile: str | None = option(
         None,

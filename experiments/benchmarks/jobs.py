@@ -37,6 +37,9 @@ class Job:
         dataset: The set of the package that it trains on, made-up examples
             where there is none.
         examples: In a pass over the set.
+        network: A name in `tensorflow_model.NETWORKS`, in place of an MLP or
+            the CNN. It begins from a seed.
+        optimizer: "momentum" or "adam".
     """
 
     input_shape: tuple[int, ...]
@@ -46,6 +49,8 @@ class Job:
     global_batch: int | None = None
     dataset: str | None = None
     examples: int = 0
+    network: str | None = None
+    optimizer: str = "momentum"
 
     @property
     def pass_steps(self) -> int:
@@ -139,4 +144,10 @@ JOBS = {
     "tiny": Job((20,), 100, (64,), global_batch=100),
     "cnn": Job((32, 32, 3), 64, (32, 64, 128), convolution=True),
     "mlp": Job((784,), 128, (1024,) * 4),
+    "mlp_adam": Job((784,), 128, (1024,) * 4, optimizer="adam"),
+    "resnet20": Job((32, 32, 3), 64, (), network="resnet20"),
+    "transformer": Job(
+        (32, 64), 32, (), network="transformer", optimizer="adam"
+    ),
+    "lstm": Job((32, 64), 64, (), network="lstm", optimizer="adam"),
 }

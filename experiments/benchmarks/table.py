@@ -98,6 +98,39 @@ def _step_overhead(replicas: int) -> Benchmark:
     )
 
 
+def _one_device(job: str, aim: float | None) -> Benchmark:
+    """Long steps: what the kernels and the loop are worth.
+
+    A process has one core and one thread, and rates are those of its
+    processor time.
+    """
+    where = {"strategy": "one_device", "clock": "processor"}
+    stock = [("keras_fit", 1), ("keras_fit_20", 20)]
+    contestants = [
+        Contestant("mgpu_tf", _TRAINER, where),
+        Contestant("mgpu_tf_keras", _TRAINER, {**where, "kernels": "keras"}),
+        *(
+            Contestant(name, _FIT, {**where, "steps_per_execution": steps})
+            for name, steps in stock
+        ),
+    ]
+    ratios = [
+        *(Ratio("mgpu_tf", name, aim) for name, _ in stock),
+        Ratio("mgpu_tf", "mgpu_tf_keras"),
+        *(Ratio("mgpu_tf_keras", name) for name, _ in stock),
+    ]
+    return Benchmark(
+        f"one_device/{job}",
+        job,
+        tuple(contestants),
+        tuple(ratios),
+        pinned=True,
+        check_steps=20,
+        multiple=20,
+        burst_seconds=2.0,
+    )
+
+
 _CLUSTER = {"strategy": "multi_worker_mirrored"}
 
 
@@ -261,6 +294,11 @@ BENCHMARKS = (
     _step_overhead(1),
     _step_overhead(2),
     _step_overhead(4),
+    _one_device("cnn", 1.25),
+    _one_device("resnet20", 1.25),
+    _one_device("mlp_adam", 1.25),
+    _one_device("transformer", 1.1),
+    _one_device("lstm", 1.0),
     _compute_bound(),
     _communication_bound(2),
     _communication_bound(3),

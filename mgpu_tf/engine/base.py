@@ -20,8 +20,10 @@ import tensorflow as tf
 
 from mgpu_tf.data import Source
 from mgpu_tf.engine import building, keras_internals
+from mgpu_tf.engine.kernels import Kernels
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.registry import kind_of, topology_of
 
 Logs = dict[str, Any]
@@ -126,13 +128,20 @@ class Engine(abc.ABC):
     Args:
         model: A compiled model, made in the strategy's scope.
         strategy: A strategy.
+        options: How steps are made.
+
+    Attributes:
+        kernels: The fused forms of layers and optimizers.
 
     Raises:
         ConfigurationError: The model is not compiled, or was made elsewhere.
     """
 
     def __init__(
-        self, model: keras.Model, strategy: tf.distribute.Strategy
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        options: StepOptions,
     ) -> None:
         _check_compiled(model, strategy)
         _check_optimizers(model, strategy)
@@ -144,6 +153,7 @@ class Engine(abc.ABC):
         self._strategy = strategy
         self._compiled = keras_internals.compiled_state(model)
         self._jit_compile = bool(model.jit_compile)
+        self.kernels = Kernels(model, strategy, options.kernels)
 
     def is_current(self) -> bool:
         """Returns whether the model is compiled as when this was made."""

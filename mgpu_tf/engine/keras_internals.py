@@ -23,6 +23,25 @@ from mgpu_tf.layers import ShardedEmbedding
 from mgpu_tf.strategies.registry import kind_of
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
 
+# The lists in which optimizers keep one variable for each weight.
+_SLOTS: dict[type, tuple[str, ...]] = {
+    keras.optimizers.SGD: ("momentums",),
+    keras.optimizers.Adam: ("_momentums", "_velocities", "_velocity_hats"),
+    keras.optimizers.AdamW: ("_momentums", "_velocities", "_velocity_hats"),
+    keras.optimizers.Adamax: ("_m", "_u"),
+    keras.optimizers.Nadam: ("_momentums", "_velocities"),
+    keras.optimizers.RMSprop: (
+        "_velocities",
+        "_average_gradients",
+        "_momentums",
+    ),
+    keras.optimizers.Adadelta: (
+        "_accumulated_grads",
+        "_accumulated_delta_vars",
+    ),
+    keras.optimizers.Ftrl: ("_accumulators", "_linears"),
+}
+
 
 def build(model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
     """Creates the variables of a model, its metrics and its optimizer.
@@ -363,6 +382,57 @@ def calls_replaced(
 
     with _replaced(layers, instructions):
         yield
+
+
+@contextlib.contextmanager
+def updates_replaced(
+    optimizers: list[keras.optimizers.Optimizer], update: Callable[..., None]
+) -> Iterator[None]:
+    """Lets optimizers update a weight in another way, while traced.
+
+    Args:
+        optimizers: Optimizers that wrap no others.
+        update: Called with an optimizer, its own `update_step`, a gradient,
+            TensorFlow's variable and the learning rate.
+    """
+
+    def instructions(part: Any) -> dict[str, Any]:
+        return {
+            "update_step": functools.partial(update, part, part.update_step)
+        }
+
+    with _replaced(optimizers, instructions):
+        yield
+
+
+def is_unpatched(part: Any, *methods: str) -> bool:
+    """Returns whether methods of a layer or optimizer are its class's own."""
+    return not any(method in vars(part) for method in methods)
+
+
+def slots(
+    optimizer: keras.optimizers.Optimizer, variable: tf.Variable
+) -> list[tf.Variable]:
+    """Returns what an optimizer keeps for a weight.
+
+    Args:
+        optimizer: One of the classes in `_SLOTS`.
+        variable: A weight, as an update has it.
+
+    Returns:
+        TensorFlow's variables in the order of `_SLOTS`, those that the
+        optimizer keeps as it is set.
+    """
+    place = optimizer._get_variable_index(variable)
+    kept = [getattr(optimizer, name, []) for name in _SLOTS[type(optimizer)]]
+    return [every[place].value for every in kept if every]
+
+
+def product_of_momentums(
+    optimizer: keras.optimizers.Nadam,
+) -> keras.Variable:
+    """Returns the product of the momentums of all updates of Nadam."""
+    return optimizer._u_product
 
 
 def call_state() -> Callable[[], contextlib.AbstractContextManager[None]]:

@@ -27,6 +27,8 @@ removed:
                         wall_seconds, split into step_, start_,
                         compile_, input_, evaluate_, save_, restart_ and
                         other_seconds
+    fused               how many layers and optimizers ran as fused
+                        operations, by class
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class Report:
     lost_workers: int = 0
     saving_seconds: float = 0.0
     goodput: dict[str, float] | None = None
+    fused: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def write(self, folder: str) -> str:
         """Writes `report.json`, whole or not at all.

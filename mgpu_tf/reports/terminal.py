@@ -37,6 +37,9 @@ def show(report: Report, console: Console | None = None) -> None:
         summary.add_row("restarts", f"{report.restarts}, {lost}")
     if report.goodput is not None:
         summary.add_row("goodput", str(Goodput(**report.goodput)))
+    if report.fused:
+        fused = ", ".join(f"{n} {name}" for name, n in report.fused.items())
+        summary.add_row("fused", fused)
     summary.add_row("strategy", report.strategy)
     summary.add_row("workers", str(report.num_workers))
     summary.add_row("replicas", str(report.num_replicas))

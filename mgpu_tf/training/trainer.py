@@ -89,6 +89,9 @@ class Trainer:
                 for each lookup of an index, as Keras does. "summed" adds up
                 the rows of each index first; the result is the gradient of
                 the loss.
+            kernels: "fused" runs what Keras does in several operations as one
+                of TensorFlow's, for the layers and optimizers where both
+                compute the same. "keras" runs all as Keras does.
             jit_compile: "auto" decides by a short trial, during training
                 steps, whether XLA compiles the steps, and logs the choice.
                 Default: the `jit_compile` of the model's `compile`.
@@ -144,6 +147,15 @@ class Trainer:
     def records(self) -> list[EpochRecord]:
         """Returns one `EpochRecord` for each epoch of training."""
         return self._totals.records
+
+    @property
+    def fused(self) -> dict[str, int]:
+        """Returns how many layers and optimizers run as fused operations.
+
+        By class, such as `{"Adam": 1, "BatchNormalization": 19}`. They are
+        known once steps have run.
+        """
+        return self._distributed.engine.kernels.replaced
 
     @property
     def recovery(self) -> Recovery:

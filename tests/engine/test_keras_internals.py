@@ -199,6 +199,50 @@ def counting_ops(count):
     return {op.type for op in graph.get_operations()}
 
 
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: keras.optimizers.SGD(momentum=0.9), ["momentum"]),
+        (
+            lambda: keras.optimizers.Adam(amsgrad=True),
+            ["momentum", "velocity", "velocity_hat"],
+        ),
+        (keras.optimizers.AdamW, ["momentum", "velocity"]),
+        (keras.optimizers.Adamax, ["momentum", "norm"]),
+        (keras.optimizers.Nadam, ["momentum", "velocity"]),
+        (
+            lambda: keras.optimizers.RMSprop(momentum=0.9, centered=True),
+            ["velocity", "average_gradient", "momentum"],
+        ),
+        (
+            keras.optimizers.Adadelta,
+            ["accumulated_grad", "accumulated_delta_var"],
+        ),
+        (keras.optimizers.Ftrl, ["accumulator", "linear"]),
+    ],
+)
+def test_what_an_optimizer_keeps_for_a_weight(make, names):
+    variables = [keras.Variable(np.ones(3)), keras.Variable(np.ones(2))]
+    optimizer = make()
+    optimizer.build(variables)
+    found = keras_internals.slots(optimizer, variables[1].value)
+    assert all(slot.shape == (2,) for slot in found)
+    paths = {id(v.value): v.path for v in optimizer.variables}
+    kinds = [paths[id(slot)].rpartition("variable_")[2] for slot in found]
+    assert [kind.partition("_")[2] for kind in kinds] == names
+    every = {id(v.value) for v in optimizer.variables}
+    assert every >= {id(slot) for slot in found}
+
+
+def test_the_product_of_the_momentums_of_nadam():
+    optimizer = keras.optimizers.Nadam(beta_1=0.5)
+    variable = keras.Variable(1.0)
+    optimizer.build([variable])
+    optimizer.apply([tf.constant(1.0)])
+    product = keras_internals.product_of_momentums(optimizer)
+    assert float(product) == pytest.approx(0.5 * (1 - 0.5 * 0.96))
+
+
 def test_steps_are_counted_by_one_operation():
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
     optimizer.build([keras.Variable(1.0)])

@@ -22,6 +22,7 @@ REPORT = Report(
     ],
     test={"loss": 0.43219, "accuracy": 0.9},
     weights_sha256="ab" * 32,
+    fused={"Adam": 1, "BatchNormalization": 19},
 )
 
 
@@ -42,6 +43,7 @@ def shown(report):
         "2 0.123457 0.7500 1.0000 14,370",
         "test loss 0.4322",
         "test accuracy 0.9000",
+        "fused 1 Adam, 19 BatchNormalization",
         "strategy multi_worker_mirrored",
         "workers 2",
         "replicas 8",

@@ -15,13 +15,14 @@ def create(place) -> KerasFit:
 
 
 class KerasFit:
-    """Options: `strategy`, `replicas`, `steps_per_execution`."""
+    """Options: `strategy`, `replicas`, `clock`, `steps_per_execution`."""
 
     EPOCHS = 2
 
     def __init__(self, place) -> None:
         job = JOBS[place.job]
         name = place.options.get("strategy", "one_device")
+        self._clock = place.options.get("clock", "wall")
         strategy = strategies.create(name, place)
         self._dataset = datasets.of_worker(job, 0, 1)
         with strategy.scope():
@@ -37,7 +38,7 @@ class KerasFit:
         return history.history["loss"][0]
 
     def burst(self, steps: int) -> tuple[int, float]:
-        times = tensorflow_model.EpochTimes()
+        times = tensorflow_model.EpochTimes(self._clock)
         self._model.fit(
             self._dataset,
             epochs=self.EPOCHS,

@@ -16,7 +16,7 @@ def create(place) -> TrainerFit:
 
 
 class TrainerFit:
-    """Options: `strategy`, `replicas`, and those of `Trainer`."""
+    """Options: `strategy`, `replicas`, `clock`, and those of `Trainer`."""
 
     EPOCHS = 2
 
@@ -25,6 +25,7 @@ class TrainerFit:
         options = dict(place.options)
         name = options.pop("strategy", "one_device")
         replicas = options.pop("replicas", None)
+        self._clock = options.pop("clock", "wall")
         job = JOBS[place.job]
         strategy = mgpu_tf.create_strategy(name, num_virtual_devices=replicas)
         self._data = datasets.for_fit(job, place.workers)
@@ -37,7 +38,7 @@ class TrainerFit:
         return self._fit(steps, 1, []).history["loss"][0]
 
     def burst(self, steps: int) -> tuple[int, float]:
-        times = tensorflow_model.EpochTimes()
+        times = tensorflow_model.EpochTimes(self._clock)
         self._fit(steps, self.EPOCHS, [times])
         return steps * (self.EPOCHS - 1), times.seconds
 

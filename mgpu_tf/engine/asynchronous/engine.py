@@ -76,7 +76,7 @@ class AsynchronousEngine(Engine):
         strategy: ParameterServerStrategy,
         options: StepOptions,
     ) -> None:
-        super().__init__(model, strategy)
+        super().__init__(model, strategy, options)
         _refuse(model)
         for name in ("gradient_dtype", "recompute"):
             value = getattr(options, name)
@@ -211,10 +211,13 @@ class AsynchronousEngine(Engine):
         """
         key = (kind, work.key, measured)
         if key not in self._pieces:
-            self._pieces[key] = tf.function(
+            python = (
                 self._predicting(work)
                 if kind == "predict"
-                else self._stepping(kind == "train", work, measured),
+                else self._stepping(kind == "train", work, measured)
+            )
+            self._pieces[key] = tf.function(
+                self.kernels.around(python),
                 autograph=False,
                 reduce_retracing=True,
             )

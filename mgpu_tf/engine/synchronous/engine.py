@@ -62,7 +62,7 @@ class SynchronousEngine(Engine):
         strategy: tf.distribute.Strategy,
         options: StepOptions,
     ) -> None:
-        super().__init__(model, strategy)
+        super().__init__(model, strategy, options)
         self._options = options
         self._local = topology_of(strategy).local
         self._functions: dict[Any, Callable[..., Any]] = {}
@@ -286,6 +286,7 @@ class SynchronousEngine(Engine):
     ) -> Any:
         whole = isinstance(source, BatchSource)
         exact = determinism.is_enabled()
+        python = self.kernels.around(python)
         if self._model.run_eagerly:
             return python
         jit = kind == "train" and self._jit_compile

@@ -1,0 +1,127 @@
+"""TensorFlow's fused operations in place of Keras's elementary ones.
+
+    kernels = Kernels(model, strategy, "fused")
+    with kernels.in_place():                 # around the steps of all replicas
+        ...                                  # traces steps
+    kernels.replaced                         # {"BatchNormalization": 19, ...}
+
+A layer or an optimizer is replaced where a table says that the fused form
+computes the same. What does not fit runs as before. The model itself is left
+as it is: its layers and optimizers have other methods only while a step is
+traced.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.kernels import normalization, optimizers
+from mgpu_tf.strategies.registry import kind_of
+
+_log = logging.getLogger("mgpu_tf")
+
+
+class Kernels:
+    """The fused forms for a model.
+
+    Args:
+        model: A compiled model.
+        strategy: Its strategy. On TPUs XLA fuses operations by itself.
+        choice: "fused", or "keras" for Keras's own operations.
+    """
+
+    def __init__(
+        self, model: keras.Model, strategy: tf.distribute.Strategy, choice: str
+    ) -> None:
+        self._model = model
+        self._active = choice == "fused" and kind_of(strategy).name != "tpu"
+        self._replicas = strategy.num_replicas_in_sync
+        # By identity, since a step may be traced several times.
+        self._replaced: dict[int, Any] = {}
+        self._logged = 0
+
+    @property
+    def replaced(self) -> dict[str, int]:
+        """Returns how many layers and optimizers are fused, by their class."""
+        names = [type(part).__name__ for part in self._replaced.values()]
+        return dict(sorted(collections.Counter(names).items()))
+
+    def around(self, python: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that traces another with fused forms."""
+
+        # TensorFlow counts the traces of what is wrapped.
+        @functools.wraps(python)
+        def traced(*arguments: Any) -> Any:
+            with self.in_place():
+                return python(*arguments)
+
+        return traced
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Puts fused forms in place, while traced. Outside of replicas."""
+        if not self._active:
+            yield
+            return
+        layers = [
+            layer
+            for layer in keras_internals.layers_of(self._model)
+            if normalization.is_same(layer, self._replicas)
+            and keras_internals.is_unpatched(layer, "call", "_moments")
+        ]
+        updated = [
+            part
+            for optimizer in keras_internals.optimizers_of(self._model)
+            for part in keras_internals.parts(optimizer)
+            if optimizers.update_of(part) is not None
+            and keras_internals.is_unpatched(part, "update_step")
+        ]
+        with (
+            keras_internals.calls_replaced(layers, self._call),
+            keras_internals.updates_replaced(updated, self._update),
+        ):
+            yield
+        if len(self._replaced) > self._logged:
+            self._logged = len(self._replaced)
+            # The routine of every run, so not on a quiet terminal.
+            _log.debug(
+                "kernels='fused': %s",
+                ", ".join(f"{n} {name}" for name, n in self.replaced.items()),
+            )
+
+    def _call(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        outputs, fused = normalization.call(layer, own, *args, **kwargs)
+        if fused:
+            self._replaced[id(layer)] = layer
+        return outputs
+
+    def _update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        own: Callable[..., None],
+        gradient: Any,
+        variable: Any,
+        rate: Any,
+    ) -> None:
+        update = optimizers.update_of(optimizer)
+        weight = optimizers.weight_of(optimizer, gradient, variable, rate)
+        if update is None or weight is None:
+            own(gradient, variable, rate)
+            return
+        update(optimizer, weight)
+        self._replaced[id(optimizer)] = optimizer

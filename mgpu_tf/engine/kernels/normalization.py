@@ -1,0 +1,118 @@
+"""Keras's BatchNormalization as one operation.
+
+Keras takes mean and variance, and scales and shifts, in elementary operations.
+`FusedBatchNormV3` and its gradient do the same in fewer passes over memory.
+Keras's moving variance is that of the batch divided by n; TensorFlow's
+operation returns that divided by n - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.runtime import determinism
+
+# What TensorFlow raises a smaller epsilon to on GPUs.
+LEAST_EPSILON = 1.001e-5
+DTYPES = ("float32", "float16", "bfloat16")
+RANKS = (2, 3, 4, 5)
+
+
+def is_same(layer: keras.layers.Layer, replicas: int) -> bool:
+    """Returns whether the fused form computes what a built layer does.
+
+    The fused form takes no mask. A call with a mask is one of Keras's own.
+
+    Args:
+        layer: Any layer.
+        replicas: How many step together. A synchronized layer sees the rows
+            of all of them.
+    """
+    if type(layer) is not keras.layers.BatchNormalization or not layer.built:
+        return False
+    rank = layer.input_spec.ndim
+    return (
+        rank in RANKS
+        and layer.axis in (-1, rank - 1)
+        and not (layer.synchronized and replicas > 1)
+        and not layer.renorm
+        and layer.epsilon >= LEAST_EPSILON
+        and layer.compute_dtype in DTYPES
+        and all(weight.dtype == "float32" for weight in layer.weights)
+    )
+
+
+def call(
+    layer: keras.layers.BatchNormalization,
+    own: Callable[..., Any],
+    inputs: Any,
+    training: Any = None,
+    mask: Any = None,
+) -> tuple[Any, bool]:
+    """Calls a layer.
+
+    Args:
+        layer: A layer, of which `is_same` holds.
+        own: Its own `call`.
+        inputs: As for its own.
+        training: As for its own.
+        mask: As for its own.
+
+    Returns:
+        The outputs, and whether they are of the fused form.
+    """
+    training = bool(training) and layer.trainable
+    fits = (
+        mask is None
+        and isinstance(inputs, tf.Tensor)
+        and inputs.dtype == layer.compute_dtype
+        # TensorFlow has no gradient that repeats on GPUs for fixed statistics.
+        and (training or not determinism.is_enabled())
+    )
+    if not fits:
+        return own(inputs, training=training, mask=mask), False
+    return _fused(layer, inputs, training), True
+
+
+def _fused(
+    layer: keras.layers.BatchNormalization, inputs: tf.Tensor, training: bool
+) -> tf.Tensor:
+    moving_mean = tf.convert_to_tensor(layer.moving_mean)
+    moving_variance = tf.convert_to_tensor(layer.moving_variance)
+    rank = inputs.shape.rank
+    # Rows keep the first axis, channels the last.
+    added = list(range(1, 1 + max(4 - rank, 0)))
+    images = inputs
+    for axis in added:
+        images = tf.expand_dims(images, axis)
+    empty = tf.zeros([0])
+    outputs, mean, variance, *_ = tf.raw_ops.FusedBatchNormV3(
+        x=images,
+        scale=(
+            tf.convert_to_tensor(layer.gamma)
+            if layer.scale
+            else tf.ones_like(moving_mean)
+        ),
+        offset=(
+            tf.convert_to_tensor(layer.beta)
+            if layer.center
+            else tf.zeros_like(moving_mean)
+        ),
+        mean=empty if training else moving_mean,
+        variance=empty if training else moving_variance,
+        epsilon=layer.epsilon,
+        data_format="NDHWC" if rank == 5 else "NHWC",
+        is_training=training,
+    )
+    if training:
+        kept, new = layer.momentum, 1.0 - layer.momentum
+        size = tf.size(inputs, tf.int64) // inputs.shape[-1]
+        count = tf.cast(tf.maximum(size, 1), variance.dtype)
+        variance *= tf.maximum(count - 1.0, 1.0) / count
+        layer.moving_mean.assign(moving_mean * kept + mean * new)
+        layer.moving_variance.assign(moving_variance * kept + variance * new)
+    return tf.squeeze(outputs, added) if added else outputs

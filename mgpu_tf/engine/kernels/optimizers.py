@@ -1,0 +1,264 @@
+"""The updates of Keras's optimizers as one operation for each weight.
+
+Keras computes an update in elementary operations, each a pass over memory.
+TensorFlow has operations that do all of it in one pass. A row of the table
+says when they compute the same, and how Keras's settings become arguments:
+
+    type of optimizer -> when it is the same, the update of one weight
+
+Keras converts some settings to float32 before it takes them as float64. Those
+are converted in the same way here, so in float64 the results are the same up
+to rounding.
+
+In float32 `ResourceApplyAdam` takes `1 - beta_2` of a rounded beta, where Keras
+rounds the difference. Velocities differ by 1.3e-5 of their value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+
+Update = Callable[[Any, tf.Tensor], None]
+
+DTYPES = (tf.float32, tf.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight that is updated, as TensorFlow's operations take it.
+
+    Attributes:
+        handle: Of the variable.
+        slots: Handles of what the optimizer keeps for it.
+        gradient: Dense, of the type of the variable.
+        rate: The learning rate, of the type of the variable.
+    """
+
+    handle: tf.Tensor
+    slots: list[tf.Tensor]
+    gradient: tf.Tensor
+    rate: tf.Tensor
+
+    def cast(self, value: Any) -> tf.Tensor:
+        """Returns a setting as Keras's `cast` has it, by way of float32."""
+        return keras.ops.cast(value, self.gradient.dtype)
+
+    def exact(self, value: Any) -> tf.Tensor:
+        """Returns a setting in the type of the variable."""
+        return tf.convert_to_tensor(value, self.gradient.dtype)
+
+    def power(self, beta: float, optimizer: Any) -> tf.Tensor:
+        """Returns a beta to the power of the number of the update."""
+        return self.cast(beta) ** self.cast(optimizer.iterations + 1)
+
+
+def update_of(optimizer: keras.optimizers.Optimizer) -> Update | None:
+    """Returns what updates a weight in fused form, None where nothing does.
+
+    Args:
+        optimizer: An optimizer of Keras, of exactly its class.
+
+    Returns:
+        A function of the optimizer and a `Weight`.
+    """
+    row = TABLE.get(type(optimizer))
+    if row is None or not row.is_same(optimizer):
+        return None
+    return row.update
+
+
+def weight_of(
+    optimizer: keras.optimizers.Optimizer,
+    gradient: Any,
+    variable: Any,
+    rate: Any,
+) -> Weight | None:
+    """Returns a weight with its slots, None where no fused form takes it.
+
+    Gradients of embeddings stay with Keras: TensorFlow's sparse operations
+    decay only the rows that were looked up.
+
+    Args:
+        optimizer: Its optimizer.
+        gradient: Its gradient.
+        variable: TensorFlow's variable, as an update has it.
+        rate: The learning rate.
+    """
+    if not tf.is_tensor(gradient) or isinstance(gradient, tf.IndexedSlices):
+        return None
+    slots = keras_internals.slots(optimizer, variable)
+    dtype = variable.dtype
+    if dtype not in DTYPES or any(slot.dtype != dtype for slot in slots):
+        return None
+    return Weight(
+        variable.handle,
+        [slot.handle for slot in slots],
+        tf.cast(gradient, dtype),
+        tf.cast(rate, dtype),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+        update: Updates a weight.
+        is_same: Whether it does what the optimizer, as it is set, would do.
+    """
+
+    update: Callable[[Any, Weight], None]
+    is_same: Callable[[Any], bool] = lambda optimizer: True
+
+
+def _sgd(optimizer: Any, weight: Weight) -> None:
+    if not weight.slots:
+        tf.raw_ops.ResourceApplyGradientDescent(
+            var=weight.handle, alpha=weight.rate, delta=weight.gradient
+        )
+        return
+    [momentum] = weight.slots
+    tf.raw_ops.ResourceApplyKerasMomentum(
+        var=weight.handle,
+        accum=momentum,
+        lr=weight.rate,
+        grad=weight.gradient,
+        momentum=weight.cast(optimizer.momentum),
+        use_nesterov=bool(optimizer.nesterov),
+    )
+
+
+def _adam(optimizer: Any, weight: Weight) -> None:
+    options = {
+        "var": weight.handle,
+        "m": weight.slots[0],
+        "v": weight.slots[1],
+        "beta1_power": weight.power(optimizer.beta_1, optimizer),
+        "beta2_power": weight.power(optimizer.beta_2, optimizer),
+        "lr": weight.rate,
+        "beta1": weight.exact(optimizer.beta_1),
+        "beta2": weight.exact(optimizer.beta_2),
+        "epsilon": weight.exact(optimizer.epsilon),
+        "grad": weight.gradient,
+    }
+    if optimizer.amsgrad:
+        tf.raw_ops.ResourceApplyAdamWithAmsgrad(vhat=weight.slots[2], **options)
+    else:
+        tf.raw_ops.ResourceApplyAdam(**options)
+
+
+def _adamax(optimizer: Any, weight: Weight) -> None:
+    moment, norm = weight.slots
+    tf.raw_ops.ResourceApplyAdaMax(
+        var=weight.handle,
+        m=moment,
+        v=norm,
+        beta1_power=weight.power(optimizer.beta_1, optimizer),
+        lr=weight.rate,
+        beta1=weight.exact(optimizer.beta_1),
+        beta2=weight.exact(optimizer.beta_2),
+        epsilon=weight.exact(optimizer.epsilon),
+        grad=weight.gradient,
+    )
+
+
+def _nadam(optimizer: Any, weight: Weight) -> None:
+    """Adam with another step for the momentum, and one for the gradient."""
+    moment, velocity = weight.slots
+    beta = weight.cast(optimizer.beta_1)
+    decay = weight.cast(0.96)
+    step = weight.cast(optimizer.iterations + 1)
+    now = beta * (1.0 - 0.5 * decay**step)
+    following = beta * (1.0 - 0.5 * decay ** (step + 1))
+    product = weight.cast(keras_internals.product_of_momentums(optimizer))
+    remains = 1 - weight.power(optimizer.beta_2, optimizer)
+    epsilon = weight.exact(optimizer.epsilon)
+    tf.raw_ops.ResourceApplyAdam(
+        var=weight.handle,
+        m=moment,
+        v=velocity,
+        beta1_power=weight.exact(0.0),
+        beta2_power=1 - remains,
+        lr=weight.rate * following / (1 - product * following),
+        beta1=beta,
+        beta2=weight.cast(optimizer.beta_2),
+        epsilon=epsilon * tf.sqrt(remains),
+        grad=weight.gradient,
+    )
+    squares = tf.raw_ops.ReadVariableOp(
+        resource=velocity, dtype=weight.gradient.dtype
+    )
+    tf.raw_ops.AssignSubVariableOp(
+        resource=weight.handle,
+        value=weight.gradient
+        * (weight.rate * (1 - now) / (1 - product))
+        / (tf.sqrt(squares / remains) + epsilon),
+    )
+
+
+def _rmsprop(optimizer: Any, weight: Weight) -> None:
+    options = {
+        "var": weight.handle,
+        "ms": weight.slots[0],
+        "mom": weight.slots[-1],
+        "lr": weight.rate,
+        "rho": weight.exact(optimizer.rho),
+        "momentum": weight.exact(optimizer.momentum),
+        "epsilon": weight.exact(optimizer.epsilon),
+        "grad": weight.gradient,
+    }
+    if optimizer.centered:
+        tf.raw_ops.ResourceApplyCenteredRMSProp(mg=weight.slots[1], **options)
+    else:
+        tf.raw_ops.ResourceApplyRMSProp(**options)
+
+
+def _adadelta(optimizer: Any, weight: Weight) -> None:
+    gradients, deltas = weight.slots
+    tf.raw_ops.ResourceApplyAdadelta(
+        var=weight.handle,
+        accum=gradients,
+        accum_update=deltas,
+        lr=weight.rate,
+        rho=weight.exact(optimizer.rho),
+        epsilon=weight.exact(optimizer.epsilon),
+        grad=weight.gradient,
+    )
+
+
+def _ftrl(optimizer: Any, weight: Weight) -> None:
+    accumulator, linear = weight.slots
+    l2 = weight.exact(optimizer.l2_regularization_strength)
+    tf.raw_ops.ResourceApplyFtrlV2(
+        var=weight.handle,
+        accum=accumulator,
+        linear=linear,
+        grad=weight.gradient,
+        lr=weight.rate,
+        l1=weight.exact(optimizer.l1_regularization_strength),
+        l2=l2 + weight.exact(optimizer.beta) / (2.0 * weight.rate),
+        l2_shrinkage=weight.exact(
+            optimizer.l2_shrinkage_regularization_strength
+        ),
+        lr_power=weight.exact(optimizer.learning_rate_power),
+    )
+
+
+TABLE: dict[type[keras.optimizers.Optimizer], Row] = {
+    keras.optimizers.SGD: Row(_sgd),
+    keras.optimizers.Adam: Row(_adam),
+    keras.optimizers.AdamW: Row(_adam),
+    keras.optimizers.Adamax: Row(_adamax),
+    keras.optimizers.Nadam: Row(_nadam),
+    # TensorFlow's operation keeps a momentum, Keras none where it is zero.
+    keras.optimizers.RMSprop: Row(_rmsprop, lambda o: o.momentum > 0),
+    keras.optimizers.Adadelta: Row(_adadelta),
+    keras.optimizers.Ftrl: Row(_ftrl),
+}
