@@ -23,12 +23,18 @@ from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.config import RunConfig
 from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.fields import names_of
 from mgpu_tf.folders import make_folder
 from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.models import create_model
 from mgpu_tf.models.normalization import synchronize_batch_normalization
-from mgpu_tf.optimizers import create_optimizer
-from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
+from mgpu_tf.optimizers import create_optimizer, large_batch_recipe
+from mgpu_tf.options import (
+    LargeBatchOptions,
+    SaveOptions,
+    StepOptions,
+    StrategyOptions,
+)
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.reports.report import EpochReport, Report, weights_sha256
 from mgpu_tf.runtime.determinism import enable_determinism
@@ -206,6 +212,7 @@ def compare(
             return _compiled(
                 create_model(model, splits.input_shape, splits.num_classes),
                 create_optimizer("adam"),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             )
 
     return check_parity(
@@ -267,7 +274,10 @@ def _model(
         model = load_function(config.model, "model")()
     else:
         model = create_model(
-            config.model, splits.input_shape, splits.num_classes
+            config.model,
+            splits.input_shape,
+            splits.num_classes,
+            zero_init_residual=config.zero_init_residual,
         )
     if config.sync_batch_norm:
         synchronize_batch_normalization(model)
@@ -277,9 +287,44 @@ def _model(
             model.optimizer.build(model.trainable_variables)
         _from_file(path, model.load_weights)
     if isinstance(model, keras.Model) and not model.compiled:
-        optimizer = create_optimizer(config.optimizer, config.learning_rate)
-        _compiled(model, optimizer)
+        return _compiled_by(config, splits, model)
+    _check_own_compile(config)
     return model
+
+
+def _compiled_by(
+    config: RunConfig,
+    splits: datasets.Splits | datasets.Streams,
+    model: keras.Model,
+) -> keras.Model:
+    recipe = large_batch_recipe(
+        config.global_batch_size,
+        optimizer=config.optimizer,
+        learning_rate=config.learning_rate,
+        base_batch_size=config.base_batch_size,
+        learning_rate_rule=config.learning_rate_rule,
+        learning_rate_decay=config.learning_rate_decay,
+        steps_per_epoch=config.steps_per_epoch
+        or math.ceil(splits.num_examples / config.global_batch_size),
+        epochs=config.epochs,
+        warmup_epochs=config.warmup_epochs,
+        weight_decay=config.weight_decay,
+        label_smoothing=config.label_smoothing,
+    )
+    return _compiled(model, recipe.optimizer, recipe.loss)
+
+
+def _check_own_compile(config: RunConfig) -> None:
+    """Refuses options that a model which is compiled would not obey."""
+    given, default = config.options(LargeBatchOptions), LargeBatchOptions()
+    for name in names_of(LargeBatchOptions):
+        value = getattr(given, name)
+        if value != getattr(default, name):
+            raise ConfigurationError(
+                f"{name} goes with models that are not compiled. Received: "
+                f"{name}={value!r} with a compiled model. Set it in the "
+                "model's own compile()."
+            )
 
 
 def _from_file(path: str, load: Callable[[str], Any]) -> Any:
@@ -294,13 +339,11 @@ def _from_file(path: str, load: Callable[[str], Any]) -> Any:
 
 
 def _compiled(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    loss: keras.losses.Loss,
 ) -> keras.Model:
-    model.compile(
-        optimizer,
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+    model.compile(optimizer, loss, metrics=["accuracy"])
     return model
 
 

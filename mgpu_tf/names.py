@@ -30,6 +30,8 @@ EMBEDDING_GRADIENTS = ("keras", "summed")
 COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy")
 LATE_GRADIENTS = ("hold", "scale")
 RECOMPUTE = ("layers",)
+LEARNING_RATE_RULES = ("linear", "sqrt", "none")
+LEARNING_RATE_DECAYS = ("constant", "cosine")
 RESUME = ("auto", "always", "never")
 MODELS = ("mlp", "cnn", "resnet", "transformer")
 DATASETS = ("digits", "tabular", "images")
@@ -76,4 +78,4 @@ APPLICATIONS = (
     "VGG19",
     "Xception",
 )
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lamb", "lion")
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lamb", "lars", "lion")
