@@ -22,6 +22,7 @@ from mgpu_tf.checkpoints.run_state import EpochRecord
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.config import RunConfig
 from mgpu_tf.engine.asynchronous.staleness import PREFIX
+from mgpu_tf.engine.noise_scale import NAMES, SCALE
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import names_of
 from mgpu_tf.folders import make_folder
@@ -36,7 +37,12 @@ from mgpu_tf.options import (
     StrategyOptions,
 )
 from mgpu_tf.reports.profiling import Profiler
-from mgpu_tf.reports.report import EpochReport, Report, weights_sha256
+from mgpu_tf.reports.report import (
+    EpochReport,
+    Report,
+    suggested_batch_size,
+    weights_sha256,
+)
 from mgpu_tf.runtime.determinism import enable_determinism
 from mgpu_tf.strategies.registry import (
     create_with,
@@ -149,6 +155,10 @@ def _reported(
         lost_workers=trainer.recovery.lost_workers + lost_workers(strategy),
         saving_seconds=goodput.save_seconds,
         goodput=dataclasses.asdict(goodput),
+        suggested_batch_size=suggested_batch_size(
+            trainer.records[-1].logs.get(SCALE),
+            topology_of(strategy).data_parallel_degree,
+        ),
     )
     if config.output_dir is not None:
         trainer.save(os.path.join(config.output_dir, MODEL_FILE))
@@ -375,6 +385,12 @@ def _epoch_report(record: EpochRecord) -> EpochReport:
         for name in list(metrics)
         if name.startswith(PREFIX)
     }
+    noise = {
+        # JSON has no infinity.
+        name: value if math.isfinite(value) else None
+        for name in NAMES
+        if (value := metrics.pop(name, None)) is not None
+    }
     return EpochReport(
         epoch=record.epoch + 1,
         loss=metrics.pop("loss"),
@@ -382,6 +398,7 @@ def _epoch_report(record: EpochRecord) -> EpochReport:
         seconds=record.seconds,
         examples_per_second=record.examples_per_second,
         staleness=staleness or None,
+        gradient_noise=noise or None,
     )
 
 

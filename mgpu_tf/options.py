@@ -121,6 +121,10 @@ class StepOptions:
         "the jit_compile of the model's compile().",
         ("auto",),
     )
+    noise_scale: bool = option(
+        False,
+        "Measure the gradient noise scale, and log it with the metrics.",
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.jit_compile, bool):

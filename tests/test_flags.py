@@ -49,6 +49,7 @@ VALUES = {
     "fsdp_parallel": 4,
     "shard": "optimizer",
     "recompute": "layers",
+    "noise_scale": True,
     "profile": "10,5",
     "checkpoint_dir": "out=1/checkpoints",
     "save_every_steps": 20,

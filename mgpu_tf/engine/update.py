@@ -22,6 +22,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.noise_scale import NoiseScale
 from mgpu_tf.engine.reduction import Reduction
 from mgpu_tf.engine.rows import RowGather
 from mgpu_tf.errors import ConfigurationError
@@ -40,6 +41,7 @@ class Update:
         strategy: Where they live.
         stored_once: Whether there is one copy of variables for all replicas.
         options: How steps are made.
+        noise: Measures the noise of gradients, where it is asked for.
 
     Raises:
         ConfigurationError: The optimizer asks for what cannot be made right.
@@ -53,8 +55,10 @@ class Update:
         *,
         stored_once: bool,
         options: StepOptions,
+        noise: NoiseScale | None = None,
     ) -> None:
         self._strategy = strategy
+        self._noise = noise
         self._reduction = Reduction(strategy, options)
         self._rows = RowGather(
             strategy,
@@ -172,6 +176,8 @@ class Update:
         self._overwrite_with_average()
 
     def _apply(self, gradients: Gradients) -> None:
+        if self._noise is not None:
+            self._noise.update(gradients)
         with (
             tf.name_scope("apply"),
             self._in_order(),
@@ -224,6 +230,8 @@ class Update:
 
     def _accumulate(self, gradients: Gradients) -> tf.Tensor:
         optimizer = self._optimizer
+        if self._noise is not None:
+            self._noise.accumulate()
         if self._stored_once:
             for sums, gradient in zip(
                 self._accumulators(), gradients, strict=True

@@ -37,6 +37,13 @@ def show(report: Report, console: Console | None = None) -> None:
         summary.add_row("restarts", f"{report.restarts}, {lost}")
     if report.goodput is not None:
         summary.add_row("goodput", str(Goodput(**report.goodput)))
+    noise = report.epochs[-1].gradient_noise if report.epochs else None
+    if noise is not None:
+        scale = noise["noise_scale"]
+        told = "not known" if scale is None else f"{scale:,.0f} examples"
+        summary.add_row("noise scale", told)
+    if report.suggested_batch_size is not None:
+        summary.add_row("suggested batch", str(report.suggested_batch_size))
     summary.add_row("strategy", report.strategy)
     summary.add_row("workers", str(report.num_workers))
     summary.add_row("replicas", str(report.num_replicas))

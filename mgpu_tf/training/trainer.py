@@ -92,6 +92,9 @@ class Trainer:
             jit_compile: "auto" decides by a short trial, during training
                 steps, whether XLA compiles the steps, and logs the choice.
                 Default: the `jit_compile` of the model's `compile`.
+            noise_scale: Whether to measure the gradient noise scale from the
+                gradients of replicas or micro-batches, and to log it with the
+                metrics.
 
     Raises:
         ConfigurationError: `build_model` does not return a compiled model that

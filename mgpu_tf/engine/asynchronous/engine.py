@@ -78,9 +78,9 @@ class AsynchronousEngine(Engine):
     ) -> None:
         super().__init__(model, strategy)
         _refuse(model)
-        for name in ("gradient_dtype", "recompute"):
+        for name in ("gradient_dtype", "recompute", "noise_scale"):
             value = getattr(options, name)
-            if value is not None:
+            if value:
                 raise ConfigurationError(
                     f"{name} goes with synchronous strategies. Received: "
                     f"{name}={value!r} with parameter servers. Leave it out."

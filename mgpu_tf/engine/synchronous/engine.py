@@ -14,6 +14,7 @@ and only then written.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from mgpu_tf.engine.base import NO_VOTES, Engine, Execution, UnevenData, Votes
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
+from mgpu_tf.engine.noise_scale import NoiseScale
 from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.snapshot import Snapshot, Variables
@@ -37,7 +39,12 @@ from mgpu_tf.engine.synchronous.overridden_step import (
     check_held,
 )
 from mgpu_tf.engine.synchronous.probe import Probe
-from mgpu_tf.engine.update import Update, accumulated
+from mgpu_tf.engine.update import (
+    Update,
+    accumulated,
+    accumulation_steps,
+    unwrap,
+)
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.runtime import determinism
@@ -69,6 +76,7 @@ class SynchronousEngine(Engine):
         self._prepared = False
         # What looks at the first step of an author's own.
         self._probe: Probe | None = None
+        self._noise: NoiseScale | None = None
         self._loss: GlobalLoss
         self._state: ReplicaState
         self._step: ReplicaStep
@@ -111,6 +119,7 @@ class SynchronousEngine(Engine):
                 *self._model.variables,
                 *self._state.layers,
                 *(v for optimizer in optimizers for v in optimizer.variables),
+                *(() if self._noise is None else self._noise.variables),
             ],
             own=[*self._state.metrics, *self._local_sums(optimizers)],
             is_sum=self._is_sum,
@@ -147,7 +156,10 @@ class SynchronousEngine(Engine):
     ) -> Execution:
         """Runs training steps; as in `Engine`."""
         del ahead
-        return self._execute("train", iterator, steps, source, seconds, votes)
+        done = self._execute("train", iterator, steps, source, seconds, votes)
+        if self._noise is None:
+            return done
+        return dataclasses.replace(done, logs=done.logs | self._noise.logs())
 
     def evaluate(
         self, iterator: Any, steps: int, source: Source, seconds: float = 0.0
@@ -174,6 +186,8 @@ class SynchronousEngine(Engine):
         self.build(source)
         self._loss = GlobalLoss(self._model)
         self._state = self._make_state()
+        if self._options.noise_scale:
+            self._noise = self._make_noise_scale()
         self._update = self._make_update()
         self._step = ReplicaStep(
             self._model,
@@ -209,7 +223,19 @@ class SynchronousEngine(Engine):
             self._strategy,
             stored_once=self._state.stored_once,
             options=self._options,
+            noise=self._noise,
         )
+
+    def _make_noise_scale(self) -> NoiseScale:
+        if keras_internals.overrides(self._model, "train_step"):
+            raise ConfigurationError(
+                "noise_scale goes with Keras's own train_step. Received: "
+                f"{type(self._model).__name__}, which has its own. Leave it "
+                "out."
+            )
+        scaler, optimizer = unwrap(self._model.optimizer)
+        every = accumulation_steps(optimizer)
+        return NoiseScale(self._strategy, scaler, optimizer, every)
 
     def _make_state(self) -> ReplicaState:
         state = state_for(self._model, self._strategy)
@@ -458,6 +484,8 @@ class SynchronousEngine(Engine):
             gradients, logs = self._strategy.run(
                 self._replica_gradients, args=(data, local, total)
             )
+        if self._noise is not None:
+            self._noise.observe(gradients, local, total)
         self._update(gradients)
         return {name: self._first(value) for name, value in logs.items()}
 
