@@ -25,6 +25,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.noise_scale import NoiseScale
 from mgpu_tf.engine.reduction import Reduction
 from mgpu_tf.engine.rows import RowGather
+from mgpu_tf.engine.traced import Watch
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.registry import topology_of
@@ -78,6 +79,8 @@ class Update:
         self.present: list[bool] = []
         # Whose rows all replicas have looked up alike; see `RowGather`.
         self.alike: list[bool] = []
+        # Sees what passes, in a step that is traced.
+        self.watch: Watch | None = None
 
     def __call__(self, gradients: Gradients) -> None:
         """Makes one step of training. Outside of replicas.
@@ -86,6 +89,8 @@ class Update:
             gradients: For each variable with a gradient the contributions
                 of the replicas, scaled by the optimizer's `scale_loss`.
         """
+        if self.watch is not None:
+            self.watch.local = gradients
         if self._reduces_first:
             gradients = self._of_all(gradients)
         if self._scaler is None:
@@ -178,6 +183,8 @@ class Update:
     def _apply(self, gradients: Gradients) -> None:
         if self._noise is not None:
             self._noise.update(gradients)
+        if self.watch is not None:
+            self.watch.received = gradients
         with (
             tf.name_scope("apply"),
             self._in_order(),

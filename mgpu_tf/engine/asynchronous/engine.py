@@ -15,6 +15,8 @@ metrics are exact, also where a lost worker's work was done again.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,9 +45,18 @@ from mgpu_tf.engine.base import (
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.snapshot import Snapshot
 from mgpu_tf.engine.state import ReplicaState
-from mgpu_tf.engine.step import ReplicaStep
+from mgpu_tf.engine.step import ReplicaStep, outputs_of
+from mgpu_tf.engine.traced import (
+    Weights,
+    batch_of,
+    excerpts,
+    refuse_accumulation,
+    undone,
+)
+from mgpu_tf.engine.update import unwrap
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.reports.pipeline_trace import Excerpt, ShareTrace, StepTrace
 from mgpu_tf.strategies.parameter_server import ParameterServerStrategy
 
 # Steps in a piece of work, where they fit into an execution of the trainer:
@@ -187,6 +198,138 @@ class AsynchronousEngine(Engine):
         self.build_layers(source)
         return iterator.next_outputs()
 
+    def trace(self, source: Source) -> StepTrace:
+        """Runs one step on each worker, and undoes them; as in `Engine`."""
+        self.prepare(source)
+        refuse_accumulation(self.every)
+        if unwrap(self._model.optimizer)[0] is not None:
+            raise ConfigurationError(
+                "On 'parameter_server' a trace shows gradients that are not "
+                "scaled. Received: a LossScaleOptimizer. Trace without it."
+            )
+        piece = self._piece(measured=False)
+
+        def run(work: Work) -> Callable[..., Any]:
+            return lambda *given: piece.trace(work, *given)
+
+        with undone(self):
+            weights = Weights(self._model)
+            done = self._once_each(run, source, training=True)
+            changed = weights.changed()
+        paths = [
+            variable.path
+            for variable in itertools.compress(
+                self._model.trainable_variables, self._step.present
+            )
+        ]
+        shares, received = [], []
+        for place, (worker, data, size, gradients, _) in done.items():
+            device = _device_of(worker)
+            shown = [
+                Excerpt.of(path, gradient, device)
+                for path, gradient in zip(paths, gradients, strict=True)
+            ]
+            shares.append(
+                ShareTrace(
+                    device,
+                    place,
+                    0,
+                    int(size),
+                    1.0,
+                    [
+                        dataclasses.replace(each, device=device)
+                        for each in excerpts(data)
+                    ],
+                    shown,
+                )
+            )
+            servers = {weight.name: weight.devices[0] for weight in changed}
+            received += [
+                dataclasses.replace(each, device=servers[each.name])
+                for each in shown
+            ]
+        logs = self.metrics(sum(sums for *_, sums in done.values()))
+        batches = [batch_of(source, place) for place in done]
+        return StepTrace(batches, shares, received, changed, logs)
+
+    def trace_outputs(self, source: Source) -> list[ShareTrace]:
+        """Predicts one batch on each worker; as in `Engine`."""
+        self.build_layers(source)
+
+        def run(work: Work) -> Callable[..., Any]:
+            def on_worker(iterator: Any, arguments: Any, _: tf.Tensor) -> Any:
+                read = work.reader(iterator, arguments)
+                data, size = read(tf.constant(0, tf.int64))
+                generator = keras_internals.global_seed_generator()
+
+                def on_replica() -> Any:
+                    return outputs_of(self._model, data, generator)
+
+                return (
+                    tf.distribute.coordinator.experimental_get_current_worker_index(),
+                    data,
+                    size,
+                    self.strategy.run(on_replica),
+                )
+
+            return on_worker
+
+        done = self._once_each(run, source, training=False)
+        found, first = [], 0
+        for place, (worker, data, size, outputs) in sorted(done.items()):
+            device = _device_of(worker)
+            data, outputs = (
+                [dataclasses.replace(each, device=device) for each in shown]
+                for shown in (
+                    excerpts(data),
+                    excerpts(outputs, ("outputs", "", "")),
+                )
+            )
+            after = first + int(size)
+            found.append(
+                ShareTrace(
+                    device, place, first, after, 1.0, data, outputs=outputs
+                )
+            )
+            first = after
+        return found
+
+    def _once_each(
+        self,
+        run: Callable[[Work], Callable[..., Any]],
+        source: Source,
+        *,
+        training: bool,
+    ) -> dict[int, Any]:
+        """Hands out one batch for each worker.
+
+        Args:
+            run: Returns what a worker does with a batch of the work.
+            source: The batches.
+            training: Whether they are steps of training.
+
+        Returns:
+            What was returned for each batch, as the workers end.
+        """
+        workers = self.strategy.num_workers
+        feed = self.feed(source, chain=True, training=training)
+        work = feed.iterator(0, source.steps or workers).work
+        function = tf.function(run(work), autograph=False)
+        first = self.steps_made() if training else 0
+        for place in range(workers):
+            taken = work.take(1)
+            if taken is None:
+                break
+            index = tf.constant(first + place, tf.int64)
+            self.dispatcher.schedule(
+                place, function, (work.per_worker, taken[1], index)
+            )
+        done: dict[int, Any] = {}
+        while not self.dispatcher.idle:
+            place, values = self.dispatcher.next()
+            done[place] = values
+        return done
+
     def finish(self, iterator: Any) -> Execution:
         """Waits for what is under way; as in `Engine`."""
         return iterator.finish()
@@ -232,7 +375,15 @@ class AsynchronousEngine(Engine):
     def _stepping(
         self, training: bool, work: Work, measured: bool
     ) -> Callable[..., Any]:
-        piece = Piece(
+        piece = self._piece(measured=measured)
+
+        def run(iterator: Any, arguments: Any, steps: Any, first: Any) -> Any:
+            return piece(training, work, iterator, arguments, steps, first)
+
+        return run
+
+    def _piece(self, *, measured: bool) -> Piece:
+        return Piece(
             self._model,
             self.strategy,
             self._step,
@@ -242,11 +393,6 @@ class AsynchronousEngine(Engine):
             self._shared,
             measured=measured,
         )
-
-        def run(iterator: Any, arguments: Any, steps: Any, first: Any) -> Any:
-            return piece(training, work, iterator, arguments, steps, first)
-
-        return run
 
     def steps_made(self) -> int:
         """Returns the count of steps on the parameter server."""
@@ -303,6 +449,10 @@ def _refuse(model: keras.Model) -> None:
                 f"wrongly. Received: {type(model).__name__}. Override "
                 "compute_loss, or use another strategy."
             )
+
+
+def _device_of(worker: Any) -> str:
+    return f"/job:worker/replica:0/task:{int(worker)}"
 
 
 def _number(value: Any) -> Any:

@@ -15,6 +15,7 @@ and only then written.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,14 @@ from mgpu_tf.engine.synchronous.overridden_step import (
     check_held,
 )
 from mgpu_tf.engine.synchronous.probe import Probe
+from mgpu_tf.engine.synchronous.traced_replicas import TracedReplicas
+from mgpu_tf.engine.traced import (
+    Watch,
+    Weights,
+    batch_of,
+    refuse_accumulation,
+    undone,
+)
 from mgpu_tf.engine.update import (
     Update,
     accumulated,
@@ -47,6 +56,7 @@ from mgpu_tf.engine.update import (
 )
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.registry import topology_of
 
@@ -178,6 +188,68 @@ class SynchronousEngine(Engine):
         if int(total) == 0:
             return None
         return tf.nest.map_structure(lambda t: t.numpy(), outputs)
+
+    def trace(self, source: Source) -> StepTrace:
+        """Runs the first step of training and undoes it; as in `Engine`.
+
+        The step is the engine's own, one operation after another in place of
+        a graph, so that values can be seen inside of it.
+        """
+        self.prepare(source)
+        if keras_internals.overrides(self._model, "train_step"):
+            raise ConfigurationError(
+                "A trace goes with Keras's own train_step. Received: "
+                f"{type(self._model).__name__}, which has its own."
+            )
+        scaler, optimizer = unwrap(self._model.optimizer)
+        refuse_accumulation(accumulation_steps(optimizer))
+        iterator = self.feed(source, chain=False, training=True).iterator(0, 1)
+        replicas = TracedReplicas(self._strategy)
+
+        def step(data: Any, local: Any, total: tf.Tensor) -> Any:
+            replicas.begin(data, local, total, optimizer, scaler)
+            return self._train_step(data, local, total)
+
+        with undone(self):
+            weights = Weights(self._model)
+            self._update.watch = watch = Watch()
+            try:
+                one, notes = tf.constant(1, tf.int64), tf.zeros(3)
+                logs = self._steps(step, source, iterator, one, notes)[4]
+            finally:
+                self._update.watch = None
+            changed = weights.changed()
+        paths = [
+            variable.path
+            for variable in itertools.compress(
+                self._model.trainable_variables, self._update.present
+            )
+        ]
+        return StepTrace(
+            [batch_of(source, 0)] if source.totals_known else [],
+            replicas.trained(paths, watch.local),
+            replicas.received(paths, watch.received),
+            changed,
+            {name: float(value) for name, value in logs.items()},
+        )
+
+    def trace_outputs(self, source: Source) -> list[ShareTrace]:
+        """Predicts one batch; as in `Engine`."""
+        self.build_layers(source)
+        self._begin()
+        iterator = self.feed(source, chain=False, training=False).iterator(0)
+        data, local, total = self._next(iterator, source)
+        state = self._state if self._prepared else self._make_state()
+        generator = keras_internals.global_seed_generator()
+
+        def on_replica(rows: Any) -> Any:
+            with state.replica_seeds_in_place():
+                return outputs_of(self._model, rows, generator)
+
+        outputs = self._strategy.run(on_replica, args=(data,))
+        replicas = TracedReplicas(self._strategy)
+        replicas.begin(data, local, total)
+        return replicas.predicted(outputs)
 
     def prepare(self, source: Source) -> None:
         """Creates what training and evaluation need; as in `Engine`."""
