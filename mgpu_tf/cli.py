@@ -22,6 +22,7 @@ from mgpu_tf.commands import (
     launch,
     parity,
     plan,
+    trace,
     train,
 )
 from mgpu_tf.commands.arguments import Call
@@ -38,6 +39,7 @@ COMMANDS: dict[str, ModuleType] = {
     "parity": parity,
     "benchmark": benchmark,
     "plan": plan,
+    "trace": trace,
     "checkpoints": checkpoints,
 }
 
@@ -51,6 +53,7 @@ Commands:
   parity       compare a model on strategies with one device
   benchmark    measure throughput on 1, 2, 4 and 8 devices
   plan         estimate the memory, hours and price of a training run
+  trace        show what is where in each stage of a training run
   checkpoints  list, verify and prune the checkpoints of a run
   version      print the version
 

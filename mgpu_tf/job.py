@@ -36,6 +36,7 @@ from mgpu_tf.options import (
     StepOptions,
     StrategyOptions,
 )
+from mgpu_tf.reports.pipeline_trace import PipelineTrace
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.reports.report import (
     EpochReport,
@@ -52,6 +53,7 @@ from mgpu_tf.strategies.registry import (
     topology_of,
 )
 from mgpu_tf.studies.parity import ParityReport, check_parity, create_for_check
+from mgpu_tf.studies.pipeline_trace import trace_pipeline
 from mgpu_tf.training.trainer import Trainer
 from mgpu_tf.user_function import is_target, load_function
 
@@ -95,13 +97,7 @@ def _trained(
 ) -> Trainer:
     """Returns the trainer after `fit`."""
     profiler = _profiler(config, strategy)
-    trainer = Trainer(
-        lambda: _model(config, splits),
-        strategy,
-        seed=config.seed,
-        profiler=profiler,
-        **dataclasses.asdict(config.options(StepOptions)),
-    )
+    trainer = _trainer(config, splits, strategy, profiler)
     trainer.fit(
         **splits.training(config.global_batch_size),
         epochs=config.epochs,
@@ -114,6 +110,21 @@ def _trained(
     if profiler is not None and is_chief(strategy):
         _log.info("%s", profiler.summary())
     return trainer
+
+
+def _trainer(
+    config: RunConfig,
+    splits: datasets.Splits | datasets.Streams,
+    strategy: tf.distribute.Strategy,
+    profiler: Profiler | None = None,
+) -> Trainer:
+    return Trainer(
+        lambda: _model(config, splits),
+        strategy,
+        seed=config.seed,
+        profiler=profiler,
+        **dataclasses.asdict(config.options(StepOptions)),
+    )
 
 
 def _profiler(
@@ -165,6 +176,34 @@ def _reported(
         if is_chief(strategy):
             result.write(config.output_dir)
     return result
+
+
+def trace(config: RunConfig) -> PipelineTrace:
+    """Trains a model and shows the pipeline. Every worker must call it.
+
+    Args:
+        config: The configuration of the run. It does not save.
+
+    Returns:
+        The trace; the same on every worker.
+
+    Raises:
+        ConfigurationError: The configuration does not work on this machine or
+            cluster, or the step cannot be traced.
+    """
+    _check_cluster(config)
+    strategy = create_with(config.strategy, config.options(StrategyOptions))
+    _check_batch(config, strategy)
+    splits = _splits(config)
+    return trace_pipeline(
+        _trainer(config, splits, strategy),
+        splits.training(config.global_batch_size),
+        splits.testing(config.global_batch_size),
+        num_examples=splits.num_examples,
+        batch_size=config.global_batch_size,
+        epochs=config.epochs,
+        steps_per_epoch=config.steps_per_epoch,
+    )
 
 
 def compare(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 ROWS, COLUMNS = 2, 6
@@ -45,6 +46,16 @@ class Excerpt:
             name, list(array.shape), str(array.dtype), device, part.tolist()
         )
 
+    def lines(self) -> list[str]:
+        """Returns the values as text, a line for each row."""
+        rows = self.values if len(self.shape) > 1 else [self.values]
+        size = math.prod(self.shape)
+        shown = len(rows) * len(rows[0]) if rows and rows[0] else 0
+        lines = [" ".join(map(number, row)) for row in rows]
+        if lines and shown < size:
+            lines[-1] += " ..."
+        return lines
+
 
 @dataclasses.dataclass(frozen=True)
 class ShareTrace:
@@ -70,6 +81,13 @@ class ShareTrace:
     data: list[Excerpt]
     gradients: list[Excerpt] = dataclasses.field(default_factory=list)
     outputs: list[Excerpt] = dataclasses.field(default_factory=list)
+
+    def title(self, place: int) -> str:
+        """Returns a line that names the device and its rows."""
+        rows = f"rows {self.first} to {self.after - 1}"
+        if self.after == self.first:
+            rows = "no rows"
+        return f"Device {place}: {short(self.device)}, {rows}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,12 +209,66 @@ class PipelineTrace:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @property
+    def summary(self) -> str:
+        """Returns one line about the run."""
+        return (
+            f"{self.num_workers} worker{'s' * (self.num_workers > 1)}, "
+            f"{self.num_replicas} device{'s' * (self.num_replicas > 1)}, "
+            f"batches of {self.global_batch_size} of {self.num_examples:,} "
+            f"examples, {self.num_parameters:,} parameters, {self.optimizer}."
+        )
+
+    @property
+    def distribution(self) -> str:
+        """Returns how rows get to the devices."""
+        if not self.in_step:
+            return "Each worker gets a batch of its own, and all of its rows."
+        sizes = [str(s.after - s.first) for s in self.step.shares]
+        return (
+            f"The batch of {sum(map(int, sizes))} rows is cut in the order of "
+            f"its rows: {' + '.join(sizes)}."
+        )
+
+    def epoch_table(self) -> tuple[list[str], list[list[str]]]:
+        """Returns the names of the columns, and the rows, as text."""
+        logs = self.epochs[0].logs
+        names = [name for name in logs if name in self.test]
+        names.sort(key=lambda name: name != "loss")
+        rows, before = [], None
+        for epoch in self.epochs:
+            logs, change = epoch.logs, ""
+            if before is not None:
+                change = f"{logs['loss'] - before:+.4f}"
+            before = logs["loss"]
+            rows.append(
+                [
+                    str(epoch.epoch),
+                    *(f"{logs[name]:.4f}" for name in names),
+                    change,
+                    f"{epoch.change:.2%}",
+                ]
+            )
+        rows.append(
+            [
+                "test",
+                *(
+                    f"{self.test[n]:.4f}" if n in self.test else ""
+                    for n in names
+                ),
+                "",
+                "",
+            ]
+        )
+        return ["epoch", *names, "change of loss", "weights moved"], rows
+
+    @property
     def aggregation(self) -> str:
         """Returns how gradients of devices become that of the optimizer."""
         if not self.in_step:
             return (
                 "Workers do not wait for each other: each gradient is applied "
-                "on the parameter servers when it arrives."
+                "on the parameter servers when it arrives. Two workers may "
+                "have read the same weights."
             )
         if len(self.step.shares) == 1:
             return "One device: its gradient is that of the batch."
@@ -204,7 +276,11 @@ class PipelineTrace:
             f"{share.weight:g} x device {number}"
             for number, share in enumerate(self.step.shares)
         )
-        return f"Sum over devices, by their part of the rows: {parts}."
+        whole = {w.name: w.before.shape for w in self.step.weights}
+        told = f"Sum over devices, by their part of the rows: {parts}."
+        if any(each.shape != whole[each.name] for each in self.step.received):
+            told += " Each device gets its part of the sum."
+        return told
 
 
 def joined(step: StepTrace, every: list[dict[str, Any]]) -> StepTrace:
@@ -235,6 +311,20 @@ def joined(step: StepTrace, every: list[dict[str, Any]]) -> StepTrace:
     )
 
 
+def alike(excerpts: list[Excerpt]) -> list[Excerpt]:
+    """Returns excerpts, those that are the same on several devices once."""
+    devices: dict[str, list[str]] = {}
+    first: dict[str, Excerpt] = {}
+    for each in excerpts:
+        key = json.dumps([each.name, each.shape, each.values])
+        first.setdefault(key, each)
+        devices.setdefault(key, []).append(short(each.device))
+    return [
+        dataclasses.replace(each, device=", ".join(devices[key]))
+        for key, each in first.items()
+    ]
+
+
 def share_of(values: dict[str, Any]) -> ShareTrace:
     """Returns a share from its JSON."""
     lists = {
@@ -244,6 +334,18 @@ def share_of(values: dict[str, Any]) -> ShareTrace:
     return ShareTrace(**values | lists)
 
 
+def number(value: float) -> str:
+    """Returns a number with four digits, or an integer as it is."""
+    if isinstance(value, bool | int | str):
+        return str(value)
+    return f"{value:.4g}"
+
+
+def numbers(values: list[int]) -> str:
+    """Returns integers in brackets."""
+    return f"[{', '.join(map(str, values))}]"
+
+
 def short(device: str) -> str:
     """Returns a device without what is the same everywhere.
 
@@ -251,6 +353,8 @@ def short(device: str) -> str:
         >>> short("/job:worker/replica:0/task:1/device:CPU:0")
         'worker 1 CPU:0'
     """
+    if not device.startswith("/"):
+        return device or "host"
     parts = dict(
         part.split(":", 1) for part in device.strip("/").split("/") if part
     )

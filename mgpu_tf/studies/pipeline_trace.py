@@ -1,6 +1,12 @@
 """A trace of the whole pipeline, from a real run.
 
-    trace = trace_pipeline(trainer, (x, y), (x_test, y_test), batch_size=100)
+    trace = trace_pipeline(
+        trainer,
+        {"x": x, "y": y, "batch_size": 100},
+        {"x": x_test, "y": y_test, "batch_size": 100},
+        num_examples=len(x),
+        batch_size=100,
+    )
     print(trace.json())
 
 The first step is traced and put back; then `fit` trains, so that the traced
@@ -13,8 +19,8 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.reports.pipeline_trace import EpochTrace, PipelineTrace
 from mgpu_tf.strategies.registry import kind_of, topology_of
 from mgpu_tf.training.trainer import Trainer
@@ -22,11 +28,13 @@ from mgpu_tf.training.trainer import Trainer
 
 def trace_pipeline(
     trainer: Trainer,
-    train: tuple[Any, Any],
-    test: tuple[Any, Any],
+    training: dict[str, Any],
+    testing: dict[str, Any],
     *,
+    num_examples: int,
     batch_size: int,
     epochs: int = 5,
+    steps_per_epoch: int | None = None,
     verbose: int | str = 0,
 ) -> PipelineTrace:
     """Trains a model, and tells what happened in each stage.
@@ -35,57 +43,47 @@ def trace_pipeline(
 
     Args:
         trainer: A trainer that has not trained.
-        train: Inputs `[examples, ...]` and targets to train on.
-        test: The same to test on.
+        training: Arguments of `Trainer.fit`: the data to train on.
+        testing: Arguments of `Trainer.evaluate`: the data to test on.
+        num_examples: Number of examples to train on.
         batch_size: Global batch size.
         epochs: Number of epochs.
+        steps_per_epoch: As for `Trainer.fit`.
         verbose: As for `Trainer.fit`.
 
     Returns:
         The trace; the same on every worker.
 
     Raises:
-        ConfigurationError: There are too few examples for each device, or the
-            step cannot be traced.
+        ConfigurationError: The step cannot be traced.
     """
     topology = topology_of(trainer.strategy)
     in_step = kind_of(trainer.strategy).in_step
-    replicas = topology.data_parallel_degree
-    x, y = train
-    rows = min(batch_size, len(test[0]))
-    if min(rows, len(x)) < replicas:
-        raise ConfigurationError(
-            "A trace needs a row for each device. Received: "
-            f"{min(rows, len(x))} rows for {replicas} devices. Use a larger "
-            "batch and more data."
-        )
-    step = trainer.trace(x, y, batch_size)
+    step = trainer.trace(**training)
     moves = _Moves()
     history = trainer.fit(
-        x,
-        y,
-        batch_size=batch_size,
+        **training,
         epochs=epochs,
+        steps_per_epoch=steps_per_epoch,
         verbose=verbose,
         callbacks=[moves],
     ).history
+    inputs = _first_inputs(testing["x"], batch_size)
+    rows = len(inputs)
     prediction = trainer.trace_prediction(
-        test[0][:rows],
-        rows if in_step else -(-rows // topology.num_workers),
+        inputs, rows if in_step else -(-rows // topology.num_workers)
     )
-    scores = trainer.evaluate(
-        *test, batch_size=batch_size, return_dict=True, verbose=0
-    )
+    scores = trainer.evaluate(**testing, return_dict=True, verbose=0)
     model = trainer.model
     return PipelineTrace(
         strategy=kind_of(trainer.strategy).name,
         num_workers=topology.num_workers,
-        num_replicas=replicas,
+        num_replicas=topology.data_parallel_degree,
         in_step=in_step,
         model=model.name,
         num_parameters=model.count_params(),
         optimizer=type(model.optimizer).__name__,
-        num_examples=len(x),
+        num_examples=num_examples,
         global_batch_size=batch_size,
         step=step,
         epochs=[
@@ -102,6 +100,13 @@ def trace_pipeline(
         prediction=prediction,
         test=scores,
     )
+
+
+def _first_inputs(x: Any, rows: int) -> Any:
+    """Returns the first inputs of arrays or of batches of pairs."""
+    if isinstance(x, tf.data.Dataset):
+        x = np.asarray(next(iter(x))[0])
+    return x[:rows]
 
 
 class _Moves(keras.callbacks.Callback):

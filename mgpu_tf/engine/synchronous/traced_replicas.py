@@ -47,7 +47,9 @@ class TracedReplicas:
         """
         if optimizer is not None:
             self._factor = float(optimizer.loss_scale_factor or 1.0)
-        dynamic = 1.0 if scaler is None else float(scaler.dynamic_scale)
+        dynamic = 1.0
+        if scaler is not None:
+            dynamic = float(tf.convert_to_tensor(scaler.dynamic_scale))
         self._scale = self._factor * dynamic
         parts = [
             self._by_replica(part)
