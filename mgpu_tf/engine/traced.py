@@ -80,6 +80,18 @@ def undone(engine: Engine) -> Iterator[None]:
         snapshot.put(before)
 
 
+@contextlib.contextmanager
+def one_by_one() -> Iterator[None]:
+    """Runs operations without a graph, without TensorFlow's advice on it."""
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel("ERROR")
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 class Weights:
     """The weights of a model before and after a step.
 

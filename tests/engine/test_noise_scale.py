@@ -101,13 +101,15 @@ def test_uneven_batches_by_hand(column, strategies):
 
 def scaled():
     return keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.0, loss_scale_factor=8.0), initial_scale=64.0
+        keras.optimizers.SGD(0.0), initial_scale=64.0
     )
 
 
-def test_scaling_of_the_loss_is_taken_out(strategies):
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", [scaled, frozen(loss_scale_factor=8.0)])
+def test_scaling_of_the_loss_is_taken_out(optimizer, strategies):
     plain = run(strategies["mirrored_x3"], 16, 7)
-    found = run(strategies["mirrored_x3"], 16, 7, build(scaled))
+    found = run(strategies["mirrored_x3"], 16, 7, build(optimizer))
     for name, (value,) in plain.items():
         assert found[name] == [pytest.approx(value, rel=ROUNDING)], name
 

@@ -82,8 +82,12 @@ def of_rows(model, x, y):
 
 def scaled():
     return keras.optimizers.LossScaleOptimizer(
-        Recording(RATE, loss_scale_factor=4.0), initial_scale=16.0
+        Recording(RATE), initial_scale=16.0
     )
+
+
+def factor():
+    return Recording(RATE, loss_scale_factor=4.0)
 
 
 full = pytest.mark.full
@@ -95,6 +99,7 @@ full = pytest.mark.full
         ("mirrored_x3", lambda: Recording(RATE)),
         ("fsdp_x3", lambda: Recording(RATE)),
         pytest.param("mirrored_x3", scaled, marks=full),
+        pytest.param("mirrored_x3", factor, marks=full),
         pytest.param("one_device", lambda: Recording(RATE), marks=full),
         pytest.param("central_storage_x2", lambda: Recording(RATE), marks=full),
         pytest.param("data_2_fsdp_2", lambda: Recording(RATE), marks=full),
@@ -112,7 +117,7 @@ def test_a_step_is_what_it_says(column, optimizer, strategies):
         alone.set_weights(start)
     _check_data(step, x, y, strategy.num_replicas_in_sync)
     _check_gradients(step, alone, x, y)
-    _check_received(step, column, 4.0 if optimizer is scaled else 1.0)
+    _check_received(step, column, 4.0 if optimizer is factor else 1.0)
     # Everything was put back, so that `fit` does the same step.
     first = trainer.fit(
         x, y, batch_size=BATCH, steps_per_epoch=1, verbose=0

@@ -45,6 +45,7 @@ from mgpu_tf.engine.traced import (
     Watch,
     Weights,
     batch_of,
+    one_by_one,
     refuse_accumulation,
     undone,
 )
@@ -210,7 +211,7 @@ class SynchronousEngine(Engine):
             replicas.begin(data, local, total, optimizer, scaler)
             return self._train_step(data, local, total)
 
-        with undone(self):
+        with undone(self), one_by_one():
             weights = Weights(self._model)
             self._update.watch = watch = Watch()
             try:
@@ -246,7 +247,8 @@ class SynchronousEngine(Engine):
             with state.replica_seeds_in_place():
                 return outputs_of(self._model, rows, generator)
 
-        outputs = self._strategy.run(on_replica, args=(data,))
+        with one_by_one():
+            outputs = self._strategy.run(on_replica, args=(data,))
         replicas = TracedReplicas(self._strategy)
         replicas.begin(data, local, total)
         return replicas.predicted(outputs)
