@@ -26,7 +26,7 @@ gradual warm-up, linear, constant warm-up, unscaled. Its errors, with 32 times
 the batch: 23.60, 23.74, 24.84, 25.88 and 41.67 %.
 
 It writes large_batch.json after each run and goes on from it, and draws
-large_batch.png. Hardware: any; on 2 CPU cores that other work shared, about ten
+large_batch.png. Hardware: any; on 2 CPU cores that other work shared, three
 minutes.
 """
 

@@ -93,7 +93,7 @@ def main(argv):
     def build():
         model = network()
         model.compile(
-            keras.optimizers.SGD(0.05),
+            keras.optimizers.SGD(0.01),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )

@@ -15,7 +15,6 @@ metrics are exact, also where a lost worker's work was done again.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -32,11 +31,17 @@ from mgpu_tf.engine.asynchronous.packed_variables import Packs
 from mgpu_tf.engine.asynchronous.piece import Piece, predict
 from mgpu_tf.engine.asynchronous.run import Run
 from mgpu_tf.engine.asynchronous.state import SharedStatistics
+from mgpu_tf.engine.asynchronous.traced_workers import (
+    once_each,
+    outputs_by_share,
+    predict_traced,
+    received,
+    shares_of,
+)
 from mgpu_tf.engine.asynchronous.update import AsynchronousUpdate
 from mgpu_tf.engine.asynchronous.work import Work
 from mgpu_tf.engine.base import (
     NO_VOTES,
-    DataFeed,
     Engine,
     Execution,
     Logs,
@@ -45,18 +50,17 @@ from mgpu_tf.engine.base import (
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.snapshot import Snapshot
 from mgpu_tf.engine.state import ReplicaState
-from mgpu_tf.engine.step import ReplicaStep, outputs_of
+from mgpu_tf.engine.step import ReplicaStep
 from mgpu_tf.engine.traced import (
     Weights,
     batch_of,
-    excerpts,
     refuse_accumulation,
     undone,
 )
 from mgpu_tf.engine.update import unwrap
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
-from mgpu_tf.reports.pipeline_trace import Excerpt, ShareTrace, StepTrace
+from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.parameter_server import ParameterServerStrategy
 
 # Steps in a piece of work, where they fit into an execution of the trainer:
@@ -157,7 +161,7 @@ class AsynchronousEngine(Engine):
 
     def feed(
         self, source: Source, first: int = 0, *, chain: bool, training: bool
-    ) -> DataFeed:
+    ) -> AsynchronousFeed:
         """Returns where the epochs of a run read from; as in `Engine`."""
         del chain  # Arrays go on from epoch to epoch, and pass to pass.
         return AsynchronousFeed(self, source, first, training=training)
@@ -214,7 +218,7 @@ class AsynchronousEngine(Engine):
 
         with undone(self):
             weights = Weights(self._model)
-            done = self._once_each(run, source, training=True)
+            done = once_each(self, run, source, training=True)
             changed = weights.changed()
         paths = [
             variable.path
@@ -222,113 +226,28 @@ class AsynchronousEngine(Engine):
                 self._model.trainable_variables, self._step.present
             )
         ]
-        shares, received = [], []
-        for place, (worker, data, size, gradients, _) in done.items():
-            device = _device_of(worker)
-            shown = [
-                Excerpt.of(path, gradient, device)
-                for path, gradient in zip(paths, gradients, strict=True)
-            ]
-            shares.append(
-                ShareTrace(
-                    device,
-                    place,
-                    0,
-                    int(size),
-                    1.0,
-                    [
-                        dataclasses.replace(each, device=device)
-                        for each in excerpts(data)
-                    ],
-                    shown,
-                )
-            )
-            servers = {weight.name: weight.devices[0] for weight in changed}
-            received += [
-                dataclasses.replace(each, device=servers[each.name])
-                for each in shown
-            ]
-        logs = self.metrics(sum(sums for *_, sums in done.values()))
-        batches = [batch_of(source, place) for place in done]
-        return StepTrace(batches, shares, received, changed, logs)
+        sums = sum(metrics for *_, metrics in done.values())
+        return StepTrace(
+            # Of a dataset each worker reads a share of its own.
+            [batch_of(source, k) for k in done if source.rows() is not None],
+            shares_of(done, paths),
+            received(done, paths, changed),
+            changed,
+            self.metrics(sums),
+        )
 
     def trace_outputs(self, source: Source) -> list[ShareTrace]:
         """Predicts one batch on each worker; as in `Engine`."""
         self.build_layers(source)
+        generator = keras_internals.global_seed_generator()
 
         def run(work: Work) -> Callable[..., Any]:
-            def on_worker(iterator: Any, arguments: Any, _: tf.Tensor) -> Any:
-                read = work.reader(iterator, arguments)
-                data, size = read(tf.constant(0, tf.int64))
-                generator = keras_internals.global_seed_generator()
-
-                def on_replica() -> Any:
-                    return outputs_of(self._model, data, generator)
-
-                return (
-                    tf.distribute.coordinator.experimental_get_current_worker_index(),
-                    data,
-                    size,
-                    self.strategy.run(on_replica),
-                )
-
-            return on_worker
-
-        done = self._once_each(run, source, training=False)
-        found, first = [], 0
-        for place, (worker, data, size, outputs) in sorted(done.items()):
-            device = _device_of(worker)
-            data, outputs = (
-                [dataclasses.replace(each, device=device) for each in shown]
-                for shown in (
-                    excerpts(data),
-                    excerpts(outputs, ("outputs", "", "")),
-                )
+            return lambda iterator, arguments, _: predict_traced(
+                self._model, self.strategy, work, iterator, arguments, generator
             )
-            after = first + int(size)
-            found.append(
-                ShareTrace(
-                    device, place, first, after, 1.0, data, outputs=outputs
-                )
-            )
-            first = after
-        return found
 
-    def _once_each(
-        self,
-        run: Callable[[Work], Callable[..., Any]],
-        source: Source,
-        *,
-        training: bool,
-    ) -> dict[int, Any]:
-        """Hands out one batch for each worker.
-
-        Args:
-            run: Returns what a worker does with a batch of the work.
-            source: The batches.
-            training: Whether they are steps of training.
-
-        Returns:
-            What was returned for each batch, as the workers end.
-        """
-        workers = self.strategy.num_workers
-        feed = self.feed(source, chain=True, training=training)
-        work = feed.iterator(0, source.steps or workers).work
-        function = tf.function(run(work), autograph=False)
-        first = self.steps_made() if training else 0
-        for place in range(workers):
-            taken = work.take(1)
-            if taken is None:
-                break
-            index = tf.constant(first + place, tf.int64)
-            self.dispatcher.schedule(
-                place, function, (work.per_worker, taken[1], index)
-            )
-        done: dict[int, Any] = {}
-        while not self.dispatcher.idle:
-            place, values = self.dispatcher.next()
-            done[place] = values
-        return done
+        done = once_each(self, run, source, training=False)
+        return outputs_by_share(done)
 
     def finish(self, iterator: Any) -> Execution:
         """Waits for what is under way; as in `Engine`."""
@@ -449,10 +368,6 @@ def _refuse(model: keras.Model) -> None:
                 f"wrongly. Received: {type(model).__name__}. Override "
                 "compute_loss, or use another strategy."
             )
-
-
-def _device_of(worker: Any) -> str:
-    return f"/job:worker/replica:0/task:{int(worker)}"
 
 
 def _number(value: Any) -> Any:

@@ -11,6 +11,7 @@ from mgpu_tf.data.structures import rows
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.asynchronous.packed_variables import Packs
 from mgpu_tf.engine.asynchronous.state import SharedStatistics
+from mgpu_tf.engine.asynchronous.traced_workers import worker_index
 from mgpu_tf.engine.asynchronous.update import AsynchronousUpdate
 from mgpu_tf.engine.asynchronous.work import Work
 from mgpu_tf.engine.contributions import BatchShare
@@ -222,7 +223,7 @@ class Piece:
             metrics, _, _ = self._train(data, size, size, index, metrics, [])
         flat = [tf.cast(tf.reshape(m, [-1]), tf.float64) for m in metrics]
         return (
-            tf.distribute.coordinator.experimental_get_current_worker_index(),
+            worker_index(),
             data,
             size,
             [tf.convert_to_tensor(gradient) for gradient in self.applied],
