@@ -126,7 +126,7 @@ def data():
     return (x[:rows], y[:rows]), (x[rows:], y[rows:])
 
 
-def test_error(factor, rule, seed, train, test):
+def trained(make_optimizer, batch, seed, train, test):
     """Trains, and returns the test error and the loss of each epoch."""
 
     def build():
@@ -140,7 +140,7 @@ def test_error(factor, rule, seed, train, test):
             [keras.Input((20,)), *hidden, keras.layers.Dense(10)]
         )
         model.compile(
-            keras.optimizers.SGD(schedule_of(factor, rule), momentum=0.9),
+            make_optimizer(),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
@@ -148,7 +148,7 @@ def test_error(factor, rule, seed, train, test):
 
     trainer = mgpu_tf.Trainer(build, "one_device", seed=seed)
     losses = trainer.fit(
-        *train, batch_size=factor * BASE_BATCH, epochs=FLAGS.epochs, verbose=0
+        *train, batch_size=batch, epochs=FLAGS.epochs, verbose=0
     ).history["loss"]
     scores = trainer.evaluate(*test, batch_size=4096, verbose=0)
     keras.backend.clear_session()
@@ -202,7 +202,14 @@ def main(argv):
         for factor, rule, seed in todo:
             key = key_of(factor, rule)
             progress.update(task, description=key)
-            found = test_error(factor, rule, seed, train, test)
+            schedule = schedule_of(factor, rule)
+            found = trained(
+                lambda rate=schedule: keras.optimizers.SGD(rate, momentum=0.9),
+                factor * BASE_BATCH,
+                seed,
+                train,
+                test,
+            )
             runs.setdefault(key, {})[str(seed)] = found
             with open(path + ".new", "w") as file:
                 json.dump(results, file, indent=1)

@@ -350,7 +350,7 @@ def _compiled_by(
         config.global_batch_size,
         optimizer=config.optimizer,
         learning_rate=config.learning_rate,
-        base_batch_size=config.base_batch_size,
+        base_batch=config.base_batch,
         learning_rate_rule=config.learning_rate_rule,
         learning_rate_decay=config.learning_rate_decay,
         steps_per_epoch=config.steps_per_epoch

@@ -149,7 +149,7 @@ class LargeBatchOptions:
         ConfigurationError: A value breaks the rule of its field.
     """
 
-    base_batch_size: int | None = option(
+    base_batch: int | None = option(
         None,
         "The global batch size that learning_rate suits. The learning rate is "
         "scaled from it to global_batch_size. Default: no scaling.",
@@ -164,7 +164,7 @@ class LargeBatchOptions:
     warmup_epochs: float = option(
         0.0,
         "Let the learning rate grow for N epochs, from its value before "
-        "scaling, or from 0 without base_batch_size.",
+        "scaling, or from 0 without base_batch.",
         least=0,
     )
     learning_rate_decay: str = option(
@@ -195,6 +195,11 @@ class LargeBatchOptions:
             raise ConfigurationError(
                 "label_smoothing must be below 1. Received: "
                 f"label_smoothing={self.label_smoothing}."
+            )
+        if self.learning_rate_rule != "linear" and not self.base_batch:
+            raise ConfigurationError(
+                "learning_rate_rule needs base_batch. Received: "
+                f"learning_rate_rule={self.learning_rate_rule!r} without it."
             )
         for name in ("warmup_epochs", "weight_decay"):
             value = getattr(self, name)

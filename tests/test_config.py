@@ -40,6 +40,11 @@ from mgpu_tf.errors import ConfigurationError
             for rate in (0.0, -0.1, math.nan, math.inf)
         ),
         ({"label_smoothing": 1.0}, "label_smoothing must be below 1"),
+        (
+            {"learning_rate_rule": "sqrt"},
+            "learning_rate_rule needs base_batch. Received: "
+            "learning_rate_rule='sqrt' without it.",
+        ),
         ({"weight_decay": math.nan}, "weight_decay must be finite"),
         ({"warmup_epochs": -1.0}, "warmup_epochs must be 0 or more"),
         (

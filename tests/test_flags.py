@@ -32,7 +32,7 @@ VALUES = {
     "steps_per_epoch": 11,
     "optimizer": "lamb",
     "learning_rate": 0.25,
-    "base_batch_size": 32,
+    "base_batch": 32,
     "learning_rate_rule": "sqrt",
     "learning_rate_decay": "cosine",
     "warmup_epochs": 1.5,
@@ -94,7 +94,12 @@ def test_values_cover_every_field():
 
 @pytest.mark.parametrize(("name", "value"), VALUES.items())
 def test_value_arrives(name, value, values):
-    others = {"checkpoint_dir": "a", "output_dir": "b", "model": "resnet"}
+    others = {
+        "checkpoint_dir": "a",
+        "output_dir": "b",
+        "model": "resnet",
+        "base_batch": 8,
+    }
     chosen = others | {name: value}
     arguments = [f"--{name}={value}" for name, value in chosen.items()]
     config = parsed(values, *arguments)

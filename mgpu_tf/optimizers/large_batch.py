@@ -1,7 +1,7 @@
 """What lets a large batch learn as a small one does.
 
     recipe = large_batch_recipe(
-        8192, learning_rate=0.1, base_batch_size=256, steps_per_epoch=156,
+        8192, learning_rate=0.1, base_batch=256, steps_per_epoch=156,
         epochs=90, warmup_epochs=5, weight_decay=1e-4, label_smoothing=0.1,
     )
     model.compile(recipe.optimizer, recipe.loss, metrics=["accuracy"])
@@ -139,7 +139,7 @@ def large_batch_recipe(
     *,
     optimizer: str = "momentum",
     learning_rate: float | None = None,
-    base_batch_size: int | None = None,
+    base_batch: int | None = None,
     learning_rate_rule: str = "linear",
     learning_rate_decay: str = "constant",
     steps_per_epoch: int = 0,
@@ -156,9 +156,9 @@ def large_batch_recipe(
     Args:
         batch_size: Global batch size, in examples.
         optimizer: A name for `create_optimizer`.
-        learning_rate: The learning rate for `base_batch_size`. Default: that
+        learning_rate: The learning rate for `base_batch`. Default: that
             of `create_optimizer`.
-        base_batch_size: The global batch size that `learning_rate` suits.
+        base_batch: The global batch size that `learning_rate` suits.
             Default: `batch_size`, so nothing is scaled.
         learning_rate_rule: As `rule` of `scale_learning_rate`.
         learning_rate_decay: As `decay` of `create_schedule`.
@@ -185,7 +185,7 @@ def large_batch_recipe(
     """
     base = learning_rate or default_learning_rate(optimizer)
     scaled = scale_learning_rate(
-        base, base_batch_size or batch_size, batch_size, learning_rate_rule
+        base, base_batch or batch_size, batch_size, learning_rate_rule
     )
     warmup_steps = round(warmup_epochs * steps_per_epoch)
     needs_steps = warmup_epochs or learning_rate_decay == "cosine"
@@ -197,7 +197,7 @@ def large_batch_recipe(
         )
     rate = create_schedule(
         scaled,
-        start=0.0 if base_batch_size is None else base,
+        start=0.0 if base_batch is None else base,
         steps=steps_per_epoch * epochs,
         warmup_steps=warmup_steps,
         decay=learning_rate_decay,

@@ -42,6 +42,8 @@ class Excerpt:
         part = array.reshape(-1)[:COLUMNS]
         if array.ndim > 1 and array.size:
             part = array.reshape(len(array), -1)[:ROWS, :COLUMNS]
+        if part.dtype == object:  # Text.
+            part = part.astype(str)
         return cls(
             name, list(array.shape), str(array.dtype), device, part.tolist()
         )

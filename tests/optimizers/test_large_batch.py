@@ -119,7 +119,7 @@ def test_smoothed_labels_are_those_of_keras():
 FLAGS = {
     "optimizer": "momentum",
     "learning_rate": 0.02,
-    "base_batch_size": 64,
+    "base_batch": 64,
     "learning_rate_rule": "sqrt",
     "learning_rate_decay": "cosine",
     "warmup_epochs": 0.5,
