@@ -166,16 +166,20 @@ def _reported(
         lost_workers=trainer.recovery.lost_workers + lost_workers(strategy),
         saving_seconds=goodput.save_seconds,
         goodput=dataclasses.asdict(goodput),
-        suggested_batch_size=suggested_batch_size(
-            trainer.records[-1].logs.get(SCALE),
-            topology_of(strategy).data_parallel_degree,
-        ),
+        suggested_batch_size=_suggested(trainer),
     )
     if config.output_dir is not None:
         trainer.save(os.path.join(config.output_dir, MODEL_FILE))
         if is_chief(strategy):
             result.write(config.output_dir)
     return result
+
+
+def _suggested(trainer: Trainer) -> int | None:
+    """Returns the batch size that the last noise scale suggests."""
+    logs = trainer.records[-1].logs if trainer.records else {}
+    replicas = topology_of(trainer.strategy).data_parallel_degree
+    return suggested_batch_size(logs.get(SCALE), replicas)
 
 
 def trace(config: RunConfig) -> PipelineTrace:

@@ -84,3 +84,24 @@ def test_the_noise_scale_against_its_definition(tmp_path):
     ):
         # The logged one is behind; it is no other order of magnitude.
         assert direct / 5 < logged < direct * 5
+
+
+@pytest.mark.full
+def test_the_study_of_optimizers(tmp_path):
+    done = clusters.run(
+        [
+            "experiments/lars.py",
+            f"--output_dir={tmp_path}",
+            "--seeds=1",
+            "--train_rows=512",
+            "--test_rows=200",
+            "--epochs=3",
+            "--batches=128",
+        ],
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "lars.json").read_text())
+    assert set(results["summary"]) == {"SGD", "LARS", "Lamb"}
+    assert len(results["runs"]) == 15
+    assert (tmp_path / "lars.png").exists()
