@@ -6,8 +6,8 @@ Papers: Y. You et al., Large Batch Training of Convolutional Networks, 2017,
 arXiv 1708.03888; Y. You et al., Large Batch Optimization for Deep Learning,
 2020, arXiv 1904.00962.
 
-The network and the data of large_batch.py. Batches of 128 and 4,096
-rows, gradual warm-up from 0 for two of twelve epochs, cosine decay. For each
+The network and the data of large_batch.py. Batches of 128 and 4,096 rows,
+gradual warm-up from 0 for two of twelve epochs, cosine decay. For each
 optimizer and batch the learning rate is the one of four with the least training
 loss in a run with seed 100; then three runs with other seeds are tested on
 20,000 rows.
@@ -16,7 +16,7 @@ Expected from the papers: with small batches all are alike, or SGD is ahead.
 With the largest batches LARS and Lamb lose less than SGD.
 
 It writes lars.json after each run and goes on from it, and draws lars.png.
-Hardware: any; on 2 CPU cores that other work shared, about five minutes.
+Hardware: any; on 2 CPU cores that other work shared, four minutes.
 """
 
 import json
