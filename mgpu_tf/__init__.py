@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_tf._version import __version__
 
 if TYPE_CHECKING:
-    from mgpu_tf import datasets, flags, layers, models
+    from mgpu_tf import datasets, flags, layers, models, optimizers
     from mgpu_tf.cluster.config import ClusterConfig
     from mgpu_tf.config import RunConfig
     from mgpu_tf.engine.contributions import mean_over_batch, sum_over_batch
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from mgpu_tf.training.custom_loop import Loop
     from mgpu_tf.training.trainer import Trainer
 
-_MODULES = ("datasets", "flags", "layers", "models")
+_MODULES = ("datasets", "flags", "layers", "models", "optimizers")
 
 _HOMES = {
     "ClusterConfig": "mgpu_tf.cluster.config",
@@ -111,6 +111,7 @@ __all__ = [
     "layers",
     "mean_over_batch",
     "models",
+    "optimizers",
     "run",
     "sum_over_batch",
     "synchronize_batch_normalization",

@@ -23,6 +23,7 @@ from mgpu_tf.commands import (
     launch,
     parity,
     plan,
+    trace,
     train,
 )
 from mgpu_tf.commands.arguments import Call
@@ -39,6 +40,7 @@ COMMANDS: dict[str, ModuleType] = {
     "parity": parity,
     "benchmark": benchmark,
     "plan": plan,
+    "trace": trace,
     "checkpoints": checkpoints,
     "doctor": doctor,
 }
@@ -53,6 +55,7 @@ Commands:
   parity       compare a model on strategies with one device
   benchmark    measure throughput on 1, 2, 4 and 8 devices
   plan         estimate the memory, hours and price of a training run
+  trace        show what is where in each stage of a training run
   checkpoints  list, verify and prune the checkpoints of a run
   doctor       check this machine and its cluster before a run
   version      print the version

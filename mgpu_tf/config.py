@@ -20,21 +20,26 @@ from mgpu_tf.names import (
     OPTIMIZERS,
     STRATEGIES,
 )
-from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
+from mgpu_tf.options import (
+    LargeBatchOptions,
+    SaveOptions,
+    StepOptions,
+    StrategyOptions,
+)
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig(StrategyOptions, StepOptions, SaveOptions):
+class RunConfig(StrategyOptions, StepOptions, LargeBatchOptions, SaveOptions):
     """The configuration of a training run.
 
     Example:
         >>> RunConfig(model="cnn").global_batch_size
         64
 
-    Each field has a help text. The fields of `StrategyOptions`, `StepOptions`
-    and `SaveOptions` are fields of this class.
+    Each field has a help text. The fields of `StrategyOptions`, `StepOptions`,
+    `LargeBatchOptions` and `SaveOptions` are fields of this class.
 
     Raises:
         ConfigurationError: A name is unknown or a number out of range.
@@ -115,7 +120,12 @@ class RunConfig(StrategyOptions, StepOptions, SaveOptions):
 
     def __post_init__(self) -> None:
         check(self)
-        for group in (StrategyOptions, StepOptions, SaveOptions):
+        for group in (
+            StrategyOptions,
+            StepOptions,
+            LargeBatchOptions,
+            SaveOptions,
+        ):
             self.options(group)  # Checks the rules of the group.
         if not 0 <= self.seed < 2**32:
             raise ConfigurationError(
@@ -125,6 +135,7 @@ class RunConfig(StrategyOptions, StepOptions, SaveOptions):
         _check_model(self.model)
         _check_initial_model(self.initial_model)
         _check_workers(self)
+        _check_large_batch(self)
 
     def options(self, group: type[T]) -> T:
         """Returns the options of one group, such as `SaveOptions`."""
@@ -170,6 +181,19 @@ def _check_model(model: str) -> None:
         "resnet/DEPTH, the names of keras.applications, and "
         "package.module:function."
     )
+
+
+def _check_large_batch(config: RunConfig) -> None:
+    if config.warmup_epochs >= config.epochs and config.warmup_epochs:
+        raise ConfigurationError(
+            "warmup_epochs must be less than epochs. Received: "
+            f"warmup_epochs={config.warmup_epochs:g}, epochs={config.epochs}."
+        )
+    if config.zero_init_residual and config.model.partition("/")[0] != "resnet":
+        raise ConfigurationError(
+            "zero_init_residual goes with the model 'resnet'. Received: "
+            f"model={config.model!r}."
+        )
 
 
 def _check_initial_model(path: str | None) -> None:

@@ -22,15 +22,28 @@ from mgpu_tf.checkpoints.run_state import EpochRecord
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.config import RunConfig
 from mgpu_tf.engine.asynchronous.staleness import PREFIX
+from mgpu_tf.engine.noise_scale import NAMES, SCALE
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.fields import names_of
 from mgpu_tf.folders import make_folder
 from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.models import create_model
 from mgpu_tf.models.normalization import synchronize_batch_normalization
-from mgpu_tf.optimizers import create_optimizer
-from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
+from mgpu_tf.optimizers import create_optimizer, large_batch_recipe
+from mgpu_tf.options import (
+    LargeBatchOptions,
+    SaveOptions,
+    StepOptions,
+    StrategyOptions,
+)
+from mgpu_tf.reports.pipeline_trace import PipelineTrace
 from mgpu_tf.reports.profiling import Profiler
-from mgpu_tf.reports.report import EpochReport, Report, weights_sha256
+from mgpu_tf.reports.report import (
+    EpochReport,
+    Report,
+    suggested_batch_size,
+    weights_sha256,
+)
 from mgpu_tf.runtime.determinism import enable_determinism
 from mgpu_tf.strategies.registry import (
     create_with,
@@ -40,6 +53,7 @@ from mgpu_tf.strategies.registry import (
     topology_of,
 )
 from mgpu_tf.studies.parity import ParityReport, check_parity, create_for_check
+from mgpu_tf.studies.pipeline_trace import trace_pipeline
 from mgpu_tf.training.trainer import Trainer
 from mgpu_tf.user_function import is_target, load_function
 
@@ -83,13 +97,7 @@ def _trained(
 ) -> Trainer:
     """Returns the trainer after `fit`."""
     profiler = _profiler(config, strategy)
-    trainer = Trainer(
-        lambda: _model(config, splits),
-        strategy,
-        seed=config.seed,
-        profiler=profiler,
-        **dataclasses.asdict(config.options(StepOptions)),
-    )
+    trainer = _trainer(config, splits, strategy, profiler)
     trainer.fit(
         **splits.training(config.global_batch_size),
         epochs=config.epochs,
@@ -102,6 +110,21 @@ def _trained(
     if profiler is not None and is_chief(strategy):
         _log.info("%s", profiler.summary())
     return trainer
+
+
+def _trainer(
+    config: RunConfig,
+    splits: datasets.Splits | datasets.Streams,
+    strategy: tf.distribute.Strategy,
+    profiler: Profiler | None = None,
+) -> Trainer:
+    return Trainer(
+        lambda: _model(config, splits),
+        strategy,
+        seed=config.seed,
+        profiler=profiler,
+        **dataclasses.asdict(config.options(StepOptions)),
+    )
 
 
 def _profiler(
@@ -144,12 +167,48 @@ def _reported(
         saving_seconds=goodput.save_seconds,
         goodput=dataclasses.asdict(goodput),
         fused=trainer.fused,
+        suggested_batch_size=_suggested(trainer),
     )
     if config.output_dir is not None:
         trainer.save(os.path.join(config.output_dir, MODEL_FILE))
         if is_chief(strategy):
             result.write(config.output_dir)
     return result
+
+
+def _suggested(trainer: Trainer) -> int | None:
+    """Returns the batch size that the last noise scale suggests."""
+    logs = trainer.records[-1].logs if trainer.records else {}
+    replicas = topology_of(trainer.strategy).data_parallel_degree
+    return suggested_batch_size(logs.get(SCALE), replicas)
+
+
+def trace(config: RunConfig) -> PipelineTrace:
+    """Trains a model and shows the pipeline. Every worker must call it.
+
+    Args:
+        config: The configuration of the run. It does not save.
+
+    Returns:
+        The trace; the same on every worker.
+
+    Raises:
+        ConfigurationError: The configuration does not work on this machine or
+            cluster, or the step cannot be traced.
+    """
+    _check_cluster(config)
+    strategy = create_with(config.strategy, config.options(StrategyOptions))
+    _check_batch(config, strategy)
+    splits = _splits(config)
+    return trace_pipeline(
+        _trainer(config, splits, strategy),
+        splits.training(config.global_batch_size),
+        splits.testing(config.global_batch_size),
+        num_examples=splits.num_examples,
+        batch_size=config.global_batch_size,
+        epochs=config.epochs,
+        steps_per_epoch=config.steps_per_epoch,
+    )
 
 
 def compare(
@@ -207,6 +266,7 @@ def compare(
             return _compiled(
                 create_model(model, splits.input_shape, splits.num_classes),
                 create_optimizer("adam"),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             )
 
     return check_parity(
@@ -268,7 +328,10 @@ def _model(
         model = load_function(config.model, "model")()
     else:
         model = create_model(
-            config.model, splits.input_shape, splits.num_classes
+            config.model,
+            splits.input_shape,
+            splits.num_classes,
+            zero_init_residual=config.zero_init_residual,
         )
     if config.sync_batch_norm:
         synchronize_batch_normalization(model)
@@ -278,9 +341,44 @@ def _model(
             model.optimizer.build(model.trainable_variables)
         _from_file(path, model.load_weights)
     if isinstance(model, keras.Model) and not model.compiled:
-        optimizer = create_optimizer(config.optimizer, config.learning_rate)
-        _compiled(model, optimizer)
+        return _compiled_by(config, splits, model)
+    _check_own_compile(config)
     return model
+
+
+def _compiled_by(
+    config: RunConfig,
+    splits: datasets.Splits | datasets.Streams,
+    model: keras.Model,
+) -> keras.Model:
+    recipe = large_batch_recipe(
+        config.global_batch_size,
+        optimizer=config.optimizer,
+        learning_rate=config.learning_rate,
+        base_batch=config.base_batch,
+        learning_rate_rule=config.learning_rate_rule,
+        learning_rate_decay=config.learning_rate_decay,
+        steps_per_epoch=config.steps_per_epoch
+        or math.ceil(splits.num_examples / config.global_batch_size),
+        epochs=config.epochs,
+        warmup_epochs=config.warmup_epochs,
+        weight_decay=config.weight_decay,
+        label_smoothing=config.label_smoothing,
+    )
+    return _compiled(model, recipe.optimizer, recipe.loss)
+
+
+def _check_own_compile(config: RunConfig) -> None:
+    """Refuses options that a model which is compiled would not obey."""
+    given, default = config.options(LargeBatchOptions), LargeBatchOptions()
+    for name in names_of(LargeBatchOptions):
+        value = getattr(given, name)
+        if value != getattr(default, name):
+            raise ConfigurationError(
+                f"{name} goes with models that are not compiled. Received: "
+                f"{name}={value!r} with a compiled model. Set it in the "
+                "model's own compile()."
+            )
 
 
 def _from_file(path: str, load: Callable[[str], Any]) -> Any:
@@ -295,13 +393,11 @@ def _from_file(path: str, load: Callable[[str], Any]) -> Any:
 
 
 def _compiled(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    loss: keras.losses.Loss,
 ) -> keras.Model:
-    model.compile(
-        optimizer,
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+    model.compile(optimizer, loss, metrics=["accuracy"])
     return model
 
 
@@ -333,6 +429,12 @@ def _epoch_report(record: EpochRecord) -> EpochReport:
         for name in list(metrics)
         if name.startswith(PREFIX)
     }
+    noise = {
+        # JSON has no infinity.
+        name: value if math.isfinite(value) else None
+        for name in NAMES
+        if (value := metrics.pop(name, None)) is not None
+    }
     return EpochReport(
         epoch=record.epoch + 1,
         loss=metrics.pop("loss"),
@@ -340,6 +442,7 @@ def _epoch_report(record: EpochRecord) -> EpochReport:
         seconds=record.seconds,
         examples_per_second=record.examples_per_second,
         staleness=staleness or None,
+        gradient_noise=noise or None,
     )
 
 

@@ -31,6 +31,8 @@ COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy")
 LATE_GRADIENTS = ("hold", "scale")
 RECOMPUTE = ("layers",)
 KERNELS = ("fused", "keras")
+LEARNING_RATE_RULES = ("linear", "sqrt", "none")
+LEARNING_RATE_DECAYS = ("constant", "cosine")
 RESUME = ("auto", "always", "never")
 MODELS = ("mlp", "cnn", "resnet", "transformer")
 DATASETS = ("digits", "tabular", "images")
@@ -77,4 +79,4 @@ APPLICATIONS = (
     "VGG19",
     "Xception",
 )
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lamb", "lion")
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lamb", "lars", "lion")

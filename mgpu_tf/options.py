@@ -11,6 +11,7 @@ TensorFlow.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import check, option
@@ -20,6 +21,8 @@ from mgpu_tf.names import (
     GRADIENT_DTYPES,
     KERNELS,
     LATE_GRADIENTS,
+    LEARNING_RATE_DECAYS,
+    LEARNING_RATE_RULES,
     RECOMPUTE,
     RESUME,
     SHARDS,
@@ -126,6 +129,10 @@ class StepOptions:
         "the jit_compile of the model's compile().",
         ("auto",),
     )
+    noise_scale: bool = option(
+        False,
+        "Measure the gradient noise scale, and log it with the metrics.",
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.jit_compile, bool):
@@ -140,6 +147,74 @@ class StepOptions:
     def sums_rows(self) -> bool:
         """Whether the gradient rows of the same index are added up."""
         return self.embedding_gradients == "summed"
+
+
+@dataclasses.dataclass(frozen=True)
+class LargeBatchOptions:
+    """What lets a large batch learn, for models that are not compiled.
+
+    Raises:
+        ConfigurationError: A value breaks the rule of its field.
+    """
+
+    base_batch: int | None = option(
+        None,
+        "The global batch size that learning_rate suits. The learning rate is "
+        "scaled from it to global_batch_size. Default: no scaling.",
+        least=1,
+    )
+    learning_rate_rule: str = option(
+        "linear",
+        "How the learning rate grows with the batch size: in proportion, "
+        "with its square root, or not at all.",
+        LEARNING_RATE_RULES,
+    )
+    warmup_epochs: float = option(
+        0.0,
+        "Let the learning rate grow for N epochs, from its value before "
+        "scaling, or from 0 without base_batch.",
+        least=0,
+    )
+    learning_rate_decay: str = option(
+        "constant",
+        "The learning rate after warm-up. cosine: it falls to 0 at the end "
+        "of the training.",
+        LEARNING_RATE_DECAYS,
+    )
+    weight_decay: float | None = option(
+        None,
+        "Weight decay of all weights but biases and normalizations. Default: "
+        "that of the optimizer.",
+        least=0,
+    )
+    label_smoothing: float = option(
+        0.0,
+        "The part of each label that all classes share, below 1.",
+        least=0,
+    )
+    zero_init_residual: bool = option(
+        False,
+        "Let each residual block of resnet begin as the identity.",
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.label_smoothing >= 1:
+            raise ConfigurationError(
+                "label_smoothing must be below 1. Received: "
+                f"label_smoothing={self.label_smoothing}."
+            )
+        if self.learning_rate_rule != "linear" and not self.base_batch:
+            raise ConfigurationError(
+                "learning_rate_rule needs base_batch. Received: "
+                f"learning_rate_rule={self.learning_rate_rule!r} without it."
+            )
+        for name in ("warmup_epochs", "weight_decay"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ConfigurationError(
+                    f"{name} must be finite. Received: {name}={value}."
+                )
 
 
 @dataclasses.dataclass(frozen=True)

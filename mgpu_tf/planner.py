@@ -21,7 +21,15 @@ from mgpu_tf.names import OPTIMIZERS, SHARDS
 from mgpu_tf.reports.scaling import ScalingTable
 
 # Values that Keras's optimizers keep for each parameter.
-SLOTS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "lamb": 2, "lion": 1}
+SLOTS = {
+    "sgd": 0,
+    "momentum": 1,
+    "adam": 2,
+    "adamw": 2,
+    "lamb": 2,
+    "lars": 1,
+    "lion": 1,
+}
 
 _FLOAT32 = 4
 _GIB = 1 << 30

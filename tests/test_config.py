@@ -39,6 +39,24 @@ from mgpu_tf.errors import ConfigurationError
             ({"learning_rate": rate}, "learning_rate must be above 0")
             for rate in (0.0, -0.1, math.nan, math.inf)
         ),
+        ({"label_smoothing": 1.0}, "label_smoothing must be below 1"),
+        (
+            {"learning_rate_rule": "sqrt"},
+            "learning_rate_rule needs base_batch. Received: "
+            "learning_rate_rule='sqrt' without it.",
+        ),
+        ({"weight_decay": math.nan}, "weight_decay must be finite"),
+        ({"warmup_epochs": -1.0}, "warmup_epochs must be 0 or more"),
+        (
+            {"warmup_epochs": 5.0},
+            "warmup_epochs must be less than epochs. Received: "
+            "warmup_epochs=5, epochs=5.",
+        ),
+        (
+            {"zero_init_residual": True},
+            "zero_init_residual goes with the model 'resnet'. Received: "
+            "model='mlp'.",
+        ),
         ({"seed": -1}, "seed must be 0 to 4294967295. Received: seed=-1."),
         ({"seed": 2**32}, "Received: seed=4294967296."),
         *(
@@ -128,12 +146,13 @@ def test_frozen():
 def test_names_are_those_of_the_registries():
     import keras
 
-    from mgpu_tf import datasets, optimizers
+    from mgpu_tf import datasets
     from mgpu_tf.models import zoo
+    from mgpu_tf.optimizers import named
     from mgpu_tf.strategies import registry, synchronous
 
     assert tuple(zoo._MODELS) == names.MODELS
-    assert tuple(optimizers._OPTIMIZERS) == names.OPTIMIZERS
+    assert tuple(named._OPTIMIZERS) == names.OPTIMIZERS
     assert datasets.NAMES == names.DATASETS
     for name in names.APPLICATIONS:
         assert callable(getattr(keras.applications, name))

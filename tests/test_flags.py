@@ -21,7 +21,7 @@ VALUES = {
     "num_virtual_devices": 4,
     "devices": 2,
     "communication": "ring",
-    "model": "cnn",
+    "model": "resnet/8",
     "initial_model": "a/model.keras",
     "sync_batch_norm": True,
     "dataset": "images/32",
@@ -32,6 +32,13 @@ VALUES = {
     "steps_per_epoch": 11,
     "optimizer": "lamb",
     "learning_rate": 0.25,
+    "base_batch": 32,
+    "learning_rate_rule": "sqrt",
+    "learning_rate_decay": "cosine",
+    "warmup_epochs": 1.5,
+    "weight_decay": 0.01,
+    "label_smoothing": 0.1,
+    "zero_init_residual": True,
     "seed": 4294967295,
     "output_dir": "out=1",
     "gradient_dtype": "bfloat16",
@@ -43,6 +50,7 @@ VALUES = {
     "shard": "optimizer",
     "recompute": "layers",
     "kernels": "keras",
+    "noise_scale": True,
     "profile": "10,5",
     "checkpoint_dir": "out=1/checkpoints",
     "save_every_steps": 20,
@@ -87,7 +95,13 @@ def test_values_cover_every_field():
 
 @pytest.mark.parametrize(("name", "value"), VALUES.items())
 def test_value_arrives(name, value, values):
-    chosen = {"checkpoint_dir": "a", "output_dir": "b", name: value}
+    others = {
+        "checkpoint_dir": "a",
+        "output_dir": "b",
+        "model": "resnet",
+        "base_batch": 8,
+    }
+    chosen = others | {name: value}
     arguments = [f"--{name}={value}" for name, value in chosen.items()]
     config = parsed(values, *arguments)
     assert config == RunConfig(**chosen)

@@ -52,6 +52,11 @@ class Splits:
     num_classes: int
 
     @property
+    def num_examples(self) -> int:
+        """Returns the number of examples to train on."""
+        return len(self.train[1])
+
+    @property
     def input_shape(self) -> tuple[int, ...]:
         """Returns the shape of an example."""
         return self.train[0].shape[1:]
@@ -86,6 +91,11 @@ class Streams:
     scale: float
     seed: int = 0
     deterministic: bool = True
+
+    @property
+    def num_examples(self) -> int:
+        """Returns the number of examples to train on."""
+        return self.builder.info.splits["train"].num_examples
 
     def training(self, batch_size: int) -> dict[str, Any]:
         """Returns arguments of `Trainer.fit`."""

@@ -24,6 +24,7 @@ from mgpu_tf.engine.kernels import Kernels
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.registry import kind_of, topology_of
 
 Logs = dict[str, Any]
@@ -261,6 +262,33 @@ class Engine(abc.ABC):
         Returns:
             The outputs for one global batch as arrays, in the order of its
             rows and the same on every worker; None where the data has ended.
+        """
+
+    @abc.abstractmethod
+    def trace(self, source: Source) -> StepTrace:
+        """Runs the first step of training, and puts everything back.
+
+        Args:
+            source: The global batches.
+
+        Returns:
+            What the step did, on the devices of this process.
+
+        Raises:
+            ConfigurationError: The step does not end with an update, or the
+                model has a `train_step` of its own.
+        """
+
+    @abc.abstractmethod
+    def trace_outputs(self, source: Source) -> list[ShareTrace]:
+        """Predicts the batches of a source.
+
+        Args:
+            source: The inputs: one global batch, or on parameter servers one
+                batch for each worker.
+
+        Returns:
+            What each device of this process computed.
         """
 
     def is_lost(self) -> bool:

@@ -22,8 +22,10 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.noise_scale import NoiseScale
 from mgpu_tf.engine.reduction import Reduction
 from mgpu_tf.engine.rows import RowGather
+from mgpu_tf.engine.traced import Watch
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.registry import topology_of
@@ -40,6 +42,7 @@ class Update:
         strategy: Where they live.
         stored_once: Whether there is one copy of variables for all replicas.
         options: How steps are made.
+        noise: Measures the noise of gradients, where it is asked for.
 
     Raises:
         ConfigurationError: The optimizer asks for what cannot be made right.
@@ -53,8 +56,10 @@ class Update:
         *,
         stored_once: bool,
         options: StepOptions,
+        noise: NoiseScale | None = None,
     ) -> None:
         self._strategy = strategy
+        self._noise = noise
         self._reduction = Reduction(strategy, options)
         self._rows = RowGather(
             strategy,
@@ -74,6 +79,8 @@ class Update:
         self.present: list[bool] = []
         # Whose rows all replicas have looked up alike; see `RowGather`.
         self.alike: list[bool] = []
+        # Sees what passes, in a step that is traced.
+        self.watch: Watch | None = None
 
     def __call__(self, gradients: Gradients) -> None:
         """Makes one step of training. Outside of replicas.
@@ -82,6 +89,8 @@ class Update:
             gradients: For each variable with a gradient the contributions
                 of the replicas, scaled by the optimizer's `scale_loss`.
         """
+        if self.watch is not None:
+            self.watch.local = gradients
         if self._reduces_first:
             gradients = self._of_all(gradients)
         if self._scaler is None:
@@ -172,6 +181,10 @@ class Update:
         self._overwrite_with_average()
 
     def _apply(self, gradients: Gradients) -> None:
+        if self._noise is not None:
+            self._noise.update(gradients)
+        if self.watch is not None:
+            self.watch.received = gradients
         with (
             tf.name_scope("apply"),
             self._in_order(),
@@ -224,6 +237,8 @@ class Update:
 
     def _accumulate(self, gradients: Gradients) -> tf.Tensor:
         optimizer = self._optimizer
+        if self._noise is not None:
+            self._noise.accumulate()
         if self._stored_once:
             for sums, gradient in zip(
                 self._accumulators(), gradients, strict=True

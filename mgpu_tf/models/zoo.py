@@ -77,7 +77,11 @@ def cnn(input_shape: Shape, num_classes: int) -> keras.Model:
 
 
 def resnet(
-    input_shape: Shape, num_classes: int, depth: int = 20
+    input_shape: Shape,
+    num_classes: int,
+    depth: int = 20,
+    *,
+    zero_init_residual: bool = False,
 ) -> keras.Model:
     """A residual network for small images.
 
@@ -93,6 +97,10 @@ def resnet(
         input_shape: `(height, width, channels)`, sides of 4 or more.
         num_classes: Size of the output.
         depth: 6 n + 2.
+        zero_init_residual: Whether each block begins as the identity. Where a
+            block ends in BatchNormalization, its gamma is set to 0 for that.
+            These blocks end in a convolution: its kernel is set to 0, since a
+            gamma of 0 before a rectifier would never get a gradient.
 
     Returns:
         A model from `[batch, height, width, channels]` to logits
@@ -108,7 +116,9 @@ def resnet(
     for filters in (16, 32, 64):
         for block in range((depth - 2) // 6):
             halve = filters > 16 and block == 0
-            hidden = _residual(hidden, filters, 2 if halve else 1)
+            hidden = _residual(
+                hidden, filters, 2 if halve else 1, zero_init_residual
+            )
     hidden = layers.Activation("relu")(_normalized(hidden))
     hidden = layers.GlobalAveragePooling2D()(hidden)
     outputs = layers.Dense(num_classes)(hidden)
@@ -177,7 +187,7 @@ class _Positions(layers.Layer):
 
 
 def _residual(
-    inputs: keras.KerasTensor, filters: int, strides: int
+    inputs: keras.KerasTensor, filters: int, strides: int, zero: bool
 ) -> keras.KerasTensor:
     hidden = layers.Activation("relu")(_normalized(inputs))
     shortcut = inputs
@@ -185,17 +195,23 @@ def _residual(
         shortcut = _convolution(filters, 1, strides)(hidden)
     hidden = _convolution(filters, 3, strides)(hidden)
     hidden = layers.Activation("relu")(_normalized(hidden))
-    return layers.Add()([shortcut, _convolution(filters)(hidden)])
+    last = _convolution(filters, initializer="zeros" if zero else "he_normal")
+    return layers.Add()([shortcut, last(hidden)])
 
 
-def _convolution(filters: int, size: int = 3, strides: int = 1) -> layers.Layer:
+def _convolution(
+    filters: int,
+    size: int = 3,
+    strides: int = 1,
+    initializer: str = "he_normal",
+) -> layers.Layer:
     return layers.Conv2D(
         filters,
         size,
         strides,
         padding="same",
         use_bias=False,
-        kernel_initializer="he_normal",
+        kernel_initializer=initializer,
     )
 
 
@@ -221,7 +237,11 @@ _MODELS: dict[str, Callable[[Shape, int], keras.Model]] = {
 
 
 def create_model(
-    name: str, input_shape: Shape, num_classes: int
+    name: str,
+    input_shape: Shape,
+    num_classes: int,
+    *,
+    zero_init_residual: bool = False,
 ) -> keras.Model:
     """Creates a model by name.
 
@@ -230,16 +250,28 @@ def create_model(
             `transformer`, or a name of `keras.applications`.
         input_shape: Shape of an example.
         num_classes: Size of the output.
+        zero_init_residual: As for `resnet`, which alone has it.
 
     Returns:
         The model, not compiled.
 
     Raises:
-        ConfigurationError: The name is unknown, or the shape does not fit.
+        ConfigurationError: The name is unknown, or the shape or the option
+            does not fit.
     """
     base, _, depth = name.partition("/")
-    if base == "resnet" and depth:
-        return resnet(input_shape, num_classes, int(depth))
+    if base == "resnet":
+        return resnet(
+            input_shape,
+            num_classes,
+            int(depth or 20),
+            zero_init_residual=zero_init_residual,
+        )
+    if zero_init_residual:
+        raise ConfigurationError(
+            "zero_init_residual goes with the model 'resnet'. Received: "
+            f"{name!r}."
+        )
     if name in APPLICATIONS:
         return _application(name, input_shape, num_classes)
     if name not in _MODELS:

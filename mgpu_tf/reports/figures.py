@@ -106,6 +106,33 @@ def draw_curves(
     figure.savefig(path, dpi=120)
 
 
+def draw_points(
+    points: Mapping[str, Mapping[int, float]],
+    path: str,
+    names: tuple[str, str],
+) -> None:
+    """Draws a value against a size, a line for each series.
+
+    Args:
+        points: For each series its values by size. Sizes are on a scale of
+            powers of two.
+        path: Of the PNG to write.
+        names: What the size and the value are.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    figure, axes = _new_figure()
+    for name, values in points.items():
+        axes.plot(list(values), list(values.values()), marker="o", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(names[0])
+    axes.set_ylabel(names[1])
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def _new_figure() -> tuple[Any, Any]:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

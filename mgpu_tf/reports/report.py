@@ -12,7 +12,13 @@ removed:
     epochs              one object for each epoch: epoch (from 1), loss,
                         metrics, seconds, examples_per_second, staleness
                         (mean, p50, p95 and max; null if none was
-                        measured, as on synchronous strategies)
+                        measured, as on synchronous strategies),
+                        gradient_noise (noise_scale in examples,
+                        gradient_square and gradient_variance, smoothed; null
+                        if not measured)
+    suggested_batch_size
+                        the global batch size that the last noise scale
+                        suggests; null if it suggests none
     test                loss and metrics on the test data
     weights_sha256      SHA-256 over `model.get_weights()` in order, each as
                         C-contiguous little-endian bytes
@@ -36,6 +42,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable
@@ -56,6 +63,8 @@ class EpochReport:
         examples_per_second: Number of examples divided by `seconds`.
         staleness: Mean, p50, p95 and max of the staleness of gradients; None if
             none was measured, as on synchronous strategies.
+        gradient_noise: The noise scale in examples (None if it is infinite),
+            and the two values that it is the quotient of; None if not measured.
     """
 
     epoch: int
@@ -64,6 +73,7 @@ class EpochReport:
     seconds: float
     examples_per_second: float
     staleness: dict[str, float] | None = None
+    gradient_noise: dict[str, float | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +96,7 @@ class Report:
     saving_seconds: float = 0.0
     goodput: dict[str, float] | None = None
     fused: dict[str, int] = dataclasses.field(default_factory=dict)
+    suggested_batch_size: int | None = None
 
     def write(self, folder: str) -> str:
         """Writes `report.json`, whole or not at all.
@@ -117,6 +128,36 @@ class Report:
             for epoch in values.pop("epochs")
         ]
         return cls(epochs=epochs, **known(cls, values))
+
+
+def suggested_batch_size(
+    noise_scale: float | None, num_replicas: int = 1
+) -> int | None:
+    """Returns the global batch size that a noise scale suggests.
+
+    A batch of as many examples as the noise scale needs about twice the
+    examples, and about twice the steps, of the fewest that are possible.
+    Smaller batches save examples, larger ones save steps.
+
+    Example:
+        >>> suggested_batch_size(103.7, num_replicas=8)
+        104
+
+    Args:
+        noise_scale: In examples.
+        num_replicas: The batch size is a multiple of it.
+
+    Returns:
+        The nearest multiple, at least one example for each replica; None if
+        there is no finite noise scale above 0.
+
+    References:
+        S. McCandlish et al.: An Empirical Model of Large-Batch Training, 2018,
+        arXiv 1812.06162, section 2.3.
+    """
+    if noise_scale is None or not 0 < noise_scale < math.inf:
+        return None
+    return max(1, round(noise_scale / num_replicas)) * num_replicas
 
 
 def known(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:

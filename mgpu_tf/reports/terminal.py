@@ -1,11 +1,20 @@
-"""A report as tables on the terminal."""
+"""Reports and traces as tables on the terminal."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from mgpu_tf.reports.goodput import Goodput
+from mgpu_tf.reports.pipeline_trace import (
+    Excerpt,
+    PipelineTrace,
+    alike,
+    numbers,
+    short,
+)
 from mgpu_tf.reports.report import Report
 
 
@@ -40,8 +49,94 @@ def show(report: Report, console: Console | None = None) -> None:
     if report.fused:
         fused = ", ".join(f"{n} {name}" for name, n in report.fused.items())
         summary.add_row("fused", fused)
+    noise = report.epochs[-1].gradient_noise if report.epochs else None
+    if noise is not None:
+        scale = noise["noise_scale"]
+        told = "not known" if scale is None else f"{scale:,.0f} examples"
+        summary.add_row("noise scale", told)
+    if report.suggested_batch_size is not None:
+        summary.add_row("suggested batch", str(report.suggested_batch_size))
     summary.add_row("strategy", report.strategy)
     summary.add_row("workers", str(report.num_workers))
     summary.add_row("replicas", str(report.num_replicas))
     summary.add_row("global batch", str(report.global_batch_size))
     console.print(summary)
+
+
+def show_trace(trace: PipelineTrace, console: Console | None = None) -> None:
+    """Prints the stages of a pipeline.
+
+    Args:
+        trace: The trace of a run.
+        console: Where to print; standard output by default.
+    """
+    console = console or Console()
+    step, prediction = trace.step, trace.prediction
+
+    def stage(place: int, name: str, text: str) -> None:
+        console.rule(f"{place} {name}", align="left")
+        console.print(text, markup=False, highlight=False)
+
+    console.print(
+        f"{trace.model} on {trace.strategy}: {trace.summary}",
+        markup=False,
+        highlight=False,
+    )
+    stage(1, "Data loading", "The global batch of the first step.")
+    for batch in step.batches:
+        if batch.rows:
+            console.print(
+                f"Rows {numbers(batch.rows[:6])} ... of {trace.num_examples:,}",
+                markup=False,
+                highlight=False,
+            )
+        console.print(_excerpts("", batch.data))
+    stage(2, "Distribution to the devices", trace.distribution)
+    for place, share in enumerate(step.shares):
+        console.print(_excerpts(share.title(place), share.data))
+    stage(
+        3,
+        "Training on each device",
+        "Gradients are means over the rows of the device.",
+    )
+    for place, share in enumerate(step.shares):
+        console.print(_excerpts(share.title(place), share.gradients))
+    stage(4, "Gradient aggregation", trace.aggregation)
+    console.print(_excerpts("What the optimizer got", alike(step.received)))
+    table = Table(title="What it did", title_justify="left")
+    for name in ("weight", "lies on", "before", "after"):
+        table.add_column(name)
+    for weight in step.weights:
+        table.add_row(
+            weight.name,
+            ", ".join(map(short, weight.devices)),
+            "\n".join(weight.before.lines()),
+            "\n".join(weight.after.lines()),
+        )
+    console.print(table)
+    stage(5, "Epochs", "How far weights moved is a part of their norm.")
+    head, rows = trace.epoch_table()
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    stage(6, "Prediction", "The inputs are split, and the outputs combined.")
+    console.print(_excerpts("Inputs", prediction.data))
+    for place, share in enumerate(prediction.shares):
+        console.print(_excerpts(share.title(place), share.outputs))
+    console.print(_excerpts("Combined outputs", prediction.combined))
+
+
+def _excerpts(title: str, excerpts: Sequence[Excerpt]) -> Table:
+    table = Table(title=title or None, title_justify="left")
+    for name in ("", "shape", "lies on", "values"):
+        table.add_column(name)
+    for each in excerpts:
+        table.add_row(
+            each.name,
+            # Rich reads brackets as markup.
+            numbers(each.shape).replace("[", "\\["),
+            short(each.device),
+            "\n".join(each.lines()),
+        )
+    return table

@@ -26,11 +26,18 @@ from mgpu_tf.checkpoints.run_state import EpochRecord
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import Logs
 from mgpu_tf.engine.storage import memory_of
+from mgpu_tf.engine.traced import excerpts
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import made_of
 from mgpu_tf.options import SaveOptions, StepOptions
 from mgpu_tf.reports.goodput import Goodput
 from mgpu_tf.reports.memory import MemoryTable
+from mgpu_tf.reports.pipeline_trace import (
+    PredictionTrace,
+    StepTrace,
+    joined,
+    share_of,
+)
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.strategies.registry import kind_of, strategy_from
 from mgpu_tf.training import callbacks as callbacks_lib
@@ -95,6 +102,9 @@ class Trainer:
             jit_compile: "auto" decides by a short trial, during training
                 steps, whether XLA compiles the steps, and logs the choice.
                 Default: the `jit_compile` of the model's `compile`.
+            noise_scale: Whether to measure the gradient noise scale from the
+                gradients of replicas or micro-batches, and to log it with the
+                metrics.
 
     Raises:
         ConfigurationError: `build_model` does not return a compiled model that
@@ -388,6 +398,70 @@ class Trainer:
             )
             with explained(source):
                 return loop.predict(distributed, source, steps, hooks)
+
+    def trace(
+        self,
+        x: Any,
+        y: Any = None,
+        batch_size: int | None = None,
+        shuffle: bool | str = True,
+    ) -> StepTrace:
+        """Traces the first step of `fit`, and puts everything back.
+
+        Args:
+            x: As for `fit`.
+            y: As for `fit`.
+            batch_size: As for `fit`.
+            shuffle: As for `fit`.
+
+        Returns:
+            What each device of all workers got and computed, what the
+            optimizer received, and how the weights changed, as excerpts.
+
+        Raises:
+            ConfigurationError: An argument breaks a rule, or the step cannot
+                be traced.
+        """
+        distributed = self._distributed
+        with distributed.peers.together("trace"):
+            source = distributed.source(x, y, None, batch_size, shuffle)
+            distributed.compare_data(source, None)
+            engine = distributed.prepare_training(source)
+            with explained(source), distributed.peers.inside():
+                step = engine.trace(source)
+            every = distributed.peers.of_all(dataclasses.asdict(step))
+        return joined(step, every)
+
+    def trace_prediction(
+        self, x: Any, batch_size: int | None = None
+    ) -> PredictionTrace:
+        """Traces `predict`.
+
+        Args:
+            x: Arrays: one global batch, or with parameter servers one batch
+                for each worker.
+            batch_size: As for `predict`.
+
+        Returns:
+            What each device of all workers got and computed, and what
+            `predict` returned, as excerpts.
+
+        Raises:
+            ConfigurationError: An argument breaks a rule.
+        """
+        outputs = self.predict(x, batch_size, verbose=0)
+        distributed = self._distributed
+        with distributed.peers.together("trace_prediction"):
+            source = distributed.source(x, batch_size=batch_size)
+            with explained(source), distributed.peers.inside():
+                shares = distributed.engine.trace_outputs(source)
+            own = [dataclasses.asdict(share) for share in shares]
+            every = distributed.peers.of_all(own)
+        return PredictionTrace(
+            excerpts(x),
+            [share_of(share) for worker in every for share in worker],
+            excerpts(outputs, ("outputs", "", "")),
+        )
 
     def save(self, path: str, **options: Any) -> None:
         """Saves the model with its optimizer state.

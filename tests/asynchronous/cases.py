@@ -74,6 +74,15 @@ sgd = keras.optimizers.SGD
 l2 = keras.regularizers.L2(1e-2)
 # What equals one device on one worker: how to build, data, options of fit.
 EQUAL = {
+    "lars": (
+        model_of(
+            lambda: mgpu_tf.optimizers.LARS(
+                1.0, trust_coefficient=0.05, weight_decay=0.01
+            )
+        ),
+        arrays,
+        {"batch_size": BATCH},
+    ),
     "adam_cosine": (model_of(adam_cosine), arrays, {"batch_size": BATCH}),
     "clipped_momentum": (
         model_of(lambda: sgd(0.1, momentum=0.9, global_clipnorm=0.1)),

@@ -15,6 +15,7 @@ from tests.asynchronous import slots, worker
 EQUAL = [
     "adam_cosine",
     "clipped_momentum",
+    "lars",
     "accumulation",
     "ema_overwrite",
     "loss_scale_overflow",

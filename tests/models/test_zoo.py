@@ -35,6 +35,25 @@ def test_depth_counts_layers_with_weights():
         assert len(counted) == depth
 
 
+def test_blocks_that_begin_as_the_identity():
+    x = np.random.default_rng(0).uniform(size=(4, 8, 8, 1)).astype("float32")
+    model = models.create_model(
+        "resnet/8", (8, 8, 1), 3, zero_init_residual=True
+    )
+    branches = [
+        layer.input for layer in model.layers if layer.name[:3] == "add"
+    ]
+    assert len(branches) == 3
+    outputs = [output for _, output in branches]
+    for branch in keras.Model(model.input, outputs)(x):
+        assert not np.any(branch)
+    # And they learn: the convolution that is zero has a gradient.
+    model.compile("sgd", "mse")
+    model.fit(x, np.ones((4, 3)), verbose=0)
+    for branch in keras.Model(model.input, outputs)(x):
+        assert np.any(branch)
+
+
 def test_statistics_of_all_replicas():
     own = models.create_model("resnet", (8, 8, 1), 10)
     other = models.create_model("MobileNetV2", (32, 32, 3), 10)

@@ -174,6 +174,12 @@ def adam(**options):
     return lambda: keras.optimizers.Adam(0.02, **options)
 
 
+def lars(**options):
+    return lambda: mgpu_tf.optimizers.LARS(
+        1.0, trust_coefficient=0.02, **options
+    )
+
+
 @keras.saving.register_keras_serializable("mgpu_tf_tests")
 class MeanSquare(layers.Layer):
     """Adds the mean square over the batch to the loss: NaN for no example."""
@@ -388,6 +394,10 @@ CASES = {
     ),
     "lamb": Case(
         sequential(optimizer=lambda: keras.optimizers.Lamb(0.02)), classes
+    ),
+    "lars": Case(sequential(optimizer=lars(weight_decay=0.01)), weighted),
+    "lars_nesterov": Case(
+        sequential(optimizer=lars(nesterov=True, global_clipnorm=0.5)), classes
     ),
     "lion": Case(
         sequential(optimizer=lambda: keras.optimizers.Lion(0.01)), classes

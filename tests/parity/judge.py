@@ -66,6 +66,8 @@ REFUSED = {
     for column in ("fsdp_x3", "data_2_fsdp_2", "zero1_x2")
     for name, rule in {
         "lamb": "from that element alone",
+        "lars": "from that element alone",
+        "lars_nesterov": "from that element alone",
         "muon": "from that element alone",
         "own_train_step": "of one's own",
         "own_train_step_clipped": "of one's own",

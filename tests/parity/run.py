@@ -47,10 +47,10 @@ COLUMNS = (*MACHINE, *CLUSTERS, FLOAT32, CLUSTER_FLOAT32)
 CHUNK = 16
 
 GROUPS = {
-    "SGD, momentum, Nesterov, Adam, AdamW, Nadam, Lamb, Lion, Muon, "
-    "MultiOptimizer, schedules": (
-        "sgd momentum nesterov adam adamw nadam lamb lion muon "
-        "two_optimizers schedule"
+    "SGD, momentum, Nesterov, Adam, AdamW, Nadam, Lamb, LARS, Lion, "
+    "Muon, MultiOptimizer, schedules": (
+        "sgd momentum nesterov adam adamw nadam lamb lars lars_nesterov lion "
+        "muon two_optimizers schedule"
     ),
     "clipnorm, global_clipnorm, clipvalue": (
         "sgd_clipnorm sgd_global_clipnorm sgd_clipvalue momentum_clipnorm "

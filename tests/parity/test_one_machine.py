@@ -34,6 +34,10 @@ SLICE = [
     *(("central_storage_x2", name) for name in ELSEWHERE),
     *(("one_device", name) for name in ("adam_clipnorm", "dropout", "mask")),
     *(
+        (column, "lars")
+        for column in ("one_device", "mirrored_x2", "central_storage_x2")
+    ),
+    *(
         (column, name)
         for column in SPLIT
         for name in cases.CASES

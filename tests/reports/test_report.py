@@ -13,6 +13,7 @@ from mgpu_tf.reports.report import (
     REPORT_FILE,
     EpochReport,
     Report,
+    suggested_batch_size,
     weights_sha256,
 )
 
@@ -176,3 +177,21 @@ def test_fields_of_a_later_version_are_left_out(report, tmp_path):
     values["epochs"][0]["added_later"] = 2
     path.write_text(json.dumps(values))
     assert Report.read(str(tmp_path)) == report
+
+
+@pytest.mark.parametrize(
+    ("noise_scale", "replicas", "batch"),
+    [
+        (103.7, 8, 104),
+        (99.9, 8, 96),
+        (0.3, 4, 4),
+        (900.2, 1, 900),
+        (0.0, 4, None),
+        (-2.0, 4, None),
+        (float("inf"), 4, None),
+        (float("nan"), 4, None),
+        (None, 4, None),
+    ],
+)
+def test_suggested_batch_size(noise_scale, replicas, batch):
+    assert suggested_batch_size(noise_scale, replicas) == batch

@@ -63,3 +63,16 @@ def test_no_epochs():
 def test_standard_output(capsys):
     terminal.show(REPORT)
     assert "0.123457" in capsys.readouterr().out
+
+
+def test_noise_scale_and_what_it_suggests():
+    noise = {"noise_scale": 1234.4, "gradient_square": 0.1}
+    epoch = dataclasses.replace(REPORT.epochs[-1], gradient_noise=noise)
+    rows = shown(
+        dataclasses.replace(REPORT, epochs=[epoch], suggested_batch_size=1232)
+    )
+    assert ["noise", "scale", "1,234", "examples"] in rows
+    assert ["suggested", "batch", "1232"] in rows
+    none = dataclasses.replace(epoch, gradient_noise={"noise_scale": None})
+    rows = shown(dataclasses.replace(REPORT, epochs=[none]))
+    assert ["noise", "scale", "not", "known"] in rows

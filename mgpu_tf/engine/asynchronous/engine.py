@@ -15,6 +15,7 @@ metrics are exact, also where a lost worker's work was done again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +31,17 @@ from mgpu_tf.engine.asynchronous.packed_variables import Packs
 from mgpu_tf.engine.asynchronous.piece import Piece, predict
 from mgpu_tf.engine.asynchronous.run import Run
 from mgpu_tf.engine.asynchronous.state import SharedStatistics
+from mgpu_tf.engine.asynchronous.traced_workers import (
+    once_each,
+    outputs_by_share,
+    predict_traced,
+    received,
+    shares_of,
+)
 from mgpu_tf.engine.asynchronous.update import AsynchronousUpdate
 from mgpu_tf.engine.asynchronous.work import Work
 from mgpu_tf.engine.base import (
     NO_VOTES,
-    DataFeed,
     Engine,
     Execution,
     Logs,
@@ -44,8 +51,16 @@ from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.snapshot import Snapshot
 from mgpu_tf.engine.state import ReplicaState
 from mgpu_tf.engine.step import ReplicaStep
+from mgpu_tf.engine.traced import (
+    Weights,
+    batch_of,
+    refuse_accumulation,
+    undone,
+)
+from mgpu_tf.engine.update import unwrap
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.parameter_server import ParameterServerStrategy
 
 # Steps in a piece of work, where they fit into an execution of the trainer:
@@ -78,9 +93,9 @@ class AsynchronousEngine(Engine):
     ) -> None:
         super().__init__(model, strategy, options)
         _refuse(model)
-        for name in ("gradient_dtype", "recompute"):
+        for name in ("gradient_dtype", "recompute", "noise_scale"):
             value = getattr(options, name)
-            if value is not None:
+            if value:
                 raise ConfigurationError(
                     f"{name} goes with synchronous strategies. Received: "
                     f"{name}={value!r} with parameter servers. Leave it out."
@@ -146,7 +161,7 @@ class AsynchronousEngine(Engine):
 
     def feed(
         self, source: Source, first: int = 0, *, chain: bool, training: bool
-    ) -> DataFeed:
+    ) -> AsynchronousFeed:
         """Returns where the epochs of a run read from; as in `Engine`."""
         del chain  # Arrays go on from epoch to epoch, and pass to pass.
         return AsynchronousFeed(self, source, first, training=training)
@@ -186,6 +201,53 @@ class AsynchronousEngine(Engine):
         """Runs one prediction step; as in `Engine`."""
         self.build_layers(source)
         return iterator.next_outputs()
+
+    def trace(self, source: Source) -> StepTrace:
+        """Runs one step on each worker, and undoes them; as in `Engine`."""
+        self.prepare(source)
+        refuse_accumulation(self.every)
+        if unwrap(self._model.optimizer)[0] is not None:
+            raise ConfigurationError(
+                "On 'parameter_server' a trace shows gradients that are not "
+                "scaled. Received: a LossScaleOptimizer. Trace without it."
+            )
+        piece = self._piece(measured=False)
+
+        def run(work: Work) -> Callable[..., Any]:
+            return lambda *given: piece.trace(work, *given)
+
+        with undone(self):
+            weights = Weights(self._model)
+            done = once_each(self, run, source, training=True)
+            changed = weights.changed()
+        paths = [
+            variable.path
+            for variable in itertools.compress(
+                self._model.trainable_variables, self._step.present
+            )
+        ]
+        sums = sum(metrics for *_, metrics in done.values())
+        return StepTrace(
+            # Of a dataset each worker reads a share of its own.
+            [batch_of(source, k) for k in done if source.rows() is not None],
+            shares_of(done, paths),
+            received(done, paths, changed),
+            changed,
+            self.metrics(sums),
+        )
+
+    def trace_outputs(self, source: Source) -> list[ShareTrace]:
+        """Predicts one batch on each worker; as in `Engine`."""
+        self.build_layers(source)
+        generator = keras_internals.global_seed_generator()
+
+        def run(work: Work) -> Callable[..., Any]:
+            return lambda iterator, arguments, _: predict_traced(
+                self._model, self.strategy, work, iterator, arguments, generator
+            )
+
+        done = once_each(self, run, source, training=False)
+        return outputs_by_share(done)
 
     def finish(self, iterator: Any) -> Execution:
         """Waits for what is under way; as in `Engine`."""
@@ -235,7 +297,15 @@ class AsynchronousEngine(Engine):
     def _stepping(
         self, training: bool, work: Work, measured: bool
     ) -> Callable[..., Any]:
-        piece = Piece(
+        piece = self._piece(measured=measured)
+
+        def run(iterator: Any, arguments: Any, steps: Any, first: Any) -> Any:
+            return piece(training, work, iterator, arguments, steps, first)
+
+        return run
+
+    def _piece(self, *, measured: bool) -> Piece:
+        return Piece(
             self._model,
             self.strategy,
             self._step,
@@ -245,11 +315,6 @@ class AsynchronousEngine(Engine):
             self._shared,
             measured=measured,
         )
-
-        def run(iterator: Any, arguments: Any, steps: Any, first: Any) -> Any:
-            return piece(training, work, iterator, arguments, steps, first)
-
-        return run
 
     def steps_made(self) -> int:
         """Returns the count of steps on the parameter server."""

@@ -11,6 +11,7 @@ from mgpu_tf.data.structures import rows
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.asynchronous.packed_variables import Packs
 from mgpu_tf.engine.asynchronous.state import SharedStatistics
+from mgpu_tf.engine.asynchronous.traced_workers import worker_index
 from mgpu_tf.engine.asynchronous.update import AsynchronousUpdate
 from mgpu_tf.engine.asynchronous.work import Work
 from mgpu_tf.engine.contributions import BatchShare
@@ -65,6 +66,8 @@ class Piece:
         if options.late_gradients == "scale":
             self._scaled_by = options.max_staleness
         self._measured = measured or self._scaled_by is not None
+        # Of the step that was traced last, while its graph is made.
+        self.applied: list[Any] = []
 
     def __call__(
         self,
@@ -173,6 +176,7 @@ class Piece:
         staleness = self._first(staleness)
         self._shared.write(self._others(), [self._mean(v) for v in values])
         present, every = self._step.present, self._update.every
+        self.applied = gradients
         if every == 1:
             self._update(gradients, present, index, scale)
             return metrics, sums, staleness
@@ -197,6 +201,34 @@ class Piece:
 
         due = tf.equal((place + 1) % every, 0)
         return metrics, tf.cond(due, apply, keep), staleness
+
+    def trace(
+        self, work: Work, iterator: Any, arguments: Any, index: tf.Tensor
+    ) -> tuple[Any, ...]:
+        """Makes one step of training, and returns what it did.
+
+        Args:
+            work: How to read.
+            iterator: What this worker reads from.
+            arguments: Which examples.
+            index: Index of the step among all of the run.
+
+        Returns:
+            The worker, the batch, its examples, the gradients that the
+            optimizer got, and the sums of the metrics' state.
+        """
+        data, size = work.reader(iterator, arguments)(tf.constant(0, tf.int64))
+        metrics = [tf.zeros(v.shape, v.dtype) for v in self._state.metrics]
+        with self._step.in_place():
+            metrics, _, _ = self._train(data, size, size, index, metrics, [])
+        flat = [tf.cast(tf.reshape(m, [-1]), tf.float64) for m in metrics]
+        return (
+            worker_index(),
+            data,
+            size,
+            [tf.convert_to_tensor(gradient) for gradient in self.applied],
+            tf.concat(flat, 0),
+        )
 
     def _evaluate(self, data: Any, size: tf.Tensor, metrics: State) -> State:
         results = self._strategy.run(

@@ -23,11 +23,12 @@ class Run:
         work: What to do.
 
     Attributes:
+        work: What is done.
         staleness: What was measured of it so far.
     """
 
     def __init__(self, engine: Workers, work: Work) -> None:
-        self._engine, self._work = engine, work
+        self._engine, self.work = engine, work
         self._dispatcher = engine.dispatcher
         self.staleness = StalenessRecord()
         self._admission = Admission(None)
@@ -111,7 +112,7 @@ class Run:
             leaves = [np.split(leaf, ends) for leaf in tf.nest.flatten(rows)]
             for place, batch in enumerate(zip(*leaves, strict=True)):
                 if sizes[place]:
-                    at = self._begins[name] + place * self._work.stride
+                    at = self._begins[name] + place * self.work.stride
                     self._outputs[at] = tf.nest.pack_sequence_as(
                         rows, list(batch)
                     )
@@ -125,7 +126,7 @@ class Run:
         if kind != "train":
             return
         engine.current = self
-        limit, every = self._work.limit, engine.every
+        limit, every = self.work.limit, engine.every
         if limit is not None and limit % every:
             raise ConfigurationError(
                 "On 'parameter_server' gradient_accumulation_steps must "
@@ -149,8 +150,8 @@ class Run:
         options = engine.strategy.staleness
         if options.max_staleness is not None and self._kind == "train":
             most = min(most, options.max_staleness // (2 * workers))
-        if self._work.limit is not None:
-            left = self._work.limit - self._handed
+        if self.work.limit is not None:
+            left = self.work.limit - self._handed
             most = min(most, left // (2 * workers))
         if self._kind != "train":
             return max(1, most)
@@ -169,7 +170,7 @@ class Run:
                 if self._handed >= end:
                     return
                 size = min(self._size(wanted), end - self._handed)
-                self._waiting = self._work.take(int(size))
+                self._waiting = self.work.take(int(size))
             if self._waiting is None:
                 self._ended = True
                 return
@@ -187,18 +188,18 @@ class Run:
         measured = self._kind == "train" and (
             self._pieces % options.sample_every == place
         )
-        function = engine.function(self._kind, self._work, measured)
+        function = engine.function(self._kind, self.work, measured)
         self._dispatcher.schedule(
             self._pieces,
             function,
             (
-                self._work.per_worker,
+                self.work.per_worker,
                 arguments,
                 tf.constant(steps, tf.int64),
                 tf.constant(engine.next_step, tf.int64),
             ),
         )
-        stride = self._work.stride
+        stride = self.work.stride
         self._begins.append(self._handed if stride == 1 else self._pieces)
         self._pieces += 1
         self._handed += steps

@@ -14,6 +14,8 @@ and only then written.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,7 @@ from mgpu_tf.engine.base import NO_VOTES, Engine, Execution, UnevenData, Votes
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
+from mgpu_tf.engine.noise_scale import NoiseScale
 from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.snapshot import Snapshot, Variables
@@ -37,9 +40,24 @@ from mgpu_tf.engine.synchronous.overridden_step import (
     check_held,
 )
 from mgpu_tf.engine.synchronous.probe import Probe
-from mgpu_tf.engine.update import Update, accumulated
+from mgpu_tf.engine.synchronous.traced_replicas import TracedReplicas
+from mgpu_tf.engine.traced import (
+    Watch,
+    Weights,
+    batch_of,
+    one_by_one,
+    refuse_accumulation,
+    undone,
+)
+from mgpu_tf.engine.update import (
+    Update,
+    accumulated,
+    accumulation_steps,
+    unwrap,
+)
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.registry import topology_of
 
@@ -69,6 +87,7 @@ class SynchronousEngine(Engine):
         self._prepared = False
         # What looks at the first step of an author's own.
         self._probe: Probe | None = None
+        self._noise: NoiseScale | None = None
         self._loss: GlobalLoss
         self._state: ReplicaState
         self._step: ReplicaStep
@@ -111,6 +130,7 @@ class SynchronousEngine(Engine):
                 *self._model.variables,
                 *self._state.layers,
                 *(v for optimizer in optimizers for v in optimizer.variables),
+                *(() if self._noise is None else self._noise.variables),
             ],
             own=[*self._state.metrics, *self._local_sums(optimizers)],
             is_sum=self._is_sum,
@@ -147,7 +167,10 @@ class SynchronousEngine(Engine):
     ) -> Execution:
         """Runs training steps; as in `Engine`."""
         del ahead
-        return self._execute("train", iterator, steps, source, seconds, votes)
+        done = self._execute("train", iterator, steps, source, seconds, votes)
+        if self._noise is None:
+            return done
+        return dataclasses.replace(done, logs=done.logs | self._noise.logs())
 
     def evaluate(
         self, iterator: Any, steps: int, source: Source, seconds: float = 0.0
@@ -167,6 +190,69 @@ class SynchronousEngine(Engine):
             return None
         return tf.nest.map_structure(lambda t: t.numpy(), outputs)
 
+    def trace(self, source: Source) -> StepTrace:
+        """Runs the first step of training and undoes it; as in `Engine`.
+
+        The step is the engine's own, one operation after another in place of
+        a graph, so that values can be seen inside of it.
+        """
+        self.prepare(source)
+        if keras_internals.overrides(self._model, "train_step"):
+            raise ConfigurationError(
+                "A trace goes with Keras's own train_step. Received: "
+                f"{type(self._model).__name__}, which has its own."
+            )
+        scaler, optimizer = unwrap(self._model.optimizer)
+        refuse_accumulation(accumulation_steps(optimizer))
+        iterator = self.feed(source, chain=False, training=True).iterator(0, 1)
+        replicas = TracedReplicas(self._strategy)
+
+        def step(data: Any, local: Any, total: tf.Tensor) -> Any:
+            replicas.begin(data, local, total, optimizer, scaler)
+            return self._train_step(data, local, total)
+
+        with undone(self), one_by_one():
+            weights = Weights(self._model)
+            self._update.watch = watch = Watch()
+            try:
+                one, notes = tf.constant(1, tf.int64), tf.zeros(3)
+                logs = self._steps(step, source, iterator, one, notes)[4]
+            finally:
+                self._update.watch = None
+            changed = weights.changed()
+        paths = [
+            variable.path
+            for variable in itertools.compress(
+                self._model.trainable_variables, self._update.present
+            )
+        ]
+        return StepTrace(
+            [batch_of(source, 0)] if source.totals_known else [],
+            replicas.trained(paths, watch.local),
+            replicas.received(paths, watch.received),
+            changed,
+            {name: float(value) for name, value in logs.items()},
+        )
+
+    def trace_outputs(self, source: Source) -> list[ShareTrace]:
+        """Predicts one batch; as in `Engine`."""
+        self.build_layers(source)
+        self._begin()
+        iterator = self.feed(source, chain=False, training=False).iterator(0)
+        data, local, total = self._next(iterator, source)
+        state = self._state if self._prepared else self._make_state()
+        generator = keras_internals.global_seed_generator()
+
+        def on_replica(rows: Any) -> Any:
+            with state.replica_seeds_in_place():
+                return outputs_of(self._model, rows, generator)
+
+        with one_by_one():
+            outputs = self._strategy.run(on_replica, args=(data,))
+        replicas = TracedReplicas(self._strategy)
+        replicas.begin(data, local, total)
+        return replicas.predicted(outputs)
+
     def prepare(self, source: Source) -> None:
         """Creates what training and evaluation need; as in `Engine`."""
         if self._prepared:
@@ -174,6 +260,8 @@ class SynchronousEngine(Engine):
         self.build(source)
         self._loss = GlobalLoss(self._model)
         self._state = self._make_state()
+        if self._options.noise_scale:
+            self._noise = self._make_noise_scale()
         self._update = self._make_update()
         self._step = ReplicaStep(
             self._model,
@@ -209,7 +297,19 @@ class SynchronousEngine(Engine):
             self._strategy,
             stored_once=self._state.stored_once,
             options=self._options,
+            noise=self._noise,
         )
+
+    def _make_noise_scale(self) -> NoiseScale:
+        if keras_internals.overrides(self._model, "train_step"):
+            raise ConfigurationError(
+                "noise_scale goes with Keras's own train_step. Received: "
+                f"{type(self._model).__name__}, which has its own. Leave it "
+                "out."
+            )
+        scaler, optimizer = unwrap(self._model.optimizer)
+        every = accumulation_steps(optimizer)
+        return NoiseScale(self._strategy, scaler, optimizer, every)
 
     def _make_state(self) -> ReplicaState:
         state = state_for(self._model, self._strategy)
@@ -459,6 +559,8 @@ class SynchronousEngine(Engine):
             gradients, logs = self._strategy.run(
                 self._replica_gradients, args=(data, local, total)
             )
+        if self._noise is not None:
+            self._noise.observe(gradients, local, total)
         self._update(gradients)
         return {name: self._first(value) for name, value in logs.items()}
 

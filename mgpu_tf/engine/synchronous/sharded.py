@@ -73,6 +73,12 @@ class ShardedEngine(SynchronousEngine):
                     f"{type(model).__name__} on a strategy that splits them. "
                     "Use 'mirrored'."
                 )
+        if options.noise_scale:
+            raise ConfigurationError(
+                "noise_scale needs whole weights on each device. Received: "
+                "noise_scale=True on a strategy that splits them. Use "
+                "'mirrored'."
+            )
         if model.optimizer is not None:
             _check_elementwise(model.optimizer)
 

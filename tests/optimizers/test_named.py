@@ -13,6 +13,7 @@ from mgpu_tf.errors import ConfigurationError
         ("adam", keras.optimizers.Adam, 0.001),
         ("adamw", keras.optimizers.AdamW, 0.001),
         ("lamb", keras.optimizers.Lamb, 0.01),
+        ("lars", optimizers.LARS, 1.0),
         ("lion", keras.optimizers.Lion, 0.0003),
     ],
 )
