@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from mgpu_tf.cluster.config import ClusterConfig
+from mgpu_tf.cluster.config import TF_CONFIG, ClusterConfig
 from mgpu_tf.commands.arguments import Call, define_supervision, supervision
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.launch import local
@@ -79,10 +79,14 @@ def run(call: Call) -> int:
             "An evaluator goes with parameter servers. Received: --evaluator "
             "without --num_ps. Write --num_ps=1, or leave it out."
         )
-    if ClusterConfig.from_environment() is not None:
+    cluster = ClusterConfig.from_environment()
+    if cluster is not None:
         raise ConfigurationError(
-            "launch makes the cluster itself. Received: TF_CONFIG is set. "
-            "Unset it, or run the command without launch."
+            f"launch makes the cluster itself. Received: {cluster.source} is "
+            "set. Unset it, or run the command without launch."
+            if cluster.source == TF_CONFIG
+            else "launch makes the cluster itself. Received: "
+            f"{cluster.source}, which has one. Run the command without launch."
         )
     return local.launch(
         call.command,
