@@ -22,6 +22,7 @@ from mgpu_tf.commands import (
     launch,
     parity,
     plan,
+    slurm,
     train,
 )
 from mgpu_tf.commands.arguments import Call
@@ -39,6 +40,7 @@ COMMANDS: dict[str, ModuleType] = {
     "benchmark": benchmark,
     "plan": plan,
     "checkpoints": checkpoints,
+    "slurm": slurm,
 }
 
 _TOP = """mgpu-tf COMMAND [--flags]
@@ -52,6 +54,7 @@ Commands:
   benchmark    measure throughput on 1, 2, 4 and 8 devices
   plan         estimate the memory, hours and price of a training run
   checkpoints  list, verify and prune the checkpoints of a run
+  slurm        print or submit a batch script for Slurm
   version      print the version
 
 mgpu-tf COMMAND --help lists the flags of a command.

@@ -5,7 +5,12 @@ from __future__ import annotations
 from absl import flags
 
 from mgpu_tf.cluster.config import TF_CONFIG, ClusterConfig
-from mgpu_tf.commands.arguments import Call, define_supervision, supervision
+from mgpu_tf.commands.arguments import (
+    Call,
+    check_evaluator,
+    define_supervision,
+    supervision,
+)
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.launch import local
 from mgpu_tf.launch.job import STARTUP_SECONDS
@@ -63,22 +68,13 @@ def define(values: flags.FlagValues) -> None:
 def run(call: Call) -> int:
     """Starts the processes, and returns the status of the job."""
     values = call.values
-    if call.rest or not call.command:
-        raise ConfigurationError(
-            "launch takes flags, then -- and the command. Received: "
-            f"{' '.join(call.given) or 'nothing'!r}. Write mgpu-tf launch "
-            "--num_workers=2 -- python script.py."
-        )
+    command = call.own_command("--num_workers=2")
     if values.num_workers is None:
         raise ConfigurationError(
             "launch needs the number of processes. Received: no "
             "--num_workers. Write --num_workers=2."
         )
-    if values.evaluator and not values.num_ps:
-        raise ConfigurationError(
-            "An evaluator goes with parameter servers. Received: --evaluator "
-            "without --num_ps. Write --num_ps=1, or leave it out."
-        )
+    check_evaluator(values)
     cluster = ClusterConfig.from_environment()
     if cluster is not None:
         raise ConfigurationError(
@@ -89,7 +85,7 @@ def run(call: Call) -> int:
             f"{cluster.source}, which has one. Run the command without launch."
         )
     return local.launch(
-        call.command,
+        command,
         values.num_workers,
         num_ps=values.num_ps,
         evaluator=values.evaluator,
