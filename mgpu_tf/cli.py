@@ -19,6 +19,7 @@ from mgpu_tf._version import __version__
 from mgpu_tf.commands import (
     benchmark,
     checkpoints,
+    kubernetes,
     launch,
     parity,
     plan,
@@ -41,6 +42,7 @@ COMMANDS: dict[str, ModuleType] = {
     "plan": plan,
     "checkpoints": checkpoints,
     "slurm": slurm,
+    "kubernetes": kubernetes,
 }
 
 _TOP = """mgpu-tf COMMAND [--flags]
@@ -55,6 +57,7 @@ Commands:
   plan         estimate the memory, hours and price of a training run
   checkpoints  list, verify and prune the checkpoints of a run
   slurm        print or submit a batch script for Slurm
+  kubernetes   print the manifests of a job for Kubernetes
   version      print the version
 
 mgpu-tf COMMAND --help lists the flags of a command.

@@ -3,9 +3,8 @@
     with Slurm() as slurm:
         slurm.run("srun", "--nodes=3", "hostname")      # n08, n09, n10
 
-Each node is a network namespace of this machine: its own address, its own
-host name, its own /etc/hosts. Nothing outside of the namespaces changes. It
-needs root, iproute2 and Slurm; `make slurm` installs Slurm.
+Each node is a host of `tests.network`. It needs root, iproute2 and Slurm;
+`make slurm` installs both.
 """
 
 import contextlib
@@ -18,16 +17,17 @@ import tempfile
 import time
 
 from tests import clusters
+from tests.network import Network, check_programs
 
 NODES = ("n08", "n09", "n10")
 CONTROLLER = "ctl"
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "ip")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun")
 
 # So many tasks a node can have; they are more than there are cores.
 CPUS = 8
 
 _CONF = """ClusterName=test
-SlurmctldHost={controller}(10.77.0.10)
+SlurmctldHost={controller}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -64,20 +64,14 @@ class Slurm:
     """
 
     def __init__(self):
-        missing = [name for name in PROGRAMS if shutil.which(name) is None]
-        if missing or os.geteuid():
-            raise RuntimeError(
-                "The tests of Slurm need root and Slurm. Missing: "
-                f"{', '.join(missing) or 'root'}. Run make slurm as root."
-            )
+        check_programs(PROGRAMS, "Slurm")
+        self._network = Network([CONTROLLER, *NODES])
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="slurm-"))
-        # A name that no other session of tests has.
-        self._prefix = f"mgpu{secrets.token_hex(3)}"
         self._daemons = []
 
     def __enter__(self):
         try:
-            self._make_network()
+            self._network.__enter__()
             self._configure()
             self._start_daemons()
         except BaseException:
@@ -99,15 +93,14 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        for host in ("sw", CONTROLLER, *NODES):
-            _ip("netns", "del", self._space(host), check=False)
-            shutil.rmtree(self._etc(host), ignore_errors=True)
+        self._network.__exit__()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def popen(self, *command, host=CONTROLLER, env=None, **options):
         """Starts a command on a host."""
-        return subprocess.Popen(
-            [*_on(self._space(host), host), *command],
+        return self._network.popen(
+            host,
+            command,
             env=clusters.environment(
                 SLURM_CONF=str(self.folder / "slurm.conf"),
                 PATH=f"{pathlib.Path(clusters.PYTHON).parent}:"
@@ -159,34 +152,6 @@ class Slurm:
         return bool(
             self.run("squeue", "--noheader", check=False, timeout=60).strip()
         )
-
-    def _space(self, host):
-        return f"{self._prefix}-{host}"
-
-    def _etc(self, host):
-        return pathlib.Path("/etc/netns") / self._space(host)
-
-    def _make_network(self):
-        """Joins the hosts by a bridge that is in a namespace of its own."""
-        switch = self._space("sw")
-        _ip("netns", "add", switch)
-        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
-        _ip("-n", switch, "link", "set", "br0", "up")
-        hosts = "127.0.0.1 localhost\n"
-        for index, host in enumerate((CONTROLLER, *NODES)):
-            hosts += f"10.77.0.{10 + index} {host}\n"
-        for index, host in enumerate((CONTROLLER, *NODES)):
-            space, port = self._space(host), f"p{index}"
-            _ip("netns", "add", space)
-            self._etc(host).mkdir(parents=True)
-            (self._etc(host) / "hosts").write_text(hosts)
-            link = ("type", "veth", "peer", "name", "eth0", "netns", space)
-            _ip("-n", switch, "link", "add", port, *link)
-            _ip("-n", switch, "link", "set", port, "master", "br0", "up")
-            address = f"10.77.0.{10 + index}/24"
-            _ip("-n", space, "addr", "add", address, "dev", "eth0")
-            _ip("-n", space, "link", "set", "eth0", "up")
-            _ip("-n", space, "link", "set", "lo", "up")
 
     def _configure(self):
         for name in ("state", "spool"):
@@ -247,21 +212,6 @@ class Slurm:
             f"{path.name}: {path.read_text()[-1500:]}"
             for path in self.folder.glob("*.out")
         )
-
-
-def _on(space, host):
-    """Returns what runs a command in a namespace, with its host name."""
-    name = f'hostname {host}; exec "$@"'
-    return [
-        *("ip", "netns", "exec", space),
-        *("unshare", "--uts", "sh", "-c", name, "sh"),
-    ]
-
-
-def _ip(*arguments, check=True):
-    subprocess.run(
-        ["ip", *arguments], check=check, capture_output=not check, text=True
-    )
 
 
 def _await(condition, what, logs=lambda: ""):

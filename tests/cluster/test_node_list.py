@@ -50,13 +50,16 @@ def number_range(width):
 words = st.from_regex(r"[a-z][a-z0-9.-]{0,5}", fullmatch=True).map(
     lambda word: (word, [word])
 )
-brackets = st.lists(
-    st.integers(1, 4).flatmap(number_range), min_size=1, max_size=3
-).map(
-    lambda ranges: (
-        "[" + ",".join(text for text, _ in ranges) + "]",
-        [number for _, numbers in ranges for number in numbers],
+brackets = (
+    st.lists(st.integers(1, 4).flatmap(number_range), min_size=1, max_size=3)
+    .map(
+        lambda ranges: (
+            "[" + ",".join(text for text, _ in ranges) + "]",
+            [number for _, numbers in ranges for number in numbers],
+        )
     )
+    # No node is named twice.
+    .filter(lambda pair: len(set(pair[1])) == len(pair[1]))
 )
 names = st.builds(
     lambda word, rest: [word, *rest],

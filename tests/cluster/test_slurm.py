@@ -209,7 +209,7 @@ def submit(slurm, folder, command, **options):
 def logs_in(folder):
     files = [folder / "batch.out", *sorted((folder / "logs").glob("*"))]
     return "\n".join(
-        f"--- {file.name}\n{file.read_text()[-3000:]}"
+        f"--- {file.name}\n{file.read_text()}"
         for file in files
         if file.exists()
     )
