@@ -11,4 +11,7 @@
 told. `local` starts and supervises them on this machine, `process` is one of
 them, `policy` says what is started again, and `guard` ends them if the
 supervisor dies.
+
+`slurm` and `kubernetes` make the text that a scheduler gets, `yaml_text` writes
+manifests.
 """

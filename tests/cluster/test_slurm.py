@@ -1,6 +1,8 @@
 """Jobs on a real Slurm of three nodes, against one device."""
 
 import json
+import pathlib
+import re
 import time
 
 import pytest
@@ -260,6 +262,20 @@ def test_a_job_that_is_queued_again_resumes_bit_for_bit(slurm, tmp_path):
             reports[name]["epochs"], reports["control"]["epochs"], strict=True
         ):
             assert own["loss"] == other["loss"]
+
+
+def test_the_commands_of_the_page(slurm, tmp_path):
+    """Each runs as it stands in docs/slurm.md, and its jobs complete."""
+    page = pathlib.Path(clusters.ROOT) / "docs" / "slurm.md"
+    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)
+    assert len(blocks) == 4
+    told = slurm.run("bash", "-euc", "\n".join(blocks), cwd=tmp_path)
+    jobs = re.findall(r"Submitted batch job (\d+)", told)
+    assert len(jobs) == 2
+    assert "#SBATCH --gpus-per-node=8" in told
+    for job in jobs:
+        assert slurm.wait(job) == ("COMPLETED", 0), logs_in(tmp_path)
+    assert len(list((tmp_path / "logs").glob(f"mgpu-tf-{jobs[1]}-*.log"))) == 4
 
 
 def test_a_cancelled_job_stays_cancelled(slurm, tmp_path):
