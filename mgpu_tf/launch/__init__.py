@@ -12,6 +12,7 @@ told. `local` starts and supervises them on this machine, `process` is one of
 them, `policy` says what is started again, and `guard` ends them if the
 supervisor dies.
 
-`slurm` and `kubernetes` make the text that a scheduler gets, `yaml_text` writes
+`hosts` has the commands for machines without a scheduler. `slurm` and
+`kubernetes` make the text that a scheduler gets, `yaml_text` writes
 manifests.
 """
