@@ -15,6 +15,8 @@ from mgpu_tf.config import RunConfig
 from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.runtime import quiet_import
 
+_log = logging.getLogger("mgpu_tf")
+
 USAGE = """mgpu-tf train [--flags]
 
 Trains and tests a model.
@@ -45,7 +47,7 @@ def run(call: Call) -> int:
     values = call.values
     config = run_flags.config(values)
     logging.basicConfig(format="mgpu-tf: %(message)s")
-    logging.getLogger("mgpu_tf").setLevel(logging.INFO)
+    _log.setLevel(logging.INFO)
     asynchronous = config.num_ps > 0 or config.strategy == "parameter_server"
     ask_for_ps(config.num_ps)
     cluster = ClusterConfig.from_environment()
@@ -58,6 +60,12 @@ def run(call: Call) -> int:
             num_ps=max(1, config.num_ps) if asynchronous else 0,
             alone=config.num_workers == 1 and not asynchronous,
             **options,
+        )
+    if cluster is not None and again:
+        _log.warning(
+            "%s restarts its tasks itself; max_restarts and min_workers of "
+            "this command do nothing here",
+            cluster.source,
         )
     return _run(config)
 
