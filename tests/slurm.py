@@ -12,6 +12,7 @@ import os
 import pathlib
 import secrets
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -25,6 +26,10 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "srun")
 
 # So many tasks a node can have; they are more than there are cores.
 CPUS = 8
+# Files that Slurm takes for GPUs.
+GPUS = 4
+# A partition whose jobs preempt those of the default one.
+URGENT = "urgent"
 
 _CONF = """ClusterName=test
 SlurmctldHost={controller}
@@ -51,8 +56,12 @@ ReturnToService=2
 MailProg=/bin/true
 KillWait=30
 SlurmdParameters=config_overrides
+GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 {nodes}
-PartitionName=test Nodes={names} Default=YES MaxTime=UNLIMITED State=UP
+PartitionName=test Nodes={names} Default=YES PriorityTier=1 GraceTime=60
+PartitionName={urgent} Nodes={names} PriorityTier=2
 """
 
 
@@ -159,7 +168,7 @@ class Slurm:
         self.folder.chmod(0o755)
         nodes = "\n".join(
             f"NodeName={name} NodeAddr={name} CPUs={CPUS} RealMemory=4000 "
-            "State=UNKNOWN"
+            f"Gres=gpu:{GPUS} State=UNKNOWN"
             for name in NODES
         )
         (self.folder / "slurm.conf").write_text(
@@ -168,8 +177,14 @@ class Slurm:
                 folder=self.folder,
                 nodes=nodes,
                 names=",".join(NODES),
+                urgent=URGENT,
             )
         )
+        gpus = f"{self.folder}/gpu[0-{GPUS - 1}]"
+        for index in range(GPUS):
+            path = f"{self.folder}/gpu{index}"
+            os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={gpus}\n")
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         key = self.folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))

@@ -12,7 +12,7 @@ from mgpu_tf.cluster import node_list
 from mgpu_tf.launch.slurm import SlurmJob, batch_script
 from tests import clusters
 from tests.cluster import test_node_list
-from tests.slurm import NODES, Slurm
+from tests.slurm import NODES, URGENT, Slurm
 
 pytestmark = pytest.mark.full
 
@@ -154,6 +154,35 @@ def test_two_jobs_at_once_do_not_meet(slurm, tmp_path):
     assert not first & second
 
 
+@pytest.mark.parametrize(
+    ("flags", "visible"),
+    [
+        (["-n2", "--gpus-per-node=4"], 4),
+        (["-n4", "--gpus-per-task=2"], 2),
+        (["-n4", "--gpus-per-node=4", "--gpu-bind=single:2"], 2),
+    ],
+    ids=" ".join,
+)
+def test_workers_with_gpus_of_their_own(flags, visible, slurm):
+    told = slurm.run("srun", "-N2", *flags, clusters.PYTHON, "-c", GPUS)
+    assert told.splitlines().count(f"GPUs: {visible}") == int(flags[0][2:])
+
+
+def test_workers_that_share_gpus_are_refused(slurm):
+    flags = ("-N2", "-n4", "--gpus-per-node=4")
+    told = slurm.run("srun", *flags, clusters.PYTHON, "-c", GPUS, check=False)
+    assert "each of 2 workers on n08 sees 4 of its 4 GPUs" in told
+    assert "--gpus-per-task=2" in told
+
+
+GPUS = """
+import os
+from mgpu_tf.cluster.config import ClusterConfig
+ClusterConfig.from_environment()
+print("GPUs:", len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
+"""
+
+
 def test_a_hint_where_srun_is_not_used(slurm):
     code = (
         "from mgpu_tf.cluster.config import ClusterConfig;"
@@ -286,6 +315,54 @@ def test_a_cancelled_job_stays_cancelled(slurm, tmp_path):
     assert slurm.wait(job) == ("CANCELLED", 0)
     time.sleep(2)
     assert slurm.state(job) == ("CANCELLED", 0)
+
+
+# Saves and ends with 75 when it is told to; ends well when it is back.
+SAVES = """
+import os, signal, sys, time
+if os.environ.get("SLURM_RESTART_COUNT"):
+    print("back")
+    sys.exit()
+def save(*_):
+    print("saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def saved_and_back(slurm, job, folder):
+    """Waits for a job that was interrupted once."""
+    assert slurm.wait(job) == ("COMPLETED", 1), logs_in(folder)
+    for log in (folder / "logs").glob("*.log"):
+        lines = log.read_text().splitlines()
+        assert lines[:2] == ["ready", "saved"], logs_in(folder)
+        assert lines[-1] == "back", logs_in(folder)
+    assert len(list((folder / "logs").glob("*.log"))) == 2
+
+
+def test_a_job_saves_before_its_time_limit(slurm, tmp_path):
+    job = submit(
+        slurm,
+        tmp_path,
+        (clusters.PYTHON, "-c", SAVES),
+        nodes=2,
+        time="2",
+        signal_seconds=60,
+    )
+    saved_and_back(slurm, job, tmp_path)
+
+
+def test_a_job_that_is_preempted_saves(slurm, tmp_path):
+    command = (clusters.PYTHON, "-c", SAVES)
+    job = submit(slurm, tmp_path, command, nodes=2)
+    deadline = time.monotonic() + clusters.LIMIT_SECONDS
+    while logs_in(tmp_path).count("ready") < 2:
+        assert time.monotonic() < deadline, logs_in(tmp_path)
+        time.sleep(0.2)
+    slurm.run("srun", "-N3", "--exclusive", f"--partition={URGENT}", "true")
+    saved_and_back(slurm, job, tmp_path)
 
 
 def test_a_failure_ends_all_tasks_and_starts_them_again(slurm, tmp_path):

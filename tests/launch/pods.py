@@ -16,12 +16,18 @@ class Pod:
     Attributes:
         host: Its name in the cluster's DNS, by which other pods reach it.
         environment: The variables of its container.
-        container: The container.
+        spec: What the manifest says of it.
     """
 
     host: str
     environment: dict
-    container: dict
+    spec: dict
+
+    @property
+    def container(self):
+        """The one container."""
+        [container] = self.spec["containers"]
+        return container
 
 
 def pods_of(objects):
@@ -61,7 +67,7 @@ def _pods_of_job(name, job, labels):
             f"{name}-{index}.{pod['subdomain']}",
             {v["name"]: _value(v, labels) for v in container["env"]}
             | {"JOB_COMPLETION_INDEX": str(index)},
-            container,
+            pod,
         )
         for index in range(job["completions"])
     ]
