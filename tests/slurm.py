@@ -209,7 +209,8 @@ class Slurm:
 
     def _idle(self):
         text = self.run(
-            *("sinfo", "--noheader", "--Node", "--format=%T"),
+            *("sinfo", "--noheader", "--Node", "--partition=test"),
+            "--format=%T",
             check=False,
             timeout=60,
         )

@@ -6,8 +6,9 @@
 The script starts one task on each node, and with parameter servers the tasks
 beside them. Slurm signals the script some time before the job ends. The script
 tells its tasks to end; they save a checkpoint. It then puts the job back into
-the queue, and the job resumes. Slurm itself does so with a job that it
-preempts or whose node fails.
+the queue, and the job resumes. It does so too where the tasks of a job that is
+preempted have ended before Slurm takes the nodes. Otherwise, and where a node
+fails, Slurm queues the job itself.
 """
 
 from __future__ import annotations
@@ -227,6 +228,9 @@ while kill -0 "$step" 2>/dev/null; do
 done
 wait "$step"
 status=$?
+if scontrol show job "$SLURM_JOB_ID" | grep -q " PreemptTime=[0-9]"; then
+  requeue=1
+fi
 {again}if [ -n "$requeue" ] && [ "$status" -ne 0 ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi

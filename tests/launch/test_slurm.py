@@ -64,6 +64,8 @@ import json, os, signal, sys, time
 name = os.path.basename(sys.argv[0])
 with open(os.environ["CALLS"], "a") as file:
     print(json.dumps([name, *sys.argv[1:]]), file=file)
+if sys.argv[1:3] == ["show", "job"]:
+    print("   StartTime=2026-11-22 PreemptTime=" + os.environ["PREEMPTED"])
 if name == "srun":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     with open(os.environ["CALLS"] + ".pid", "w") as file:
@@ -97,6 +99,7 @@ def start(job, fakes, folder, **environment):
             "PATH": f"{fakes}:{os.environ['PATH']}",
             "CALLS": str(folder / "calls"),
             "SLURM_JOB_ID": "17",
+            "PREEMPTED": "None",
             **environment,
         },
         stdout=subprocess.PIPE,
@@ -108,6 +111,10 @@ def start(job, fakes, folder, **environment):
 def calls_in(folder):
     text = (folder / "calls").read_text()
     return [json.loads(line) for line in text.splitlines()]
+
+
+def queued_again(folder):
+    return ["scontrol", "requeue", "17"] in calls_in(folder)
 
 
 HOSTILE = [
@@ -139,7 +146,7 @@ def test_hostile_words_arrive_unchanged(fakes, tmp_path):
     process = start(job, fakes, tmp_path)
     output, _ = process.communicate(timeout=clusters.LIMIT_SECONDS)
     assert (process.returncode, output) == (0, "")
-    [call] = calls_in(tmp_path)
+    call, _ = calls_in(tmp_path)
     assert call[-len(words) :] == words
     assert "--container-image=$(touch owned) 'image'" in call
     assert f"--container-workdir={tmp_path}" in call
@@ -173,7 +180,7 @@ def test_the_status_of_the_tasks_is_that_of_the_job(code, fakes, tmp_path):
     process = start(JOBS["workers"], fakes, tmp_path, CODE=code)
     process.communicate(timeout=clusters.LIMIT_SECONDS)
     assert process.returncode == int(code)
-    assert [call[0] for call in calls_in(tmp_path)] == ["srun"]
+    assert not queued_again(tmp_path)
 
 
 def test_the_signal_before_the_end_saves_and_queues_again(fakes, tmp_path):
@@ -188,6 +195,7 @@ def test_the_signal_before_the_end_saves_and_queues_again(fakes, tmp_path):
     assert process.returncode == 75
     assert calls_in(tmp_path)[1:] == [
         ["scancel", "--signal=TERM", "17"],
+        ["scontrol", "show", "job", "17"],
         ["scontrol", "requeue", "17"],
     ]
 
@@ -201,8 +209,15 @@ def test_a_failure_queues_again(restarts, code, again, fakes, tmp_path):
     process = start(JOBS["servers"], fakes, tmp_path, CODE=code, **environ)
     process.communicate(timeout=clusters.LIMIT_SECONDS)
     assert process.returncode == int(code)
-    called = "scontrol" in {call[0] for call in calls_in(tmp_path)}
-    assert called is again
+    assert queued_again(tmp_path) is again
+
+
+@pytest.mark.parametrize("code", ["75", "137", "0"])
+def test_a_job_that_is_preempted_is_queued_again(code, fakes, tmp_path):
+    environ = {"PREEMPTED": "2026-11-22T17:00:00", "CODE": code}
+    process = start(JOBS["workers"], fakes, tmp_path, **environ)
+    process.communicate(timeout=clusters.LIMIT_SECONDS)
+    assert queued_again(tmp_path) is (code != "0")
 
 
 def test_submitted(fakes, tmp_path, monkeypatch):
