@@ -308,16 +308,6 @@ def test_the_commands_of_the_page(slurm, tmp_path):
     assert len(list((tmp_path / "logs").glob(f"mgpu-tf-{jobs[1]}-*.log"))) == 4
 
 
-def test_a_cancelled_job_stays_cancelled(slurm, tmp_path):
-    job = submit(slurm, tmp_path, ("sleep", "600"), nodes=1)
-    while slurm.state(job)[0] != "RUNNING":
-        time.sleep(0.2)
-    slurm.run("scancel", job)
-    assert slurm.wait(job) == ("CANCELLED", 0)
-    time.sleep(2)
-    assert slurm.state(job) == ("CANCELLED", 0)
-
-
 # Saves and ends with 75 when it is told to; ends well when it is back.
 SAVES = """
 import os, signal, sys, time
@@ -331,6 +321,13 @@ signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 time.sleep(600)
 """
+
+
+def wait_until_ready(folder):
+    deadline = time.monotonic() + clusters.LIMIT_SECONDS
+    while logs_in(folder).count("ready") < 2:
+        assert time.monotonic() < deadline, logs_in(folder)
+        time.sleep(0.2)
 
 
 def saved_and_back(slurm, job, folder):
@@ -358,12 +355,21 @@ def test_a_job_saves_before_its_time_limit(slurm, tmp_path):
 def test_a_job_that_is_preempted_saves(slurm, tmp_path):
     command = (clusters.PYTHON, "-c", SAVES)
     job = submit(slurm, tmp_path, command, nodes=2)
-    deadline = time.monotonic() + clusters.LIMIT_SECONDS
-    while logs_in(tmp_path).count("ready") < 2:
-        assert time.monotonic() < deadline, logs_in(tmp_path)
-        time.sleep(0.2)
+    wait_until_ready(tmp_path)
     slurm.run("srun", "-N3", "--exclusive", f"--partition={URGENT}", "true")
     saved_and_back(slurm, job, tmp_path)
+    # Else a later failure would queue it again as well.
+    assert "PreemptTime=None" in slurm.run("scontrol", "show", "job", job)
+
+
+def test_a_cancelled_job_stays_cancelled(slurm, tmp_path):
+    job = submit(slurm, tmp_path, (clusters.PYTHON, "-c", SAVES), nodes=2)
+    wait_until_ready(tmp_path)
+    slurm.run("scancel", job)
+    assert slurm.wait(job) == ("CANCELLED", 0)
+    time.sleep(2)
+    assert slurm.state(job) == ("CANCELLED", 0)
+    assert logs_in(tmp_path).count("saved") == 2
 
 
 def test_a_failure_ends_all_tasks_and_starts_them_again(slurm, tmp_path):
