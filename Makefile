@@ -37,9 +37,12 @@ test-full: $(VENV)/.test slurm
 SLURM := slurmctld slurmd slurm-client munge iproute2
 
 slurm:
-	@command -v slurmctld slurmd srun munged ip >/dev/null || { \
-	  apt-get update --quiet=2 && \
-	  DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes --no-install-recommends $(SLURM); }
+	@for program in slurmctld slurmd srun munged ip; do \
+	  command -v $$program >/dev/null && continue; \
+	  apt-get update --quiet=2; \
+	  DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes --no-install-recommends $(SLURM); \
+	  break; \
+	done
 
 parity: $(VENV)/.test
 	$(BIN)/python -m tests.parity.run $(ARGS)

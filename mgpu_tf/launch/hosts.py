@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from mgpu_tf.cluster.config import TF_CONFIG
 from mgpu_tf.cluster.place import DEFAULT_PORT
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.launch.job import LaunchJob
+from mgpu_tf.launch.job import LaunchJob, check_command
 
 _HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]")
 
@@ -45,6 +45,7 @@ def commands(
         ConfigurationError: A host is no name or address, or is named twice,
             or a port is out of range.
     """
+    check_command(job.command)
     for host in hosts:
         if not _HOST.fullmatch(host):
             raise ConfigurationError(

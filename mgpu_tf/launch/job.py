@@ -129,3 +129,26 @@ class LaunchJob:
             told[TF_CONFIG] = cluster.to_json()
         told[RESTARTS] = str(restarts)
         return told
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Refuses a command that cannot be written into a script.
+
+    Args:
+        command: The program and its arguments.
+
+    Raises:
+        ConfigurationError: A word is no text in UTF-8, or has a zero byte.
+    """
+    for word in command:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            pass
+        else:
+            if "\0" not in word:
+                continue
+        raise ConfigurationError(
+            "A command must be text in UTF-8 without zero bytes. Received: "
+            f"{word!r}. Rename the file, or change the argument."
+        )

@@ -30,6 +30,7 @@ from mgpu_tf.cluster.place import DEFAULT_PORT, PORT
 from mgpu_tf.cluster.roles import NUM_WORKERS, Roles
 from mgpu_tf.errors import PREEMPTED, ConfigurationError, unknown_name
 from mgpu_tf.launch import yaml_text
+from mgpu_tf.launch.job import check_command
 
 KINDS = ("jobset", "job", "trainjob")
 MOUNT = "/checkpoints"
@@ -107,6 +108,7 @@ class KubernetesJob:
         _check_names(self)
         _check_quantities(self)
         _check_together(self)
+        check_command(self.command)
 
     @property
     def roles(self) -> Roles:
@@ -586,8 +588,4 @@ def _check_together(job: KubernetesJob) -> None:
             f"The pods of kind {job.kind!r} are all alike, so servers would "
             f"hold GPUs. Received: ps={job.ps}, gpus={job.gpus}. Use "
             "--kind=jobset."
-        )
-    if any("\0" in argument for argument in job.command):
-        raise ConfigurationError(
-            "A command has no zero bytes. Received: one. Leave it out."
         )

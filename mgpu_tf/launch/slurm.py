@@ -19,6 +19,7 @@ import shlex
 
 from mgpu_tf.cluster.roles import Roles
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.launch.job import check_command
 
 # What sbatch reads in a comment has no quoting that is safe for all text.
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+@,=-]*")
@@ -26,8 +27,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TIME = re.compile(r"([0-9]+-)?[0-9]{1,9}(:[0-9]{2}){0,2}")
 _OPTION = re.compile(r"[a-z][a-z-]*(=[A-Za-z0-9._:+@,/%*&|()\[\]=-]+)?")
 
-# These are the script's own; two of them would contradict each other.
-_OWN = ("job-name", "nodes", "ntasks", "ntasks-per-node", "signal", "requeue")
+# These are the script's own; a second one would contradict it.
+_OWN = (
+    "gpus-per-node",
+    "job-name",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "requeue",
+    "signal",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +116,7 @@ class SlurmJob:
             _check_option(option)
         _check_line("log_dir", self.log_dir)
         _check_line("container_image", self.container_image)
-        for argument in self.command:
-            if "\0" in argument:
-                raise ConfigurationError(
-                    "A command has no zero bytes. Received: "
-                    f"{argument!r}. Leave them out."
-                )
+        check_command(self.command)
 
     @property
     def roles(self) -> Roles:

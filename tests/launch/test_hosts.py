@@ -1,11 +1,15 @@
 """The commands for machines without a scheduler."""
 
 import json
+import pathlib
+import re
+import shlex
 import subprocess
 
 import pytest
 
 from mgpu_tf import cli
+from tests import clusters
 
 PROGRAM = "import os, sys; print(os.environ['TF_CONFIG']); print(sys.argv[1:])"
 
@@ -54,6 +58,14 @@ def test_a_shell_runs_the_line_as_it_stands(capsys):
     config, arguments = done.stdout.splitlines()
     assert json.loads(config)["cluster"]["worker"] == ["[::1]:2222", "b:2222"]
     assert arguments == str(words)
+
+
+def test_the_command_of_the_readme(capsys):
+    """It runs as it stands."""
+    text = (pathlib.Path(clusters.ROOT) / "README.md").read_text()
+    [line] = re.findall(r"^mgpu-tf (launch --hosts=.*)$", text, re.M)
+    assert cli.main(shlex.split(line)) == 0
+    assert capsys.readouterr().out.count("python digits.py") == 2
 
 
 @pytest.mark.parametrize(

@@ -324,6 +324,7 @@ def test_what_is_missing_is_named(arguments, part, capsys):
     assert part in capsys.readouterr().err
 
 
-def test_no_zero_bytes():
-    with pytest.raises(ConfigurationError, match="no zero bytes"):
-        KubernetesJob(("a\0",), "a", "a", workers=1)
+@pytest.mark.parametrize("word", ["a\0b", "caf\udce9.py"])
+def test_no_text(word):
+    with pytest.raises(ConfigurationError, match="must be text in UTF-8"):
+        KubernetesJob(("python", word), "a", "lab/a:1", workers=1)

@@ -265,6 +265,7 @@ def test_a_mistake_is_one_line(arguments, parts, capsys):
         assert part in told.err
 
 
-def test_no_zero_bytes():
-    with pytest.raises(ConfigurationError, match="no zero bytes"):
-        SlurmJob(("a\0b",), nodes=1)
+@pytest.mark.parametrize("word", ["a\0b", "caf\udce9.py"])
+def test_no_text(word):
+    with pytest.raises(ConfigurationError, match="must be text in UTF-8"):
+        SlurmJob(("python", word), nodes=1)
