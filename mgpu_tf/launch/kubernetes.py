@@ -316,6 +316,7 @@ def _runtime(job: KubernetesJob) -> Manifest:
                     "replicatedJobs": [
                         {
                             "name": _CONTAINER,
+                            "replicas": 1,
                             "template": {
                                 "metadata": {"labels": {_ANCESTOR: "trainer"}},
                                 "spec": {
