@@ -38,13 +38,13 @@ def expand(text: str) -> list[str]:
         item = _ITEM.match(text, position)
         if item is None:
             raise _no_list(text)
-        choices, number = [], 1
+        parts, number = [], 1
         for numbers, word in _PART.findall(item[0]):
-            choices.append([word] if word else _numbers(numbers, text))
-            number *= len(choices[-1])
+            parts.append([word] if word else _numbers(numbers, text))
+            number *= len(parts[-1])
         if len(names) + number > MOST:
             raise _too_many(text)
-        names += map("".join, itertools.product(*choices))
+        names += _combined(parts)
         position = item.end()
         if position == len(text):
             return names
@@ -75,6 +75,20 @@ def tasks_per_node(text: str) -> list[int]:
             raise _too_many(text)
         counts += [int(match[1])] * times
     return counts
+
+
+def _combined(parts: list[list[str]]) -> list[str]:
+    """Returns all combinations of the parts of a name, in Slurm's order.
+
+    The last part varies fastest, and before it the first, the second and so
+    on: of two parts the first varies slowest, of three parts the second.
+    """
+    order = [*range(len(parts) - 2, -1, -1), len(parts) - 1]
+    names = []
+    for chosen in itertools.product(*(parts[index] for index in order)):
+        by_part = dict(zip(order, chosen, strict=True))
+        names.append("".join(by_part[index] for index in range(len(parts))))
+    return names
 
 
 def _numbers(text: str, whole: str) -> list[str]:

@@ -23,6 +23,10 @@ LISTS = {
     "a[1-2],b7": ["a1", "a2", "b7"],
     "rack[1-2]n[1-4]": [f"rack{r}n{n}" for r in (1, 2) for n in range(1, 5)],
     "r[1-2]n[01-02],x": ["r1n01", "r1n02", "r2n01", "r2n02", "x"],
+    "a[0-1]b[0-1]c[0-1]": [
+        *("a0b0c0", "a0b0c1", "a1b0c0", "a1b0c1"),
+        *("a0b1c0", "a0b1c1", "a1b1c0", "a1b1c1"),
+    ],
     "gpu-[1-2]": ["gpu-1", "gpu-2"],
 }
 
@@ -72,6 +76,17 @@ def items_of(text):
     return re.findall(r"(?:\[[^]]*\]|[^,\[])+", text)
 
 
+def combined(parts):
+    """All names: the parts before the last from the right to the left."""
+    *before, last = parts
+    names = [""]
+    for values in before[::-1]:
+        names = [
+            (value, *rest) for rest in map(tuple, names) for value in values
+        ]
+    return ["".join(name) + value for name in names for value in last]
+
+
 @st.composite
 def any_list(draw):
     """A node list, and the names that it stands for."""
@@ -79,9 +94,9 @@ def any_list(draw):
     return (
         ",".join("".join(part for part, _ in item) for item in items),
         [
-            "".join(choice)
+            name
             for item in items
-            for choice in itertools.product(*(values for _, values in item))
+            for name in combined([values for _, values in item])
         ],
     )
 
