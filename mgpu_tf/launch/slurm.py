@@ -226,8 +226,7 @@ mkdir -p -- {log_dir}
 {exports}{srun} \\
   {command} &
 step=$!
-wait "$step"
-# The signal ends the wait, not the step.
+# The signal ends a wait, not the step.
 while kill -0 "$step" 2>/dev/null; do
   wait "$step"
 done
