@@ -1,7 +1,8 @@
 # make setup   the environment, in .venv
 # make demo    the main job: two worker processes, then one device
 # make test    the default tests, in two processes
-# make test-full  the full tier: what the default leaves out
+# make test-full  the full tier: what the default leaves out; installs Slurm
+# make slurm   Debian's Slurm, for the full tier; as root
 # make lint    ruff and mypy
 # make soak    kills jobs and compares weights; FAULTS=30 SEED=1
 # make bench   the benchmarks; ONLY=name, ARGS=--continue
@@ -16,7 +17,7 @@ METADATA := setup.cfg pyproject.toml
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: bench conformance growth setup demo test test-full lint parity soak format clean
+.PHONY: bench conformance growth setup demo test test-full lint parity slurm soak format clean
 
 setup: $(VENV)/.base
 
@@ -29,8 +30,19 @@ TWO := --numprocesses=2 --dist=loadfile
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(TWO) $(ARGS)
 
-test-full: $(VENV)/.test
+test-full: $(VENV)/.test slurm
 	$(BIN)/python -m pytest -m full $(TWO) $(ARGS)
+
+# Its daemons are started by the tests themselves.
+SLURM := slurmctld slurmd slurm-client munge iproute2
+
+slurm:
+	@for program in slurmctld slurmd srun munged ip; do \
+	  command -v $$program >/dev/null && continue; \
+	  apt-get update --quiet=2; \
+	  DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes --no-install-recommends $(SLURM); \
+	  break; \
+	done
 
 parity: $(VENV)/.test
 	$(BIN)/python -m tests.parity.run $(ARGS)

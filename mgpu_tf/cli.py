@@ -20,9 +20,11 @@ from mgpu_tf.commands import (
     benchmark,
     checkpoints,
     doctor,
+    kubernetes,
     launch,
     parity,
     plan,
+    slurm,
     trace,
     train,
 )
@@ -43,6 +45,8 @@ COMMANDS: dict[str, ModuleType] = {
     "trace": trace,
     "checkpoints": checkpoints,
     "doctor": doctor,
+    "slurm": slurm,
+    "kubernetes": kubernetes,
 }
 
 _TOP = """mgpu-tf COMMAND [--flags]
@@ -58,6 +62,8 @@ Commands:
   trace        show what is where in each stage of a training run
   checkpoints  list, verify and prune the checkpoints of a run
   doctor       check this machine and its cluster before a run
+  slurm        print or submit a batch script for Slurm
+  kubernetes   print the manifests of a job for Kubernetes
   version      print the version
 
 mgpu-tf COMMAND --help lists the flags of a command.

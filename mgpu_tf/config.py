@@ -47,20 +47,20 @@ class RunConfig(StrategyOptions, StepOptions, LargeBatchOptions, SaveOptions):
 
     strategy: str = option(
         "auto",
-        "How to distribute the training. auto: choose from TF_CONFIG and the "
-        "GPUs of this machine.",
+        "How to distribute the training. auto: choose from TF_CONFIG, the "
+        "scheduler and the GPUs of this machine.",
         STRATEGIES,
     )
     num_workers: int = option(
         1,
-        "Number of worker processes. If it is above 1 and TF_CONFIG is not "
-        "set, the workers are started on this machine.",
+        "Number of worker processes. If it is above 1 and there is no cluster, "
+        "the workers are started on this machine.",
         least=1,
     )
     num_ps: int = option(
         0,
         "Number of parameter servers. If it is above 0, workers do not wait "
-        "for each other. If TF_CONFIG is not set, the servers are started on "
+        "for each other. If there is no cluster, the servers are started on "
         "this machine.",
         least=0,
     )

@@ -2,7 +2,8 @@
 
     ConfigurationError (ValueError)   an argument, flag or environment
     |                                 variable breaks a rule
-    `-- ClusterError                  TF_CONFIG does not describe a cluster
+    `-- ClusterError                  TF_CONFIG or the scheduler describes no
+                                      usable cluster
     WorkerError (RuntimeError)        another worker of the cluster failed
     Preempted (SystemExit)            SIGTERM was received; state is saved
 
@@ -25,7 +26,7 @@ class ConfigurationError(ValueError):
 
 
 class ClusterError(ConfigurationError):
-    """`TF_CONFIG` does not describe a usable cluster."""
+    """`TF_CONFIG` or the scheduler describes no usable cluster."""
 
 
 class WorkerError(RuntimeError):

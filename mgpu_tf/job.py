@@ -20,6 +20,7 @@ import tensorflow as tf
 from mgpu_tf import datasets
 from mgpu_tf.checkpoints.run_state import EpochRecord
 from mgpu_tf.cluster.config import ClusterConfig
+from mgpu_tf.cluster.environments import ask_for_ps
 from mgpu_tf.config import RunConfig
 from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.engine.noise_scale import NAMES, SCALE
@@ -447,6 +448,7 @@ def _epoch_report(record: EpochRecord) -> EpochReport:
 
 
 def _check_cluster(config: RunConfig) -> None:
+    ask_for_ps(config.num_ps)
     cluster = ClusterConfig.from_environment()
     if cluster is None:
         return
@@ -456,7 +458,7 @@ def _check_cluster(config: RunConfig) -> None:
     if RESTARTS in os.environ and cluster.num_workers < config.num_workers:
         return  # The supervisor goes on with fewer.
     raise ConfigurationError(
-        "num_workers must be that of TF_CONFIG. Received: "
-        f"num_workers={config.num_workers}, TF_CONFIG with "
-        f"{there}. Leave out num_workers, or unset TF_CONFIG."
+        f"num_workers must be that of {cluster.source}. Received: "
+        f"num_workers={config.num_workers}, {cluster.source} with "
+        f"{there}. Leave out num_workers, or start {config.num_workers}."
     )

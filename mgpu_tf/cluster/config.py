@@ -6,8 +6,9 @@
     elif config.is_chief:
         ...                                  # the task that writes files
 
-`TF_CONFIG` is parsed and validated only here. This module does not import
-TensorFlow.
+`TF_CONFIG` is parsed and validated only here. Where it is not set,
+`environments` asks the scheduler that has started this process. This module
+does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from mgpu_tf.cluster import environments
+from mgpu_tf.cluster.place import Place
 from mgpu_tf.errors import ClusterError, unknown_name
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
@@ -50,6 +53,8 @@ class ClusterConfig:
         evaluator: Address of the evaluator; at most one address.
         task_type: The type of this process, one of `TASK_TYPES`.
         task_index: The index of this process among the tasks of its type.
+        source: What describes the cluster: `TF_CONFIG`, or a job of a
+            scheduler, such as "Slurm job 17".
     """
 
     task_type: str
@@ -58,6 +63,7 @@ class ClusterConfig:
     worker: tuple[str, ...] = ()
     ps: tuple[str, ...] = ()
     evaluator: tuple[str, ...] = ()
+    source: str = dataclasses.field(default=TF_CONFIG, compare=False)
 
     def __post_init__(self) -> None:
         _check_addresses(self)
@@ -67,22 +73,53 @@ class ClusterConfig:
     def from_environment(
         cls, environ: Mapping[str, str] | None = None
     ) -> ClusterConfig | None:
-        """Reads `TF_CONFIG`.
+        """Reads `TF_CONFIG`, or what the scheduler of this process says.
+
+        Slurm, Kubernetes and SkyPilot are found; `cluster/environments.py`
+        has the order. A line of the log says what was found.
 
         Args:
             environ: The environment. Default: `os.environ`.
 
         Returns:
-            The configuration; None if `TF_CONFIG` is absent, empty or `{}`,
-            which means a single process.
+            The configuration; None for a single process. `TF_CONFIG={}`
+            means a single process whatever the scheduler.
 
         Raises:
-            ClusterError: `TF_CONFIG` is not valid.
+            ClusterError: `TF_CONFIG` is not valid, or what the scheduler says
+                cannot be used.
         """
-        text = (os.environ if environ is None else environ).get(TF_CONFIG, "")
-        if not text.strip() or text.strip() == "{}":
+        environ = os.environ if environ is None else environ
+        text = environ.get(TF_CONFIG, "")
+        if text.strip() == "{}":
             return None
-        return cls.from_json(text)
+        if text.strip():
+            return cls.from_json(text)
+        place = environments.find(environ)
+        if place is None:
+            return None
+        return cls.at(place)
+
+    @classmethod
+    def at(cls, place: Place) -> ClusterConfig:
+        """Returns the cluster as the process at a place sees it."""
+        return cls._of(place.tasks, place.task, place.source)
+
+    @classmethod
+    def _of(
+        cls,
+        tasks: Mapping[str, tuple[str, ...]],
+        task: tuple[str, int],
+        source: str,
+    ) -> ClusterConfig:
+        return cls(
+            *task,
+            chief=tasks.get("chief", ()),
+            worker=tasks.get("worker", ()),
+            ps=tasks.get("ps", ()),
+            evaluator=tasks.get("evaluator", ()),
+            source=source,
+        )
 
     @classmethod
     def from_json(cls, text: str) -> ClusterConfig:
@@ -106,7 +143,7 @@ class ClusterConfig:
                     "TF_CONFIG: " + unknown_name("task type", name, TASK_TYPES)
                 )
             tasks[name] = _as_addresses(name, addresses)
-        return cls(task_type=task[0], task_index=task[1], **tasks)
+        return cls._of(tasks, task, TF_CONFIG)
 
     def to_json(self) -> str:
         """Returns the text for `TF_CONFIG`; `from_json` reads it back."""
@@ -237,14 +274,14 @@ def _check_addresses(config: ClusterConfig) -> None:
             match = _ADDRESS.fullmatch(address)
             if match is None or not 0 < int(match[2]) < 65536:
                 raise ClusterError(
-                    'TF_CONFIG: an address must be "host:port" with a port '
-                    f"of 1 to 65535. Received: {address!r} for {where}."
+                    f'{config.source}: an address must be "host:port" with a '
+                    f"port of 1 to 65535. Received: {address!r} for {where}."
                 )
             if address in seen:
                 raise ClusterError(
-                    "TF_CONFIG: every task needs an address of its own. "
-                    f"Received: {address!r} for {seen[address]} and {where}. "
-                    "Give one of them another port."
+                    f"{config.source}: every task needs an address of its "
+                    f"own. Received: {address!r} for {seen[address]} and "
+                    f"{where}. Give one of them another port."
                 )
             seen[address] = where
     for task_type in ("chief", "evaluator"):

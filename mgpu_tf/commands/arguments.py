@@ -41,6 +41,26 @@ class Call:
                 "--name=value."
             )
 
+    def own_command(self, flags_needed: str) -> list[str]:
+        """Returns the command after `--`; a script is started by `python`.
+
+        Args:
+            flags_needed: An example of the flags before it.
+
+        Raises:
+            ConfigurationError: There is no command, or an argument before it
+                is no flag.
+        """
+        if self.rest or not self.command:
+            raise ConfigurationError(
+                f"{self.name} takes flags, then -- and the command. Received: "
+                f"{' '.join(self.given) or 'nothing'!r}. Write mgpu-tf "
+                f"{self.name} {flags_needed} -- python script.py."
+            )
+        if self.command[0].endswith(".py"):
+            return ["python", *self.command]
+        return self.command
+
     def as_local_cluster(self, num_workers: int, **options: Any) -> int:
         """Runs the same command as worker processes of this machine.
 
@@ -56,6 +76,19 @@ class Call:
             num_workers,
             chief_has_terminal=True,
             **options,
+        )
+
+
+def check_evaluator(values: flags.FlagValues) -> None:
+    """Refuses an evaluator of a job whose workers wait for each other.
+
+    Raises:
+        ConfigurationError: --evaluator without parameter servers.
+    """
+    if values.evaluator and not values.num_ps:
+        raise ConfigurationError(
+            "An evaluator goes with parameter servers. Received: --evaluator "
+            "without --num_ps. Write --num_ps=1, or leave it out."
         )
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from absl import flags
 
-from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.commands.arguments import Call, define_supervision, supervision
+from mgpu_tf.cluster.config import TF_CONFIG, ClusterConfig
+from mgpu_tf.cluster.place import DEFAULT_PORT
+from mgpu_tf.commands.arguments import (
+    Call,
+    check_evaluator,
+    define_supervision,
+    supervision,
+)
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.launch import local
-from mgpu_tf.launch.job import STARTUP_SECONDS
+from mgpu_tf.launch import hosts, local
+from mgpu_tf.launch.job import STARTUP_SECONDS, LaunchJob
 
 USAGE = """mgpu-tf launch --num_workers=N [--flags] -- COMMAND [ARGUMENTS]
+mgpu-tf launch --hosts=A,B --print [--flags] -- COMMAND [ARGUMENTS]
 
 Starts N processes of a command on this machine, as the workers of a cluster.
 Each process gets its own TF_CONFIG.
@@ -23,10 +30,14 @@ again. When no restart is left, the exit code of the failed process is returned:
 SIGTERM is passed on to all processes. If they saved their state, the exit code
 is 75.
 
+With --hosts and --print, nothing is started. For each task, the command is
+printed that starts it on its machine.
+
 Example:
   mgpu-tf launch --num_workers=2 -- python experiments/train.py --epochs=5
   mgpu-tf launch --num_workers=3 --num_ps=2 -- python experiments/train.py
   mgpu-tf launch --num_workers=3 --num_ps=2 --evaluator -- python script.py
+  mgpu-tf launch --hosts=host0,host1 --print -- python script.py
 """
 
 
@@ -35,7 +46,8 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer(
         "num_workers",
         None,
-        "Number of worker processes to start.",
+        "Number of worker processes to start. Default with --hosts: one on "
+        "each machine.",
         flag_values=values,
     )
     flags.DEFINE_integer(
@@ -57,38 +69,74 @@ def define(values: flags.FlagValues) -> None:
         "Seconds that a process may take to open its port. 0: no limit.",
         flag_values=values,
     )
+    flags.DEFINE_string(
+        "hosts",
+        None,
+        "Machines to print commands for, separated by commas.",
+        flag_values=values,
+    )
+    flags.DEFINE_boolean(
+        "print",
+        False,
+        "With --hosts: print the command for each task.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "port",
+        DEFAULT_PORT,
+        "With --hosts: the first port on each machine.",
+        flag_values=values,
+    )
     define_supervision(values)
 
 
 def run(call: Call) -> int:
     """Starts the processes, and returns the status of the job."""
     values = call.values
-    if call.rest or not call.command:
-        raise ConfigurationError(
-            "launch takes flags, then -- and the command. Received: "
-            f"{' '.join(call.given) or 'nothing'!r}. Write mgpu-tf launch "
-            "--num_workers=2 -- python script.py."
-        )
+    command = call.own_command("--num_workers=2")
+    if values.hosts is not None or values["print"].value:
+        return _print(values, command)
     if values.num_workers is None:
         raise ConfigurationError(
             "launch needs the number of processes. Received: no "
             "--num_workers. Write --num_workers=2."
         )
-    if values.evaluator and not values.num_ps:
+    check_evaluator(values)
+    cluster = ClusterConfig.from_environment()
+    if cluster is not None:
         raise ConfigurationError(
-            "An evaluator goes with parameter servers. Received: --evaluator "
-            "without --num_ps. Write --num_ps=1, or leave it out."
-        )
-    if ClusterConfig.from_environment() is not None:
-        raise ConfigurationError(
-            "launch makes the cluster itself. Received: TF_CONFIG is set. "
-            "Unset it, or run the command without launch."
+            f"launch makes the cluster itself. Received: {cluster.source} is "
+            "set. Unset it, or run the command without launch."
+            if cluster.source == TF_CONFIG
+            else "launch makes the cluster itself. Received: "
+            f"{cluster.source}, which has one. Run the command without launch."
         )
     return local.launch(
-        call.command,
+        command,
         values.num_workers,
         num_ps=values.num_ps,
         evaluator=values.evaluator,
         startup_seconds=values.startup_seconds,
         **supervision(values, asynchronous=values.num_ps > 0),
     )
+
+
+def _print(values: flags.FlagValues, command: list[str]) -> int:
+    """Prints the command of each task, and where it belongs."""
+    check_evaluator(values)
+    if values.hosts is None or not values["print"].value:
+        raise ConfigurationError(
+            "launch starts processes on this machine only; for others it "
+            "prints the commands. Received: one of --hosts and --print. Give "
+            "both."
+        )
+    names = values.hosts.split(",")
+    job = LaunchJob(
+        tuple(command),
+        len(names) if values.num_workers is None else values.num_workers,
+        num_ps=values.num_ps,
+        evaluator=values.evaluator,
+    )
+    for host, task, line in hosts.commands(job, names, values.port):
+        print(f"# {task}, on {host}\n{line}")
+    return 0

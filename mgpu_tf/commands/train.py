@@ -9,18 +9,22 @@ from absl import flags
 
 from mgpu_tf import flags as run_flags
 from mgpu_tf.cluster.config import ClusterConfig
+from mgpu_tf.cluster.environments import ask_for_ps
 from mgpu_tf.commands.arguments import Call, define_supervision, supervision
 from mgpu_tf.config import RunConfig
 from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.runtime import quiet_import
+
+_log = logging.getLogger("mgpu_tf")
 
 USAGE = """mgpu-tf train [--flags]
 
 Trains and tests a model.
 
 With --num_workers above 1, the worker processes are started on this machine.
-With --num_ps, parameter servers and a coordinator are started too. If TF_CONFIG
-is set, nothing is started: this process is a task of the cluster in TF_CONFIG.
+With --num_ps, parameter servers and a coordinator are started too. Nothing is
+started if TF_CONFIG is set, or if Slurm, Kubernetes or SkyPilot has started the
+processes: this process is one task of that cluster.
 
 With --max_restarts, processes are started again after a failure, and resume
 from --checkpoint_dir.
@@ -42,8 +46,11 @@ def run(call: Call) -> int:
     call.takes_flags_only()
     values = call.values
     config = run_flags.config(values)
-    cluster = ClusterConfig.from_environment()
+    logging.basicConfig(format="mgpu-tf: %(message)s")
+    _log.setLevel(logging.INFO)
     asynchronous = config.num_ps > 0 or config.strategy == "parameter_server"
+    ask_for_ps(config.num_ps)
+    cluster = ClusterConfig.from_environment()
     options = supervision(values, asynchronous=asynchronous)
     supervised = RESTARTS in os.environ
     again = options["policy"].restarts and not supervised
@@ -54,13 +61,17 @@ def run(call: Call) -> int:
             alone=config.num_workers == 1 and not asynchronous,
             **options,
         )
+    if cluster is not None and again:
+        _log.warning(
+            "%s restarts its tasks itself; max_restarts and min_workers of "
+            "this command do nothing here",
+            cluster.source,
+        )
     return _run(config)
 
 
 def _run(config: RunConfig) -> int:
     quiet_import.import_tensorflow()
-    logging.basicConfig(format="mgpu-tf: %(message)s")
-    logging.getLogger("mgpu_tf").setLevel(logging.INFO)
     from mgpu_tf.job import run
     from mgpu_tf.reports import terminal
 

@@ -11,4 +11,8 @@
 told. `local` starts and supervises them on this machine, `process` is one of
 them, `policy` says what is started again, and `guard` ends them if the
 supervisor dies.
+
+`hosts` has the commands for machines without a scheduler. `slurm` and
+`kubernetes` make the text that a scheduler gets, `yaml_text` writes
+manifests.
 """

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 from mgpu_tf.cluster import ports
 from mgpu_tf.cluster.config import TF_CONFIG, ClusterConfig
+from mgpu_tf.cluster.place import Place
+from mgpu_tf.cluster.roles import Roles
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.launch.policy import RestartPolicy
 
@@ -92,19 +94,14 @@ class LaunchJob:
         return self.chief_has_terminal and self.log_dir is None
 
     @property
-    def roles(self) -> dict[str, int]:
-        """How many tasks there are of each type, the chief's type first."""
-        counts = {"worker": self.num_workers}
-        if self.num_ps:
-            counts = {"chief": 1, **counts, "ps": self.num_ps}
-        if self.evaluator:
-            counts["evaluator"] = 1
-        return counts
+    def roles(self) -> Roles:
+        """How many tasks there are of each type."""
+        return Roles(self.num_workers, self.num_ps, self.evaluator)
 
     @property
     def num_tasks(self) -> int:
         """How many tasks there are."""
-        return sum(self.roles.values())
+        return self.roles.num_tasks
 
     def clusters(self, addresses: Sequence[str]) -> list[ClusterConfig]:
         """Returns the cluster as each task sees it, the chief's view first.
@@ -112,14 +109,11 @@ class LaunchJob:
         Args:
             addresses: `host:port` of each task, in the order of `roles`.
         """
-        rest, tasks = list(addresses), {}
-        for role, count in self.roles.items():
-            tasks[role], rest = tuple(rest[:count]), rest[count:]
-        return [
-            ClusterConfig(task_type=role, task_index=index, **tasks)
-            for role, count in self.roles.items()
-            for index in range(count)
+        places = [
+            Place(TF_CONFIG, self.roles, tuple(addresses), index)
+            for index in range(self.num_tasks)
         ]
+        return [ClusterConfig.at(place) for place in places]
 
     def environment(
         self, cluster: ClusterConfig, restarts: int
@@ -135,3 +129,26 @@ class LaunchJob:
             told[TF_CONFIG] = cluster.to_json()
         told[RESTARTS] = str(restarts)
         return told
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Refuses a command that cannot be written into a script.
+
+    Args:
+        command: The program and its arguments.
+
+    Raises:
+        ConfigurationError: A word is no text in UTF-8, or has a zero byte.
+    """
+    for word in command:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            pass
+        else:
+            if "\0" not in word:
+                continue
+        raise ConfigurationError(
+            "A command must be text in UTF-8 without zero bytes. Received: "
+            f"{word!r}. Rename the file, or change the argument."
+        )

@@ -178,7 +178,7 @@ def _created_first(cluster: ClusterConfig | None) -> Iterator[None]:
         if cluster is None or "Could not start gRPC server" not in str(error):
             raise
         raise ConfigurationError(
-            "The port of a task must be free. Received: TF_CONFIG with "
+            f"The port of a task must be free. Received: {cluster.source} with "
             f"{cluster.task_name} at {cluster.address}, which another process "
             "holds. End it, or choose another port on all tasks."
         ) from None

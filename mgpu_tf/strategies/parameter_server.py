@@ -187,7 +187,8 @@ def create_parameter_server_strategy(
     evaluates the checkpoints of the run on the CPU.
 
     Args:
-        cluster: The cluster. Default: the cluster in `TF_CONFIG`.
+        cluster: The cluster. Default: the cluster in `TF_CONFIG`, or that of
+            the scheduler.
         max_staleness: The largest number of updates by other workers between
             the reading of the weights and the update. Default: no bound.
         late_gradients: What to do about the bound. `hold`: fast workers wait.
@@ -247,5 +248,6 @@ def _check(cluster: ClusterConfig | None) -> None:
         if needed not in counts:
             raise ConfigurationError(
                 "The strategy 'parameter_server' needs chief, worker and ps "
-                f"tasks. Received: TF_CONFIG with {counts}. Add {needed!r}."
+                f"tasks. Received: {cluster.source} with {counts}. Add "
+                f"{needed!r}."
             )

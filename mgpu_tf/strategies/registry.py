@@ -124,8 +124,9 @@ def create_strategy(
     `auto` logs one line with its choice and the reason. It chooses the first
     that fits:
 
-    1. `parameter_server` if `TF_CONFIG` names ps tasks;
-    2. `multi_worker_mirrored` if `TF_CONFIG` names another cluster;
+    1. `parameter_server` if the cluster has ps tasks. A cluster is that of
+       `TF_CONFIG`, else that of Slurm, Kubernetes or SkyPilot;
+    2. `multi_worker_mirrored` in another cluster;
     3. `mirrored` if there are several GPUs or virtual devices;
     4. `one_device`.
 
@@ -201,14 +202,14 @@ def _choose(options: StrategyOptions) -> tuple[str, str]:
     if cluster is not None and cluster.ps:
         return (
             "parameter_server",
-            f"TF_CONFIG names {len(cluster.worker)} workers and "
+            f"{cluster.source} names {len(cluster.worker)} workers and "
             f"{len(cluster.ps)} parameter servers, this is "
             f"{cluster.task_name}",
         )
     if cluster is not None:
         return (
             "multi_worker_mirrored",
-            f"TF_CONFIG names {cluster.num_workers} workers, "
+            f"{cluster.source} names {cluster.num_workers} workers, "
             f"this is {cluster.task_name}",
         )
     if options.num_virtual_devices:

@@ -2,7 +2,7 @@
 
     create_mirrored_strategy(devices=2)              # GPU 0 and GPU 1
     create_mirrored_strategy(num_virtual_devices=4)  # no GPU needed
-    create_multi_worker_mirrored_strategy()          # TF_CONFIG decides
+    create_multi_worker_mirrored_strategy()          # TF_CONFIG, Slurm ...
 
 The factories return TensorFlow's strategies. They also turn memory growth on,
 hide GPUs that were not selected, check that the communication works on the
@@ -87,8 +87,8 @@ def create_multi_worker_mirrored_strategy(
     tasks must be started.
 
     Args:
-        cluster: The cluster. Default: the cluster in `TF_CONFIG`. Without
-            `TF_CONFIG`, this process is the only worker.
+        cluster: The cluster. Default: the cluster in `TF_CONFIG`, or that of
+            the scheduler. Without one, this process is the only worker.
         devices: A number of GPUs of this task, or a list of their indices or
             names. Default: all visible GPUs.
         communication: `auto`, `nccl` (only between GPUs) or `ring`.
@@ -179,8 +179,8 @@ def _check_synchronous(cluster: ClusterConfig) -> None:
     if cluster.ps:
         raise ConfigurationError(
             "The strategy 'multi_worker_mirrored' has no parameter servers. "
-            f"Received: TF_CONFIG with {len(cluster.ps)} ps tasks. Use a "
-            "cluster of chief and worker tasks."
+            f"Received: {cluster.source} with {len(cluster.ps)} ps tasks. Use "
+            "a cluster of chief and worker tasks."
         )
 
 

@@ -179,6 +179,15 @@ print("IMPORTED", *heavy & {{*sys.modules}})
                 (["benchmark", "--help"], 0),
                 (["checkpoints", "--help"], 0),
                 (["plan", "--help"], 0),
+                (["slurm", "--help"], 0),
+                (["slurm", "--nodes=2", "--", "true"], 0),
+                (["kubernetes", "--help"], 0),
+                (
+                    ["kubernetes", "--name=a", "--image=b", "--workers=2"]
+                    + ["--", "true"],
+                    0,
+                ),
+                (["launch", "--hosts=a,b", "--print", "--", "true"], 0),
                 (["plan", "--num_parameters=1.5G"], 0),
                 (["launch", "--num_workers=1", "--", "true"], 0),
                 (["--help"], 0),
@@ -269,6 +278,50 @@ def test_worker_of_a_cluster_trains(calls, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", TWO_WORKERS)
     assert cli.main(["train", "--num_workers=2", "--epochs=3"]) == 0
     assert calls == [("run", 2, 3)]
+
+
+SLURM = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-4]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+    "SLURM_NODEID": "0",
+    "SLURM_LOCALID": "0",
+}
+
+
+@pytest.fixture
+def in_slurm(monkeypatch):
+    """A step of four tasks."""
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MGPU_TF_NUM_PS", "1")
+
+
+def test_a_task_of_a_scheduler_trains(in_slurm, calls):
+    assert cli.main(["train", "--num_ps=1", "--epochs=3"]) == 0
+    assert calls == [("run", 1, 3)]
+
+
+def test_a_scheduler_restarts_its_tasks_itself(in_slurm, calls, caplog):
+    assert cli.main(["train", "--max_restarts=2"]) == 0
+    assert calls == [("run", 1, 5)]
+    assert "Slurm job 17 restarts its tasks itself" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (
+            ["launch", "--num_workers=2", "--", "true"],
+            "Received: Slurm job 17, which has one",
+        ),
+        (["train", "--num_ps=2"], "num_ps=2, MGPU_TF_NUM_PS=1"),
+    ],
+)
+def test_what_contradicts_a_scheduler(in_slurm, arguments, part, capsys):
+    assert cli.main(arguments) == 2
+    assert part in capsys.readouterr().err
 
 
 def test_one_worker_trains(calls):

@@ -1,0 +1,74 @@
+"""The commands that start a job on machines without a scheduler.
+
+job = LaunchJob(("python", "train.py"), num_workers=2)
+for host, task, line in commands(job, ["a", "b"]):
+    ...                        # run the line in a shell on the host
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from mgpu_tf.cluster.config import TF_CONFIG
+from mgpu_tf.cluster.place import DEFAULT_PORT
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.launch.job import LaunchJob, check_command
+
+_HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]")
+
+
+def commands(
+    job: LaunchJob, hosts: Sequence[str], port: int = DEFAULT_PORT
+) -> list[tuple[str, str, str]]:
+    """Returns what to run on each machine, a line for each task.
+
+    Tasks are dealt out to the machines in turn. On each machine they have
+    ports of their own, from `port` on.
+
+    Example:
+        >>> job = LaunchJob(("python", "train.py"), num_workers=2, num_ps=1)
+        >>> [line[:2] for line in commands(job, ["a", "b"])]
+        [('a', 'chief 0'), ('b', 'worker 0'), ('a', 'worker 1'), ('b', 'ps 0')]
+
+    Args:
+        job: The command and its tasks.
+        hosts: The names or addresses of the machines, as they know each
+            other.
+        port: The first port on each machine.
+
+    Returns:
+        For each task the host, the task, and the line for a shell there.
+
+    Raises:
+        ConfigurationError: A host is no name or address, or is named twice,
+            or a port is out of range.
+    """
+    check_command(job.command)
+    for host in hosts:
+        if not _HOST.fullmatch(host):
+            raise ConfigurationError(
+                "hosts must be names or addresses, with commas between; an "
+                f"IPv6 address in brackets. Received: {host!r}. Write "
+                "--hosts=host0,host1."
+            )
+    if len(set(hosts)) < len(hosts):
+        raise ConfigurationError(
+            "hosts must name each machine once. Received: "
+            f"{','.join(hosts)}. Leave out what is there twice."
+        )
+    places = [
+        (hosts[index % len(hosts)], port + index // len(hosts))
+        for index in range(job.num_tasks)
+    ]
+    clusters = job.clusters([f"{host}:{number}" for host, number in places])
+    return [
+        (
+            host,
+            cluster.task_name,
+            f"{TF_CONFIG}={shlex.quote(cluster.to_json())} "
+            + shlex.join(job.command),
+        )
+        for (host, _), cluster in zip(places, clusters, strict=True)
+    ]

@@ -1,0 +1,242 @@
+"""The text of a batch script of Slurm, as a pure function.
+
+    job = SlurmJob(("python", "train.py"), nodes=4, gpus_per_node=8)
+    print(batch_script(job))             # for sbatch
+
+The script starts one task on each node, and with parameter servers the tasks
+beside them. Slurm signals the script some time before the job ends. The script
+tells its tasks to end; they save a checkpoint. It then puts the job back into
+the queue, and the job resumes. It does so too where the tasks of a job that is
+preempted have ended before Slurm takes the nodes. Otherwise, and where a node
+fails, Slurm queues the job itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+
+from mgpu_tf.cluster.roles import Roles
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.launch.job import check_command
+
+# What sbatch reads in a comment has no quoting that is safe for all text.
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+@,=-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_TIME = re.compile(r"([0-9]+-)?[0-9]{1,9}(:[0-9]{2}){0,2}")
+_OPTION = re.compile(r"[a-z][a-z-]*(=[A-Za-z0-9._:+@,/%*&|()\[\]=-]+)?")
+
+# These are the script's own; a second one would contradict it.
+_OWN = (
+    "gpus-per-node",
+    "job-name",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "requeue",
+    "signal",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlurmJob:
+    """A command as a job of Slurm.
+
+    Attributes:
+        command: The program and its arguments.
+        nodes: The number of nodes. Each has one worker.
+        gpus_per_node: The GPUs of each node, which its worker uses.
+        num_ps: The number of parameter servers. With any there is a
+            coordinator as well. Both run beside the workers.
+        evaluator: Whether one more task evaluates the checkpoints.
+        name: The name of the job.
+        log_dir: The folder for a log file of each task.
+        signal_seconds: How long before its end the job is told to save.
+        max_restarts: How often the job is queued again when a task fails.
+            Restarts after a signal or a preemption count too.
+        container_image: The image that tasks run in, by pyxis; None for none.
+        time: The time limit, as sbatch takes it; None for the partition's.
+        partition: The partition; None for the cluster's default.
+        account: The account that pays; None for the user's default.
+        options: More options of sbatch, such as "qos=high".
+
+    Raises:
+        ConfigurationError: A value is out of range, or would not be safe in
+            the script.
+    """
+
+    command: tuple[str, ...]
+    nodes: int
+    gpus_per_node: int = 0
+    num_ps: int = 0
+    evaluator: bool = False
+    name: str = "mgpu-tf"
+    log_dir: str = "logs"
+    signal_seconds: int = 120
+    max_restarts: int = 0
+    container_image: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field, least in (
+            ("nodes", 1),
+            ("gpus_per_node", 0),
+            ("num_ps", 0),
+            ("max_restarts", 0),
+            ("signal_seconds", 1),
+        ):
+            if getattr(self, field) < least:
+                raise ConfigurationError(
+                    f"{field} must be {least} or more. Received: "
+                    f"{field}={getattr(self, field)}."
+                )
+        if self.signal_seconds > 65535:
+            raise ConfigurationError(
+                "signal_seconds must be 65535 or less, the most that Slurm "
+                f"takes. Received: signal_seconds={self.signal_seconds}."
+            )
+        for field, rule, example in (
+            ("name", _NAME, "mnist-1"),
+            ("time", _TIME, "2-12:00:00 or 90"),
+            ("partition", _WORD, "gpu"),
+            ("account", _WORD, "team"),
+        ):
+            value = getattr(self, field)
+            if value is not None and not rule.fullmatch(value):
+                raise ConfigurationError(
+                    f"{field} must be such as {example}. Received: "
+                    f"{field}={value!r}."
+                )
+        for option in self.options:
+            _check_option(option)
+        _check_line("log_dir", self.log_dir)
+        _check_line("container_image", self.container_image)
+        check_command(self.command)
+
+    @property
+    def roles(self) -> Roles:
+        """How many tasks there are of each type."""
+        return Roles(self.nodes, self.num_ps, self.evaluator)
+
+
+def batch_script(job: SlurmJob) -> str:
+    """Returns the script for sbatch.
+
+    Args:
+        job: The job.
+    """
+    return _SCRIPT.format(
+        directives="\n".join(f"#SBATCH --{line}" for line in _directives(job)),
+        log_dir=shlex.quote(job.log_dir),
+        exports="".join(
+            f"export {name}={value}\n"
+            for name, value in job.roles.environment().items()
+        ),
+        srun=" \\\n  ".join(_srun(job)),
+        command=shlex.join(job.command),
+        again=_AGAIN.format(job.max_restarts) if job.max_restarts else "",
+    )
+
+
+def _directives(job: SlurmJob) -> list[str]:
+    tasks = job.roles.num_tasks
+    lines = [
+        f"job-name={job.name}",
+        f"nodes={job.nodes}",
+        f"ntasks={tasks}",
+        f"ntasks-per-node={-(-tasks // job.nodes)}",
+    ]
+    if job.gpus_per_node:
+        lines.append(f"gpus-per-node={job.gpus_per_node}")
+    for field in ("time", "partition", "account"):
+        value = getattr(job, field)
+        if value is not None:
+            lines.append(f"{field}={value}")
+    lines += [
+        "requeue",
+        "open-mode=append",
+        f"signal=B:USR1@{job.signal_seconds}",
+        *job.options,
+    ]
+    return lines
+
+
+def _srun(job: SlurmJob) -> list[str]:
+    """Returns srun and its options, each quoted for the shell."""
+    # To srun, % begins a pattern, in the names of folders too.
+    pattern = job.log_dir.replace("%", "%%").rstrip("/") + "/%x-%j-%t.log"
+    options = [
+        "srun",
+        "--kill-on-bad-exit=1",
+        "--open-mode=append",
+        shlex.quote(f"--output={pattern}"),
+    ]
+    if job.num_ps:
+        # Each node gets one of the workers.
+        options.append("--distribution=cyclic")
+    if job.container_image is not None:
+        options += [
+            shlex.quote(f"--container-image={job.container_image}"),
+            '--container-mounts="$PWD:$PWD"',
+            '--container-workdir="$PWD"',
+        ]
+    return options
+
+
+def _check_option(option: str) -> None:
+    if not _OPTION.fullmatch(option):
+        raise ConfigurationError(
+            "sbatch_option must be an option of sbatch without dashes, such "
+            f"as qos=high. Received: {option!r}."
+        )
+    if option.partition("=")[0] in _OWN:
+        raise ConfigurationError(
+            "sbatch_option must be one that the script does not set. "
+            f"Received: {option!r}. Use the flag of mgpu-tf slurm."
+        )
+
+
+def _check_line(field: str, value: str | None) -> None:
+    if value is None:
+        return
+    if not value or re.search(r"[\0-\x1f\x7f\\]", value):
+        raise ConfigurationError(
+            f"{field} must be a name without backslashes and control "
+            f"characters. Received: {field}={value!r}."
+        )
+
+
+_AGAIN = """if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {} ]; then
+  requeue=1
+fi
+"""
+_SCRIPT = """#!/bin/bash
+{directives}
+
+# Tell the tasks to save and end, then queue the job again: it resumes.
+requeue=
+trap 'requeue=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+
+mkdir -p -- {log_dir}
+{exports}{srun} \\
+  {command} &
+step=$!
+# The signal ends a wait, not the step.
+while kill -0 "$step" 2>/dev/null; do
+  wait "$step"
+done
+wait "$step"
+status=$?
+if scontrol show job "$SLURM_JOB_ID" | grep -q " PreemptTime=[0-9]"; then
+  requeue=1
+fi
+{again}if [ -n "$requeue" ] && [ "$status" -ne 0 ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""

@@ -1,0 +1,56 @@
+"""The commands of `mgpu-tf launch --hosts --print`, run on two machines."""
+
+import json
+import subprocess
+
+import pytest
+
+from tests import clusters
+from tests.network import Network
+
+pytestmark = pytest.mark.full
+
+TRAIN = ("train", "--epochs=2", "--global_batch_size=48")
+
+
+def losses(folder):
+    report = json.loads((folder / "report.json").read_text())
+    return [epoch["loss"] for epoch in report["epochs"]]
+
+
+def test_the_printed_commands_train(tmp_path):
+    command = (clusters.PYTHON, "-m", "mgpu_tf", *TRAIN)
+    printed = clusters.mgpu_tf(
+        *("launch", "--hosts=host0,host1", "--print", "--"),
+        *(*command, f"--output_dir={tmp_path}"),
+    )
+    lines = printed.stdout.splitlines()
+    assert lines[::2] == ["# worker 0, on host0", "# worker 1, on host1"]
+    with Network(["host0", "host1"]) as network:
+        started = [
+            network.popen(
+                host,
+                ["bash", "-c", line],
+                env=clusters.environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for host, line in zip(("host0", "host1"), lines[1::2], strict=True)
+        ]
+        try:
+            outputs = [
+                p.communicate(timeout=clusters.LIMIT_SECONDS)[0]
+                for p in started
+            ]
+        finally:
+            for process in started:
+                process.kill()
+    assert [p.returncode for p in started] == [0, 0], outputs
+    assert "TF_CONFIG names 2 workers, this is worker 1" in outputs[1]
+    alone = tmp_path / "one_device"
+    done = clusters.mgpu_tf(
+        *TRAIN, "--strategy=one_device", f"--output_dir={alone}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)

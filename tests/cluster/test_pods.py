@@ -1,0 +1,137 @@
+"""Pods of manifests as processes: their environment, host names, command.
+
+Each pod is a host of `tests.network` that has the name by which the other
+pods know it. Its environment, its user and what it can write are those of the
+manifest.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from mgpu_tf.launch.kubernetes import KubernetesJob, objects
+from tests import clusters
+from tests.launch.pods import pods_of
+from tests.network import Network
+
+pytestmark = pytest.mark.full
+
+TRAIN = (
+    *("train", "--epochs=2", "--global_batch_size=48"),
+    "--learning_rate=0.01",
+)
+# The default of --user_id.
+USER = 1000
+# What an image has: Python and the package. PATH is that of the image.
+IMAGE = {
+    "PATH": "/usr/bin:/bin",
+    "PYTHONPATH": clusters.ROOT,
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+# Where pods mount their claim; unlike /checkpoints, each machine has it.
+CLAIM = "/srv"
+# As a container is made: its volumes, a root file system that nobody writes,
+# a user without privileges. Python may be in the home of root, which that user
+# does not reach: it is laid open.
+CONTAINER = f"""
+claim=$1 python=$2 user=$3; shift 3
+mount --bind "$claim" {CLAIM}
+case $python in /root/*)
+  mount --bind "$python" /media
+  mount -t tmpfs -o mode=755 tmpfs /root
+  mkdir -p "$python"
+  mount --bind /media "$python"
+esac
+mount -t tmpfs tmpfs /dev/shm
+mount -o remount,bind,ro /
+mount -t tmpfs tmpfs /tmp
+cd {CLAIM}
+if touch /owned 2>/dev/null; then exit 99; fi
+exec setpriv --reuid="$user" --regid="$user" --clear-groups --no-new-privs \
+  --bounding-set=-all "$@"
+"""
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    """The report of one device."""
+    folder = tmp_path_factory.mktemp("one_device")
+    done = clusters.mgpu_tf(
+        *TRAIN, "--strategy=one_device", f"--output_dir={folder}"
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "report.json").read_text())
+
+
+@pytest.fixture
+def claim():
+    """A folder that the user of the pods can write."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        os.chown(folder, USER, USER)
+        yield folder
+
+
+def run_pods(folder, claim, **fields):
+    """Runs the pods of a job to their end; returns the report and outputs."""
+    command = (
+        *(clusters.PYTHON, "-m", "mgpu_tf", *TRAIN),
+        *("--strategy=auto", f"--output_dir={CLAIM}"),
+    )
+    job = KubernetesJob(command, name="mnist", image="lab/train:1", **fields)
+    pods = pods_of(objects(job))
+    outputs = []
+    with Network([pod.host for pod in pods]) as network:
+        started = []
+        with contextlib.ExitStack() as stack:
+            for index, pod in enumerate(pods):
+                output = stack.enter_context(
+                    open(folder / f"pod-{index}.log", "w+")
+                )
+                outputs.append(output)
+                process = network.popen(
+                    pod.host,
+                    [
+                        *("unshare", "--mount", "sh", "-euc", CONTAINER, "sh"),
+                        *(claim, sys.base_prefix),
+                        str(pod.spec["securityContext"]["runAsUser"]),
+                        *pod.container["command"],
+                    ],
+                    env=pod.environment | IMAGE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+                stack.callback(process.wait)
+                stack.callback(process.kill)
+                started.append(process)
+            codes = [p.wait(clusters.LIMIT_SECONDS) for p in started]
+            for index, output in enumerate(outputs):
+                output.seek(0)
+                outputs[index] = output.read()
+    assert codes == [0] * len(pods), "\n".join(o[-3000:] for o in outputs)
+    with open(f"{claim}/report.json") as report:
+        assert os.fstat(report.fileno()).st_uid == USER
+        return json.load(report), outputs
+
+
+@pytest.mark.parametrize("kind", ["jobset", "job", "trainjob"])
+def test_two_workers(kind, one_device, claim, tmp_path):
+    report, outputs = run_pods(tmp_path, claim, workers=2, kind=kind)
+    assert report["num_workers"] == 2
+    for own, other in zip(report["epochs"], one_device["epochs"], strict=True):
+        assert own["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert report["examples_seen"] == one_device["examples_seen"]
+    for index, output in enumerate(outputs):
+        assert f"2 workers; this is worker {index} at mnist-" in output
+
+
+def test_roles(one_device, claim, tmp_path):
+    report, outputs = run_pods(tmp_path, claim, workers=2, ps=1)
+    assert report["strategy"] == "parameter_server"
+    assert report["examples_seen"] == one_device["examples_seen"]
+    assert report["global_step"] == one_device["global_step"]
+    assert "this is ps 0 at mnist-ps-0-0.mnist:2222" in outputs[0]
