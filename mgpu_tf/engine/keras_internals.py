@@ -30,11 +30,7 @@ _SLOTS: dict[type, tuple[str, ...]] = {
     keras.optimizers.AdamW: ("_momentums", "_velocities", "_velocity_hats"),
     keras.optimizers.Adamax: ("_m", "_u"),
     keras.optimizers.Nadam: ("_momentums", "_velocities"),
-    keras.optimizers.RMSprop: (
-        "_velocities",
-        "_average_gradients",
-        "_momentums",
-    ),
+    keras.optimizers.RMSprop: ("_velocities", "_momentums"),
     keras.optimizers.Adadelta: (
         "_accumulated_grads",
         "_accumulated_delta_vars",

@@ -211,8 +211,8 @@ def counting_ops(count):
         (keras.optimizers.Adamax, ["momentum", "norm"]),
         (keras.optimizers.Nadam, ["momentum", "velocity"]),
         (
-            lambda: keras.optimizers.RMSprop(momentum=0.9, centered=True),
-            ["velocity", "average_gradient", "momentum"],
+            lambda: keras.optimizers.RMSprop(momentum=0.9),
+            ["velocity", "momentum"],
         ),
         (
             keras.optimizers.Adadelta,

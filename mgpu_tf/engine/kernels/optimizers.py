@@ -204,20 +204,17 @@ def _nadam(optimizer: Any, weight: Weight) -> None:
 
 
 def _rmsprop(optimizer: Any, weight: Weight) -> None:
-    options = {
-        "var": weight.handle,
-        "ms": weight.slots[0],
-        "mom": weight.slots[-1],
-        "lr": weight.rate,
-        "rho": weight.exact(optimizer.rho),
-        "momentum": weight.exact(optimizer.momentum),
-        "epsilon": weight.exact(optimizer.epsilon),
-        "grad": weight.gradient,
-    }
-    if optimizer.centered:
-        tf.raw_ops.ResourceApplyCenteredRMSProp(mg=weight.slots[1], **options)
-    else:
-        tf.raw_ops.ResourceApplyRMSProp(**options)
+    velocity, momentum = weight.slots
+    tf.raw_ops.ResourceApplyRMSProp(
+        var=weight.handle,
+        ms=velocity,
+        mom=momentum,
+        lr=weight.rate,
+        rho=weight.exact(optimizer.rho),
+        momentum=weight.exact(optimizer.momentum),
+        epsilon=weight.exact(optimizer.epsilon),
+        grad=weight.gradient,
+    )
 
 
 def _adadelta(optimizer: Any, weight: Weight) -> None:
@@ -257,8 +254,11 @@ TABLE: dict[type[keras.optimizers.Optimizer], Row] = {
     keras.optimizers.AdamW: Row(_adam),
     keras.optimizers.Adamax: Row(_adamax),
     keras.optimizers.Nadam: Row(_nadam),
-    # TensorFlow's operation keeps a momentum, Keras none where it is zero.
-    keras.optimizers.RMSprop: Row(_rmsprop, lambda o: o.momentum > 0),
+    # TensorFlow's operation keeps a momentum, Keras none where it is zero. A
+    # centered one divides by a difference, which magnifies other rounding.
+    keras.optimizers.RMSprop: Row(
+        _rmsprop, lambda o: o.momentum > 0 and not o.centered
+    ),
     keras.optimizers.Adadelta: Row(_adadelta),
     keras.optimizers.Ftrl: Row(_ftrl),
 }
