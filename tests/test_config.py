@@ -129,7 +129,8 @@ def test_accepted(changes):
 def test_every_choice_is_accepted():
     for field in dataclasses.fields(RunConfig):
         for name in field.metadata["choices"]:
-            config = RunConfig(checkpoint_dir="a", **{field.name: name})
+            needed = {"checkpoint_dir": "a", "base_batch": 8}
+            config = RunConfig(**needed, **{field.name: name})
             assert getattr(config, field.name) == name
 
 

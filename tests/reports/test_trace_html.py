@@ -88,7 +88,7 @@ def test_an_excerpt_shows_the_first_rows_and_numbers():
     assert excerpt("a", ()).lines() == ["0"]
     assert excerpt("a", (0, 3)).lines() == []
     text = Excerpt.of("words", np.array([[b"one", b"two"]], object), "")
-    assert text.lines() == ["b'one' b'two'"]
+    assert text.lines() == ["one two"]
 
 
 def test_devices_in_short():

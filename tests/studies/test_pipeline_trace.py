@@ -180,15 +180,7 @@ def _check_received(step, column, factor):
         if split and not first:
             continue  # Another part than the one that is printed.
         values = np.array(each.values)
-        np.testing.assert_allclose(
-            values,
-            sums.reshape(-1, values.shape[-1])[: len(values)].reshape(
-                values.shape
-            )
-            if values.ndim > 1
-            else sums[: len(values)],
-            **ROUNDING,
-        )
+        np.testing.assert_allclose(values, sums[: len(values)], **ROUNDING)
     for weight in step.weights:
         [gradient, *_] = [
             each for each in step.received if each.name == weight.name
