@@ -23,7 +23,8 @@ def listening():
 
 
 WAITS = """
-import ctypes
+import ctypes, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from mgpu_tf.cluster import waiting
 from mgpu_tf.cluster.config import ClusterConfig
 cluster = ClusterConfig.from_environment()
@@ -70,7 +71,15 @@ def test_the_missing_are_named_and_signals_end_it(number):
         assert "Traceback" not in process.stderr.read()
 
 
-def test_nothing_is_told_when_all_are_there(capfd):
+@pytest.fixture
+def interruptible():
+    """A background process of a shell ignores Ctrl-C from the beginning."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_nothing_is_told_when_all_are_there(capfd, interruptible):
     before = signal.getsignal(signal.SIGINT)
     server, here = listening()
     with server:
@@ -90,7 +99,9 @@ def test_tensorflow_waits_for_a_worker_that_never_comes():
     """TensorFlow itself; it holds Python's lock."""
     server, here = listening()
     server.close()
-    code = "import mgpu_tf; mgpu_tf.create_strategy('multi_worker_mirrored')"
+    code = WAITS.partition("from")[0] + (
+        "import mgpu_tf; mgpu_tf.create_strategy('multi_worker_mirrored')"
+    )
     with waits(code, here, "127.0.0.1:1") as process:
         lines = iter(process.stderr.readline, "")
         assert any("worker 0 waits for worker 1" in line for line in lines)
