@@ -41,6 +41,7 @@ SEVERAL = [
     "staleness:2:scale",
 ]
 SLOTS = [
+    "digits_of_five_seeds",
     "half_made",
     "statistics",
     *(f"slots_{name}" for name in slots.OPTIMIZERS),
@@ -134,8 +135,19 @@ def test_only_the_coordinator_runs_the_script(three_workers):
     assert "[chief 0] COORDINATOR" in output
 
 
+@pytest.mark.full
+def test_counts_are_exact_for_five_seeds(updating_at_once):
+    runs = result(updating_at_once, "digits_of_five_seeds")
+    assert len(runs) == 5
+    check_digits(runs)
+
+
 def test_counts_are_exact_and_digits_are_learned(three_workers):
-    for run in result(three_workers, "digits_900"):
+    check_digits(result(three_workers, "digits_900"))
+
+
+def check_digits(runs):
+    for run in runs:
         assert run["global_step"] == run["iterations"] == 900
         assert run["examples_seen"] == 900 * 32
         assert run["records"] == [300 * 32] * 3

@@ -432,16 +432,10 @@ def run(trains, model, data):
 
 QUICK = [
     "ignore_class",
-    "ignore_class_sum",
     "function_sum",
-    "function_mean_and_sum",
-    "add_sum",
     "add_vector",
-    "add_declared_weighted",
     "add_after_batch_normalization",
     "compute_twice",
-    "compute_declared",
-    "metrics_in_compute_loss",
     "metric_read_before_its_update",
     "dict_result",
     "masked_batch_normalization",
@@ -541,7 +535,7 @@ WARNED = {
 }
 
 
-@pytest.mark.parametrize("name", WARNED)
+@pytest.mark.parametrize("name", tiered(list(WARNED), ["pairs"]))
 def test_loss_of_a_batch_is_warned_of_once(name, strategies, caplog):
     for column, times in (("one_device", 0), ("mirrored_x2", 1)):
         trainer = mgpu_tf.Trainer(dense(loss=WARNED[name]), strategies[column])

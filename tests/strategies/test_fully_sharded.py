@@ -12,7 +12,7 @@ from tests.tiers import tiered
 SPLITTING = ["fsdp_x3", "data_2_fsdp_2", "zero1_x2"]
 
 
-@pytest.fixture(params=SPLITTING)
+@pytest.fixture(params=tiered(SPLITTING, ["fsdp_x3"]))
 def strategy(request, strategies):
     return strategies[request.param]
 
