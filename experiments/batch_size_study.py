@@ -60,6 +60,7 @@ FLAGS.set_default("epochs", 20)
 flags.DEFINE_list(
     "batches", [str(2**k) for k in range(3, 13)], "Batch sizes, growing."
 )
+flags.DEFINE_float("momentum", 0.9, "That of SGD; 0 is plain SGD.")
 flags.DEFINE_float("target_error", 0.15, "Error that ends a run.")
 flags.DEFINE_integer("rates", 5, "Learning rates to try at each batch, most.")
 
@@ -109,7 +110,7 @@ class Study:
             name: FLAGS[name].value
             for name in (
                 *("train_rows", "test_rows", "epochs", "learning_rate"),
-                *("target_error", "rates", "batches"),
+                *("momentum", "target_error", "rates", "batches"),
             )
         }
         self.results = {"settings": settings, "runs": {}}
@@ -155,7 +156,7 @@ class Study:
             return large_batch.compiled(
                 keras.optimizers.SGD(
                     rate,
-                    momentum=0.9,
+                    momentum=FLAGS.momentum,
                     gradient_accumulation_steps=accumulated,
                 )
             )

@@ -142,6 +142,7 @@ def test_what_the_study_of_batch_sizes_reads_off(tmp_path):
         "test_rows": 64,
         "epochs": 1,
         "learning_rate": 0.02,
+        "momentum": 0.9,
         "target_error": 0.15,
         "rates": 5,
         "batches": ["8", "32", "128", "512"],
