@@ -126,27 +126,31 @@ def data():
     return (x[:rows], y[:rows]), (x[rows:], y[rows:])
 
 
+def compiled(optimizer):
+    """Returns the network, with its loss."""
+    hidden = [
+        keras.layers.Dense(
+            64, activation="relu", kernel_initializer="he_normal"
+        )
+        for _ in range(4)
+    ]
+    model = keras.Sequential(
+        [keras.Input((20,)), *hidden, keras.layers.Dense(10)]
+    )
+    model.compile(
+        optimizer,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
 def trained(make_optimizer, batch, seed, train, test):
     """Trains, and returns the test error and the loss of each epoch."""
 
-    def build():
-        hidden = [
-            keras.layers.Dense(
-                64, activation="relu", kernel_initializer="he_normal"
-            )
-            for _ in range(4)
-        ]
-        model = keras.Sequential(
-            [keras.Input((20,)), *hidden, keras.layers.Dense(10)]
-        )
-        model.compile(
-            make_optimizer(),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-        )
-        return model
-
-    trainer = mgpu_tf.Trainer(build, "one_device", seed=seed)
+    trainer = mgpu_tf.Trainer(
+        lambda: compiled(make_optimizer()), "one_device", seed=seed
+    )
     losses = trainer.fit(
         *train, batch_size=batch, epochs=FLAGS.epochs, verbose=0
     ).history["loss"]

@@ -110,6 +110,9 @@ def draw_points(
     points: Mapping[str, Mapping[int, float]],
     path: str,
     names: tuple[str, str],
+    *,
+    logarithmic: bool = False,
+    marks: Mapping[str, float] | None = None,
 ) -> None:
     """Draws a value against a size, a line for each series.
 
@@ -118,6 +121,8 @@ def draw_points(
             powers of two.
         path: Of the PNG to write.
         names: What the size and the value are.
+        logarithmic: Whether values are on a scale of powers of ten.
+        marks: Sizes that a vertical line marks, by their name.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -125,7 +130,14 @@ def draw_points(
     figure, axes = _new_figure()
     for name, values in points.items():
         axes.plot(list(values), list(values.values()), marker="o", label=name)
+    styles = (":", "--", "-.")
+    for place, (name, size) in enumerate((marks or {}).items()):
+        axes.axvline(
+            size, color="black", linestyle=styles[place % 3], label=name
+        )
     axes.set_xscale("log", base=2)
+    if logarithmic:
+        axes.set_yscale("log")
     axes.set_xlabel(names[0])
     axes.set_ylabel(names[1])
     axes.legend(fontsize=7)
