@@ -35,12 +35,13 @@ the target.
 Expected from the papers, written before the first run: all three regimes, in
 this order. The best rate grows with the batch in the first, and no longer in
 the last. The noise scale predicts the critical batch in its order of magnitude.
-Without momentum, the second command: as many steps with small batches, and an
-earlier end of perfect scaling.
+
+The second command is without momentum. Expected from the first paper: with
+small batches as many steps, and an earlier end of perfect scaling.
 
 It writes batch_size_study.json after each run and goes on from it, and draws
 batch_size_study.png. Hardware: any; on 2 CPU cores that other work shared, four
-minutes.
+minutes, and six without momentum.
 """
 
 import json
@@ -355,8 +356,8 @@ def tell(summary):
         shown += f" ({', '.join(map(str, seeds))})"
         print(f"{batch:5d}  {shown:<30} {rate:>11} {rows:>8}")
     perfect, maximal = summary["perfect_scaling_to"], summary["maximal_from"]
-    print(f"perfect scaling up to a batch of {perfect}")
-    print(f"maximal data parallelism from a batch of {maximal}")
+    print(f"perfect scaling up to a batch of {perfect or '- (not seen)'}")
+    print(f"maximal data parallelism from {maximal or '- (not seen)'}")
     print(
         f"critical batch {summary['critical_batch']:.0f}, fewest steps "
         f"{summary['fewest_steps']:.1f}"

@@ -119,6 +119,8 @@ def test_the_study_of_batch_sizes(tmp_path):
         "--test_rows=500",
         "--epochs=4",
         "--target_error=0.7",
+        "--momentum=0",
+        "--learning_rate=0.2",
     ]
     done = clusters.run(arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
