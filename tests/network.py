@@ -27,7 +27,7 @@ class Network:
     def __init__(self, names):
         check_programs(PROGRAMS, "iproute2")
         self._names = list(names)
-        # A name that no other session of tests has.
+        # A name that no other run of tests has.
         self._prefix = f"mgpu{secrets.token_hex(3)}"
 
     def __enter__(self):
