@@ -29,8 +29,8 @@ FIRST_PORT = 10000
 LAST_PORT = 32767
 BLOCK = 64
 _BLOCKS = (LAST_PORT + 1 - FIRST_PORT) // BLOCK
-# Without a common factor with the number of blocks: so many jobs in a row
-# have blocks of their own, and so have the first steps of a job.
+# It has no common factor with the number of blocks. So consecutive jobs have
+# different blocks, and so have the first steps of a job.
 _STRIDE = 16
 
 _GPU_FILES = "/dev/nvidia[0-9]*"

@@ -41,9 +41,9 @@ CLAIM = "/srv"
 CONTAINER = f"""
 claim=$1 python=$2 user=$3; shift 3
 mount --bind "$claim" {CLAIM}
-case $python in /root/*)
+case $python in ~root/*)
   mount --bind "$python" /media
-  mount -t tmpfs -o mode=755 tmpfs /root
+  mount -t tmpfs -o mode=755 tmpfs ~root
   mkdir -p "$python"
   mount --bind /media "$python"
 esac

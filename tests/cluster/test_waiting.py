@@ -87,6 +87,7 @@ def test_nothing_is_told_when_all_are_there(capfd, interruptible):
         assert waiting.missing_tasks(cluster) == []
         with waiting.told_of_missing(cluster, first_seconds=0.01):
             assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+            # The child looks several times.
             time.sleep(1)
         with waiting.told_of_missing(None):
             pass

@@ -32,7 +32,9 @@ def cluster(
             )
         ]
     if config is None:
-        return None, [ok("cluster", "one process, no TF_CONFIG")]
+        return None, [
+            ok("cluster", "one process: no TF_CONFIG, and no scheduler")
+        ]
     counts = [
         f"{len(addresses)} {name}{'s' if len(addresses) > 1 else ''}"
         for name, addresses in config.tasks.items()
@@ -107,8 +109,8 @@ def own_address(
                         "own address",
                         f"{host} ({address}) is not an address of this "
                         f"machine ({problem.strerror}).",
-                        'Correct "task" in TF_CONFIG: its index names '
-                        "another machine.",
+                        f"Correct the index of this task in {config.source}: "
+                        "it names another machine.",
                     )
                 elif problem.errno == errno.EADDRINUSE:
                     yield error(
