@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
 
 # Guards against a hang; on a starved machine a start takes minutes.
 LIMIT_SECONDS = 900
@@ -73,7 +75,96 @@ def run_parity_cases(
     return {name: set(found) for name, found in hashes.items()}
 
 
-def run_jobs(module, num_workers, folder, names=None, num_virtual_devices=1):
+class Workers:
+    """Worker processes that run jobs as tests ask for them.
+
+    Args:
+        num_workers: How many.
+        num_virtual_devices: Replicas of each.
+    """
+
+    def __init__(self, num_workers, num_virtual_devices):
+        self.num_workers = num_workers
+        self._requests = tempfile.TemporaryDirectory()
+        self._asked = 0
+        self._log = os.path.join(self._requests.name, "log")
+        command = [
+            PYTHON,
+            "-m",
+            "mgpu_tf",
+            "launch",
+            f"--num_workers={num_workers}",
+            "--startup_seconds=0",
+            "--",
+            PYTHON,
+            "-m",
+            "tests.jobs.worker",
+            f"--requests={self._requests.name}",
+            f"--asked_by={os.getpid()}",
+            f"--num_virtual_devices={num_virtual_devices}",
+        ]
+        with open(self._log, "w") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _ask(self, request):
+        from tests.jobs import worker
+
+        path = worker.request_file(self._requests.name, self._asked)
+        with open(path + ".new", "w") as file:
+            json.dump(request, file)
+        os.replace(path + ".new", path)
+
+    def run(self, module, jobs, folder):
+        """Runs jobs of a module.
+
+        Raises:
+            AssertionError: A worker failed. The cluster has ended then.
+        """
+        from tests.jobs import worker
+
+        self._ask({"module": module, "jobs": jobs, "folder": folder})
+        done = [
+            worker.done_file(self._requests.name, self._asked, index)
+            for index in range(self.num_workers)
+        ]
+        self._asked += 1
+        limit = time.monotonic() + LIMIT_SECONDS
+        while not all(map(os.path.exists, done)):
+            if self._process.poll() is not None or time.monotonic() > limit:
+                with open(self._log) as log:
+                    said = log.read()[-6000:]
+                self.end()
+                raise AssertionError(said)
+            time.sleep(0.05)
+
+    def end(self):
+        """Ends the processes."""
+        self._ask(None)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            self._process.wait(LIMIT_SECONDS)
+        self._requests.cleanup()
+
+
+_shared = {}
+
+
+def end_shared():
+    """Ends the clusters that `run_jobs` left running for other tests."""
+    while _shared:
+        _shared.popitem()[1].end()
+
+
+def run_jobs(
+    module, num_workers, folder, names=None, num_virtual_devices=1, shared=True
+):
     """Runs the jobs of a module on a cluster.
 
     Args:
@@ -82,6 +173,8 @@ def run_jobs(module, num_workers, folder, names=None, num_virtual_devices=1):
         folder: Where jobs leave what they observed, and their files.
         names: Which jobs; all by default.
         num_virtual_devices: Replicas of each process.
+        shared: Whether the cluster of two workers may have run other jobs,
+            and may run more. Not for jobs that end a cluster.
 
     Returns:
         For each job what each worker observed.
@@ -89,21 +182,15 @@ def run_jobs(module, num_workers, folder, names=None, num_virtual_devices=1):
     from tests.jobs import worker
 
     names = list(names or module.JOBS)
-    done = mgpu_tf(
-        "launch",
-        f"--num_workers={num_workers}",
-        "--startup_seconds=0",
-        "--",
-        PYTHON,
-        "-m",
-        "tests.jobs.worker",
-        f"--module={module.__name__}",
-        f"--jobs={','.join(names)}",
-        f"--folder={folder}",
-        f"--num_virtual_devices={num_virtual_devices}",
-    )
-    if done.returncode:
-        raise AssertionError((done.stdout + done.stderr)[-6000:])
+    layout = (num_workers, num_virtual_devices)
+    shared = shared and layout == (2, 1)
+    workers = _shared.pop(layout, None) if shared else None
+    workers = workers or Workers(*layout)
+    workers.run(module.__name__, names, folder)
+    if shared:
+        _shared[layout] = workers
+    else:
+        workers.end()
     observed = {}
     for name in names:
         observed[name] = []

@@ -7,6 +7,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
 
+from tests import clusters, leftovers
+
 
 @pytest.fixture(scope="session", autouse=True)
 def strategies():
@@ -47,19 +49,15 @@ def strategies():
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    """Puts back what a test may leave set for the whole process.
-
-    A run with checkpoints makes operations repeat bit for bit, and TensorFlow
-    then draws nothing without a seed. A seed that Keras was given is that of
-    later trainers.
-    """
     yield
-    from keras.src.backend.common import global_state
-    from keras.src.utils import rng_utils
-    from tensorflow.python.framework import config
+    leftovers.clear()
 
-    config.disable_op_determinism()
-    global_state.set_global_attribute(rng_utils.GLOBAL_RANDOM_SEED, None)
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_clusters():
+    """Ends the clusters that tests of several files shared."""
+    yield
+    clusters.end_shared()
 
 
 @pytest.fixture

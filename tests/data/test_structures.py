@@ -157,7 +157,9 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize(
+    "name", tiered(list(STRUCTURES), ["lists", "dicts", "generator"])
+)
 def test_structures(name, strategies):
     outputs, act = STRUCTURES[name]
     check_same(two_by_two(outputs), act, strategies, ignored=SINGLE)

@@ -101,7 +101,7 @@ def adversarial(built, **options):
     return build
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("eager", tiered([False, True], [True]))
 @pytest.mark.parametrize("built", tiered([False, True], [False]))
 def test_a_model_without_call(built, eager, strategies):
     build = adversarial(built, run_eagerly=eager)

@@ -432,11 +432,8 @@ def run(trains, model, data):
 
 QUICK = [
     "ignore_class",
-    "function_sum",
-    "add_vector",
     "add_after_batch_normalization",
     "compute_twice",
-    "metric_read_before_its_update",
     "dict_result",
     "masked_batch_normalization",
 ]

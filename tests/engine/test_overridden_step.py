@@ -198,7 +198,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.parametrize("name", tiered(list(EQUAL), ["both", "declared sum"]))
+@pytest.mark.parametrize("name", tiered(list(EQUAL), ["both"]))
 def test_losses_of_which_replicas_take_part(name, strategies):
     compare(regression(EQUAL[name]), arrays(), strategies["mirrored_x3"])
 
@@ -224,7 +224,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", tiered(list(REFUSED), ["own reduction"]))
 def test_sums_are_refused_by_name(name, strategies):
     trainer = mgpu_tf.Trainer(
         regression(REFUSED[name]), strategies["mirrored_x3"]

@@ -327,7 +327,9 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("name", CAUSES)
+@pytest.mark.parametrize(
+    "name", tiered(list(CAUSES), ["normalization", "random", "loss"])
+)
 def test_a_cause_is_named(name, strategies):
     build_model, options, parts = CAUSES[name]
     x, y = one_hot()

@@ -60,7 +60,9 @@ def test_three_workers(tmp_path, one_device):
 @pytest.mark.full
 @pytest.mark.parametrize("job", apart.TOLD, ids=name_of)
 def test_workers_apart_are_ended_by_one_line(job, tmp_path):
-    found = clusters.run_jobs(apart, 2, str(tmp_path), [job.__name__])
+    found = clusters.run_jobs(
+        apart, 2, str(tmp_path), [job.__name__], shared=False
+    )
     for observed in found[job.__name__]:
         assert apart.TOLD[job] in observed["told"]
         assert observed["later"].startswith(apart.LATER)

@@ -1,0 +1,16 @@
+"""What a test may leave set for the whole process."""
+
+
+def clear():
+    """Puts it back.
+
+    A run with checkpoints makes operations repeat bit for bit, and TensorFlow
+    then draws nothing without a seed. A seed that Keras was given is that of
+    later trainers.
+    """
+    from keras.src.backend.common import global_state
+    from keras.src.utils import rng_utils
+    from tensorflow.python.framework import config
+
+    config.disable_op_determinism()
+    global_state.set_global_attribute(rng_utils.GLOBAL_RANDOM_SEED, None)
