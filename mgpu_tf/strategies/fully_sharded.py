@@ -96,14 +96,16 @@ class SplittingStrategy:
 
     def _read(self, variable: ShardedVariable) -> tf.Tensor:
         key = (variable.split, variable.dtype)
+        parts = [part.read_value() for part in variable.values]
         # One for each shape: what is traced is numbered alike everywhere.
         if key not in self._readers:
-            self._readers[key] = tf.function(
+            read = tf.function(
                 lambda parts: self._joined(variable.split, parts),
                 autograph=False,
-                reduce_retracing=False,
             )
-        return self._readers[key]([part.read_value() for part in variable.values])
+            specs = [tf.TensorSpec(part.shape, part.dtype) for part in parts]
+            self._readers[key] = read.get_concrete_function(specs)
+        return self._readers[key](parts)
 
     def _joined(self, split: Split, parts: Any) -> tf.Tensor:
         def on_replica() -> tf.Tensor:

@@ -8,6 +8,9 @@
 To gather and to scatter move together as many bytes as to sum gradients: each
 replica of n receives (n - 1)/n of a weight, and as much of a gradient.
 
+Where several processes hold the replicas, weights are gathered and gradients
+scattered by collectives of the strategy's groups, gradients in packs.
+
 What needs whole gradients takes them from all parts: norms to clip by, and
 the check that gradients are finite.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from typing import Any
 
 import keras
@@ -23,6 +27,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.per_layer import LayerByLayer
+from mgpu_tf.engine.reduction import of_one_type, packs
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
@@ -176,8 +181,14 @@ class ShardedUpdate(Update):
                 list(itertools.compress(alike, others)),
             )
         )
+        parts = iter(
+            self._parts(
+                list(itertools.compress(gradients, scattered)),
+                [v.value for v in itertools.compress(variables, scattered)],
+            )
+        )
         return [
-            self._scattered(gradient, variable.value)
+            next(parts)
             if is_scattered
             else self._own_rows(next(summed), variable)
             if is_split
@@ -185,6 +196,20 @@ class ShardedUpdate(Update):
             for gradient, variable, is_scattered, is_split in zip(
                 gradients, variables, scattered, split, strict=True
             )
+        ]
+
+    def _parts(
+        self, gradients: Gradients, variables: list[ShardedVariable]
+    ) -> Gradients:
+        """Gives each replica the sums of its parts of dense gradients."""
+        if gradients and self._strategy.is_apart:
+            return self._strategy.run(
+                lambda every: self._received(every, variables),
+                args=(gradients,),
+            )
+        return [
+            self._scattered(gradient, variable)
+            for gradient, variable in zip(gradients, variables, strict=True)
         ]
 
     def _scattered(self, gradient: Any, variable: ShardedVariable) -> Any:
@@ -228,10 +253,7 @@ class ShardedUpdate(Update):
     ) -> tf.Tensor:
         """Returns the part of a rank, cut on the device that computed it."""
         with tf.device(variable.values[member].device):
-            gradient = tf.ensure_shape(gradient, variable.shape)
-            part = variable.part_of(gradient, rank)
-            if self._dtype is not None and self._dtype.size < part.dtype.size:
-                part = tf.cast(part, self._dtype)
+            part = self._cut(gradient, variable, rank)
         return tf.cast(part, gradient.dtype)
 
     def _own_rows(self, slices: Any, variable: keras.Variable) -> Any:
@@ -276,6 +298,70 @@ class ShardedUpdate(Update):
         )
 
     # On a replica.
+
+    def _received(
+        self, gradients: list[tf.Tensor], variables: list[ShardedVariable]
+    ) -> list[tf.Tensor]:
+        """Returns this replica's parts of sums over several processes."""
+        received: list[tf.Tensor] = [None] * len(gradients)
+        sizes = [v.dtype.size * v.shape.num_elements() for v in variables]
+        for pack in packs(sizes):
+            for places in of_one_type(pack, gradients):
+                parts = self._received_pack(
+                    [gradients[place] for place in places],
+                    [variables[place] for place in places],
+                )
+                for place, part in zip(places, parts, strict=True):
+                    received[place] = part
+        return received
+
+    def _received_pack(
+        self, gradients: list[tf.Tensor], variables: list[ShardedVariable]
+    ) -> list[tf.Tensor]:
+        """Sums gradients of one type in one collective.
+
+        What is sent to a rank lies together, each part with zeros up to the
+        longest of its gradient.
+        """
+        mesh, strategy = self._mesh, self._strategy
+        longest = [
+            max(
+                math.prod(variable.split.shape_of(rank))
+                for rank in range(mesh.fsdp)
+            )
+            for variable in variables
+        ]
+        sent = tf.concat(
+            [
+                _padded(self._cut(gradient, variable, rank), size)
+                for rank in range(mesh.fsdp)
+                for gradient, variable, size in zip(
+                    gradients, variables, longest, strict=True
+                )
+            ],
+            0,
+        )
+        flat = strategy.group.reduce_scatter(sent)
+        flat = strategy.copies.all_reduce(flat)
+        flat = tf.cast(flat, gradients[0].dtype)
+        rank = strategy.group.rank()
+        received = []
+        for piece, variable in zip(
+            tf.split(flat, longest), variables, strict=True
+        ):
+            shape = variable.split.shape_of(rank)
+            received.append(tf.reshape(piece[: math.prod(shape)], shape))
+        return received
+
+    def _cut(
+        self, gradient: tf.Tensor, variable: ShardedVariable, rank: int
+    ) -> tf.Tensor:
+        """Returns the part of a rank, in the type that it is sent in."""
+        gradient = tf.ensure_shape(gradient, variable.shape)
+        part = variable.part_of(gradient, rank)
+        if self._dtype is not None and self._dtype.size < part.dtype.size:
+            return tf.cast(part, self._dtype)
+        return part
 
     def _clipped(
         self,
@@ -324,6 +410,13 @@ class ShardedUpdate(Update):
             sums.value.here() if keras_internals.is_split(sums) else sums
             for sums in super()._accumulators()
         ]
+
+
+def _padded(part: tf.Tensor, size: int) -> tf.Tensor:
+    """Returns the elements of a part, with zeros up to a number of them."""
+    flat = tf.reshape(part, [-1])
+    missing = size - flat.shape[0]
+    return tf.pad(flat, [[0, missing]]) if missing else flat
 
 
 def _gathered(variable: keras.Variable) -> tf.Tensor | None:
