@@ -91,7 +91,7 @@ class SplittingStrategy:
         """
         if not tf.executing_eagerly():
             return self._joined(variable.split, variable.values)
-        with self.meeting(variable.name):
+        with self.meeting(f"a weight of shape {variable.shape}"):
             return self._read(variable)
 
     def _read(self, variable: ShardedVariable) -> tf.Tensor:
@@ -136,7 +136,7 @@ class SplittingStrategy:
             if isinstance(variable, ShardedVariable) and variable.is_apart
         ]
         try:
-            with self.meeting("whole model"):
+            with self.meeting("the whole model"):
                 for variable in split:
                     value = self._read(variable)
                     if keep:

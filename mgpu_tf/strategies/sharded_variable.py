@@ -125,17 +125,16 @@ class ShardedVariable(values.MirroredVariable):
         return self._first <= group[0] and group[-1] <= last
 
     def refresh(self) -> None:
-        """Writes the parts to the whole copies. Outside of replicas."""
-        if not self._whole:
-            return
-        if self.is_apart:
-            self._distribute_strategy.run(self._refresh_here)
-            return
+        """Writes the parts to the whole copies. Outside of replicas.
+
+        Where other processes hold parts, each replica calls `refresh_here`.
+        """
         for place, copy in enumerate(self._whole):
             with tf.device(copy.device):
                 copy.assign(self.gathered(self._first + place))
 
-    def _refresh_here(self) -> None:
+    def refresh_here(self) -> None:
+        """Writes the parts to the whole copy of this replica. On a replica."""
         replica = self._replica() or 0
         copy = self._whole[replica - self._first]
         copy.assign(self.gathered(replica))
@@ -216,7 +215,7 @@ class ShardedVariable(values.MirroredVariable):
         value = tf.convert_to_tensor(value, self.dtype)
         if self._replica() is None:
             if tf.executing_eagerly() and self.is_apart:
-                self.assigned = f"{method} {zlib.crc32(value.numpy().data):08x}"
+                self._note(method, value.numpy())
             self._write_parts(method, [value] * len(self.values))
             return self
         # Another replica may not have read this replica's part yet.
@@ -228,6 +227,12 @@ class ShardedVariable(values.MirroredVariable):
             args=(value,),
         )
         return self
+
+    def _note(self, method: str, value: np.ndarray) -> None:
+        """Notes what is assigned, for what processes compare."""
+        before = "" if method == "assign" else f"{self.assigned} {method} "
+        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        self.assigned = f"{before}{zlib.crc32(data.data):08x}"[-80:]
 
     def _write_parts(self, method: str, every: Sequence[tf.Tensor]) -> None:
         for replica, (part, value) in enumerate(

@@ -489,6 +489,7 @@ class Trainer:
             "save_weights",
             path,
             lambda: self.model.save_weights(path, **options),
+            with_optimizer=False,
         )
 
     def export(self, path: str, **options: Any) -> None:

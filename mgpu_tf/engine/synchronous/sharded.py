@@ -25,6 +25,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.reduction import of_one_type, packs
@@ -33,6 +34,7 @@ from mgpu_tf.engine.synchronous.engine import SynchronousEngine
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
 
 # Optimizers that compute each element of a weight from that element alone.
@@ -84,8 +86,33 @@ class ShardedEngine(SynchronousEngine):
                 "noise_scale=True on a strategy that splits them. Use "
                 "'mirrored'."
             )
+        if strategy.is_apart and model.run_eagerly:
+            raise ConfigurationError(
+                "Weights that are split over several processes are gathered "
+                "in graphs. Received: run_eagerly=True. Leave it out, or use "
+                "one process."
+            )
         if model.optimizer is not None:
             _check_elementwise(model.optimizer)
+
+    def trace(self, source: Source) -> StepTrace:
+        """Runs the first step of training and undoes it; as in `Engine`."""
+        self._refuse_trace()
+        return super().trace(source)
+
+    def trace_outputs(self, source: Source) -> list[ShareTrace]:
+        """Predicts one batch; as in `Engine`."""
+        self._refuse_trace()
+        return super().trace_outputs(source)
+
+    def _refuse_trace(self) -> None:
+        if self._strategy.is_apart:
+            raise ConfigurationError(
+                "A trace runs one operation after another, and gathers of "
+                "weights wait for each other. Received: weights that are "
+                "split over several processes. Trace in one process, with "
+                "num_virtual_devices."
+            )
 
     def _make_update(self) -> Update:
         return ShardedUpdate(
@@ -428,9 +455,21 @@ def _gathered(variable: keras.Variable) -> tf.Tensor | None:
 
 def refresh(variables: list[keras.Variable]) -> None:
     """Writes parts to the whole copies of variables, where there are such."""
-    for variable in variables:
-        if keras_internals.is_split(variable):
-            variable.value.refresh()
+    copied = [
+        variable.value
+        for variable in variables
+        if keras_internals.is_split(variable) and variable.value.keeps_whole
+    ]
+    if not any(variable.is_apart for variable in copied):
+        for variable in copied:
+            variable.refresh()
+        return
+
+    def on_replica() -> None:
+        for variable in copied:
+            variable.refresh_here()
+
+    copied[0].distribute_strategy.run(on_replica)
 
 
 def _check_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
