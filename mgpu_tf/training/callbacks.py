@@ -23,7 +23,7 @@ Callbacks: TypeAlias = (
 )
 
 # A block that all workers enter together.
-Whole: TypeAlias = Callable[..., contextlib.AbstractContextManager[None]]
+Whole: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 
 # What each does where it is not on the chief.
 _WRITERS: dict[type[keras.callbacks.Callback], tuple[str, ...]] = {
@@ -255,7 +255,7 @@ class _Saved:
 
     def save_weights(self, *args: Any, **options: Any) -> None:
         """Saves the weights."""
-        with self._whole(with_optimizer=False):
+        with self._whole():
             if self._is_chief:
                 self._model.save_weights(*args, **options)
 

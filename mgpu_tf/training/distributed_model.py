@@ -205,40 +205,29 @@ class DistributedModel:
             self.peers.compare(facts)
 
     @contextlib.contextmanager
-    def whole(self, *, with_optimizer: bool = True) -> Iterator[None]:
+    def whole(self) -> Iterator[None]:
         """Lets the chief read the model alone, where it is split.
 
-        All workers enter the block together.
-
-        Args:
-            with_optimizer: Whether to read the state of optimizers too.
+        All workers enter the block together. The others hold one variable
+        at a time.
         """
         if not self._is_apart:
             yield
             return
         variables = list(self.model.variables)
-        if with_optimizer:
-            for optimizer in keras_internals.optimizers_of(self.model):
-                variables += optimizer.variables
+        for optimizer in keras_internals.optimizers_of(self.model):
+            variables += optimizer.variables
         held = {id(v): keras_internals.stored(v) for v in variables}
         with self.strategy.whole(held.values(), keep=self.is_chief):
             yield
 
-    def write(
-        self,
-        name: str,
-        path: str,
-        write: Callable[[], Any],
-        *,
-        with_optimizer: bool = True,
-    ) -> None:
+    def write(self, name: str, path: str, write: Callable[[], Any]) -> None:
         """Writes a file on the chief; the others wait until it is there.
 
         Args:
             name: The method that was called.
             path: What it was called with.
             write: Writes.
-            with_optimizer: Whether it reads the state of optimizers.
 
         Raises:
             ConfigurationError: The file cannot be written.
@@ -246,7 +235,7 @@ class DistributedModel:
         with self.peers.together(name):
             self.peers.compare({"path": str(path)})
             check_local("path", str(path))
-            with self.whole(with_optimizer=with_optimizer):
+            with self.whole():
                 if self.is_chief:
                     _write(name, path, write)
             self.peers.any(False)

@@ -489,7 +489,6 @@ class Trainer:
             "save_weights",
             path,
             lambda: self.model.save_weights(path, **options),
-            with_optimizer=False,
         )
 
     def export(self, path: str, **options: Any) -> None:
