@@ -125,9 +125,7 @@ def _in_packs(
     return summed
 
 
-def of_one_type(
-    pack: list[int], gradients: list[tf.Tensor]
-) -> list[list[int]]:
+def of_one_type(pack: list[int], gradients: list[tf.Tensor]) -> list[list[int]]:
     """Returns the gradients of a pack, those of each type together."""
     kinds: dict[tf.DType, list[int]] = {}
     for place in pack:

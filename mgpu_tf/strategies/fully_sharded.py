@@ -215,9 +215,7 @@ class MultiWorkerFullyShardedStrategy(
         )
         self.is_apart = True
         self.first_replica = synchronous_topology(self).local.first
-        groups = [
-            mesh.group(first) for first in range(0, mesh.size, mesh.fsdp)
-        ]
+        groups = [mesh.group(first) for first in range(0, mesh.size, mesh.fsdp)]
         copies = [mesh.copies(rank) for rank in range(mesh.fsdp)]
         self.group = Groups(self, groups, communication=communication)
         self.copies = Groups(self, copies, communication=communication)

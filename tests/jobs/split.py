@@ -17,6 +17,7 @@ from mgpu_tf.reports.report import weights_sha256
 from mgpu_tf.strategies.registry import topology_of
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
 from tests.parity import cases
+from tests.strategies import test_bytes_between_devices as counted
 
 # 6 steps in each of 3 epochs; the last batch has 7 rows.
 EXAMPLES = 5 * cases.BATCH_SIZE + 7
@@ -133,6 +134,11 @@ def split_of(trainer):
     return [v for v in every if keras_internals.is_split(v)]
 
 
+def values_of(model):
+    variables = [*model.variables, *model.optimizer.variables]
+    return [variable.numpy() for variable in variables]
+
+
 def fitted(strategy, **options):
     trainer = mgpu_tf.Trainer(mlp("adam"), strategy)
     data = cases.classes(EXAMPLES)
@@ -179,11 +185,9 @@ def saved(given, folder):
         held = [v.value.held is not None for v in split_of(trainer)]
     trainer.save(path + ".keras")
     trainer.save_weights(path + ".weights.h5")
-    model = trainer.model
-    variables = [*model.variables, *model.optimizer.variables]
-    weights = [variable.numpy() for variable in variables]
+    left = values_of(trainer.model)
     if topology_of(given).is_chief:
-        np.savez(path + ".npz", *weights)
+        np.savez(path + ".npz", *left)
     return {"held": held, "files": sorted(os.listdir(folder))}
 
 
@@ -214,8 +218,8 @@ def mistakes(given, folder):
     trainer.model.set_weights(weights)
     data = cases.classes(EXAMPLES)
     refused(lambda: trainer.fit(**data, batch_size=16, verbose=0))
-    refused(lambda: trainer.trace(data["x"], data["y"], batch_size=16))
     trainer = fitted(strategy)
+    refused(lambda: trainer.trace(data["x"], data["y"], batch_size=16))
     return {"told": told, "sha": weights_sha256(trainer.model.get_weights())}
 
 
@@ -234,8 +238,12 @@ def alone(given, folder):
 
 
 def checkpointed(given, folder):
-    """A run of two epochs in a folder; its first is resumed elsewhere."""
+    """A run of two epochs in a folder, in one go and in two.
+
+    The chief leaves what the whole run ended with.
+    """
     path = os.path.join(folder, "checkpoints")
+    cases.set_floatx("float64")
     strategy = strategy_of(given)
     trainer = mgpu_tf.Trainer(mlp("adam"), strategy)
     data = cases.classes(EXAMPLES)
@@ -246,11 +254,47 @@ def checkpointed(given, folder):
     whole = mgpu_tf.Trainer(mlp("adam"), strategy)
     other = os.path.join(folder, "whole")
     whole.fit(**data, epochs=2, checkpoint_dir=other, **options)
+    left = values_of(whole.model)
+    if topology_of(given).is_chief:
+        np.savez(os.path.join(folder, "whole.npz"), *left)
+    cases.set_floatx("float32")
     return {
         "resumed": weights_sha256(resumed.model.get_weights()),
         "whole": weights_sha256(whole.model.get_weights()),
         "step": store.newest(path).step,
     }
+
+
+def bytes_on_the_wire(given, folder):
+    """What a replica receives in a step, against an all-reduce of all."""
+    del folder
+    replicas = given.num_replicas_in_sync
+    x = np.ones((4 * replicas, counted.WIDTH), "float32")
+    found = {}
+    for shard in ("optimizer", "gradients", "weights"):
+        strategy = strategy_of(given, shard=shard)
+        trainer = mgpu_tf.Trainer(counted.build, strategy)
+        trainer.fit(x, x, batch_size=2 * replicas, verbose=0)
+        all_reduce = 2 * (replicas - 1) / replicas * counted.BYTES
+        moved = received(counted.body_of(trainer), replicas)
+        found[shard] = moved / all_reduce
+    return found
+
+
+def received(graph, replicas):
+    """The bytes that the first replica of a process receives in a graph."""
+    share = {
+        "CollectiveReduceV2": 2 * (replicas - 1) / replicas,
+        "CollectiveGatherV2": replicas - 1,
+        "CollectiveAllToAllV2": (replicas - 1) / replicas,
+    }
+    total = 0
+    for op in graph.get_operations():
+        if op.type.startswith("Collective") and not counted.device(op):
+            sent = op.inputs[0]
+            size = sent.shape.num_elements() * sent.dtype.size
+            total += share[op.type] * size
+    return total
 
 
 def kinds(given, folder):
@@ -267,9 +311,7 @@ def kinds(given, folder):
         "mesh": str(strategy.mesh),
         "workers": topology_of(strategy).num_workers,
         "replicas": strategy.num_replicas_in_sync,
-        "split": [
-            isinstance(v.value, ShardedVariable) for v in (large, small)
-        ],
+        "split": [isinstance(v.value, ShardedVariable) for v in (large, small)],
         "is_mwms": isinstance(
             strategy, tf.distribute.MultiWorkerMirroredStrategy
         ),
@@ -278,5 +320,8 @@ def kinds(given, folder):
 
 JOBS = {
     job.__name__: job
-    for job in (kinds, stored, saved, mistakes, checkpointed, alone)
-} | {row: trained(row) for row in ROWS}
+    for job in (kinds, stored, saved, mistakes, checkpointed, bytes_on_the_wire)
+}
+JOBS |= {row: trained(row) for row in ROWS}
+# It ends the cluster.
+JOBS["alone"] = alone
