@@ -218,13 +218,30 @@ class Groups:
                 for low, high in [_bounds(length, rank, self.size)]
             ]
         )
-        received = tf.raw_ops.CollectiveAllToAllV2(input=sent, **self._call())
-        summed = tf.add_n(tf.unstack(received, self.size))
+        summed = self._summed_chunk(sent)
         low, high = _bounds(length, self.rank(), self.size)
         part = _moved(summed[: high - low], 0, axis)
         shape = value.shape.as_list()
         shape[axis] = high - low if isinstance(length, int) else None
         return tf.ensure_shape(part, shape)
+
+    def _summed_chunk(self, chunks: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of this member's chunks, `[members, chunk, ...]`."""
+        if self._has_nccl:
+            return tf.raw_ops.CollectiveReduceScatterV2(
+                input=tf.concat(tf.unstack(chunks, self.size), 0),
+                merge_op="Add",
+                final_op="Id",
+                **self._call(),
+            )
+        # On CPUs the operation above ends all collectives of the process.
+        received = tf.raw_ops.CollectiveAllToAllV2(input=chunks, **self._call())
+        return tf.add_n(tf.unstack(received, self.size))
+
+    @property
+    def _has_nccl(self) -> bool:
+        on_gpu = all("GPU" in device for device in self._devices)
+        return on_gpu and self._communication != "ring"
 
     def _call(self) -> dict[str, Any]:
         """Returns the arguments that each of TensorFlow's operations takes."""
