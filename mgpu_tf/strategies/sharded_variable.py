@@ -133,11 +133,12 @@ class ShardedVariable(values.MirroredVariable):
             with tf.device(copy.device):
                 copy.assign(self.gathered(self._first + place))
 
-    def refresh_here(self) -> None:
-        """Writes the parts to the whole copy of this replica. On a replica."""
-        replica = self._replica() or 0
-        copy = self._whole[replica - self._first]
-        copy.assign(self.gathered(replica))
+    def refresh_here(self, value: tf.Tensor) -> None:
+        """Writes a whole value to the copy of this replica. On a replica."""
+        replica = self._replica()
+        self._whole[0 if replica is None else replica - self._first].assign(
+            value
+        )
 
     def part_of(self, value: tf.Tensor, rank: int) -> tf.Tensor:
         """Returns the part of a whole value that an fsdp rank stores."""

@@ -206,11 +206,18 @@ def mistakes(given, folder):
 
     refused(lambda: strategy_of(given, (3, replicas)))
     strategy = strategy_of(given)
+
+    def eager():
+        model = mlp("adam")()
+        model.run_eagerly = True
+        return model
+
     refused(
         lambda: fitted(
             strategy, callbacks=[keras.callbacks.BackupAndRestore("nowhere")]
         )
     )
+    refused(lambda: mgpu_tf.Trainer(eager, strategy))
     trainer = mgpu_tf.Trainer(mlp("adam"), strategy)
     # What one worker assigns alone is told, though all hold parts of it.
     weights = trainer.model.get_weights()

@@ -109,11 +109,12 @@ def test_mistakes_are_told_and_the_cluster_goes_on(layout, job, observed):
     workers, devices = LAYOUTS[layout]
     every = observed(layout, job)
     for worker in every:
-        mesh, callback, weights, trace = worker["told"]
+        mesh, callback, eager, weights, trace = worker["told"]
         total = workers * devices
         product = f"data=3 x fsdp={total} = {3 * total} for {workers} workers"
         assert f"{product} x {devices} devices = {total}" in mesh
         assert "BackupAndRestore" in callback
+        assert "run_eagerly=True" in eager
         assert "on worker 0" in weights
         assert "on worker 1" in weights
         assert "Trace in one process" in trace

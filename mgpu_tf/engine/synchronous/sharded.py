@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from typing import Any
 
 import keras
@@ -28,9 +27,9 @@ import tensorflow as tf
 from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.per_layer import LayerByLayer
-from mgpu_tf.engine.reduction import of_one_type, packs
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
+from mgpu_tf.engine.synchronous.parts import cut, gathered, scattered
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
@@ -231,7 +230,7 @@ class ShardedUpdate(Update):
         """Gives each replica the sums of its parts of dense gradients."""
         if gradients and self._strategy.is_apart:
             return self._strategy.run(
-                lambda every: self._received(every, variables),
+                lambda every: scattered(every, variables, self._dtype),
                 args=(gradients,),
             )
         return [
@@ -280,7 +279,7 @@ class ShardedUpdate(Update):
     ) -> tf.Tensor:
         """Returns the part of a rank, cut on the device that computed it."""
         with tf.device(variable.values[member].device):
-            part = self._cut(gradient, variable, rank)
+            part = cut(gradient, variable, rank, self._dtype)
         return tf.cast(part, gradient.dtype)
 
     def _own_rows(self, slices: Any, variable: keras.Variable) -> Any:
@@ -325,70 +324,6 @@ class ShardedUpdate(Update):
         )
 
     # On a replica.
-
-    def _received(
-        self, gradients: list[tf.Tensor], variables: list[ShardedVariable]
-    ) -> list[tf.Tensor]:
-        """Returns this replica's parts of sums over several processes."""
-        received: list[tf.Tensor] = [None] * len(gradients)
-        sizes = [v.dtype.size * v.shape.num_elements() for v in variables]
-        for pack in packs(sizes):
-            for places in of_one_type(pack, gradients):
-                parts = self._received_pack(
-                    [gradients[place] for place in places],
-                    [variables[place] for place in places],
-                )
-                for place, part in zip(places, parts, strict=True):
-                    received[place] = part
-        return received
-
-    def _received_pack(
-        self, gradients: list[tf.Tensor], variables: list[ShardedVariable]
-    ) -> list[tf.Tensor]:
-        """Sums gradients of one type in one collective.
-
-        What is sent to a rank lies together, each part with zeros up to the
-        longest of its gradient.
-        """
-        mesh, strategy = self._mesh, self._strategy
-        longest = [
-            max(
-                math.prod(variable.split.shape_of(rank))
-                for rank in range(mesh.fsdp)
-            )
-            for variable in variables
-        ]
-        sent = tf.concat(
-            [
-                _padded(self._cut(gradient, variable, rank), size)
-                for rank in range(mesh.fsdp)
-                for gradient, variable, size in zip(
-                    gradients, variables, longest, strict=True
-                )
-            ],
-            0,
-        )
-        flat = strategy.group.reduce_scatter(sent)
-        flat = strategy.copies.all_reduce(flat)
-        flat = tf.cast(flat, gradients[0].dtype)
-        rank = strategy.group.rank()
-        received = []
-        for piece, variable in zip(
-            tf.split(flat, longest), variables, strict=True
-        ):
-            shape = variable.split.shape_of(rank)
-            received.append(tf.reshape(piece[: math.prod(shape)], shape))
-        return received
-
-    def _cut(
-        self, gradient: tf.Tensor, variable: ShardedVariable, rank: int
-    ) -> tf.Tensor:
-        """Returns the part of a rank, in the type that it is sent in."""
-        gradient = tf.ensure_shape(gradient, variable.shape)
-        part = variable.part_of(gradient, rank)
-        if self._dtype is not None and self._dtype.size < part.dtype.size:
-            return tf.cast(part, self._dtype)
-        return part
 
     def _clipped(
         self,
@@ -439,13 +374,6 @@ class ShardedUpdate(Update):
         ]
 
 
-def _padded(part: tf.Tensor, size: int) -> tf.Tensor:
-    """Returns the elements of a part, with zeros up to a number of them."""
-    flat = tf.reshape(part, [-1])
-    missing = size - flat.shape[0]
-    return tf.pad(flat, [[0, missing]]) if missing else flat
-
-
 def _gathered(variable: keras.Variable) -> tf.Tensor | None:
     """Returns the whole value of a weight that is split. On a replica."""
     if not keras_internals.is_split(variable):
@@ -466,8 +394,8 @@ def refresh(variables: list[keras.Variable]) -> None:
         return
 
     def on_replica() -> None:
-        for variable in copied:
-            variable.refresh_here()
+        for variable, value in zip(copied, gathered(copied), strict=True):
+            variable.refresh_here(value)
 
     copied[0].distribute_strategy.run(on_replica)
 
