@@ -95,12 +95,13 @@ class SplittingStrategy:
             return self._read(variable)
 
     def _read(self, variable: ShardedVariable) -> tf.Tensor:
-        key = (variable.split, variable.dtype)
+        split = variable.split
+        key = (split, variable.dtype)
         parts = [part.read_value() for part in variable.values]
         # One for each shape: what is traced is numbered alike everywhere.
         if key not in self._readers:
             read = tf.function(
-                lambda parts: self._joined(variable.split, parts),
+                lambda parts: self._joined(split, parts),
                 autograph=False,
             )
             specs = [tf.TensorSpec(part.shape, part.dtype) for part in parts]
