@@ -212,7 +212,10 @@ class MultiWorkerFullyShardedStrategy(
         self._split_over(mesh, shard, smallest_split)
         self._collective_key_base = next(self._bases)
         super().__init__(
-            cluster, options, num_local_devices, _MultiWorkerShardedExtended
+            cluster,
+            options,
+            num_local_devices,
+            kind=_MultiWorkerShardedExtended,
         )
         self.is_apart = True
         self.first_replica = synchronous_topology(self).local.first

@@ -140,6 +140,7 @@ class MultiWorkerMirroredStrategy(
         cluster: ClusterConfig | None,
         options: tf.distribute.experimental.CommunicationOptions,
         num_local_devices: int,
+        *,
         kind: type[MultiWorkerExtended] = MultiWorkerExtended,
     ) -> None:
         with _created_first(cluster):
