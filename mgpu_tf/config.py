@@ -205,7 +205,13 @@ def _check_initial_model(path: str | None) -> None:
 
 
 def _check_workers(config: RunConfig) -> None:
-    several = ("auto", "multi_worker_mirrored", "parameter_server")
+    several = (
+        "auto",
+        "multi_worker_mirrored",
+        "parameter_server",
+        "fsdp",
+        "model_parallel",
+    )
     if config.num_ps and config.strategy not in ("auto", "parameter_server"):
         raise ConfigurationError(
             "num_ps needs the strategy 'parameter_server'. Received: "
@@ -213,8 +219,8 @@ def _check_workers(config: RunConfig) -> None:
         )
     if config.num_workers > 1 and config.strategy not in several:
         raise ConfigurationError(
-            "num_workers above 1 needs the strategy 'multi_worker_mirrored' "
-            "or 'parameter_server'. Received: "
+            "num_workers above 1 needs the strategy 'multi_worker_mirrored', "
+            "'fsdp', 'model_parallel' or 'parameter_server'. Received: "
             f"num_workers={config.num_workers}, strategy={config.strategy!r}."
         )
     if isinstance(config.devices, int) and config.devices < 1:

@@ -53,27 +53,35 @@ class Mesh:
         return f"data={self.data}, fsdp={self.fsdp}"
 
 
-def mesh_of(devices: int, data: int | None, fsdp: int | None) -> Mesh:
+def mesh_of(
+    devices: int, data: int | None, fsdp: int | None, workers: int = 1
+) -> Mesh:
     """Returns the mesh of a number of devices.
 
     Args:
-        devices: The number of devices.
+        devices: The number of devices of a worker.
         data: The size of the data axis. Default: what `fsdp` leaves, or 1.
         fsdp: The size of the fsdp axis. Default: what `data` leaves.
+        workers: How many workers there are, each with as many devices.
 
     Raises:
         ConfigurationError: The product is not the number of devices.
     """
+    total = devices * workers
     if fsdp is None:
-        fsdp = devices // (data or 1) or 1
+        fsdp = total // (data or 1) or 1
     if data is None:
-        data = devices // fsdp or 1
+        data = total // fsdp or 1
     mesh = Mesh(data, fsdp)
-    if mesh.size != devices:
+    if mesh.size != total:
+        there_are = f"{devices} devices"
+        if workers > 1:
+            there_are = f"{workers} workers x {devices} devices = {total}"
         raise ConfigurationError(
             "The sizes of the axes must multiply to the number of devices. "
-            f"Received: data={data} x fsdp={fsdp} = {mesh.size} for {devices} "
-            "devices. Change data_parallel or fsdp_parallel, or the devices."
+            f"Received: data={data} x fsdp={fsdp} = {mesh.size} for "
+            f"{there_are}. Change data_parallel or fsdp_parallel, or the "
+            "devices."
         )
     return mesh
 

@@ -41,9 +41,11 @@ def run(arguments, **kwargs):
 
 
 def run_parity_cases(
-    num_workers, num_virtual_devices, names, folder, floatx=""
+    num_workers, num_virtual_devices, names, folder, floatx="", mesh=""
 ):
     """Runs cases on a cluster; their results are then in the folder.
+
+    With a mesh, "data,fsdp,shard", weights are split.
 
     Returns:
         For each case the set of weight hashes that the workers ended with.
@@ -60,6 +62,7 @@ def run_parity_cases(
         f"--cases={','.join(names)}",
         f"--floatx={floatx}",
         f"--num_virtual_devices={num_virtual_devices}",
+        f"--mesh={mesh}",
     )
     hashes = {name: [] for name in names}
     pattern = r"^\[worker \d+\] RESULT (\S+) (\S+)"

@@ -63,7 +63,8 @@ from mgpu_tf.errors import ConfigurationError
             (
                 {"num_workers": 2, "strategy": strategy},
                 "num_workers above 1 needs the strategy "
-                "'multi_worker_mirrored' or 'parameter_server'. Received: "
+                "'multi_worker_mirrored', 'fsdp', 'model_parallel' or "
+                "'parameter_server'. Received: "
                 f"num_workers=2, strategy='{strategy}'.",
             )
             for strategy in (

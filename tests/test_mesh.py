@@ -44,6 +44,16 @@ def test_the_product_must_be_the_devices(devices, data, fsdp, received):
         mesh_of(devices, data, fsdp)
 
 
+def test_the_devices_are_those_of_all_workers():
+    assert mesh_of(2, None, None, workers=3) == Mesh(1, 6)
+    assert mesh_of(2, 3, None, workers=3) == Mesh(3, 2)
+    with pytest.raises(
+        ConfigurationError,
+        match="data=2 x fsdp=2 = 4 for 3 workers x 2 devices = 6",
+    ):
+        mesh_of(2, 2, 2, workers=3)
+
+
 @hypothesis.given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     parts=st.integers(1, 5),

@@ -238,8 +238,11 @@ class RunState:
             last_logs=logs,
         )
 
-    def capture(self) -> tuple[int, State, Arrays]:
+    def capture(self, *, keep: bool = True) -> tuple[int, State, Arrays]:
         """Copies the state; every worker of a cluster has to call it.
+
+        Args:
+            keep: Whether this worker keeps the variables.
 
         Returns:
             The global step, what JSON can hold besides arrays in the state
@@ -278,7 +281,7 @@ class RunState:
             "environment": determinism.environment(),
             "variables": self._snapshot.paths(),
         }
-        return counts.global_step, state, self._snapshot.take()
+        return counts.global_step, state, self._snapshot.take(keep=keep)
 
     def _restore(self, state: State, arrays: Arrays) -> None:
         self._loaded = None

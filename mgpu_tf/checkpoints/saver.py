@@ -100,7 +100,8 @@ class CheckpointSaver(Saver):
         options: Where and when.
         peers: The workers, who have to agree.
         is_chief: Whether this process writes.
-        capture: Returns the state at this moment; called on all workers.
+        capture: Returns the state at this moment; called on all workers,
+            with whether this one keeps it.
         meter: Knows where the time of the run has gone; goes on with it.
         lost_workers: Returns how many workers were lost so far.
     """
@@ -111,7 +112,7 @@ class CheckpointSaver(Saver):
         peers: Peers,
         *,
         is_chief: bool,
-        capture: Callable[[], tuple[int, State, Arrays]],
+        capture: Callable[[bool], tuple[int, State, Arrays]],
         meter: Meter,
         lost_workers: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -266,7 +267,7 @@ class CheckpointSaver(Saver):
         with self._meter.phase("save"):
             if self._writer is not None:
                 self._writer.join()
-            step, state, arrays = self._capture()
+            step, state, arrays = self._capture(self._is_chief)
         if self._is_chief:
             state["saved_at"] = time.time()
             state["goodput"] = dataclasses.asdict(self._meter.goodput())

@@ -32,13 +32,15 @@ from mgpu_tf.engine.contributions import BatchShare
 
 Terms = dict[int, tf.Tensor]
 
-# State that all replicas share, and calls, which are what their inputs are.
+# State that all replicas share, and what is what its inputs are: calls, and
+# the parts of a weight that replicas put together.
 _NOT_RANDOM = {
     "Assert",
     "AssignAddVariableOp",
     "AssignSubVariableOp",
     "AssignVariableOp",
     "Case",
+    "CollectiveGatherV2",
     "If",
     "PartitionedCall",
     "PrintV2",

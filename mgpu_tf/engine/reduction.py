@@ -94,7 +94,7 @@ def _at_once(
 ) -> list[tf.Tensor]:
     """Sums in one process; TensorFlow packs what is of one type only."""
     summed = list(gradients)
-    for places in _of_one_type(list(range(len(gradients))), gradients):
+    for places in of_one_type(list(range(len(gradients))), gradients):
         parts = [gradients[place] for place in places]
         for place, part in zip(
             places, context.all_reduce("sum", parts), strict=True
@@ -112,7 +112,7 @@ def _in_packs(
         for gradient in gradients
     ]
     for pack in packs(sizes):
-        for places in _of_one_type(pack, gradients):
+        for places in of_one_type(pack, gradients):
             parts = [gradients[place] for place in places]
             if len(parts) == 1:
                 summed[places[0]] = context.all_reduce("sum", parts[0])
@@ -125,9 +125,8 @@ def _in_packs(
     return summed
 
 
-def _of_one_type(
-    pack: list[int], gradients: list[tf.Tensor]
-) -> list[list[int]]:
+def of_one_type(pack: list[int], gradients: list[tf.Tensor]) -> list[list[int]]:
+    """Returns the gradients of a pack, those of each type together."""
     kinds: dict[tf.DType, list[int]] = {}
     for place in pack:
         kinds.setdefault(gradients[place].dtype, []).append(place)

@@ -89,8 +89,12 @@ class Snapshot:
         self._prepare = prepare
         return self
 
-    def take(self) -> Arrays:
+    def take(self, *, keep: bool = True) -> Arrays:
         """Copies all values; every worker of a cluster has to call it.
+
+        Args:
+            keep: Whether this worker keeps them; without, it only takes
+                part, and holds one variable at a time.
 
         Returns:
             Arrays by name. Those of which replicas have their own have a
@@ -98,11 +102,13 @@ class Snapshot:
         """
         if self._prepare is not None:
             self._prepare()
-        arrays = {
-            _name("shared", i): np.array(keras.ops.convert_to_numpy(v))
-            for i, v in enumerate(self._shared)
-        }
-        return arrays | dict(self._take_own())
+        arrays: Arrays = {}
+        for i, variable in enumerate(self._shared):
+            value = keras.ops.convert_to_numpy(variable)
+            if keep:
+                arrays[_name("shared", i)] = np.array(value)
+        own = dict(self._take_own())
+        return arrays | own if keep else {}
 
     def put(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Writes values; every worker of a cluster has to call it.

@@ -11,6 +11,9 @@ differ in what they store:
                   of gradients that accumulate and slots
     "optimizer"   the same, with whole sums of gradients     ZeRO-1
 
+In a cluster the replicas are those of all workers. They are numbered worker by
+worker, so that a group lies in one machine where it fits.
+
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", SC 2020. Zhao et al., "PyTorch FSDP: Experiences on Scaling
 Fully Sharded Data Parallel", VLDB 2023.
@@ -18,25 +21,140 @@ Fully Sharded Data Parallel", VLDB 2023.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 
+from mgpu_tf.cluster.config import ClusterConfig
+from mgpu_tf.cluster.waiting import told_of_missing
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.mesh import Mesh, Split, mesh_of
 from mgpu_tf.names import SHARDS, Devices
 from mgpu_tf.runtime import devices as devices_lib
-from mgpu_tf.strategies.mirrored import MirroredStrategy
+from mgpu_tf.strategies.collectives import Groups
+from mgpu_tf.strategies.mirrored import (
+    MirroredStrategy,
+    MultiWorkerExtended,
+    MultiWorkerMirroredStrategy,
+)
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
-from mgpu_tf.strategies.synchronous import cross_device_ops
+from mgpu_tf.strategies.synchronous import (
+    collective_options,
+    cross_device_ops,
+)
+from mgpu_tf.strategies.topology import synchronous_topology
 
 # To gather smaller weights costs more time than their memory is worth.
 SMALLEST_SPLIT = 1024
 
+Meeting = Callable[[str], contextlib.AbstractContextManager[None]]
 
-class FullyShardedStrategy(MirroredStrategy):
+
+class SplittingStrategy:
+    """What strategies have whose replicas store parts of weights.
+
+    Attributes:
+        mesh: The axes.
+        shard: What is split: `weights`, `gradients` or `optimizer`.
+        smallest_split: The elements of the smallest weight that is split.
+        first_replica: The first replica of this process.
+        is_apart: Whether several processes hold the replicas.
+        group: The replicas that together store a copy of the weights, where
+            several processes hold them.
+        copies: The replicas that store the same part, likewise.
+        meeting: Returns a block that all workers enter together, to read.
+    """
+
+    mesh: Mesh
+    shard: str
+    smallest_split: int
+    first_replica: int = 0
+    is_apart: bool = False
+    group: Groups
+    copies: Groups
+    meeting: Meeting = staticmethod(lambda name: contextlib.nullcontext())
+
+    if TYPE_CHECKING:
+        run: Any
+        experimental_local_results: Any
+        experimental_distribute_values_from_function: Any
+
+    def read_together(self, variable: ShardedVariable) -> tf.Tensor:
+        """Returns the whole value of a variable of several processes.
+
+        Outside of replicas; all processes call this together.
+        """
+        if not tf.executing_eagerly():
+            return self._joined(variable.split, variable.values)
+        with self.meeting(f"a weight of shape {variable.shape}"):
+            return self._read(variable)
+
+    def _read(self, variable: ShardedVariable) -> tf.Tensor:
+        split = variable.split
+        key = (split, variable.dtype)
+        parts = [part.read_value() for part in variable.values]
+        # One for each shape: what is traced is numbered alike everywhere.
+        if key not in self._readers:
+            read = tf.function(
+                lambda parts: self._joined(split, parts),
+                autograph=False,
+            )
+            specs = [tf.TensorSpec(part.shape, part.dtype) for part in parts]
+            self._readers[key] = read.get_concrete_function(specs)
+        return self._readers[key](parts)
+
+    def _joined(self, split: Split, parts: Any) -> tf.Tensor:
+        def on_replica() -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+            part = tf.convert_to_tensor(parts[replica - self.first_replica])
+            return self.group.all_gather(part, 0, split.length)
+
+        every = self.experimental_local_results(self.run(on_replica))
+        return tf.reshape(every[0], split.shape)
+
+    @contextlib.contextmanager
+    def whole(
+        self, variables: Iterable[Any], *, keep: bool = True
+    ) -> Iterator[None]:
+        """Gathers variables on the host, one after another, for a block.
+
+        All processes enter the block together. In it, a process that keeps
+        the values may read them alone.
+
+        Args:
+            variables: TensorFlow's variables; others than split ones are left.
+            keep: Whether this process keeps the values.
+        """
+        split = [
+            variable
+            for variable in variables
+            if isinstance(variable, ShardedVariable) and variable.is_apart
+        ]
+        try:
+            with self.meeting("the whole model"):
+                for variable in split:
+                    value = self._read(variable)
+                    if keep:
+                        variable.held = value.numpy()
+            yield
+        finally:
+            for variable in split:
+                variable.held = None
+
+    def _split_over(self, mesh: Mesh, shard: str, smallest_split: int) -> None:
+        self.mesh = mesh
+        self.shard = shard
+        self.smallest_split = smallest_split
+        self._readers: dict[Any, Any] = {}
+
+
+class FullyShardedStrategy(SplittingStrategy, MirroredStrategy):
     """`MirroredStrategy` whose large weights are split over its devices.
 
     Args:
@@ -44,11 +162,6 @@ class FullyShardedStrategy(MirroredStrategy):
         mesh: Their axes.
         shard: What is split: `weights`, `gradients` or `optimizer`.
         cross_device_ops: How replicas sum what is not split.
-        smallest_split: The elements of the smallest weight that is split.
-
-    Attributes:
-        mesh: The axes.
-        shard: What is split.
         smallest_split: The elements of the smallest weight that is split.
     """
 
@@ -60,23 +173,69 @@ class FullyShardedStrategy(MirroredStrategy):
         cross_device_ops: tf.distribute.CrossDeviceOps | None,
         smallest_split: int = SMALLEST_SPLIT,
     ) -> None:
-        self.mesh = mesh
-        self.shard = shard
-        self.smallest_split = smallest_split
+        self._split_over(mesh, shard, smallest_split)
         self._collective_key_base = next(self._groups)
         tf.distribute.Strategy.__init__(
             self, _ShardedExtended(self, devices, cross_device_ops)
         )
 
 
-class _ShardedExtended(mirrored_strategy.MirroredExtended):
+class MultiWorkerFullyShardedStrategy(
+    SplittingStrategy, MultiWorkerMirroredStrategy
+):
+    """`MultiWorkerMirroredStrategy` whose large weights are split.
+
+    Args:
+        cluster: The cluster.
+        options: How replicas communicate.
+        num_local_devices: The replicas of each worker.
+        mesh: The axes of the replicas of all workers.
+        shard: What is split: `weights`, `gradients` or `optimizer`.
+        communication: `auto`, `ring` or `nccl`.
+        smallest_split: The elements of the smallest weight that is split.
+    """
+
+    # A process may have several, over other meshes.
+    _bases = itertools.count(start=100_000, step=1000)
+
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        options: tf.distribute.experimental.CommunicationOptions,
+        num_local_devices: int,
+        *,
+        mesh: Mesh,
+        shard: str,
+        communication: str,
+        smallest_split: int = SMALLEST_SPLIT,
+    ) -> None:
+        self._split_over(mesh, shard, smallest_split)
+        self._collective_key_base = next(self._bases)
+        super().__init__(
+            cluster,
+            options,
+            num_local_devices,
+            kind=_MultiWorkerShardedExtended,
+        )
+        self.is_apart = True
+        self.first_replica = synchronous_topology(self).local.first
+        groups = [mesh.group(first) for first in range(0, mesh.size, mesh.fsdp)]
+        copies = [mesh.copies(rank) for rank in range(mesh.fsdp)]
+        self.group = Groups(self, groups, communication=communication)
+        self.copies = Groups(self, copies, communication=communication)
+
+
+class _Splitting:
     """Makes large weights, and what optimizers keep for them, as parts."""
+
+    _devices: Any
+    _container_strategy: Any
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         strategy = self._container_strategy()
         beside = kwargs.get("colocate_with")
         if not _may_be_split(kwargs, beside, strategy.shard):
-            return super()._create_variable(next_creator, **kwargs)
+            return self._not_split(next_creator, kwargs)
         with tf.init_scope(), tf.device(self._devices[0]):
             value = kwargs["initial_value"]
             value = value() if callable(value) else value
@@ -92,9 +251,26 @@ class _ShardedExtended(mirrored_strategy.MirroredExtended):
             )
         if not splits:
             kwargs["initial_value"] = lambda: value
-            return super()._create_variable(next_creator, **kwargs)
+            return self._not_split(next_creator, kwargs)
         kwargs.pop("colocate_with", None)
+        if strategy.is_apart:
+            value = self._of_first_worker(value, kwargs)
         return self._split(next_creator, value, kwargs)
+
+    def _not_split(self, next_creator: Any, kwargs: dict[str, Any]) -> Any:
+        return super()._create_variable(  # type: ignore[misc]
+            next_creator, **kwargs
+        )
+
+    def _of_first_worker(
+        self, value: tf.Tensor, kwargs: dict[str, Any]
+    ) -> tf.Tensor:
+        """Returns the value that the first worker begins with."""
+        given = dict(kwargs, initial_value=value, dtype=value.dtype)
+        with tf.init_scope():
+            return self._get_variable_creator_initial_value(  # type: ignore
+                0, self._devices[0], None, **given
+            )()
 
     def _split(
         self, next_creator: Any, value: tf.Tensor, kwargs: dict[str, Any]
@@ -105,25 +281,26 @@ class _ShardedExtended(mirrored_strategy.MirroredExtended):
         flat = value if split.by_rows else tf.reshape(value, [-1])
         name = kwargs.get("name") or "Variable"
 
-        def create(replica: int, initial: tf.Tensor, suffix: str) -> Any:
+        def create(place: int, initial: tf.Tensor, suffix: str) -> Any:
             # No tape watches them: gradients are of the whole weight.
             options = dict(
                 kwargs, initial_value=lambda: initial, trainable=False
             )
             options["name"] = f"{name}{suffix}" if suffix else name
-            with tf.init_scope(), tf.device(self._devices[replica]):
+            with tf.init_scope(), tf.device(self._devices[place]):
                 return next_creator(**options)
 
         parts, whole = [], []
         keeps_whole = strategy.shard != "weights" and kwargs.get("trainable")
-        for replica in range(mesh.size):
+        for place in range(len(self._devices)):
+            replica = strategy.first_replica + place
             first, after = split.bounds(mesh.fsdp_rank(replica))
-            suffix = f"/replica_{replica}" if replica else ""
+            suffix = f"/replica_{replica}" if place else ""
             # A slice of a tensor would keep all of it in memory.
             part = tf.raw_ops.DeepCopy(x=flat[first:after])
-            parts.append(create(replica, part, suffix))
+            parts.append(create(place, part, suffix))
             if keeps_whole:
-                whole.append(create(replica, value, f"/whole_{replica}"))
+                whole.append(create(place, value, f"/whole_{replica}"))
         return ShardedVariable(
             strategy,
             parts,
@@ -132,6 +309,14 @@ class _ShardedExtended(mirrored_strategy.MirroredExtended):
             split=split,
             whole=whole,
         )
+
+
+class _ShardedExtended(_Splitting, mirrored_strategy.MirroredExtended):
+    """Splits weights over the devices of this process."""
+
+
+class _MultiWorkerShardedExtended(_Splitting, MultiWorkerExtended):
+    """Splits weights over the devices of all workers."""
 
 
 def _may_be_split(kwargs: dict[str, Any], beside: Any, shard: str) -> bool:
@@ -147,12 +332,16 @@ def create_model_parallel_strategy(
     fsdp: int | None = None,
     *,
     shard: str = "weights",
+    cluster: ClusterConfig | None = None,
     devices: Devices = None,
     communication: str = "auto",
     num_virtual_devices: int | None = None,
     smallest_split: int = SMALLEST_SPLIT,
 ) -> tf.distribute.Strategy:
-    """Creates a strategy that splits weights over devices of one machine.
+    """Creates a strategy that splits weights over devices.
+
+    The devices are those of this machine, or in a cluster those of all
+    workers, of which each has as many.
 
     Example:
         strategy = mgpu_tf.create_model_parallel_strategy(data=2, fsdp=4)
@@ -163,26 +352,46 @@ def create_model_parallel_strategy(
         fsdp: Over how many devices each copy is split. Default: what `data`
             leaves.
         shard: `weights`, `gradients` or `optimizer`; see the table above.
-        devices: As for `create_mirrored_strategy`.
-        communication: As for `create_mirrored_strategy`.
-        num_virtual_devices: Split the CPU into N devices.
+        cluster: The cluster. Default: the cluster in `TF_CONFIG`, or that of
+            the scheduler.
+        devices: As for `create_mirrored_strategy`; of each worker.
+        communication: As for `create_mirrored_strategy`; in a cluster as for
+            `create_multi_worker_mirrored_strategy`.
+        num_virtual_devices: Split the CPU of each process into N devices.
         smallest_split: Weights with fewer elements stay whole on each device.
 
     Returns:
-        A `tf.distribute.MirroredStrategy` whose large weights are split.
+        A `tf.distribute.MirroredStrategy`, or in a cluster a
+        `tf.distribute.MultiWorkerMirroredStrategy`, whose large weights are
+        split.
 
     Raises:
         ConfigurationError: The axes do not multiply to the number of devices,
             a name is unknown, or a device does not exist.
+        ClusterError: `TF_CONFIG` is not valid.
     """
     if shard not in SHARDS:
         raise ConfigurationError(unknown_name("shard", shard, SHARDS))
+    cluster = cluster or ClusterConfig.from_environment()
+    if cluster is None or cluster.num_workers == 1:
+        names = devices_lib.select_local(devices, num_virtual_devices)
+        return FullyShardedStrategy(
+            names,
+            mesh_of(len(names), data, fsdp),
+            shard,
+            cross_device_ops(communication, names),
+            smallest_split,
+        )
+    options = collective_options("model_parallel", cluster, communication)
     names = devices_lib.select_local(devices, num_virtual_devices)
-    mesh = mesh_of(len(names), data, fsdp)
-    return FullyShardedStrategy(
-        names,
-        mesh,
-        shard,
-        cross_device_ops(communication, names),
-        smallest_split,
-    )
+    mesh = mesh_of(len(names), data, fsdp, cluster.num_workers)
+    with told_of_missing(cluster):
+        return MultiWorkerFullyShardedStrategy(
+            cluster,
+            options,
+            len(names),
+            mesh=mesh,
+            shard=shard,
+            communication=communication,
+            smallest_split=smallest_split,
+        )

@@ -70,7 +70,7 @@ class MirroredStrategy(OneReplicaView, tf.distribute.MirroredStrategy):
         super().__init__(devices, cross_device_ops=cross_device_ops)
 
 
-class _MultiWorkerExtended(
+class MultiWorkerExtended(
     collective_all_reduce_strategy.CollectiveAllReduceExtended
 ):
     """TensorFlow fixes one CPU replica to a worker; this one has several.
@@ -140,9 +140,11 @@ class MultiWorkerMirroredStrategy(
         cluster: ClusterConfig | None,
         options: tf.distribute.experimental.CommunicationOptions,
         num_local_devices: int,
+        *,
+        kind: type[MultiWorkerExtended] = MultiWorkerExtended,
     ) -> None:
         with _created_first(cluster):
-            extended = _MultiWorkerExtended(
+            extended = kind(
                 self, _resolver(cluster), options, num_local_devices
             )
         tf.distribute.Strategy.__init__(self, extended)

@@ -228,6 +228,24 @@ class Peers:
             raise
         self._compare_made(made)
 
+    @contextlib.contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Lets all workers read together what they hold parts of.
+
+        Args:
+            what: What is read, the same on all workers.
+
+        Raises:
+            ConfigurationError: Another worker does something else.
+        """
+        if not _HERE.calls:
+            with self.together("reading a split weight"), self.reading(what):
+                yield
+            return
+        self.compare({"reading of": what})
+        with self.inside():
+            yield
+
     def of_first(self, value: int) -> int:
         """Returns the value that worker 0 has given."""
         if self.alone:

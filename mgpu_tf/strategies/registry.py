@@ -23,7 +23,7 @@ from mgpu_tf.fields import made_of
 from mgpu_tf.options import StrategyOptions
 from mgpu_tf.runtime import devices as devices_lib
 from mgpu_tf.strategies.fully_sharded import (
-    FullyShardedStrategy,
+    SplittingStrategy,
     create_model_parallel_strategy,
 )
 from mgpu_tf.strategies.parameter_server import (
@@ -71,7 +71,7 @@ class StrategyKind:
     """
 
     name: str
-    type: type[tf.distribute.Strategy]
+    type: type
     create: Callable[[StrategyOptions], tf.distribute.Strategy]
     engine: str = _SYNCHRONOUS
     in_step: bool = True
@@ -336,14 +336,14 @@ KINDS = {
         StrategyKind("tpu", tf.distribute.TPUStrategy, _tpu),
         StrategyKind(
             "fsdp",
-            FullyShardedStrategy,
+            SplittingStrategy,
             _model_parallel,
             engine=_SHARDED,
             splits=True,
         ),
         StrategyKind(
             "model_parallel",
-            FullyShardedStrategy,
+            SplittingStrategy,
             _model_parallel,
             engine=_SHARDED,
             splits=True,

@@ -9,13 +9,19 @@
 An optimizer's update runs in `extended.update`, so it computes on parts. Its
 slots are split in the same way. Code that saves, restores or compares the
 variable sees its ordinary shape.
+
+A process holds the parts of its own replicas. Where the parts of a group are
+in several processes, reading is a collective, also outside of replicas: all
+processes do it together. What is assigned, each process assigns by itself.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values
 
@@ -28,12 +34,20 @@ class ShardedVariable(values.MirroredVariable):
 
     Args:
         strategy: The strategy.
-        parts: The part of each replica.
+        parts: The part of each replica of this process.
         aggregation: As for other variables.
         mesh: The axes of the replicas.
         split: How the elements are divided.
-        whole: A copy for each replica to read, as the last `refresh` wrote
-            it; none where a replica gathers the parts whenever it reads.
+        whole: A copy for each replica of this process to read, as the last
+            `refresh` wrote it; none where a replica gathers the parts
+            whenever it reads.
+
+    Attributes:
+        mesh: The axes of the replicas.
+        split: How the elements are divided.
+        held: The whole value, while a block of `held` keeps it.
+        assigned: A hash of the whole value that this process has assigned
+            last, where other processes hold parts.
     """
 
     def __init__(
@@ -48,7 +62,10 @@ class ShardedVariable(values.MirroredVariable):
     ) -> None:
         self.mesh = mesh
         self.split = split
+        self.held: np.ndarray | None = None
+        self.assigned = ""
         self._whole = tuple(whole)
+        self._first = strategy.first_replica
         super().__init__(strategy, parts, aggregation)
 
     @property
@@ -70,22 +87,58 @@ class ShardedVariable(values.MirroredVariable):
         """Whether each replica keeps a whole copy beside its part."""
         return bool(self._whole)
 
-    def gathered(self, replica: int = 0) -> tf.Tensor:
-        """Returns the whole value, made of the parts of a replica's group."""
+    @property
+    def is_apart(self) -> bool:
+        """Whether other processes hold parts of what is read here."""
+        return not all(
+            self._is_here(self._first + place)
+            for place in range(len(self.values))
+        )
+
+    def gathered(self, replica: int) -> tf.Tensor:
+        """Returns the whole value, made of the parts of a replica's group.
+
+        Args:
+            replica: A replica of this process. Where its group is in several
+                processes, the one that calls this.
+        """
+        if not self._is_here(replica):
+            part = self.values[replica - self._first]
+            with tf.device(part.device):
+                joined = self._distribute_strategy.group.all_gather(
+                    part.read_value(), 0, self.split.length
+                )
+            return tf.reshape(joined, self.split.shape)
         parts = []
         for member in self.mesh.group(replica):
-            part = self.values[member]
+            part = self.values[member - self._first]
             with tf.device(part.device):
                 parts.append(part.read_value())
         if self.mesh.fsdp == 1:
             return tf.reshape(parts[0], self.split.shape)
         return tf.reshape(tf.concat(parts, 0), self.split.shape)
 
+    def _is_here(self, replica: int) -> bool:
+        """Whether this process holds all parts of a replica's group."""
+        group = self.mesh.group(replica)
+        last = self._first + len(self.values) - 1
+        return self._first <= group[0] and group[-1] <= last
+
     def refresh(self) -> None:
-        """Writes the parts to the whole copies. Outside of replicas."""
-        for replica, copy in enumerate(self._whole):
+        """Writes the parts to the whole copies. Outside of replicas.
+
+        Where other processes hold parts, each replica calls `refresh_here`.
+        """
+        for place, copy in enumerate(self._whole):
             with tf.device(copy.device):
-                copy.assign(self.gathered(replica))
+                copy.assign(self.gathered(self._first + place))
+
+    def refresh_here(self, value: tf.Tensor) -> None:
+        """Writes a whole value to the copy of this replica. On a replica."""
+        replica = self._replica()
+        self._whole[0 if replica is None else replica - self._first].assign(
+            value
+        )
 
     def part_of(self, value: tf.Tensor, rank: int) -> tf.Tensor:
         """Returns the part of a whole value that an fsdp rank stores."""
@@ -96,13 +149,15 @@ class ShardedVariable(values.MirroredVariable):
 
     def here(self) -> tf.Variable:
         """Returns the part of this replica. In a replica or an update."""
-        return self.values[self._replica() or 0]
+        replica = self._replica()
+        return self.values[0 if replica is None else replica - self._first]
 
     def _replica(self) -> int | None:
         """Returns this replica; None outside of replicas and updates."""
         context = tf.distribute.get_replica_context()
         if context is None:
-            return distribute_lib.get_update_replica_id()
+            place = distribute_lib.get_update_replica_id()
+            return None if place is None else self._first + place
         if context.strategy is not self._distribute_strategy:
             return None  # No strategy is entered.
         return int(tf.get_static_value(context.replica_id_in_sync_group))
@@ -113,10 +168,20 @@ class ShardedVariable(values.MirroredVariable):
         if distribute_lib.get_update_replica_id() is not None:
             return self.here()
         replica = self._replica()
-        if self._whole and replica is not None:
-            with tf.device(self._whole[replica].device):
-                return self._whole[replica].read_value()
-        return self.gathered(replica or 0)
+        if replica is None:
+            return self._read_outside()
+        if self._whole:
+            copy = self._whole[replica - self._first]
+            with tf.device(copy.device):
+                return copy.read_value()
+        return self.gathered(replica)
+
+    def _read_outside(self) -> Any:
+        if self.held is not None:
+            return tf.convert_to_tensor(self.held)
+        if self.is_apart:
+            return self._distribute_strategy.read_together(self)
+        return self.gathered(self._first)
 
     def _get_cross_replica(self) -> Any:
         return self._get()
@@ -150,7 +215,9 @@ class ShardedVariable(values.MirroredVariable):
             return getattr(self.here(), method)(value, **options)
         value = tf.convert_to_tensor(value, self.dtype)
         if self._replica() is None:
-            self._write_parts(method, [value] * self.mesh.size)
+            if tf.executing_eagerly() and self.is_apart:
+                self._note(method, value.numpy())
+            self._write_parts(method, [value] * len(self.values))
             return self
         # Another replica may not have read this replica's part yet.
         context = tf.distribute.get_replica_context()
@@ -162,9 +229,15 @@ class ShardedVariable(values.MirroredVariable):
         )
         return self
 
+    def _note(self, method: str, value: np.ndarray) -> None:
+        """Notes what is assigned, for what processes compare."""
+        before = "" if method == "assign" else f"{self.assigned} {method} "
+        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        self.assigned = f"{before}{zlib.crc32(data.data):08x}"[-80:]
+
     def _write_parts(self, method: str, every: Sequence[tf.Tensor]) -> None:
         for replica, (part, value) in enumerate(
-            zip(self.values, every, strict=True)
+            zip(self.values, every, strict=True), self._first
         ):
             kept = self.part_of(value, self.mesh.fsdp_rank(replica))
             with tf.device(part.device):

@@ -103,17 +103,10 @@ def create_multi_worker_mirrored_strategy(
         ClusterError: `TF_CONFIG` is not valid.
     """
     cluster = cluster or ClusterConfig.from_environment()
-    if cluster is not None:
-        _check_synchronous(cluster)
-    check_communication(
-        "multi_worker_mirrored", communication, ("auto", "nccl", "ring")
+    options = collective_options(
+        "multi_worker_mirrored", cluster, communication
     )
-    if communication == "nccl" and not devices_lib.gpus():
-        raise ConfigurationError(_no_gpu_for("nccl", "ring"))
     names = devices_lib.select_local(devices, num_virtual_devices)
-    options = tf.distribute.experimental.CommunicationOptions(
-        implementation=_IMPLEMENTATIONS[communication]
-    )
     with told_of_missing(cluster):
         return MultiWorkerMirroredStrategy(cluster, options, len(names))
 
@@ -174,11 +167,35 @@ _IMPLEMENTATIONS = {
 }
 
 
-def _check_synchronous(cluster: ClusterConfig) -> None:
+def collective_options(
+    strategy: str, cluster: ClusterConfig | None, communication: str
+) -> tf.distribute.experimental.CommunicationOptions:
+    """Returns how the workers of a cluster communicate.
+
+    Args:
+        strategy: The strategy's name.
+        cluster: The cluster.
+        communication: `auto`, `nccl` or `ring`.
+
+    Raises:
+        ConfigurationError: The cluster has parameter servers, or the
+            communication cannot work on this machine.
+    """
+    if cluster is not None:
+        _check_synchronous(strategy, cluster)
+    check_communication(strategy, communication, ("auto", "nccl", "ring"))
+    if communication == "nccl" and not devices_lib.gpus():
+        raise ConfigurationError(_no_gpu_for("nccl", "ring"))
+    return tf.distribute.experimental.CommunicationOptions(
+        implementation=_IMPLEMENTATIONS[communication]
+    )
+
+
+def _check_synchronous(strategy: str, cluster: ClusterConfig) -> None:
     _ = cluster.worker_index  # Refuses ps and evaluator tasks by name.
     if cluster.ps:
         raise ConfigurationError(
-            "The strategy 'multi_worker_mirrored' has no parameter servers. "
+            f"The strategy {strategy!r} has no parameter servers. "
             f"Received: {cluster.source} with {len(cluster.ps)} ps tasks. Use "
             "a cluster of chief and worker tasks."
         )

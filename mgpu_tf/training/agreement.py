@@ -23,6 +23,7 @@ import numpy as np
 
 from mgpu_tf.checkpoints.run_state import LAYERS, OPTIMIZERS
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.strategies.sharded_variable import ShardedVariable
 
 # What differs between the same object of two processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -78,6 +79,10 @@ def values(model: keras.Model) -> dict[str, str]:
 
 
 def _hash(variable: keras.Variable) -> str:
+    held = keras_internals.stored(variable)
+    if isinstance(held, ShardedVariable) and held.is_apart:
+        # Together the workers hold one value; each has assigned its own.
+        return f"values of shape {held.shape} with hash {held.assigned}"
     array = np.asarray(keras.ops.convert_to_numpy(variable.value))
     return (
         f"{array.dtype} values of shape {array.shape} with hash "

@@ -7,6 +7,7 @@ chief only; what they restore is restored on all workers.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -20,6 +21,9 @@ from mgpu_tf.errors import ConfigurationError
 Callbacks: TypeAlias = (
     Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None
 )
+
+# A block that all workers enter together.
+Whole: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 
 # What each does where it is not on the chief.
 _WRITERS: dict[type[keras.callbacks.Callback], tuple[str, ...]] = {
@@ -89,6 +93,49 @@ def for_other_workers(
         else:
             kept.append(callback)
     return kept
+
+
+def saving_together(
+    callbacks: list[keras.callbacks.Callback],
+    whole: Whole,
+    *,
+    is_chief: bool,
+) -> list[keras.callbacks.Callback]:
+    """Returns callbacks of which those that save do so with all workers.
+
+    For a model whose weights are split over processes.
+
+    Args:
+        callbacks: The user's.
+        whole: Returns a block that all workers enter together, in which the
+            chief can read the model alone.
+        is_chief: Whether this worker writes.
+
+    Raises:
+        ConfigurationError: One reads weights on the chief alone.
+    """
+    found = []
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.ModelCheckpoint):
+            callback = _SavingTogether(callback, whole, is_chief=is_chief)
+        elif isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ConfigurationError(
+                "BackupAndRestore saves on the chief alone. Received: a model "
+                "whose weights are split over several processes. Pass "
+                "checkpoint_dir to fit instead."
+            )
+        elif isinstance(callback, keras.callbacks.TensorBoard) and (
+            callback.histogram_freq or callback.embeddings_freq
+        ):
+            raise ConfigurationError(
+                "TensorBoard reads weights on the chief alone. Received: "
+                f"histogram_freq={callback.histogram_freq}, "
+                f"embeddings_freq={callback.embeddings_freq} with a model "
+                "whose weights are split over several processes. Set both "
+                "to 0."
+            )
+        found.append(callback)
+    return found
 
 
 class ProgressLine(keras.callbacks.ProgbarLogger):
@@ -183,6 +230,65 @@ def _check_tensorboard() -> None:
             "Received: a Python without it. Run: pip install "
             "'mgpu_tf[tensorboard]'"
         )
+
+
+class _Saved:
+    """A model whose methods that save are called by all workers.
+
+    Args:
+        model: The model.
+        whole: As for `saving_together`.
+        is_chief: Whether this worker writes.
+    """
+
+    def __init__(self, model: Any, whole: Whole, *, is_chief: bool) -> None:
+        self._model, self._whole, self._is_chief = model, whole, is_chief
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def save(self, *args: Any, **options: Any) -> None:
+        """Saves the model."""
+        with self._whole():
+            if self._is_chief:
+                self._model.save(*args, **options)
+
+    def save_weights(self, *args: Any, **options: Any) -> None:
+        """Saves the weights."""
+        with self._whole():
+            if self._is_chief:
+                self._model.save_weights(*args, **options)
+
+
+class _SavingTogether(keras.callbacks.Callback):
+    """A `ModelCheckpoint` that decides on all workers and writes on one."""
+
+    _HOOKS = ("on_train_batch_end", "on_epoch_begin", "on_epoch_end")
+
+    def __init__(
+        self,
+        callback: keras.callbacks.ModelCheckpoint,
+        whole: Whole,
+        *,
+        is_chief: bool,
+    ) -> None:
+        super().__init__()
+        self._callback, self._whole = callback, whole
+        self._is_chief = is_chief
+        if not is_chief:
+            callback.verbose = 0
+        for hook in self._HOOKS:
+            setattr(self, hook, getattr(callback, hook))
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self._callback.set_model(
+            _Saved(model, self._whole, is_chief=self._is_chief)
+        )
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        super().set_params(params)
+        self._callback.set_params(params)
 
 
 class _Part(keras.callbacks.Callback):

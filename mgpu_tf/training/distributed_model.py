@@ -9,8 +9,9 @@ server, `again` makes all of it anew.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -79,6 +80,9 @@ class DistributedModel:
         self.strategy = strategy
         self.is_chief = is_chief(strategy)
         self.peers = Peers(strategy)
+        self._is_apart = getattr(strategy, "is_apart", False)
+        if self._is_apart:
+            strategy.meeting = self.peers.reading
         self._trial: Trial | None = None
         if seed is not None:
             keras.utils.set_random_seed(seed)
@@ -200,6 +204,23 @@ class DistributedModel:
             facts = data_facts(source) | {"steps": str(steps)}
             self.peers.compare(facts)
 
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Lets the chief read the model alone, where it is split.
+
+        All workers enter the block together. The others hold one variable
+        at a time.
+        """
+        if not self._is_apart:
+            yield
+            return
+        variables = list(self.model.variables)
+        for optimizer in keras_internals.optimizers_of(self.model):
+            variables += optimizer.variables
+        held = {id(v): keras_internals.stored(v) for v in variables}
+        with self.strategy.whole(held.values(), keep=self.is_chief):
+            yield
+
     def write(self, name: str, path: str, write: Callable[[], Any]) -> None:
         """Writes a file on the chief; the others wait until it is there.
 
@@ -214,15 +235,9 @@ class DistributedModel:
         with self.peers.together(name):
             self.peers.compare({"path": str(path)})
             check_local("path", str(path))
-            if self.is_chief:
-                try:
-                    write()
-                except OSError as error:
-                    raise ConfigurationError(
-                        f"{name} must be able to write its file. Received: "
-                        f"{str(path)!r} ({error.strerror or error}). Make the "
-                        "folder, or give another path."
-                    ) from error
+            with self.whole():
+                if self.is_chief:
+                    _write(name, path, write)
             self.peers.any(False)
 
     def hooks(
@@ -240,6 +255,10 @@ class DistributedModel:
             ConfigurationError: `verbose` is none that Keras knows.
         """
         check_verbose(verbose)
+        if self._is_apart:
+            callbacks = callbacks_lib.saving_together(
+                callbacks, self.whole, is_chief=self.is_chief
+            )
         if not self.is_chief:
             verbose = 0
             callbacks = callbacks_lib.for_other_workers(callbacks)
@@ -323,6 +342,17 @@ class DistributedModel:
             "steps_per_execution": str(self._steps_per_execution),
             "options": str(self._options),
         }
+
+
+def _write(name: str, path: str, write: Callable[[], Any]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{name} must be able to write its file. Received: "
+            f"{str(path)!r} ({error.strerror or error}). Make the "
+            "folder, or give another path."
+        ) from error
 
 
 def _seed_of(given: int | str | None) -> int | None:

@@ -176,7 +176,7 @@ class Training:
             options,
             self._distributed.peers,
             is_chief=self._distributed.is_chief,
-            capture=self._run.capture,
+            capture=lambda keep: self._run.capture(keep=keep),
             meter=self._totals.meter,
             lost_workers=lambda: lost_workers(self._distributed.strategy),
         )

@@ -76,6 +76,37 @@ ROWS = {
         "last_batch_of_2",
     ],
 }
+_SPLIT = [
+    *EVERYWHERE,
+    "accumulation_3_uneven",
+    "accumulation_clipped",
+    "ema_accumulation",
+    "ema_overwrite",
+    "loss_scale_overflow",
+    "constraint",
+    "batch_norm_synchronized",
+    "batch_norm",
+    "dropout",
+    "mask",
+    "auc",
+    "nadam",
+    "two_optimizers",
+    "mixed_float16",
+    "mixed_bfloat16",
+    "embedding_adam",
+    "embedding_global_clipnorm",
+    "embedding_accumulation",
+    "own_compute_loss",
+]
+# Weights that are split over the devices of all workers.
+MESHES = {
+    "2_workers_fsdp_2": "1,2,weights",
+    "2_workers_zero1": "1,2,optimizer",
+    "2_workers_x2_fsdp_4": "1,4,weights",
+    "2_workers_x2_data_2_fsdp_2": "2,2,gradients",
+    "3_workers_fsdp_3": "1,3,gradients",
+}
+ROWS |= dict.fromkeys(MESHES, _SPLIT)
 # What the default tests have of them.
 QUICK = [
     "adam_global_clipnorm",
@@ -85,7 +116,16 @@ QUICK = [
     "batch_norm_synchronized",
     "embedding_adam",
 ]
-LAYOUTS = {"2_workers": (2, 1), "2_workers_x2": (2, 2), "3_workers": (3, 1)}
+LAYOUTS = {
+    "2_workers": (2, 1),
+    "2_workers_x2": (2, 2),
+    "3_workers": (3, 1),
+    "2_workers_fsdp_2": (2, 1),
+    "2_workers_zero1": (2, 1),
+    "2_workers_x2_fsdp_4": (2, 2),
+    "2_workers_x2_data_2_fsdp_2": (2, 2),
+    "3_workers_fsdp_3": (3, 1),
+}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +142,9 @@ def outcomes(tmp_path_factory, request):
         if layout not in known:
             folder = tmp_path_factory.mktemp(layout)
             names = [n for n in ROWS[layout] if (layout, n) in wanted]
-            hashes = clusters.run_parity_cases(*LAYOUTS[layout], names, folder)
+            hashes = clusters.run_parity_cases(
+                *LAYOUTS[layout], names, folder, mesh=MESHES.get(layout, "")
+            )
             known[layout] = folder, hashes
         return known[layout]
 

@@ -20,17 +20,33 @@ def result_file(folder, case):
     return os.path.join(folder, f"{case}.npz")
 
 
+def strategy_of(mesh, num_virtual_devices):
+    """Returns the strategy of a cluster; split where there is a mesh."""
+    if not mesh:
+        return mgpu_tf.create_multi_worker_mirrored_strategy(
+            num_virtual_devices=num_virtual_devices
+        )
+    data, fsdp, shard = mesh.split(",")
+    return mgpu_tf.create_model_parallel_strategy(
+        int(data),
+        int(fsdp),
+        shard=shard,
+        num_virtual_devices=num_virtual_devices,
+        # Of the small weights of tests the large ones are split.
+        smallest_split=4,
+    )
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", required=True)
     parser.add_argument("--cases", required=True)
     parser.add_argument("--floatx", default="")
     parser.add_argument("--num_virtual_devices", type=int, default=1)
+    parser.add_argument("--mesh", default="", help="data,fsdp,shard")
     arguments = parser.parse_args()
     quiet_import.import_tensorflow()
-    strategy = mgpu_tf.create_multi_worker_mirrored_strategy(
-        num_virtual_devices=arguments.num_virtual_devices
-    )
+    strategy = strategy_of(arguments.mesh, arguments.num_virtual_devices)
     from tests.parity import cases
 
     worker = mgpu_tf.ClusterConfig.from_environment().worker_index

@@ -16,7 +16,12 @@ STEPS_PER_EPOCH = 32
 SAVE_EVERY_STEPS = 5
 TOTAL_STEPS = EPOCHS * STEPS_PER_EPOCH
 
-WORKERS = {"mirrored": 1, "2_workers": 2, "3_workers": 3}
+WORKERS = {
+    "mirrored": 1,
+    "2_workers": 2,
+    "3_workers": 3,
+    "2_workers_fsdp": 2,
+}
 
 # What is killed, and when: a task between two steps; a task while the chief
 # writes a checkpoint; the supervisor; or all are told to end by SIGTERM.

@@ -41,6 +41,8 @@ def main(folder, strategy_name):
     mgpu_tf.enable_determinism()
     if strategy_name == "mirrored":
         strategy = mgpu_tf.create_mirrored_strategy(num_virtual_devices=2)
+    elif strategy_name == "2_workers_fsdp":
+        strategy = mgpu_tf.create_strategy("fsdp")
     else:
         strategy = mgpu_tf.create_multi_worker_mirrored_strategy()
     generator = np.random.default_rng(0)

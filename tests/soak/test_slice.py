@@ -29,6 +29,14 @@ from tests.soak.run import run_job
             ],
             marks=pytest.mark.full,
         ),
+        pytest.param(
+            "2_workers_fsdp",
+            [
+                Fault("step", worker=1, step=22),
+                Fault("save", worker=0, step=58),
+            ],
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_killed_and_the_same_bits(strategy, faults):

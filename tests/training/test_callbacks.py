@@ -1,5 +1,6 @@
 """Keras's callbacks on two real workers, against one device."""
 
+import contextlib
 import glob
 import os
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import mgpu_tf
-from mgpu_tf.training.callbacks import ProgressLine
+from mgpu_tf.training.callbacks import ProgressLine, saving_together
 from tests import clusters
 from tests.jobs import callbacks
 
@@ -63,6 +64,57 @@ def test_files_are_of_the_chief_alone(two_workers, folder):
         assert len(file.readlines()) == 6
     events = os.path.join(folder, "board-0", "**", "*.tfevents*")
     assert glob.glob(events, recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (
+            lambda folder: keras.callbacks.TensorBoard(
+                folder, histogram_freq=1
+            ),
+            "histogram_freq=1",
+        ),
+        (
+            lambda folder: keras.callbacks.TensorBoard(
+                folder, embeddings_freq=2
+            ),
+            "embeddings_freq=2",
+        ),
+        (keras.callbacks.BackupAndRestore, "checkpoint_dir"),
+    ],
+)
+def test_who_reads_split_weights_alone_is_refused(callback, words, tmp_path):
+    callback = callback(str(tmp_path))
+    with pytest.raises(mgpu_tf.ConfigurationError, match=words) as error:
+        saving_together([callback], contextlib.nullcontext, is_chief=True)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("is_chief", [True, False])
+def test_a_checkpoint_is_decided_everywhere_and_written_once(
+    is_chief, tmp_path
+):
+    entered = []
+
+    @contextlib.contextmanager
+    def whole():
+        entered.append(True)
+        yield
+
+    callback = keras.callbacks.ModelCheckpoint(
+        str(tmp_path / "{epoch}.keras"), monitor="loss", save_best_only=True
+    )
+    [together] = saving_together([callback], whole, is_chief=is_chief)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    together.set_model(model)
+    for epoch, loss in enumerate([3.0, 5.0, 1.0]):
+        together.on_epoch_begin(epoch)
+        together.on_epoch_end(epoch, {"loss": loss})
+    assert len(entered) == 2
+    written = ["1.keras", "3.keras"] if is_chief else []
+    assert sorted(os.listdir(tmp_path)) == written
 
 
 def test_not_a_callback(strategies):

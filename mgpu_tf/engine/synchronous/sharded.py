@@ -8,6 +8,9 @@
 To gather and to scatter move together as many bytes as to sum gradients: each
 replica of n receives (n - 1)/n of a weight, and as much of a gradient.
 
+Where several processes hold the replicas, weights are gathered and gradients
+scattered by collectives of the strategy's groups, gradients in packs.
+
 What needs whole gradients takes them from all parts: norms to clip by, and
 the check that gradients are finite.
 """
@@ -21,13 +24,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
+from mgpu_tf.engine.synchronous.parts import cut, gathered, scattered
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
 
 # Optimizers that compute each element of a weight from that element alone.
@@ -79,8 +85,33 @@ class ShardedEngine(SynchronousEngine):
                 "noise_scale=True on a strategy that splits them. Use "
                 "'mirrored'."
             )
+        if strategy.is_apart and model.run_eagerly:
+            raise ConfigurationError(
+                "Weights that are split over several processes are gathered "
+                "in graphs. Received: run_eagerly=True. Leave it out, or use "
+                "one process."
+            )
         if model.optimizer is not None:
             _check_elementwise(model.optimizer)
+
+    def trace(self, source: Source) -> StepTrace:
+        """Runs the first step of training and undoes it; as in `Engine`."""
+        self._refuse_trace()
+        return super().trace(source)
+
+    def trace_outputs(self, source: Source) -> list[ShareTrace]:
+        """Predicts one batch; as in `Engine`."""
+        self._refuse_trace()
+        return super().trace_outputs(source)
+
+    def _refuse_trace(self) -> None:
+        if self._strategy.is_apart:
+            raise ConfigurationError(
+                "A trace runs one operation after another, and gathers of "
+                "weights wait for each other. Received: weights that are "
+                "split over several processes. Trace in one process, with "
+                "num_virtual_devices."
+            )
 
     def _make_update(self) -> Update:
         return ShardedUpdate(
@@ -176,8 +207,14 @@ class ShardedUpdate(Update):
                 list(itertools.compress(alike, others)),
             )
         )
+        parts = iter(
+            self._parts(
+                list(itertools.compress(gradients, scattered)),
+                [v.value for v in itertools.compress(variables, scattered)],
+            )
+        )
         return [
-            self._scattered(gradient, variable.value)
+            next(parts)
             if is_scattered
             else self._own_rows(next(summed), variable)
             if is_split
@@ -185,6 +222,20 @@ class ShardedUpdate(Update):
             for gradient, variable, is_scattered, is_split in zip(
                 gradients, variables, scattered, split, strict=True
             )
+        ]
+
+    def _parts(
+        self, gradients: Gradients, variables: list[ShardedVariable]
+    ) -> Gradients:
+        """Gives each replica the sums of its parts of dense gradients."""
+        if gradients and self._strategy.is_apart:
+            return self._strategy.run(
+                lambda every: scattered(every, variables, self._dtype),
+                args=(gradients,),
+            )
+        return [
+            self._scattered(gradient, variable)
+            for gradient, variable in zip(gradients, variables, strict=True)
         ]
 
     def _scattered(self, gradient: Any, variable: ShardedVariable) -> Any:
@@ -228,10 +279,7 @@ class ShardedUpdate(Update):
     ) -> tf.Tensor:
         """Returns the part of a rank, cut on the device that computed it."""
         with tf.device(variable.values[member].device):
-            gradient = tf.ensure_shape(gradient, variable.shape)
-            part = variable.part_of(gradient, rank)
-            if self._dtype is not None and self._dtype.size < part.dtype.size:
-                part = tf.cast(part, self._dtype)
+            part = cut(gradient, variable, rank, self._dtype)
         return tf.cast(part, gradient.dtype)
 
     def _own_rows(self, slices: Any, variable: keras.Variable) -> Any:
@@ -335,9 +383,21 @@ def _gathered(variable: keras.Variable) -> tf.Tensor | None:
 
 def refresh(variables: list[keras.Variable]) -> None:
     """Writes parts to the whole copies of variables, where there are such."""
-    for variable in variables:
-        if keras_internals.is_split(variable):
-            variable.value.refresh()
+    copied = [
+        variable.value
+        for variable in variables
+        if keras_internals.is_split(variable) and variable.value.keeps_whole
+    ]
+    if not any(variable.is_apart for variable in copied):
+        for variable in copied:
+            variable.refresh()
+        return
+
+    def on_replica() -> None:
+        for variable, value in zip(copied, gathered(copied), strict=True):
+            variable.refresh_here(value)
+
+    copied[0].distribute_strategy.run(on_replica)
 
 
 def _check_elementwise(optimizer: keras.optimizers.Optimizer) -> None:

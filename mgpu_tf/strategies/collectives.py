@@ -1,0 +1,363 @@
+"""Sums and joins of tensors over groups of replicas, with their gradients.
+
+    groups = Groups(strategy, [[0, 1], [2, 3]])      # every replica in one
+
+    on a replica                     group of n, value of s bytes    gradient
+    groups.all_reduce(x)             the sum, to each                all_reduce
+    groups.all_gather(part, axis)    the parts in order, to each     the next
+    groups.reduce_scatter(x, axis)   its part of the sum, to each    the one
+                                                                     before
+
+Part r of n has the elements from `length * r // n` to `length * (r + 1) // n`
+of an axis. Members get the same bits, and the same bits again in each run.
+
+A gradient here is that of the sum of the losses of all replicas. Where
+replicas compute the same loss, each takes its share of it first.
+
+Members in one process copy tensors between its devices and sum in the order of
+the group. Members in several processes use TensorFlow's collective operations:
+ring on CPUs, NCCL on GPUs. TensorFlow has no reduce-scatter on CPUs; there it
+is an all-to-all of parts, summed in the order of the group, with the same
+bytes: (n - 1)/n of s.
+
+All members call the same functions in the same order. A member that is missing
+ends the others with an error after `timeout_seconds`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.topology import synchronous_topology
+
+# Groups of TensorFlow's own strategies have small numbers.
+_FIRST_KEY = 1_000_000
+_TIMEOUT_SECONDS = 600.0
+
+
+class Groups:
+    """Groups of replicas that exchange tensors.
+
+    Make the same groups in the same order in all processes, outside of
+    replicas.
+
+    Args:
+        strategy: A `MirroredStrategy`, or one of several workers.
+        members: The replicas of each group, by their number among all of the
+            strategy, and in that order. Groups have one size, and each replica
+            is in one.
+        communication: `auto` is as above; `ring` and `nccl` use TensorFlow's
+            operations in one process too.
+        timeout_seconds: How long a member waits for the others.
+
+    Attributes:
+        size: The members of a group.
+        first: The first replica of this process.
+
+    Raises:
+        ConfigurationError: A replica is in no group, or in two, or groups
+            differ in size.
+    """
+
+    _keys = itertools.count(start=_FIRST_KEY, step=10_000)
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        members: Sequence[Sequence[int]],
+        *,
+        communication: str = "auto",
+        timeout_seconds: float = _TIMEOUT_SECONDS,
+    ) -> None:
+        total = strategy.num_replicas_in_sync
+        every = sorted(replica for group in members for replica in group)
+        if every != list(range(total)) or len({len(g) for g in members}) != 1:
+            raise ConfigurationError(
+                "Groups must have one size and each replica once. Received: "
+                f"{[list(group) for group in members]} for {total} replicas."
+            )
+        # TensorFlow's operations number the members by their devices.
+        self._members = [sorted(group) for group in members]
+        self.size = len(self._members[0])
+        self._communication = communication
+        self._timeout_seconds = timeout_seconds
+        local = synchronous_topology(strategy).local
+        self.first = local.first
+        self._here = range(local.first, local.first + local.count)
+        self._devices = strategy.extended.worker_devices
+        self._copies = communication == "auto" and all(
+            group[0] // local.count == member // local.count
+            for group in self._members
+            for member in group
+        )
+        self._key = next(self._keys)
+        self._calls = {replica: itertools.count() for replica in self._here}
+        self._tokens: dict[int, tf.Variable] = {}
+        if not self._copies and self.size > 1:
+            for replica, device in zip(self._here, self._devices, strict=True):
+                with tf.init_scope(), tf.device(device):
+                    self._tokens[replica] = tf.Variable(0.0, trainable=False)
+
+    def rank(self, replica: int | None = None) -> int:
+        """Returns the place of a replica in its group. On a replica.
+
+        Args:
+            replica: Its number. Default: this one.
+        """
+        replica = _this_replica() if replica is None else replica
+        return self._group(replica).index(replica)
+
+    def all_reduce(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the sum over the group. On a replica.
+
+        Args:
+            value: A tensor of the same shape on each member.
+        """
+        if self.size == 1:
+            return tf.identity(value)
+
+        @tf.custom_gradient
+        def summed(value: tf.Tensor) -> Any:
+            return self._all_reduce(value), self.all_reduce
+
+        return summed(value)
+
+    def all_gather(
+        self, part: tf.Tensor, axis: int = 0, length: Any = None
+    ) -> tf.Tensor:
+        """Returns the parts of the group, one after another. On a replica.
+
+        Args:
+            part: The part of this member.
+            axis: The axis along which parts lie.
+            length: The length of the whole axis, an integer or a tensor.
+                Default: that of a part times the members.
+        """
+        if self.size == 1:
+            return tf.identity(part)
+        axis %= part.shape.rank
+        if length is None:
+            length = _length(part, axis) * self.size
+
+        @tf.custom_gradient
+        def gathered(part: tf.Tensor) -> Any:
+            whole = self._all_gather(part, axis, length)
+            return whole, lambda up: self.reduce_scatter(up, axis)
+
+        return gathered(part)
+
+    def reduce_scatter(self, value: tf.Tensor, axis: int = 0) -> tf.Tensor:
+        """Returns this member's part of the sum over the group. On a replica.
+
+        Args:
+            value: A tensor of the same shape on each member.
+            axis: The axis that is divided.
+        """
+        if self.size == 1:
+            return tf.identity(value)
+        axis %= value.shape.rank
+        length = _length(value, axis)
+
+        @tf.custom_gradient
+        def scattered(value: tf.Tensor) -> Any:
+            part = self._reduce_scatter(value, axis, length)
+            return part, lambda up: self.all_gather(up, axis, length)
+
+        return scattered(value)
+
+    def own_part(self, value: tf.Tensor, axis: int = 0) -> tf.Tensor:
+        """Returns this member's part of a tensor. On a replica."""
+        low, high = _bounds(_length(value, axis), self.rank(), self.size)
+        return _slice(value, axis, low, high)
+
+    # What a member sends and receives.
+
+    def _all_reduce(self, value: tf.Tensor) -> tf.Tensor:
+        if self._copies:
+            return self._exchanged(value, self._sums)
+        return tf.raw_ops.CollectiveReduceV2(
+            input=value, merge_op="Add", final_op="Id", **self._call()
+        )
+
+    def _all_gather(self, part: tf.Tensor, axis: int, length: Any) -> tf.Tensor:
+        if self._copies:
+            return self._exchanged(part, lambda g: self._joins(g, axis))
+        longest = -(-length // self.size)
+        moved = _moved(part, axis, 0)
+        every = tf.raw_ops.CollectiveGatherV2(
+            input=_padded(moved, longest), **self._call()
+        )
+        chunks = [
+            every[rank * longest : rank * longest + high - low]
+            for rank in range(self.size)
+            for low, high in [_bounds(length, rank, self.size)]
+        ]
+        whole = _moved(tf.concat(chunks, 0), 0, axis)
+        shape = part.shape.as_list()
+        shape[axis] = length if isinstance(length, int) else None
+        return tf.ensure_shape(whole, shape)
+
+    def _reduce_scatter(
+        self, value: tf.Tensor, axis: int, length: Any
+    ) -> tf.Tensor:
+        if self._copies:
+            return self._exchanged(
+                value, lambda group: self._summed_parts(group, axis, length)
+            )
+        longest = -(-length // self.size)
+        moved = _moved(value, axis, 0)
+        sent = tf.stack(
+            [
+                _padded(moved[low:high], longest)
+                for rank in range(self.size)
+                for low, high in [_bounds(length, rank, self.size)]
+            ]
+        )
+        summed = self._summed_chunk(sent)
+        low, high = _bounds(length, self.rank(), self.size)
+        part = _moved(summed[: high - low], 0, axis)
+        shape = value.shape.as_list()
+        shape[axis] = high - low if isinstance(length, int) else None
+        return tf.ensure_shape(part, shape)
+
+    def _summed_chunk(self, chunks: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of this member's chunks, `[members, chunk, ...]`."""
+        if self._has_nccl:
+            return tf.raw_ops.CollectiveReduceScatterV2(
+                input=tf.concat(tf.unstack(chunks, self.size), 0),
+                merge_op="Add",
+                final_op="Id",
+                **self._call(),
+            )
+        # On CPUs the operation above ends all collectives of the process.
+        received = tf.raw_ops.CollectiveAllToAllV2(input=chunks, **self._call())
+        return tf.add_n(tf.unstack(received, self.size))
+
+    @property
+    def _has_nccl(self) -> bool:
+        on_gpu = all("GPU" in device for device in self._devices)
+        return on_gpu and self._communication != "ring"
+
+    def _call(self) -> dict[str, Any]:
+        """Returns the arguments that each of TensorFlow's operations takes."""
+        replica = _this_replica()
+        group = self._group(replica)
+        return {
+            "group_size": self.size,
+            "group_key": self._key + self._members.index(group),
+            # One for each operation of a graph, the same on all members.
+            "instance_key": next(self._calls[replica]),
+            "ordering_token": [self._tokens[replica].handle],
+            "communication_hint": self._communication,
+            "timeout_seconds": self._timeout_seconds,
+            "is_stateless": False,
+        }
+
+    # In one process, outside of replicas.
+
+    def _exchanged(
+        self,
+        value: tf.Tensor,
+        exchange: Callable[[dict[int, tf.Tensor]], dict[int, tf.Tensor]],
+    ) -> tf.Tensor:
+        """Lets the members of each group of this process exchange values."""
+
+        def merged(strategy: tf.distribute.Strategy, value: Any) -> Any:
+            values = strategy.experimental_local_results(value)
+            held = dict(zip(self._here, values, strict=True))
+            found: dict[int, tf.Tensor] = {}
+            for group in self._members:
+                if group[0] in held:
+                    found |= exchange(
+                        {member: held[member] for member in group}
+                    )
+            return strategy.experimental_distribute_values_from_function(
+                lambda context: found[context.replica_id_in_sync_group]
+            )
+
+        context = tf.distribute.get_replica_context()
+        return context.merge_call(merged, args=(value,))
+
+    def _sums(self, group: dict[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+        first = next(iter(group))
+        with tf.device(self._device(first)):
+            total = tf.add_n(list(group.values()))
+        found = {}
+        for member in group:
+            with tf.device(self._device(member)):
+                found[member] = tf.identity(total)
+        return found
+
+    def _joins(
+        self, group: dict[int, tf.Tensor], axis: int
+    ) -> dict[int, tf.Tensor]:
+        found = {}
+        for member in group:
+            with tf.device(self._device(member)):
+                found[member] = tf.concat(list(group.values()), axis)
+        return found
+
+    def _summed_parts(
+        self, group: dict[int, tf.Tensor], axis: int, length: Any
+    ) -> dict[int, tf.Tensor]:
+        found = {}
+        for rank, member in enumerate(group):
+            parts = []
+            for sender, value in group.items():
+                with tf.device(self._device(sender)):
+                    size = length
+                    if not isinstance(length, int):
+                        size = _length(value, axis)
+                    low, high = _bounds(size, rank, self.size)
+                    parts.append(_slice(value, axis, low, high))
+            with tf.device(self._device(member)):
+                found[member] = tf.add_n(parts)
+        return found
+
+    def _device(self, replica: int) -> str:
+        return self._devices[replica - self.first]
+
+    def _group(self, replica: int) -> list[int]:
+        return next(group for group in self._members if replica in group)
+
+
+def _this_replica() -> int:
+    context = tf.distribute.get_replica_context()
+    return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+
+def _length(value: tf.Tensor, axis: int) -> Any:
+    """Returns the length of an axis, a tensor where it is not known yet."""
+    known = value.shape[axis]
+    return tf.shape(value)[axis] if known is None else int(known)
+
+
+def _bounds(length: Any, rank: int, size: int) -> tuple[Any, Any]:
+    return length * rank // size, length * (rank + 1) // size
+
+
+def _slice(value: tf.Tensor, axis: int, low: Any, high: Any) -> tf.Tensor:
+    before = (slice(None),) * (axis % value.shape.rank)
+    return value[(*before, slice(low, high))]
+
+
+def _moved(value: tf.Tensor, source: int, target: int) -> tf.Tensor:
+    """Returns a tensor with an axis moved to another place."""
+    if source == target:
+        return value
+    order = [axis for axis in range(value.shape.rank) if axis != source]
+    order.insert(target, source)
+    return tf.transpose(value, order)
+
+
+def _padded(value: tf.Tensor, length: Any) -> tf.Tensor:
+    """Returns a tensor with zeros after its first axis up to a length."""
+    missing = length - _length(value, 0)
+    if isinstance(missing, int) and missing == 0:
+        return value
+    return tf.pad(value, [[0, missing], *[[0, 0]] * (value.shape.rank - 1)])

@@ -1,0 +1,93 @@
+"""Groups of replicas: results and gradients, against what is done by hand."""
+
+import pytest
+import tensorflow as tf
+
+import mgpu_tf
+from mgpu_tf.strategies.collectives import Groups
+from tests import clusters
+from tests.jobs import groups as jobs
+from tests.tiers import tiered
+
+
+def close(found):
+    return {name: value for name, value in found.items() if value > 1e-14}
+
+
+@pytest.mark.parametrize(
+    ("members", "communication"),
+    tiered(
+        [
+            ([[2, 0], [1, 3]], "auto"),
+            ([[2, 0], [1, 3]], "ring"),
+            ([[0, 1], [2, 3]], "auto"),
+            ([[0, 1, 2, 3]], "auto"),
+            ([[0, 1, 2, 3]], "ring"),
+        ],
+        [([[2, 0], [1, 3]], "ring")],
+    ),
+    ids=str,
+)
+def test_in_one_process(strategies, members, communication):
+    found = jobs.largest_differences(
+        strategies["mirrored_x4"], members, communication
+    )
+    assert not close(found)
+
+
+def test_three_replicas_divide_nothing_exactly(strategies):
+    found = jobs.largest_differences(strategies["mirrored_x3"], [[0, 1, 2]])
+    assert not close(found)
+
+
+def test_a_group_of_one_has_its_own_value(strategies):
+    found = jobs.largest_differences(strategies["mirrored_x2"], [[0], [1]])
+    assert not close(found)
+
+
+def test_members_get_the_same_bits(strategies):
+    strategy = strategies["mirrored_x3"]
+    groups = Groups(strategy, [[2, 0, 1]])
+
+    @tf.function
+    def step():
+        return strategy.run(
+            lambda: groups.all_reduce(
+                tf.random.stateless_normal(
+                    [1000], [groups.rank(), 0], dtype=tf.float32
+                )
+            )
+        )
+
+    first, *others = strategy.experimental_local_results(step())
+    for other in others:
+        tf.debugging.assert_equal(first, other)
+
+
+@pytest.mark.parametrize(
+    "members", [[[0, 1]], [[0, 1], [1, 2]], [[0], [1, 2]], [[0, 1, 2, 3]]]
+)
+def test_each_replica_is_in_one_group(strategies, members):
+    with pytest.raises(mgpu_tf.ConfigurationError, match="each replica once"):
+        Groups(strategies["mirrored_x3"], members)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("groups"))
+    return clusters.run_jobs(jobs, 2, folder, num_virtual_devices=2)
+
+
+@pytest.mark.full
+def test_across_processes(cluster):
+    for found in cluster["one_after_another"]:
+        assert len(found) == 3
+        for differences in found.values():
+            assert not close(differences)
+
+
+@pytest.mark.full
+def test_who_waits_for_a_missing_member_gets_an_error(cluster):
+    first, second = cluster["a_member_is_missing"]
+    assert first not in ("no error", "not called")
+    assert second == "not called"

@@ -1,0 +1,200 @@
+"""Weights that are split over the devices of several processes."""
+
+import os
+import shutil
+
+import keras
+import numpy as np
+import pytest
+
+import mgpu_tf
+from mgpu_tf.checkpoints import store
+from tests import clusters
+from tests.jobs import split
+from tests.parity import cases, judge
+from tests.tiers import tiered
+
+LAYOUTS = {"2_workers": (2, 1), "2_workers_x2": (2, 2), "3_workers": (3, 1)}
+
+
+def by_layout(job, layouts=("2_workers",), quick=()):
+    """Parametrizes a test by the cluster that it runs a job on."""
+    rows = [(layout, job) for layout in layouts]
+    return pytest.mark.parametrize(
+        ("layout", "job"), tiered(rows, [(layout, job) for layout in quick])
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: str(tmp_path_factory.mktemp(name)) for name in LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def observed(folders, request):
+    """Starts each cluster when its first test asks, for all tests of it."""
+    known = {}
+    wanted = {
+        (params["layout"], params["job"])
+        for item in request.session.items
+        if item.module is request.module and hasattr(item, "callspec")
+        for params in [item.callspec.params]
+        if "job" in params
+    }
+
+    def of(layout, job):
+        if layout not in known:
+            names = [n for n in split.JOBS if (layout, n) in wanted]
+            workers, devices = LAYOUTS[layout]
+            known[layout] = clusters.run_jobs(
+                split, workers, folders[layout], names, devices
+            )
+        return known[layout][job]
+
+    return of
+
+
+@by_layout("kinds", ["2_workers", "2_workers_x2"], quick=["2_workers"])
+def test_by_name_from_the_environment(layout, job, observed):
+    workers, devices = LAYOUTS[layout]
+    replicas = workers * devices
+    for worker in observed(layout, job):
+        assert worker == {
+            "mesh": f"data=1, fsdp={replicas}",
+            "workers": workers,
+            "replicas": replicas,
+            "split": [True, False],
+            "is_mwms": True,
+        }
+
+
+@by_layout("stored", LAYOUTS, quick=["2_workers"])
+def test_each_process_stores_its_share(layout, job, observed):
+    workers, devices = LAYOUTS[layout]
+    every = observed(layout, job)
+    assert {worker["count"] for worker in every} == {15}
+    assert sum(worker["share"] for worker in every) == pytest.approx(1)
+    for index, worker in enumerate(every):
+        # Rows of small matrices do not divide evenly.
+        assert worker["share"] == pytest.approx(1 / workers, abs=0.06)
+        assert worker["memory"] == [
+            f"worker:{index} CPU:{i}" for i in range(devices)
+        ]
+    assert len({worker["whole"] for worker in every}) == 1
+
+
+@by_layout("saved", ["2_workers", "2_workers_x2"], quick=["2_workers"])
+def test_files_have_the_ordinary_layout(layout, job, observed, folders):
+    chief, *others = observed(layout, job)
+    # Only the chief holds the whole model to write it.
+    assert set(chief["held"]) == {True}
+    assert {held for worker in others for held in worker["held"]} == {False}
+    path = os.path.join(folders[layout], "split")
+    with np.load(path + ".npz") as file:
+        expected = [file[name] for name in file.files]
+    for name in ("", "-best"):
+        loaded = keras.models.load_model(f"{path}{name}.keras")
+        for ours, theirs in zip(expected, split.values_of(loaded), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    model = split.mlp("adam")()
+    model.optimizer.build(model.trainable_variables)
+    for name in ("", "-last"):
+        model.load_weights(f"{path}{name}.weights.h5")
+        for ours, theirs in zip(expected, split.values_of(model), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@by_layout("mistakes", ["2_workers", "2_workers_x2"])
+def test_mistakes_are_told_and_the_cluster_goes_on(layout, job, observed):
+    workers, devices = LAYOUTS[layout]
+    every = observed(layout, job)
+    for worker in every:
+        mesh, callback, eager, weights, trace = worker["told"]
+        total = workers * devices
+        product = f"data=3 x fsdp={total} = {3 * total} for {workers} workers"
+        assert f"{product} x {devices} devices = {total}" in mesh
+        assert "BackupAndRestore" in callback
+        assert "run_eagerly=True" in eager
+        assert "on worker 0" in weights
+        assert "on worker 1" in weights
+        assert "Trace in one process" in trace
+        assert not any("\n" in text for text in worker["told"])
+    assert len({worker["sha"] for worker in every}) == 1
+
+
+@by_layout("alone")
+def test_a_read_by_the_chief_alone_ends_in_one_line(layout, job, observed):
+    for worker in observed(layout, job):
+        assert "reading a split weight on worker 0" in worker["told"]
+        assert "evaluate on worker 1" in worker["told"]
+        assert "\n" not in worker["told"]
+
+
+@by_layout("checkpointed", ["2_workers", "2_workers_x2"])
+def test_resumed_bit_for_bit(layout, job, observed):
+    every = observed(layout, job)
+    assert len({worker["whole"] for worker in every}) == 1
+    for worker in every:
+        assert worker["resumed"] == worker["whole"]
+        assert worker["step"] == 12
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("onto", ["one_device", "mirrored_x3", "fsdp_x3"])
+@by_layout("checkpointed")
+def test_resumed_elsewhere(
+    layout, job, onto, observed, folders, strategies, tmp_path, floatx_of
+):
+    observed(layout, job)
+    folder = str(tmp_path / "copy")
+    shutil.copytree(os.path.join(folders[layout], "checkpoints"), folder)
+    first, second = sorted(store.entries(folder), key=lambda e: e.step)
+    assert (first.step, second.step) == (6, 12)
+    shutil.rmtree(second.path)
+    floatx_of(cases.CASES["adam"])
+    resumed = split.fitted(strategies[onto], checkpoint_dir=folder)
+    assert resumed.global_step == 12
+    with np.load(os.path.join(folders[layout], "whole.npz")) as file:
+        whole = [file[name] for name in file.files]
+    for ours, theirs in zip(split.values_of(resumed.model), whole, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=judge.FLOAT64)
+
+
+@by_layout("bytes_on_the_wire", ["2_workers", "2_workers_x2"])
+def test_no_more_bytes_than_an_all_reduce(layout, job, observed):
+    for worker in observed(layout, job):
+        for shard, most in (
+            ("optimizer", 1.0),
+            ("gradients", 1.0),
+            ("weights", 1.5),
+        ):
+            assert 0.99 * most <= worker[shard] <= 1.05 * most
+
+
+@pytest.mark.parametrize(
+    ("layout", "job"),
+    tiered(
+        [(layout, row) for layout in LAYOUTS for row in split.ROWS],
+        [("2_workers", "mlp_adam")],
+    ),
+)
+def test_the_numbers_of_one_device(layout, job, observed, folders, floatx_of):
+    hashes = observed(layout, job)
+    assert all(worker == hashes[0] for worker in hashes)
+    floatx_of(split.ROWS[job])
+    reference = cases.run_stock(split.ROWS[job])
+    workers, devices = LAYOUTS[layout]
+    for mesh in split.MESHES[workers * devices]:
+        path = split.result_file(folders[layout], job, mesh)
+        result = cases.Result.load(path)
+        assert result.largest_difference(reference) < judge.FLOAT64
+        assert result.loss_difference(reference) < judge.FLOAT64
+        assert result.score_difference(reference) < judge.FLOAT64
+
+
+def test_a_cluster_with_parameter_servers_is_refused():
+    cluster = mgpu_tf.ClusterConfig(
+        "worker", 0, worker=("a:1", "b:1"), ps=("c:1",)
+    )
+    with pytest.raises(mgpu_tf.ConfigurationError, match="'model_parallel'"):
+        mgpu_tf.create_model_parallel_strategy(cluster=cluster)
