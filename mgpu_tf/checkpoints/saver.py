@@ -26,6 +26,7 @@ import tensorflow as tf
 from mgpu_tf.checkpoints import store
 from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
 from mgpu_tf.checkpoints.recovery import Progress, Recovery
+from mgpu_tf.cluster import heartbeat
 from mgpu_tf.engine.base import NO_VOTES, Votes
 from mgpu_tf.errors import ConfigurationError, Preempted
 from mgpu_tf.folders import make_folder
@@ -263,7 +264,7 @@ class CheckpointSaver(Saver):
 
     def _save(self) -> None:
         """Copies the state, and has it written in the background."""
-        with self._meter.phase("save"):
+        with self._meter.phase("save"), heartbeat.at(heartbeat.SAVE):
             if self._writer is not None:
                 self._writer.join()
             step, state, arrays = self._capture()
@@ -295,7 +296,7 @@ class CheckpointSaver(Saver):
             )
 
     def _flush(self) -> None:
-        with self._meter.phase("save"):
+        with self._meter.phase("save"), heartbeat.at(heartbeat.SAVE):
             if self._writer is not None:
                 self._writer.join()
         if self._failed is not None:

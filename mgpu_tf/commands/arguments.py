@@ -8,10 +8,12 @@ from typing import Any
 
 from absl import flags
 
+from mgpu_tf import flags as run_flags
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.launch import local
 from mgpu_tf.launch.job import GRACE_SECONDS
 from mgpu_tf.launch.policy import RestartPolicy
+from mgpu_tf.options import WatchOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +136,7 @@ def supervision(
     """Returns the arguments of `local.launch` from these flags."""
     return {
         "grace_seconds": values.grace_seconds,
+        "watch": run_flags.options(WatchOptions, values),
         "policy": RestartPolicy(
             max_restarts=values.max_restarts,
             min_workers=values.min_workers,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.waiting import told_of_missing
 from mgpu_tf.errors import ConfigurationError, unknown_name
@@ -114,6 +115,7 @@ def create_multi_worker_mirrored_strategy(
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=_IMPLEMENTATIONS[communication]
     )
+    watchdog.begin(cluster)
     with told_of_missing(cluster):
         return MultiWorkerMirroredStrategy(cluster, options, len(names))
 

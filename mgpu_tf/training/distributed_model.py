@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf import data as data_lib
+from mgpu_tf.cluster import watchdog
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.engine.base import DataFeed, Engine
@@ -71,6 +72,7 @@ class DistributedModel:
         steps_per_execution: int | str = "auto",
         options: StepOptions | None = None,
     ) -> None:
+        watchdog.begin(None)
         self._build_model = build_model
         seed = _seed_of(seed)
         self._seed = seed

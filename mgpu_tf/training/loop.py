@@ -27,6 +27,7 @@ from mgpu_tf.checkpoints.run_state import (
     RunState,
 )
 from mgpu_tf.checkpoints.saver import CheckpointSaver, Saver
+from mgpu_tf.cluster import heartbeat
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import DataFeed, Execution, Logs, UnevenData
 from mgpu_tf.errors import ConfigurationError
@@ -225,7 +226,12 @@ class Training:
             left = wanted if limit is None else limit - at.step
             ahead = self._saver.room(step, left)
             started = time.perf_counter()
-            with self._profiler.around(step), self._distributed.peers.inside():
+            heartbeat.count(step)
+            with (
+                heartbeat.at(heartbeat.STEP),
+                self._profiler.around(step),
+                self._distributed.peers.inside(),
+            ):
                 done = engine.train(
                     iterator, wanted, source, self._pace.seconds, votes, ahead
                 )
@@ -269,6 +275,7 @@ class Training:
 
     def _count(self, execution: Execution) -> Execution:
         self._totals.global_step += execution.steps
+        heartbeat.count(self._totals.global_step)
         self._totals.examples_seen += execution.examples
         return execution
 
@@ -315,7 +322,7 @@ def evaluate(
     at = Position()
 
     def execute(wanted: int) -> Execution:
-        with distributed.peers.inside():
+        with heartbeat.at(heartbeat.EVALUATE), distributed.peers.inside():
             return engine.evaluate(iterator, wanted, source, pace.seconds)
 
     run_steps(
@@ -360,7 +367,7 @@ def predict(
     while limit is None or len(batches) < limit:
         hooks.on_predict_batch_begin(len(batches))
         try:
-            with distributed.peers.inside():
+            with heartbeat.at(heartbeat.PREDICT), distributed.peers.inside():
                 outputs = engine.predict(iterator, source)
         except UnevenData as error:
             raise error.after(len(batches)) from None
@@ -416,6 +423,7 @@ def run_steps(
         wanted = room(pace.steps)
         if limit is not None:
             wanted = min(wanted, limit - at.step)
+        heartbeat.mark(heartbeat.CALLBACKS)
         begin(at.step)
         try:
             result = pace.time(execute, wanted)
