@@ -8,7 +8,7 @@
 A supervisor looks at all tasks of a job. A task that somebody else has started
 (Slurm, Kubernetes, a person) has a child process that looks at this one task:
 
-    python -m mgpu_tf.cluster.watchdog FILE NAME STALL FIRST
+    python -m mgpu_tf.cluster.watchdog FILE STALL FIRST < TF_CONFIG
 
 It ends with its input, and so with the task.
 """
@@ -29,18 +29,21 @@ from collections.abc import Mapping
 from mgpu_tf.cluster import heartbeat
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.heartbeat import Beat
+from mgpu_tf.cluster.waiting import missing_tasks
 from mgpu_tf.options import WatchOptions
 
 # The exit status of a job that did not go on, as `timeout` has it.
 STALLED = 124
 LOOK_SECONDS = 1.0
+# After how long a wait the other tasks are asked whether they are there.
+_ASK_SECONDS = 15.0
 # A process that has not run for so long is not merely busy.
 _FROZEN_SECONDS = 5.0
 # How long Python's stacks take to be written.
 STACKS_SECONDS = 1.0
 
 # Its pipe is open as long as this process lives.
-_child: subprocess.Popen[bytes] | None = None
+_child: subprocess.Popen[str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,9 +234,10 @@ def begin(
         os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     )
     given = os.environ.get("PYTHONPATH")
+    assert cluster is not None
     _child = subprocess.Popen(
         [
-            *(sys.executable, "-m", "mgpu_tf.cluster.watchdog", path, name),
+            *(sys.executable, "-m", "mgpu_tf.cluster.watchdog", path),
             str(options.stall_timeout_seconds),
             str(options.first_step_seconds),
         ],
@@ -245,19 +249,37 @@ def begin(
             "PYTHONPATH": os.pathsep.join(p for p in (packages, given) if p),
         },
         start_new_session=True,
+        text=True,
     )
+    assert _child.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        _child.stdin.write(cluster.to_json() + "\n")
+        _child.stdin.flush()
 
 
-def _watch(path: str, name: str, options: WatchOptions) -> None:
+def _watch(path: str, options: WatchOptions) -> None:
     """Watches one task until it ends. In the child process."""
-    watch = Watch(options)
+    cluster = ClusterConfig.from_json(sys.stdin.readline())
+    name, watch = cluster.task_name, Watch(options)
     parent, was_stopped = os.getppid(), 0.0
+    entries, since, ask_at = 0, 0.0, 0.0
     while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
         if os.getppid() != parent:
             break  # A process that the task has forked holds the pipe.
         beat = heartbeat.read(path)
         if beat is None:
             continue
+        now = time.monotonic()
+        if beat.count != entries or beat.last.phase not in heartbeat.TOGETHER:
+            entries, since, ask_at = beat.count, now, now + _ASK_SECONDS
+        elif now >= ask_at and beat.last.phase != heartbeat.START:
+            ask_at = now + 2 * (ask_at - since)
+            missing = missing_tasks(cluster)
+            if missing:
+                _say(
+                    f"{name} waits for {', '.join(missing)} (since "
+                    f"{now - since:.0f} s)"
+                )
         if is_stopped(beat.pid):
             was_stopped += LOOK_SECONDS
         elif was_stopped:
@@ -279,6 +301,5 @@ if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         _watch(
             sys.argv[1],
-            sys.argv[2],
-            WatchOptions(float(sys.argv[3]), float(sys.argv[4])),
+            WatchOptions(float(sys.argv[2]), float(sys.argv[3])),
         )

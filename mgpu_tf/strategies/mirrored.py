@@ -26,7 +26,7 @@ from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import ConfigurationError
 
 # How long a worker may be silent before TensorFlow ends the cluster.
-SILENCE_SECONDS = 100.0
+SILENCE_SECONDS = 45.0
 
 _view = threading.local()
 
@@ -158,8 +158,8 @@ class MultiWorkerMirroredStrategy(
 def _configure_heartbeats(cluster: ClusterConfig) -> None:
     """Lets a worker be silent for a while, as one that is stopped is.
 
-    TensorFlow's own limit is 10 seconds. A worker that has ended is found at
-    once by those who wait for it, since its connections are closed.
+    TensorFlow's own limit is 10 seconds. A worker that has ended is mostly
+    found sooner, since its connections are closed.
     """
     context = tf_context.context()
     if context.coordination_service is not None:

@@ -39,6 +39,7 @@ from mgpu_tf.strategies import messages
 from mgpu_tf.strategies.calls import (
     Call,
     comes_from,
+    crossed,
     described,
     ended,
     error_of,
@@ -363,6 +364,7 @@ class Peers:
     def _fail(self, call: Call, error: Exception) -> NoReturn:
         """Raises what this worker or another one has failed with."""
         mistake = mistake_behind(error)
+        mistake = mistake or crossed(self._worker, call.name, error)
         failed = error if mistake is None else mistake
         if mistake is None and comes_from(error, tf.errors.OpError):
             # A worker that ends the others tells why before it does so.
