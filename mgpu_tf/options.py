@@ -24,6 +24,7 @@ from mgpu_tf.names import (
     LATE_GRADIENTS,
     LEARNING_RATE_DECAYS,
     LEARNING_RATE_RULES,
+    ON_NAN,
     RECOMPUTE,
     RESUME,
     SHARDS,
@@ -133,6 +134,18 @@ class StepOptions:
     noise_scale: bool = option(
         False,
         "Measure the gradient noise scale, and log it with the metrics.",
+    )
+    check_replicas_every: int | None = option(
+        None,
+        "After every N steps, check that all replicas hold the same weights "
+        "and optimizer state, bit for bit. Default: no check.",
+        least=1,
+    )
+    on_nan: str = option(
+        "ignore",
+        "What to do when the loss is no finite number. stop: end, and name "
+        "the step. ignore: go on, as Keras does.",
+        ON_NAN,
     )
 
     def __post_init__(self) -> None:

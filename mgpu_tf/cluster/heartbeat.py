@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import faulthandler
 import mmap
 import os
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 # The file that a supervisor reads, for a task that it has started.
 FILE = "MGPU_TF_BEAT"
@@ -243,6 +244,28 @@ def reading() -> Iterator[None]:
         yield
     finally:
         _here.was_read(since)
+
+
+def recorded(beats: Mapping[str, Beat]) -> str:
+    """Returns the last entries of tasks as lines, the newest last.
+
+    Args:
+        beats: What each task has told, by its name.
+    """
+    lines = []
+    for name, beat in beats.items():
+        for entry in beat.entries:
+            moment = datetime.datetime.fromtimestamp(entry.moment)
+            text = moment.isoformat(sep=" ", timespec="milliseconds")
+            first = ", for the first time" if entry.is_first else ""
+            lines.append(
+                f"{text} {name} step {entry.step} {entry.phase}{first}\n"
+            )
+        if beat.reading_since:
+            moment = datetime.datetime.fromtimestamp(beat.reading_since)
+            text = moment.isoformat(sep=" ", timespec="milliseconds")
+            lines.append(f"{text} {name} Python code makes a batch\n")
+    return "".join(sorted(lines))
 
 
 def read(path: str) -> Beat | None:

@@ -246,6 +246,23 @@ class _Supervisor:
     def _beat_path(self, name: str) -> str:
         return os.path.join(self._beats, name.replace(" ", "-"))
 
+    def _beats_of(self, tasks: list[Task]) -> dict[str, heartbeat.Beat]:
+        return {
+            task.name: beat
+            for task in tasks
+            if (beat := heartbeat.read(self._beat_path(task.name)))
+        }
+
+    def _record(self) -> None:
+        """Writes what each task did last beside the logs."""
+        folder, beats = self._job.log_dir, self._beats_of(self._tasks)
+        if folder is None or not beats:
+            return
+        path = os.path.join(folder, f"last-steps-{self._restarts}.txt")
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            file.write(heartbeat.recorded(beats))
+            _say(f"what each task did last is in {path}")
+
     def _stalled(self, now: float) -> _End | None:
         """Ends tasks that make no progress; None where all go on.
 
@@ -254,13 +271,9 @@ class _Supervisor:
         if now < self._look_at:
             return None
         self._look_at = now + watchdog.LOOK_SECONDS
-        beats = {
-            task.name: beat
-            for task in self._tasks
-            if not task.ended
-            and task.alive
-            and (beat := heartbeat.read(self._beat_path(task.name)))
-        }
+        beats = self._beats_of(
+            [task for task in self._tasks if not task.ended and task.alive]
+        )
         stall = self._watch.look(beats, now)
         if stall is None:
             return None
@@ -270,6 +283,7 @@ class _Supervisor:
             f"{stall.text}. {'The late' if alone else 'All'} tasks are ended; "
             "their Python stacks come first"
         )
+        self._record()
         ends = stall.late if alone else tuple(beats)
         watchdog.end_with_stacks([beats[name].pid for name in ends])
         if alone:
@@ -280,6 +294,7 @@ class _Supervisor:
 
     def _failed(self, task: Task) -> _End:
         others = [t for t in self._tasks if t.alive]
+        self._record()
         again = self._job.policy.restarts
         # The workers of a job that begins again have nothing left to do.
         self._end_all(signal.SIGKILL if again else signal.SIGTERM)

@@ -113,6 +113,11 @@ class DistributedModel:
         return self._engine
 
     @property
+    def options(self) -> StepOptions:
+        """Returns how steps are made."""
+        return self._options
+
+    @property
     def is_lost(self) -> bool:
         """Whether the variables are gone with a parameter server."""
         return self._engine.is_lost()

@@ -107,6 +107,10 @@ class Trainer:
             noise_scale: Whether to measure the gradient noise scale from the
                 gradients of replicas or micro-batches, and to log it with the
                 metrics.
+            check_replicas_every: After every N steps, check that all replicas
+                hold the same weights and optimizer state, bit for bit.
+            on_nan: "stop" ends `fit` with the step at which the loss was no
+                finite number first. "ignore" goes on, as Keras does.
 
     Raises:
         ConfigurationError: `build_model` does not return a compiled model that
@@ -252,6 +256,8 @@ class Trainer:
         Raises:
             ConfigurationError: An argument breaks a rule.
             Preempted: SIGTERM was received, and the state is saved.
+            DivergedError: Replicas differ, or the loss is not finite, where
+                the trainer was told to look.
         """
         with self._distributed.peers.together("fit"):
             saving = saving_of(checkpoint_dir, checkpoint)

@@ -240,6 +240,13 @@ def test_a_task_of_nobody_ends_by_itself(stopped):
     assert "in waits_here" in err
 
 
+@pytest.mark.full
+def test_who_is_gone_is_named():
+    with task(60.0) as process:
+        line = process.stderr.readline()
+    assert line.startswith("mgpu_tf: worker 1 waits for worker 0 at a:1 (since")
+
+
 def test_a_task_that_was_stopped_goes_on_and_it_is_told():
     with task(60.0, "heartbeat.mark('save')") as process:
         process.send_signal(signal.SIGSTOP)

@@ -71,6 +71,12 @@ def test_a_stopped_task_ends_the_job(tmp_path, capfd):
     assert "in waits_here" in (logs / "worker-0.log").read_text()
     assert "<module>" in (logs / "worker-1.log").read_text()
     assert_gone(*noted(tmp_path, "worker0.0", "worker1.0"))
+    lines = (logs / "last-steps-0.txt").read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines if "worker 1" in line] == [
+        "worker 1 step 0 start-up, for the first time",
+        "worker 1 step 5 step, for the first time",
+    ]
+    assert f"what each task did last is in {logs}" in err
 
 
 def test_a_job_that_stalls_begins_again(tmp_path, capfd):
