@@ -27,6 +27,15 @@ def check_local(name: str, path: str) -> None:
         )
 
 
+def not_through_links(path: str, flags: int) -> int:
+    """Opens a file, as `opener` of `open`; refuses a symbolic link.
+
+    Raises:
+        OSError: The path is a link, or cannot be opened.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def write_whole(path: str, write: Callable[[str], Any]) -> None:
     """Writes a file whole or not at all.
 

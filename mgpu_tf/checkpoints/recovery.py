@@ -17,6 +17,7 @@ import uuid
 from typing import Any
 
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.folders import not_through_links
 from mgpu_tf.reports.report import known
 
 _PROGRESS = "progress"
@@ -71,13 +72,12 @@ class Owner:
             OSError: The folder cannot be written.
         """
         unfinished = f"{self._path}.{os.getpid()}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        descriptor = os.open(unfinished, flags, 0o644)
-        try:
-            os.write(descriptor, self._mine.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with open(
+            unfinished, "w", encoding="utf-8", opener=not_through_links
+        ) as file:
+            file.write(self._mine)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(unfinished, self._path)
         self._taken = True
 
@@ -140,7 +140,8 @@ class Progress:
     def _note(self, step: int, lost_workers: int) -> None:
         if self._descriptor is None:
             path = os.path.join(self._folder, _PROGRESS)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT
+            self._descriptor = not_through_links(path, flags)
         moments = f"{self._began:18.6f} {self.since:18.6f}"
         text = f"{step:20d} {lost_workers:8d} {moments}\n"
         os.pwrite(self._descriptor, text.encode(), 0)
@@ -183,7 +184,9 @@ class Progress:
         )
         path = os.path.join(self._folder, _TOTALS)
         try:
-            with open(path + ".tmp", "w", encoding="utf-8") as file:
+            with open(
+                path + ".tmp", "w", encoding="utf-8", opener=not_through_links
+            ) as file:
                 json.dump(dataclasses.asdict(totals), file)
             os.replace(path + ".tmp", path)
         except OSError as error:

@@ -237,7 +237,7 @@ def begin(
     assert cluster is not None
     _child = subprocess.Popen(
         [
-            *(sys.executable, "-m", "mgpu_tf.cluster.watchdog", path),
+            *(sys.executable, "-P", "-m", "mgpu_tf.cluster.watchdog", path),
             str(options.stall_timeout_seconds),
             str(options.first_step_seconds),
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from typing import Any
 
@@ -73,8 +74,12 @@ class Call:
         Returns:
             The exit status.
         """
+        # A module of the current folder must not stand for one of Python's,
+        # unless that folder is where this package is.
+        home = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+        apart = [] if os.path.samefile(home, ".") else ["-P"]
         return local.launch(
-            [sys.executable, "-m", "mgpu_tf", self.name, *self.given],
+            [sys.executable, *apart, "-m", "mgpu_tf", self.name, *self.given],
             num_workers,
             chief_has_terminal=True,
             **options,

@@ -232,6 +232,7 @@ class Engine(abc.ABC):
         Raises:
             DivergedError: A replica differs.
         """
+        del step  # One copy has nothing to be compared with.
 
     @abc.abstractmethod
     def train(

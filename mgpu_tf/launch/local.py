@@ -94,6 +94,7 @@ class _Supervisor:
         self._beats = tempfile.mkdtemp(prefix="mgpu_tf-")
         self._watch = watchdog.Watch(job.watch)
         self._look_at = 0.0
+        self._stopped: set[str] = set()
 
     def __enter__(self) -> _Supervisor:
         if threading.current_thread() is threading.main_thread():
@@ -253,6 +254,15 @@ class _Supervisor:
             if (beat := heartbeat.read(self._beat_path(task.name)))
         }
 
+    def _tell_of_stopped(self, beats: dict[str, heartbeat.Beat]) -> None:
+        """Says once that a task is stopped, and that it goes on again."""
+        stopped = {n for n, b in beats.items() if watchdog.is_stopped(b.pid)}
+        for name in sorted(stopped - self._stopped):
+            _say(f"{name} is stopped by a signal; the others wait for it")
+        for name in sorted(self._stopped & set(beats) - stopped):
+            _say(f"{name} is no longer stopped")
+        self._stopped = stopped
+
     def _record(self) -> None:
         """Writes what each task did last beside the logs."""
         folder, beats = self._job.log_dir, self._beats_of(self._tasks)
@@ -274,6 +284,7 @@ class _Supervisor:
         beats = self._beats_of(
             [task for task in self._tasks if not task.ended and task.alive]
         )
+        self._tell_of_stopped(beats)
         stall = self._watch.look(beats, now)
         if stall is None:
             return None

@@ -6,6 +6,7 @@ import pytest
 
 import mgpu_tf
 from mgpu_tf.engine.synchronous.replica_check import _odd
+from tests.tiers import tiered
 
 X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
 Y = X[:, :1]
@@ -56,6 +57,7 @@ def fit(strategy, callbacks=(), x=X, every=5, **options):
     return trainer
 
 
+@pytest.mark.full
 def test_replicas_that_agree_go_on(strategies):
     checked = fit(strategies["mirrored_x3"])
     free = fit(strategies["mirrored_x3"], every=None)
@@ -69,10 +71,18 @@ def test_replicas_that_agree_go_on(strategies):
 @pytest.mark.parametrize(
     ("find", "name"),
     [
-        (lambda model: model.layers[0].kernel, "dense.*/kernel"),
-        (lambda model: model.optimizer.variables[-1], "velocity|momentum"),
+        pytest.param(
+            lambda model: model.layers[0].kernel,
+            "dense.*/kernel",
+            marks=pytest.mark.full,
+            id="weight",
+        ),
+        pytest.param(
+            lambda model: model.optimizer.variables[-1],
+            "velocity|momentum",
+            id="slot",
+        ),
     ],
-    ids=["weight", "slot"],
 )
 def test_a_planted_difference_is_named(find, name, strategies):
     with pytest.raises(
@@ -82,11 +92,13 @@ def test_a_planted_difference_is_named(find, name, strategies):
         fit(strategies["mirrored_x3"], [Plant(find)])
 
 
+@pytest.mark.full
 def test_nobody_looks_unless_asked(strategies):
     plant = Plant(lambda model: model.layers[0].kernel)
     assert fit(strategies["mirrored_x3"], [plant], every=None).global_step
 
 
+@pytest.mark.full
 def test_one_replica_has_nothing_to_compare(strategies):
     assert fit(strategies["one_device"]).global_step == 3 * STEPS
 
@@ -112,8 +124,17 @@ def test_who_is_odd(sums, odd):
     assert _odd(sums) == odd
 
 
-@pytest.mark.parametrize("per_execution", [1, 5, "auto"])
-@pytest.mark.parametrize("name", ["one_device", "mirrored_x3"])
+@pytest.mark.parametrize(
+    ("name", "per_execution"),
+    tiered(
+        [
+            (name, steps)
+            for name in ("one_device", "mirrored_x3")
+            for steps in (1, 5, "auto")
+        ],
+        [("mirrored_x3", 5)],
+    ),
+)
 def test_the_step_of_a_bad_loss(name, per_execution, strategies):
     x = X.copy()
     x[8 * 7 + 5] = np.nan  # In batch 7, counted from 0.
@@ -128,6 +149,7 @@ def test_the_step_of_a_bad_loss(name, per_execution, strategies):
         )
 
 
+@pytest.mark.full
 def test_a_bad_loss_goes_on_as_in_keras(strategies):
     x = X.copy()
     x[0] = np.inf

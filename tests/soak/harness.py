@@ -23,7 +23,7 @@ WORKERS = {"mirrored": 1, "2_workers": 2, "3_workers": 3}
 # task is stopped, for good or for PAUSE_SECONDS.
 KINDS = ("step", "save", "supervisor", "preempt", "stop", "pause")
 STALL_SECONDS = 50
-PAUSE_SECONDS = 30
+PAUSE_SECONDS = 20
 
 _RESULT = re.compile(
     r"^RESULT (?P<sha>\w{64}) (?P<step>\d+) (?P<restarts>\d+)"

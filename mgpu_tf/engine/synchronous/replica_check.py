@@ -69,7 +69,9 @@ class ReplicaCheck:
 
     def _message(self, differ: list[tuple[str, list[int]]], step: int) -> str:
         count = self._local.count
-        odd = sorted({replica for _, replicas in differ for replica in replicas})
+        odd = sorted(
+            {replica for _, replicas in differ for replica in replicas}
+        )
         where = ", ".join(
             f"replica {replica} of worker {replica // count}" for replica in odd
         )
