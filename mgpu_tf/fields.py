@@ -97,7 +97,7 @@ def _check_value(name: str, value: Any, rule: Mapping[str, Any]) -> None:
     if rule["choices"] and value not in rule["choices"]:
         raise ConfigurationError(unknown_name(name, value, rule["choices"]))
     least, above = rule["least"], rule["above"]
-    if least is not None and not value >= least:
+    if least is not None and value < least:
         raise ConfigurationError(
             f"{name} must be {least} or more. Received: {name}={value}."
         )

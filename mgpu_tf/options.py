@@ -254,6 +254,13 @@ class WatchOptions:
 
     def __post_init__(self) -> None:
         check(self)
+        for field in dataclasses.fields(WatchOptions):
+            value = getattr(self, field.name)
+            if not math.isfinite(value):
+                raise ConfigurationError(
+                    f"{field.name} must be finite, 0 for no limit. Received: "
+                    f"{field.name}={value}."
+                )
 
     @property
     def watches(self) -> bool:
