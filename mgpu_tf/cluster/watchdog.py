@@ -40,7 +40,7 @@ _ASK_SECONDS = 15.0
 # A process that has not run for so long is not merely busy.
 _FROZEN_SECONDS = 5.0
 # How long Python's stacks take to be written.
-STACKS_SECONDS = 1.0
+STACKS_SECONDS = 3.0
 
 # Its pipe is open as long as this process lives.
 _child: subprocess.Popen[str] | None = None
