@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mgpu_tf.errors import (
         ClusterError,
         ConfigurationError,
+        DivergedError,
         Preempted,
         WorkerError,
     )
@@ -53,6 +54,7 @@ _HOMES = {
     "ClusterConfig": "mgpu_tf.cluster.config",
     "ClusterError": "mgpu_tf.errors",
     "ConfigurationError": "mgpu_tf.errors",
+    "DivergedError": "mgpu_tf.errors",
     "Loop": "mgpu_tf.training.custom_loop",
     "ParityReport": "mgpu_tf.studies.parity",
     "Report": "mgpu_tf.reports.report",
@@ -84,6 +86,7 @@ __all__ = [
     "ClusterConfig",
     "ClusterError",
     "ConfigurationError",
+    "DivergedError",
     "Loop",
     "ParityReport",
     "Preempted",

@@ -29,7 +29,7 @@ from mgpu_tf.commands import (
     train,
 )
 from mgpu_tf.commands.arguments import Call
-from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.errors import ConfigurationError, DivergedError, unknown_name
 
 USAGE_ERROR = 2
 # As a shell says it of a program that a signal has ended.
@@ -114,6 +114,9 @@ def _main(arguments: list[str]) -> int:
         message = " ".join(str(error).split())
         print(f"mgpu-tf: {message}", file=sys.stderr)
         return USAGE_ERROR
+    except DivergedError as error:
+        print(f"mgpu-tf: {error}", file=sys.stderr)
+        return 1
 
 
 def _run(name: str, given: list[str]) -> int:

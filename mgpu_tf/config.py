@@ -25,13 +25,16 @@ from mgpu_tf.options import (
     SaveOptions,
     StepOptions,
     StrategyOptions,
+    WatchOptions,
 )
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig(StrategyOptions, StepOptions, LargeBatchOptions, SaveOptions):
+class RunConfig(
+    StrategyOptions, StepOptions, LargeBatchOptions, SaveOptions, WatchOptions
+):
     """The configuration of a training run.
 
     Example:
@@ -39,7 +42,8 @@ class RunConfig(StrategyOptions, StepOptions, LargeBatchOptions, SaveOptions):
         64
 
     Each field has a help text. The fields of `StrategyOptions`, `StepOptions`,
-    `LargeBatchOptions` and `SaveOptions` are fields of this class.
+    `LargeBatchOptions`, `SaveOptions` and `WatchOptions` are fields of this
+    class.
 
     Raises:
         ConfigurationError: A name is unknown or a number out of range.
@@ -125,6 +129,7 @@ class RunConfig(StrategyOptions, StepOptions, LargeBatchOptions, SaveOptions):
             StepOptions,
             LargeBatchOptions,
             SaveOptions,
+            WatchOptions,
         ):
             self.options(group)  # Checks the rules of the group.
         if not 0 <= self.seed < 2**32:

@@ -5,6 +5,8 @@
     `-- ClusterError                  TF_CONFIG or the scheduler describes no
                                       usable cluster
     WorkerError (RuntimeError)        another worker of the cluster failed
+    DivergedError (RuntimeError)      replicas hold other weights, or the loss
+                                      is not finite
     Preempted (SystemExit)            SIGTERM was received; state is saved
 
 The message of a `ConfigurationError` has the rule, what was received, and the
@@ -31,6 +33,10 @@ class ClusterError(ConfigurationError):
 
 class WorkerError(RuntimeError):
     """Another worker of the cluster failed; the message has its exception."""
+
+
+class DivergedError(RuntimeError):
+    """Replicas differ that must be the same, or the loss is not finite."""
 
 
 class Preempted(SystemExit):

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from mgpu_tf import datasets
 from mgpu_tf.checkpoints.run_state import EpochRecord
+from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.environments import ask_for_ps
 from mgpu_tf.config import RunConfig
@@ -36,6 +37,7 @@ from mgpu_tf.options import (
     SaveOptions,
     StepOptions,
     StrategyOptions,
+    WatchOptions,
 )
 from mgpu_tf.reports.pipeline_trace import PipelineTrace
 from mgpu_tf.reports.profiling import Profiler
@@ -83,6 +85,9 @@ def run(config: RunConfig, *, verbose: int | str = "auto") -> Report:
         make_folder("output_dir", config.output_dir)
     if config.checkpoint_dir is not None:
         enable_determinism()
+    watchdog.begin(
+        ClusterConfig.from_environment(), config.options(WatchOptions)
+    )
     strategy = create_with(config.strategy, config.options(StrategyOptions))
     _check_batch(config, strategy)
     splits = _splits(config)

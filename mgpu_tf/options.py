@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import check, option
@@ -23,6 +24,7 @@ from mgpu_tf.names import (
     LATE_GRADIENTS,
     LEARNING_RATE_DECAYS,
     LEARNING_RATE_RULES,
+    ON_NAN,
     RECOMPUTE,
     RESUME,
     SHARDS,
@@ -133,6 +135,18 @@ class StepOptions:
         False,
         "Measure the gradient noise scale, and log it with the metrics.",
     )
+    check_replicas_every: int | None = option(
+        None,
+        "After every N steps, check that all replicas hold the same weights "
+        "and optimizer state, bit for bit. Default: no check.",
+        least=1,
+    )
+    on_nan: str = option(
+        "ignore",
+        "What to do when the loss is no finite number. stop: end, and name "
+        "the step. ignore: go on, as Keras does.",
+        ON_NAN,
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.jit_compile, bool):
@@ -215,6 +229,66 @@ class LargeBatchOptions:
                 raise ConfigurationError(
                     f"{name} must be finite. Received: {name}={value}."
                 )
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchOptions:
+    """When a task that does not go on is ended.
+
+    Raises:
+        ConfigurationError: A value breaks the rule of its field.
+    """
+
+    stall_timeout_seconds: float = option(
+        600.0,
+        "End the job when a task makes no progress for N seconds: no step, no "
+        "callback, no save. 0: no limit.",
+        least=0,
+    )
+    first_step_seconds: float = option(
+        1800.0,
+        "The same limit for what a process does for the first time: the "
+        "start-up, the first step, the first evaluation. 0: no limit.",
+        least=0,
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        for field in dataclasses.fields(WatchOptions):
+            value = getattr(self, field.name)
+            if not math.isfinite(value):
+                raise ConfigurationError(
+                    f"{field.name} must be finite, 0 for no limit. Received: "
+                    f"{field.name}={value}."
+                )
+
+    @property
+    def watches(self) -> bool:
+        """Whether there is any limit."""
+        return bool(self.stall_timeout_seconds or self.first_step_seconds)
+
+    @classmethod
+    def from_environment(cls) -> WatchOptions:
+        """Returns the options from variables such as
+        `MGPU_TF_STALL_TIMEOUT_SECONDS`, or the defaults.
+
+        Raises:
+            ConfigurationError: A value is no number, or out of range.
+        """
+        values = {}
+        for field in dataclasses.fields(cls):
+            variable = f"MGPU_TF_{field.name.upper()}"
+            text = os.environ.get(variable)
+            if text is None:
+                continue
+            try:
+                values[field.name] = float(text)
+            except ValueError:
+                raise ConfigurationError(
+                    f"{variable} must be a number of seconds. Received: "
+                    f"{text!r}."
+                ) from None
+        return cls(**values)
 
 
 @dataclasses.dataclass(frozen=True)

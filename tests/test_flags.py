@@ -51,12 +51,16 @@ VALUES = {
     "recompute": "layers",
     "kernels": "keras",
     "noise_scale": True,
+    "check_replicas_every": 7,
+    "on_nan": "stop",
     "profile": "10,5",
     "checkpoint_dir": "out=1/checkpoints",
     "save_every_steps": 20,
     "save_every_seconds": 1.5,
     "keep_checkpoints": 9,
     "resume": "always",
+    "stall_timeout_seconds": 60.5,
+    "first_step_seconds": 0.0,
 }
 
 

@@ -9,14 +9,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
+import socket
 import time
+import uuid
 from typing import Any
 
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.folders import not_through_links
 from mgpu_tf.reports.report import known
 
 _PROGRESS = "progress"
 _TOTALS = "recovery.json"
+_OWNER = "owner"
+
+_log = logging.getLogger("mgpu_tf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +46,69 @@ class Recovery:
     lost_workers: int = 0
 
 
+class SupersededError(ConfigurationError):
+    """Another run has taken the folder of checkpoints."""
+
+
+class Owner:
+    """Who may write to a folder of checkpoints: the run that came last.
+
+    Args:
+        folder: An existing folder.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._path = os.path.join(folder, _OWNER)
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        self._mine = f"{uuid.uuid4().hex} {who}\n"
+        self._checked = 0.0
+        self._taken = False
+
+    def take(self) -> None:
+        """Makes this run the owner.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        unfinished = f"{self._path}.{os.getpid()}"
+        with open(
+            unfinished, "w", encoding="utf-8", opener=not_through_links
+        ) as file:
+            file.write(self._mine)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, self._path)
+        self._taken = True
+
+    def check(self, every_seconds: float = 0.0) -> None:
+        """Checks that no other run has come since.
+
+        Args:
+            every_seconds: Looks only where the last look is as long ago.
+
+        Raises:
+            SupersededError: One has.
+        """
+        now = time.monotonic()
+        if not self._taken or now - self._checked < every_seconds:
+            return
+        self._checked = now
+        try:
+            with open(self._path, encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, ValueError):
+            return  # Of a file system that is away for a moment.
+        if text != self._mine:
+            raise SupersededError(
+                "A checkpoint_dir belongs to the run that began last. "
+                f"Received: {self._folder!r}, which "
+                f"{text.partition(' ')[2].strip() or 'another run'} has taken. "
+                "This run writes nothing more there and ends; give each run "
+                "its own folder."
+            )
+
+
 class Progress:
     """How far a run has come, for whoever begins it again.
 
@@ -57,15 +128,33 @@ class Progress:
         self.restarted = False
         self._began = time.time()
         self._descriptor: int | None = None
+        self._told = False
 
     def note(self, step: int, lost_workers: int = 0) -> None:
         """Notes that a step is done; a write of 68 bytes."""
+        try:
+            self._note(step, lost_workers)
+        except OSError as error:
+            self._tell(error)
+
+    def _note(self, step: int, lost_workers: int) -> None:
         if self._descriptor is None:
             path = os.path.join(self._folder, _PROGRESS)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT
+            self._descriptor = not_through_links(path, flags)
         moments = f"{self._began:18.6f} {self.since:18.6f}"
         text = f"{step:20d} {lost_workers:8d} {moments}\n"
         os.pwrite(self._descriptor, text.encode(), 0)
+
+    def _tell(self, error: OSError) -> None:
+        """Tells once that the progress cannot be noted; the run goes on."""
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "the progress cannot be noted in checkpoint_dir (%s); the run "
+                "goes on",
+                error.strerror,
+            )
 
     def begin(self, step: int, saved_at: float | None) -> Recovery:
         """Reads what the process before has left, adds up what was lost.
@@ -94,9 +183,14 @@ class Progress:
             lost_workers=totals.lost_workers + lost_workers,
         )
         path = os.path.join(self._folder, _TOTALS)
-        with open(path + ".tmp", "w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(totals), file)
-        os.replace(path + ".tmp", path)
+        try:
+            with open(
+                path + ".tmp", "w", encoding="utf-8", opener=not_through_links
+            ) as file:
+                json.dump(dataclasses.asdict(totals), file)
+            os.replace(path + ".tmp", path)
+        except OSError as error:
+            self._tell(error)
         self.note(step)
         return totals
 
@@ -105,7 +199,7 @@ class Progress:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             os.remove(os.path.join(self._folder, _PROGRESS))
 
     def _read(self) -> tuple[int, int, float, float] | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import math
 import signal
@@ -25,7 +26,8 @@ import tensorflow as tf
 
 from mgpu_tf.checkpoints import store
 from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
-from mgpu_tf.checkpoints.recovery import Progress, Recovery
+from mgpu_tf.checkpoints.recovery import Owner, Progress, Recovery
+from mgpu_tf.cluster import heartbeat
 from mgpu_tf.engine.base import NO_VOTES, Votes
 from mgpu_tf.errors import ConfigurationError, Preempted
 from mgpu_tf.folders import make_folder
@@ -124,7 +126,8 @@ class CheckpointSaver(Saver):
         self._meter = meter
         self._progress: Progress | None = None
         self._writer: threading.Thread | None = None
-        self._failed: OSError | None = None
+        self._failed: Exception | None = None
+        self._owner = Owner(options.folder)
         self._last_save = time.monotonic()
         self._due_at = math.inf
         self._saved = False
@@ -139,7 +142,8 @@ class CheckpointSaver(Saver):
         folder, resume = self._options.folder, self._options.resume
         step = -1
         if self._is_chief:
-            make_folder("checkpoint_dir", folder)
+            make_folder("checkpoint_dir", folder, writes=False)
+            self._take(folder)
             entry = store.newest(folder, _warn_of_broken)
             step = -1 if entry is None else entry.step
         step = self._peers.of_first(step)
@@ -158,6 +162,19 @@ class CheckpointSaver(Saver):
         if self._is_chief:
             self._begin(max(step, 0), {} if found is None else found[0])
         return found
+
+    def _take(self, folder: str) -> None:
+        """Ends the writing of an earlier run that may still be there."""
+        try:
+            self._owner.take()
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                return  # It is told when a checkpoint cannot be written.
+            raise ConfigurationError(
+                "checkpoint_dir must be a folder that can be made and "
+                f"written. Received: checkpoint_dir={folder!r} "
+                f"({error.strerror})."
+            ) from None
 
     def _begin(self, step: int, state: State) -> None:
         """Goes on with what the processes before knew of time and failures."""
@@ -214,6 +231,7 @@ class CheckpointSaver(Saver):
         """Saves between two executions where it is time to; as above."""
         self._saved = False
         if self._progress is not None:
+            self._owner.check(every_seconds=1.0)
             self._progress.note(step, self._lost_workers())
         options = self._options
         by_epoch = (
@@ -237,6 +255,7 @@ class CheckpointSaver(Saver):
         self._flush()
         self._peers.any(False)
         if self._progress is not None:
+            self._owner.check()
             self._progress.end()
 
     @contextlib.contextmanager
@@ -264,7 +283,7 @@ class CheckpointSaver(Saver):
 
     def _save(self) -> None:
         """Copies the state, and has it written in the background."""
-        with self._meter.phase("save"):
+        with self._meter.phase("save"), heartbeat.at(heartbeat.SAVE):
             if self._writer is not None:
                 self._writer.join()
             step, state, arrays = self._capture(self._is_chief)
@@ -283,20 +302,27 @@ class CheckpointSaver(Saver):
         options = self._options
         try:
             write_state(
-                options.folder, step, state, arrays, options.keep_checkpoints
+                options.folder,
+                step,
+                state,
+                arrays,
+                options.keep_checkpoints,
+                self._owner.check,
             )
             self._failed = None
-        except OSError as error:
+        except Exception as error:
+            # Told now, and raised by the thread that trains at the end.
             self._failed = error
+            reason = getattr(error, "strerror", None) or repr(error)
             _log.warning(
                 "the checkpoint of step %d was not written (%s); the one "
                 "before stays usable",
                 step,
-                error.strerror,
+                reason,
             )
 
     def _flush(self) -> None:
-        with self._meter.phase("save"):
+        with self._meter.phase("save"), heartbeat.at(heartbeat.SAVE):
             if self._writer is not None:
                 self._writer.join()
         if self._failed is not None:
@@ -304,7 +330,12 @@ class CheckpointSaver(Saver):
 
 
 def write_state(
-    folder: str, step: int, state: State, arrays: Arrays, keep: int
+    folder: str,
+    step: int,
+    state: State,
+    arrays: Arrays,
+    keep: int,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes a checkpoint, and deletes all but the newest.
 
@@ -314,6 +345,7 @@ def write_state(
         state: The state of the run, with arrays anywhere in it.
         arrays: The variables by name.
         keep: How many checkpoints to keep.
+        check: Raises where this run may no longer write there.
 
     Raises:
         OSError: The disk is full or the folder cannot be written.
@@ -327,7 +359,9 @@ def write_state(
 
     state = without_arrays(state, keep_apart)
     stored = {name: _to_stored(array) for name, array in every.items()}
+    check()
     store.write(folder, step, state, stored)
+    check()
     store.prune(folder, keep)
 
 

@@ -22,7 +22,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import IO, Any
+
+from mgpu_tf.folders import not_through_links
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -248,11 +250,16 @@ def prune(folder: str, keep: int) -> list[str]:
     return [os.path.basename(path) for path in paths]
 
 
+def _open(path: str, mode: str) -> IO[bytes]:
+    """Opens a file of a checkpoint, which is no link to another file."""
+    return open(path, mode, opener=not_through_links)
+
+
 def _write_arrays(
     folder: str, arrays: Mapping[str, Array]
 ) -> tuple[list[dict[str, Any]], str]:
     index, offset, digest = [], 0, hashlib.sha256()
-    with open(os.path.join(folder, ARRAYS), "wb") as file:
+    with _open(os.path.join(folder, ARRAYS), "wb") as file:
         for name, array in arrays.items():
             data = array.data.cast("B") if array.data.nbytes else b""
             digest.update(data)
@@ -274,8 +281,8 @@ def _write_arrays(
 
 def _write_manifest(folder: str, body: dict[str, Any]) -> None:
     text = json.dumps(body | {"manifest_sha256": _digest(body)})
-    with open(os.path.join(folder, MANIFEST), "w", encoding="utf-8") as file:
-        file.write(text)
+    with _open(os.path.join(folder, MANIFEST), "wb") as file:
+        file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -321,7 +328,7 @@ def _entry(path: str, step: int, thorough: bool) -> Entry:
 def _read_manifest(path: str) -> dict[str, Any]:
     name = os.path.basename(path)
     try:
-        with open(os.path.join(path, MANIFEST), encoding="utf-8") as file:
+        with _open(os.path.join(path, MANIFEST), "rb") as file:
             body = json.load(file)
         digest = body.pop("manifest_sha256")
     except OSError as error:
@@ -362,7 +369,7 @@ def _check_arrays(
     _check_size(path, manifest)
     name, digest = os.path.basename(path), hashlib.sha256()
     try:
-        with open(os.path.join(path, ARRAYS), "rb") as file:
+        with _open(os.path.join(path, ARRAYS), "rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 take(chunk)

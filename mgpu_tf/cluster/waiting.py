@@ -75,7 +75,13 @@ def told_of_missing(
         part for part in (_PACKAGES, os.environ.get("PYTHONPATH")) if part
     )
     child = subprocess.Popen(
-        [sys.executable, "-m", "mgpu_tf.cluster.waiting", str(first_seconds)],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "mgpu_tf.cluster.waiting",
+            str(first_seconds),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": path},

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from typing import Any
 
 from absl import flags
 
+from mgpu_tf import flags as run_flags
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.launch import local
 from mgpu_tf.launch.job import GRACE_SECONDS
 from mgpu_tf.launch.policy import RestartPolicy
+from mgpu_tf.options import WatchOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +74,12 @@ class Call:
         Returns:
             The exit status.
         """
+        # A module of the current folder must not stand for one of Python's,
+        # unless that folder is where this package is.
+        home = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+        apart = [] if os.path.samefile(home, ".") else ["-P"]
         return local.launch(
-            [sys.executable, "-m", "mgpu_tf", self.name, *self.given],
+            [sys.executable, *apart, "-m", "mgpu_tf", self.name, *self.given],
             num_workers,
             chief_has_terminal=True,
             **options,
@@ -134,6 +141,7 @@ def supervision(
     """Returns the arguments of `local.launch` from these flags."""
     return {
         "grace_seconds": values.grace_seconds,
+        "watch": run_flags.options(WatchOptions, values),
         "policy": RestartPolicy(
             max_restarts=values.max_restarts,
             min_workers=values.min_workers,

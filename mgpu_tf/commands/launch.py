@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from absl import flags
 
+from mgpu_tf import flags as run_flags
 from mgpu_tf.cluster.config import TF_CONFIG, ClusterConfig
 from mgpu_tf.cluster.place import DEFAULT_PORT
 from mgpu_tf.commands.arguments import (
@@ -15,6 +16,7 @@ from mgpu_tf.commands.arguments import (
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.launch import hosts, local
 from mgpu_tf.launch.job import STARTUP_SECONDS, LaunchJob
+from mgpu_tf.options import WatchOptions
 
 USAGE = """mgpu-tf launch --num_workers=N [--flags] -- COMMAND [ARGUMENTS]
 mgpu-tf launch --hosts=A,B --print [--flags] -- COMMAND [ARGUMENTS]
@@ -87,6 +89,7 @@ def define(values: flags.FlagValues) -> None:
         "With --hosts: the first port on each machine.",
         flag_values=values,
     )
+    run_flags.define(values, WatchOptions)
     define_supervision(values)
 
 

@@ -11,12 +11,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from mgpu_tf.cluster import heartbeat
 from mgpu_tf.data import structures
 from mgpu_tf.data.sources import BatchSource
 from mgpu_tf.errors import ConfigurationError
 
 # Batches that tell which dimensions vary, such as padded lengths.
 PEEKED = 2
+_END = object()
 
 
 class PyDatasetSource(BatchSource):
@@ -129,7 +131,12 @@ def _dataset_of(
     present = [leaf for leaf in tf.nest.flatten(spec) if leaf is not None]
 
     def leaves(*given: Any) -> Iterator[Any]:
-        for batch in batches(*given):
+        iterator = iter(batches(*given))
+        while True:
+            with heartbeat.reading():
+                batch = next(iterator, _END)
+            if batch is _END:
+                return
             tf.nest.assert_same_structure(spec, batch)
             yield tuple(t for t in tf.nest.flatten(batch) if t is not None)
 

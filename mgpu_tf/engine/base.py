@@ -59,6 +59,9 @@ class Execution:
         input_seconds: What this worker waited for data, where the engine
             can tell.
         traced: Whether the call traced or compiled, where it can tell.
+        bad_step: Index among its steps of the first after which the loss of
+            a replica of this worker was no finite number; -1 for none, or
+            where nobody asked.
     """
 
     steps: int
@@ -68,6 +71,7 @@ class Execution:
     votes: Votes = NO_VOTES
     input_seconds: float = 0.0
     traced: bool = False
+    bad_step: int = -1
 
 
 class UnevenData(ConfigurationError):
@@ -218,6 +222,17 @@ class Engine(abc.ABC):
         ]
         variables = Variables.of(every)
         return Snapshot(variables, self._strategy, stored_once=True)
+
+    def check_replicas(self, step: int) -> None:
+        """Checks that all replicas hold the same weights; all workers call it.
+
+        Args:
+            step: The global step, for the message.
+
+        Raises:
+            DivergedError: A replica differs.
+        """
+        del step  # One copy has nothing to be compared with.
 
     @abc.abstractmethod
     def train(

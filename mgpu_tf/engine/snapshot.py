@@ -103,7 +103,7 @@ class Snapshot:
         if self._prepare is not None:
             self._prepare()
         arrays: Arrays = {}
-        for i, variable in enumerate(self._shared):
+        for i, variable in enumerate(self.shared):
             value = keras.ops.convert_to_numpy(variable)
             if keep:
                 arrays[_name("shared", i)] = np.array(value)
@@ -122,20 +122,21 @@ class Snapshot:
         arrays = self._of_this_layout(arrays)
         self._check(arrays)
         with self._strategy.scope():
-            for i, variable in enumerate(self._shared):
+            for i, variable in enumerate(self.shared):
                 variable.assign(arrays[_name("shared", i)])
         self._put_own(arrays)
 
     def paths(self) -> dict[str, str]:
         """Returns the paths of the variables by their names here."""
         named = [
-            *((_name("shared", i), v) for i, v in enumerate(self._shared)),
+            *((_name("shared", i), v) for i, v in enumerate(self.shared)),
             *self._own(),
         ]
         return {name: variable.path for name, variable in named}
 
     @property
-    def _shared(self) -> list[keras.Variable]:
+    def shared(self) -> list[keras.Variable]:
+        """The variables that are the same on every replica."""
         return self._variables.shared
 
     def _own(
@@ -237,11 +238,11 @@ class Snapshot:
         if not any(name.startswith("means/") for name in arrays):
             return arrays
         means = {id(v): i for i, v in enumerate(self._variables.once_means)}
-        others = [v for v in self._shared if id(v) not in means]
+        others = [v for v in self.shared if id(v) not in means]
         places = {id(v): _name("shared", i) for i, v in enumerate(others)}
         places |= {key: _name("means", i) for key, i in means.items()}
         found = {n: rows for n, rows in arrays.items() if n[:5] == "sums/"}
-        for i, variable in enumerate(self._shared):
+        for i, variable in enumerate(self.shared):
             array = arrays.get(places[id(variable)])
             if array is None:
                 continue
@@ -252,7 +253,7 @@ class Snapshot:
 
     def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
         own = [
-            *((_name("shared", i), v, 0) for i, v in enumerate(self._shared)),
+            *((_name("shared", i), v, 0) for i, v in enumerate(self.shared)),
             *((name, v, 1) for name, v in self._own(arrays)),
         ]
         for name, variable, axes in own:

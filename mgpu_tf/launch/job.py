@@ -19,6 +19,7 @@ from mgpu_tf.cluster.place import Place
 from mgpu_tf.cluster.roles import Roles
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.launch.policy import RestartPolicy
+from mgpu_tf.options import WatchOptions
 
 # Tells a process how often its job was started again.
 RESTARTS = "MGPU_TF_RESTARTS"
@@ -43,6 +44,7 @@ class LaunchJob:
             for no limit.
         grace_seconds: How long tasks have to end after a signal.
         policy: What is started again when a task fails; nothing by default.
+        watch: How long tasks may make no progress.
         log_dir: A folder that gets a file for each task, such as
             `worker-0.log`; restarts are appended.
         chief_has_terminal: Whether worker 0 writes to this process's output
@@ -60,6 +62,7 @@ class LaunchJob:
     startup_seconds: float = STARTUP_SECONDS
     grace_seconds: float = GRACE_SECONDS
     policy: RestartPolicy = dataclasses.field(default_factory=RestartPolicy)
+    watch: WatchOptions = dataclasses.field(default_factory=WatchOptions)
     log_dir: str | None = None
     chief_has_terminal: bool = False
     alone: bool = False

@@ -15,15 +15,17 @@ import contextlib
 import dataclasses
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from mgpu_tf.cluster import ports
+from mgpu_tf.cluster import heartbeat, ports, watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import PREEMPTED, ConfigurationError
 from mgpu_tf.folders import make_folder
@@ -49,8 +51,9 @@ def launch(command: Sequence[str], num_workers: int, **options: Any) -> int:
 
     Returns:
         0 when all succeeded; else the exit code of the first that failed,
-        128 + signal for one ended by a signal, 1 for a start-up limit, 75
-        where tasks were told to end and had time to save.
+        128 + signal for one ended by a signal, 1 for a start-up limit, 124
+        where tasks made no progress for too long, 75 where tasks were told to
+        end and had time to save.
 
     Raises:
         ConfigurationError: The program does not exist, or a number is out
@@ -88,6 +91,10 @@ class _Supervisor:
         self._restarts = 0
         self._signal = 0
         self._handlers: dict[int, object] = {}
+        self._beats = tempfile.mkdtemp(prefix="mgpu_tf-")
+        self._watch = watchdog.Watch(job.watch)
+        self._look_at = 0.0
+        self._stopped: set[str] = set()
 
     def __enter__(self) -> _Supervisor:
         if threading.current_thread() is threading.main_thread():
@@ -97,6 +104,7 @@ class _Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self._end_all()
+        shutil.rmtree(self._beats, ignore_errors=True)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
@@ -135,6 +143,12 @@ class _Supervisor:
         options, name = self._job, cluster.task_name
         environment = os.environ | options.environment(cluster, self._restarts)
         environment.setdefault("PYTHONUNBUFFERED", "1")
+        # Of the task itself, and not of the one before it.
+        environment[heartbeat.FILE] = beat_path = self._beat_path(name)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(beat_path)
+        # The others may have waited for the one before.
+        self._watch = watchdog.Watch(options.watch)
         log_path = None
         if options.log_dir is not None:
             file = f"{name.replace(' ', '-')}.log"
@@ -184,6 +198,9 @@ class _Supervisor:
             missing = self._missing(time.monotonic())
             if missing:
                 return self._not_started(missing)
+            stalled = self._stalled(time.monotonic())
+            if stalled is not None:
+                return stalled
         self._join_readers()
         return _End(0)
 
@@ -227,8 +244,68 @@ class _Supervisor:
             return []
         return [t for t in waiting if waited.get(t.name, 0.0) > 0.9 * limit]
 
+    def _beat_path(self, name: str) -> str:
+        return os.path.join(self._beats, name.replace(" ", "-"))
+
+    def _beats_of(self, tasks: list[Task]) -> dict[str, heartbeat.Beat]:
+        return {
+            task.name: beat
+            for task in tasks
+            if (beat := heartbeat.read(self._beat_path(task.name)))
+        }
+
+    def _tell_of_stopped(self, beats: dict[str, heartbeat.Beat]) -> None:
+        """Says once that a task is stopped, and that it goes on again."""
+        stopped = {n for n, b in beats.items() if watchdog.is_stopped(b.pid)}
+        for name in sorted(stopped - self._stopped):
+            _say(f"{name} is stopped by a signal; the others wait for it")
+        for name in sorted(self._stopped & set(beats) - stopped):
+            _say(f"{name} is no longer stopped")
+        self._stopped = stopped
+
+    def _record(self) -> None:
+        """Writes what each task did last beside the logs."""
+        folder, beats = self._job.log_dir, self._beats_of(self._tasks)
+        if folder is None or not beats:
+            return
+        path = os.path.join(folder, f"last-steps-{self._restarts}.txt")
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            file.write(heartbeat.recorded(beats))
+            _say(f"what each task did last is in {path}")
+
+    def _stalled(self, now: float) -> _End | None:
+        """Ends tasks that make no progress; None where all go on.
+
+        Where tasks are started again alone, only those end that are late.
+        """
+        if now < self._look_at:
+            return None
+        self._look_at = now + watchdog.LOOK_SECONDS
+        beats = self._beats_of(
+            [task for task in self._tasks if not task.ended and task.alive]
+        )
+        self._tell_of_stopped(beats)
+        stall = self._watch.look(beats, now)
+        if stall is None:
+            return None
+        policy = self._job.policy
+        alone = policy.unit == "task" and policy.max_restarts > self._restarts
+        _say(
+            f"{stall.text}. {'The late' if alone else 'All'} tasks are ended; "
+            "their Python stacks come first"
+        )
+        self._record()
+        ends = stall.late if alone else tuple(beats)
+        watchdog.end_with_stacks([beats[name].pid for name in ends])
+        if alone:
+            return None
+        self._end_all(signal.SIGKILL)
+        late = [task for task in self._tasks if task.name in stall.late]
+        return _End(watchdog.STALLED, late[0])
+
     def _failed(self, task: Task) -> _End:
         others = [t for t in self._tasks if t.alive]
+        self._record()
         again = self._job.policy.restarts
         # The workers of a job that begins again have nothing left to do.
         self._end_all(signal.SIGKILL if again else signal.SIGTERM)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from mgpu_tf.errors import PREEMPTED, ConfigurationError
@@ -142,13 +142,12 @@ class Task:
     ) -> None:
         """Copies whole lines to this process's output, the task in front."""
         prefix = f"[{self.name}] ".encode()
-        with stream, _opened_log(log_path, self.process.pid) as log:
+        with stream, _Log(log_path, self.process.pid) as log:
             for line in stream:
                 line = _COLOUR.sub(b"", line)
                 line = _REDRAWN.sub(b"", line.rstrip(b"\r\n\b"))
                 self._tail.append(line)
-                if log is not None:
-                    log.write(line + b"\n")
+                log.write(line + b"\n")
                 try:
                     sys.stdout.buffer.write(prefix + line + b"\n")
                     sys.stdout.buffer.flush()
@@ -182,15 +181,57 @@ def oom_kills(paths: Sequence[str] = _OOM_COUNTERS) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _opened_log(path: str | None, pid: int) -> Iterator[IO[bytes] | None]:
-    if path is None:
-        yield None
-        return
-    with open(path, "ab", buffering=0) as file:
-        now = datetime.datetime.now().isoformat(sep=" ", timespec="seconds")
-        file.write(f"--- process {pid}, started {now}\n".encode())
-        yield file
+class _Log:
+    """A log file. What it cannot take is lost, and told once.
+
+    Args:
+        path: The file, None for none.
+        pid: The process whose output follows.
+    """
+
+    def __init__(self, path: str | None, pid: int) -> None:
+        self._path, self._pid = path, pid
+        self._file: IO[bytes] | None = None
+        self._told = False
+
+    def __enter__(self) -> _Log:
+        if self._path is not None:
+            now = datetime.datetime.now().isoformat(sep=" ", timespec="seconds")
+            try:
+                self._file = open(self._path, "ab", 0, opener=_own)
+            except OSError as error:
+                self._tell(error)
+            self.write(f"--- process {self._pid}, started {now}\n".encode())
+        return self
+
+    def write(self, data: bytes) -> None:
+        """Writes to the file, where that works."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            print(
+                f"mgpu-tf launch: {self._path} cannot be written "
+                f"({error.strerror}); the job goes on.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+
+def _own(path: str, flags: int) -> int:
+    """Opens a file that only this user may read."""
+    return os.open(path, flags, 0o600)
 
 
 def _signal_name(number: int) -> str:

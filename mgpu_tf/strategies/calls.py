@@ -8,12 +8,17 @@ raise error_of(*told)
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError, WorkerError
 
+# Of operations of several workers that are not the same one.
+_CROSSED = re.compile(
+    r"Collective instance \S+ expected|ollective.*(size|shape|type) mismatch"
+)
 _ABORTED = "ollective ops is aborted"
 
 
@@ -83,6 +88,26 @@ def is_abort(error: Exception) -> bool:
     return any(
         isinstance(each, tf.errors.OpError) and _ABORTED in str(each)
         for each in _chain(error)
+    )
+
+
+def crossed(
+    worker: int, name: str, error: Exception
+) -> ConfigurationError | None:
+    """Returns the mistake behind a collective that met another one.
+
+    Args:
+        worker: This one.
+        name: The call that it is in.
+        error: What it failed with.
+    """
+    if not any(_CROSSED.search(str(each)) for each in _chain(error)):
+        return None
+    return ConfigurationError(
+        "All workers must run the same operations in the same order. "
+        f"Received: others on worker {worker}, in {name}, than on another "
+        "worker. Call evaluate, predict and fit of the trainer, not of the "
+        "model, and on every worker, in callbacks too."
     )
 
 

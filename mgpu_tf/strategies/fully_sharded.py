@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 
+from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.waiting import told_of_missing
 from mgpu_tf.errors import ConfigurationError, unknown_name
@@ -385,6 +386,7 @@ def create_model_parallel_strategy(
     options = collective_options("model_parallel", cluster, communication)
     names = devices_lib.select_local(devices, num_virtual_devices)
     mesh = mesh_of(len(names), data, fsdp, cluster.num_workers)
+    watchdog.begin(cluster)
     with told_of_missing(cluster):
         return MultiWorkerFullyShardedStrategy(
             cluster,

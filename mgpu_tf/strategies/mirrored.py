@@ -18,10 +18,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import collective_all_reduce_strategy
+from tensorflow.python.eager import context as tf_context
 
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import ConfigurationError
+
+# How long a worker may be silent before TensorFlow ends the cluster.
+SILENCE_SECONDS = 45.0
 
 _view = threading.local()
 
@@ -143,11 +148,39 @@ class MultiWorkerMirroredStrategy(
         *,
         kind: type[MultiWorkerExtended] = MultiWorkerExtended,
     ) -> None:
+        if cluster is not None:
+            _configure_heartbeats(cluster)
         with _created_first(cluster):
             extended = kind(
                 self, _resolver(cluster), options, num_local_devices
             )
         tf.distribute.Strategy.__init__(self, extended)
+
+
+def _configure_heartbeats(cluster: ClusterConfig) -> None:
+    """Lets a worker be silent for a while, as one that is stopped is.
+
+    TensorFlow's own limit is 10 seconds. A worker that has ended is mostly
+    found sooner, since its connections are closed.
+    """
+    context = tf_context.context()
+    if context.coordination_service is not None:
+        return
+    jobs = {"chief": cluster.chief, "worker": cluster.worker}
+    context.configure_coordination_service(
+        service_type="standalone",
+        service_leader=(
+            f"/job:{'chief' if cluster.chief else 'worker'}/replica:0/task:0"
+        ),
+        heartbeat_timeout_in_ms=int(SILENCE_SECONDS * 1000),
+        coordinated_jobs=[
+            coordination_config_pb2.CoordinatedJob(
+                name=name, num_tasks=len(addresses)
+            )
+            for name, addresses in jobs.items()
+            if addresses
+        ],
+    )
 
 
 def _resolver(

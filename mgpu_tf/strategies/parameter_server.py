@@ -22,6 +22,7 @@ import time
 
 import tensorflow as tf
 
+from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.ports import answers
 from mgpu_tf.cluster.waiting import told_of_missing
@@ -207,6 +208,7 @@ def create_parameter_server_strategy(
     cluster = cluster or ClusterConfig.from_environment()
     _check(cluster)
     assert cluster is not None
+    watchdog.begin(cluster)
     # Calls to a task that is being restarted wait, and others fail at once.
     os.environ["GRPC_FAIL_FAST"] = "use_caller"
     if cluster.task_type in ("worker", "ps"):

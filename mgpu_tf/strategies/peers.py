@@ -33,11 +33,13 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
+from mgpu_tf.cluster import heartbeat
 from mgpu_tf.errors import ConfigurationError, WorkerError
 from mgpu_tf.strategies import messages
 from mgpu_tf.strategies.calls import (
     Call,
     comes_from,
+    crossed,
     described,
     ended,
     error_of,
@@ -115,9 +117,15 @@ class Peers:
             WorkerError: Another worker failed in another way, now or in an
                 earlier call that no worker could go on from.
         """
-        if self.alone:
-            yield
-            return
+        with heartbeat.call(name):
+            if self.alone:
+                yield
+                return
+            with self._in_call(name):
+                yield
+
+    @contextlib.contextmanager
+    def _in_call(self, name: str) -> Iterator[None]:
         if _HERE.lost is not None:
             raise WorkerError(ended(_HERE.lost[1]))
         call = Call(next(_HERE.numbers), name)
@@ -174,7 +182,8 @@ class Peers:
         call = _HERE.calls[-1]
         facts = {"call": call.name, **(facts or {})}
         place = call.rounds
-        verdict = self._meet(call, facts)
+        with heartbeat.at(heartbeat.AGREE):
+            verdict = self._meet(call, facts)
         if "failure" in verdict:
             call.agreed = True
             raise error_of(*verdict["failure"])
@@ -279,7 +288,7 @@ class Peers:
         """Returns whether a flag is set on any worker."""
         if self.alone:
             return flag
-        with self.inside():
+        with self.inside(), heartbeat.at(heartbeat.COLLECTIVE):
             return float(self._sum(tf.constant(float(flag)))) > 0
 
     def _compare_made(self, made: list[str]) -> None:
@@ -373,6 +382,7 @@ class Peers:
     def _fail(self, call: Call, error: Exception) -> NoReturn:
         """Raises what this worker or another one has failed with."""
         mistake = mistake_behind(error)
+        mistake = mistake or crossed(self._worker, call.name, error)
         failed = error if mistake is None else mistake
         if mistake is None and comes_from(error, tf.errors.OpError):
             # A worker that ends the others tells why before it does so.

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
+from mgpu_tf.cluster import heartbeat
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.ports import answers
 
@@ -64,6 +65,7 @@ def serve(cluster: ClusterConfig) -> NoReturn:
         protocol="grpc",
         config=config,
     )
+    heartbeat.mark(heartbeat.SERVE)
     _log.debug("%s serves at %s", cluster.task_name, server.target)
     _outlast(cluster.chief[0])
     _log.error("%s: the coordinator is gone", cluster.task_name)

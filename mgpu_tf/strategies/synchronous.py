@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.waiting import told_of_missing
 from mgpu_tf.errors import ConfigurationError, unknown_name
@@ -107,6 +108,7 @@ def create_multi_worker_mirrored_strategy(
         "multi_worker_mirrored", cluster, communication
     )
     names = devices_lib.select_local(devices, num_virtual_devices)
+    watchdog.begin(cluster)
     with told_of_missing(cluster):
         return MultiWorkerMirroredStrategy(cluster, options, len(names))
 

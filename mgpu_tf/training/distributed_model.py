@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf import data as data_lib
+from mgpu_tf.cluster import watchdog
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.engine.base import DataFeed, Engine
@@ -72,6 +73,7 @@ class DistributedModel:
         steps_per_execution: int | str = "auto",
         options: StepOptions | None = None,
     ) -> None:
+        watchdog.begin(None)
         self._build_model = build_model
         seed = _seed_of(seed)
         self._seed = seed
@@ -113,6 +115,11 @@ class DistributedModel:
             )
             self._trial = None
         return self._engine
+
+    @property
+    def options(self) -> StepOptions:
+        """Returns how steps are made."""
+        return self._options
 
     @property
     def is_lost(self) -> bool:

@@ -27,9 +27,10 @@ from mgpu_tf.checkpoints.run_state import (
     RunState,
 )
 from mgpu_tf.checkpoints.saver import CheckpointSaver, Saver
+from mgpu_tf.cluster import heartbeat
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import DataFeed, Execution, Logs, UnevenData
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, DivergedError
 from mgpu_tf.options import SaveOptions
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.runtime.determinism import enable_determinism
@@ -97,6 +98,7 @@ class Training:
         self._source = source
         self._numbers = numbers
         self._profiler = profiler
+        self._checked = -1
         self._engine = engine = distributed.prepare_training(source)
         self._run = RunState(
             totals,
@@ -225,13 +227,19 @@ class Training:
             left = wanted if limit is None else limit - at.step
             ahead = self._saver.room(step, left)
             started = time.perf_counter()
-            with self._profiler.around(step), self._distributed.peers.inside():
+            heartbeat.count(step)
+            with (
+                heartbeat.at(heartbeat.STEP),
+                self._profiler.around(step),
+                self._distributed.peers.inside(),
+            ):
                 done = engine.train(
                     iterator, wanted, source, self._pace.seconds, votes, ahead
                 )
             self._profiler.note(
                 step + done.steps, done.steps, done.input_seconds
             )
+            self._check_loss(done)
             self._totals.meter.execution(
                 time.perf_counter() - started,
                 done.steps,
@@ -242,9 +250,13 @@ class Training:
 
         def room(wanted: int) -> int:
             step = self._totals.global_step
+            every = self._distributed.options.check_replicas_every
+            if every is not None:
+                wanted = min(wanted, every - step % every)
             return self._profiler.room(step, self._saver.room(step, wanted))
 
         def between() -> None:
+            self._check_replicas()
             self._saver.boundary(self._totals.global_step, at.votes)
 
         run_steps(
@@ -259,6 +271,7 @@ class Training:
             between,
         )
         rest = self._count(engine.finish(iterator))
+        self._check_replicas()
         at.step += rest.steps
         at.examples += rest.examples
         if not at.step:
@@ -267,8 +280,45 @@ class Training:
             at.epoch, at.step, at.examples, at.seconds, at.logs | rest.logs
         )
 
+    def _check_replicas(self) -> None:
+        """Compares the replicas where it is time to."""
+        step = self._totals.global_step
+        every = self._distributed.options.check_replicas_every
+        if every is None or step % every or step == self._checked:
+            return
+        self._checked = step
+        with (
+            heartbeat.at(heartbeat.COLLECTIVE),
+            self._distributed.peers.inside(),
+        ):
+            self._engine.check_replicas(step)
+
+    def _check_loss(self, done: Execution) -> None:
+        """Ends the training where the loss is no finite number, if asked to.
+
+        Raises:
+            DivergedError: It is not finite.
+        """
+        loss = done.logs.get("loss", 0.0)
+        if self._distributed.options.on_nan == "ignore" or np.isfinite(loss):
+            return
+        # It is the same loss on all workers, which all come here.
+        found = self._distributed.peers.of_all(done.bad_step)
+        bad = [(place, k) for k, place in enumerate(found) if place >= 0]
+        step = self._totals.global_step
+        where = f"in steps {step + 1} to {step + done.steps}"
+        if bad:
+            place, worker = min(bad)
+            where = f"since step {step + place + 1}, first on worker {worker}"
+        raise DivergedError(
+            f"The loss must stay finite. Received: loss {loss} {where}. Lower "
+            "the learning rate, or look for values in the data that are not "
+            "finite."
+        )
+
     def _count(self, execution: Execution) -> Execution:
         self._totals.global_step += execution.steps
+        heartbeat.count(self._totals.global_step)
         self._totals.examples_seen += execution.examples
         return execution
 
@@ -315,7 +365,7 @@ def evaluate(
     at = Position()
 
     def execute(wanted: int) -> Execution:
-        with distributed.peers.inside():
+        with heartbeat.at(heartbeat.EVALUATE), distributed.peers.inside():
             return engine.evaluate(iterator, wanted, source, pace.seconds)
 
     run_steps(
@@ -360,7 +410,7 @@ def predict(
     while limit is None or len(batches) < limit:
         hooks.on_predict_batch_begin(len(batches))
         try:
-            with distributed.peers.inside():
+            with heartbeat.at(heartbeat.PREDICT), distributed.peers.inside():
                 outputs = engine.predict(iterator, source)
         except UnevenData as error:
             raise error.after(len(batches)) from None
@@ -416,6 +466,7 @@ def run_steps(
         wanted = room(pace.steps)
         if limit is not None:
             wanted = min(wanted, limit - at.step)
+        heartbeat.mark(heartbeat.CALLBACKS)
         begin(at.step)
         try:
             result = pace.time(execute, wanted)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection
+import os
+from collections.abc import Callable, Collection
 from typing import Any
 
 import keras
@@ -29,6 +30,7 @@ from mgpu_tf.engine.storage import memory_of
 from mgpu_tf.engine.traced import excerpts
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import made_of
+from mgpu_tf.folders import write_whole
 from mgpu_tf.options import SaveOptions, StepOptions
 from mgpu_tf.reports.goodput import Goodput
 from mgpu_tf.reports.memory import MemoryTable
@@ -105,6 +107,10 @@ class Trainer:
             noise_scale: Whether to measure the gradient noise scale from the
                 gradients of replicas or micro-batches, and to log it with the
                 metrics.
+            check_replicas_every: After every N steps, check that all replicas
+                hold the same weights and optimizer state, bit for bit.
+            on_nan: "stop" ends `fit` with the step at which the loss was no
+                finite number first. "ignore" goes on, as Keras does.
 
     Raises:
         ConfigurationError: `build_model` does not return a compiled model that
@@ -250,6 +256,8 @@ class Trainer:
         Raises:
             ConfigurationError: An argument breaks a rule.
             Preempted: SIGTERM was received, and the state is saved.
+            DivergedError: Replicas differ, or the loss is not finite, where
+                the trainer was told to look.
         """
         with self._distributed.peers.together("fit"):
             saving = saving_of(checkpoint_dir, checkpoint)
@@ -474,9 +482,7 @@ class Trainer:
             path: A path that ends with `.keras`.
             **options: Arguments of `keras.Model.save`.
         """
-        self._distributed.write(
-            "save", path, lambda: self.model.save(path, **options)
-        )
+        self._write_file("save", path, self.model.save, options)
 
     def save_weights(self, path: str, **options: Any) -> None:
         """Saves the weights. Every worker must call this method.
@@ -485,11 +491,26 @@ class Trainer:
             path: A path that ends with `.weights.h5`.
             **options: Arguments of `keras.Model.save_weights`.
         """
-        self._distributed.write(
-            "save_weights",
-            path,
-            lambda: self.model.save_weights(path, **options),
-        )
+        self._write_file("save_weights", path, self.model.save_weights, options)
+
+    def _write_file(
+        self,
+        name: str,
+        path: str,
+        save: Callable[..., Any],
+        options: dict[str, Any],
+    ) -> None:
+        """Has the chief write a file, whole or not at all."""
+        path = os.fspath(path)
+
+        def write() -> None:
+            is_file = path.endswith((".keras", ".weights.h5"))
+            if is_file and not os.path.isdir(path) and not options:
+                write_whole(path, save)
+            else:
+                save(path, **options)
+
+        self._distributed.write(name, path, write)
 
     def export(self, path: str, **options: Any) -> None:
         """Writes a SavedModel for serving. Every worker must call this method.

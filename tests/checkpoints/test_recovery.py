@@ -2,7 +2,14 @@
 
 import time
 
-from mgpu_tf.checkpoints.recovery import Progress, Recovery
+import pytest
+
+from mgpu_tf.checkpoints.recovery import (
+    Owner,
+    Progress,
+    Recovery,
+    SupersededError,
+)
 from mgpu_tf.reports.goodput import Goodput, Meter
 
 
@@ -87,3 +94,54 @@ def test_the_wall_of_processes_that_failed_before_they_saved(tmp_path, clock):
         assert found.wall_seconds == 20 + 40 * attempt
         assert found.restart_seconds == 20 + 40 * attempt - 10
         assert found.start_seconds == 10
+
+
+def test_the_newest_run_owns_the_folder(tmp_path):
+    first, second = Owner(str(tmp_path)), Owner(str(tmp_path))
+    first.check()  # Nobody has taken it.
+    first.take()
+    first.check()
+    second.take()
+    second.check()
+    with pytest.raises(SupersededError, match=r"process \d+ on .* has taken"):
+        first.check()
+    # A look that is not due yet costs nothing.
+    second.check(every_seconds=3600.0)
+    first.take()
+    second.check(every_seconds=3600.0)
+    with pytest.raises(SupersededError):
+        second.check()
+
+
+def test_an_owner_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "folder").mkdir()
+    other = tmp_path / "other"
+    other.write_text("of somebody else")
+    (tmp_path / "folder" / "owner").symlink_to(other)
+    Owner(str(tmp_path / "folder")).take()
+    assert other.read_text() == "of somebody else"
+
+
+def test_a_run_goes_on_without_its_notes(tmp_path, caplog):
+    """As on a full disk: the folder is gone."""
+    progress = Progress(str(tmp_path / "gone"), 0.0)
+    progress.note(1)
+    progress.note(2)
+    progress.end()
+    assert caplog.text.count("the run goes on") == 1
+
+
+def test_notes_are_not_written_through_links(tmp_path, caplog):
+    (tmp_path / "other").write_text("of somebody else")
+    (tmp_path / "progress").symlink_to(tmp_path / "other")
+    Progress(str(tmp_path), 0.0).note(3)
+    assert "levels of symbolic links" in caplog.text
+    assert (tmp_path / "other").read_text() == "of somebody else"
+
+
+def test_what_was_lost_need_not_be_kept(tmp_path, caplog):
+    Progress(str(tmp_path), 0.0).note(5)
+    (tmp_path / "recovery.json.tmp").mkdir()
+    cost = Progress(str(tmp_path), 0.0).begin(0, None)
+    assert cost.restarts == 1
+    assert "the run goes on" in caplog.text

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.recovery import Owner, SupersededError
 from mgpu_tf.checkpoints.saver import CheckpointSaver
 from mgpu_tf.errors import ConfigurationError, Preempted
 from mgpu_tf.reports.report import weights_sha256
@@ -356,6 +357,30 @@ def test_a_full_disk_leaves_the_one_before(
         run(strategies["one_device"], tmp_path)
     assert "step 8 was not written (No space left" in caplog.text
     assert 4 in written and 12 in written
+
+
+def test_a_write_that_fails_otherwise_is_no_success(
+    run, strategies, tmp_path, caplog, monkeypatch
+):
+    def broken(*given):
+        raise RuntimeError("of the writing thread")
+
+    monkeypatch.setattr(store, "write", broken)
+    with pytest.raises(RuntimeError, match="of the writing thread"):
+        run(strategies["one_device"], tmp_path)
+    assert "was not written (RuntimeError(" in caplog.text
+
+
+def test_a_later_run_ends_the_writing_of_this_one(run, strategies, tmp_path):
+    class Another(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                Owner(str(tmp_path)).take()
+
+    with pytest.raises(SupersededError, match="belongs to the run that began"):
+        run(strategies["one_device"], tmp_path, callbacks=[Another()])
+    # One epoch has 15 steps, and saves come every 4 steps.
+    assert store.newest(str(tmp_path)).step < 16
 
 
 def test_preempted(run, strategies, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import resource
 import signal
 import subprocess
@@ -237,3 +238,13 @@ def test_prune_keeps_the_newest_whole_ones(tmp_path):
         "step-0000000005",
     ]
     assert (tmp_path / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("name", [store.MANIFEST, store.ARRAYS])
+def test_a_file_that_is_a_link_is_refused(name, tmp_path):
+    path = pathlib.Path(store.write(str(tmp_path), 1, {}, {}))
+    other = tmp_path / "other"
+    (path / name).rename(other)
+    (path / name).symlink_to(other)
+    with pytest.raises(store.CheckpointError, match=f"{name} cannot be read"):
+        store.read(str(path))

@@ -12,6 +12,7 @@ from mgpu_tf.checkpoints import store
 from mgpu_tf.commands import train
 from mgpu_tf.launch import local
 from mgpu_tf.launch.policy import RestartPolicy
+from mgpu_tf.options import WatchOptions
 from tests import clusters
 
 TWO_WORKERS = (
@@ -243,6 +244,7 @@ def options(**changes):
         "chief_has_terminal": True,
         "grace_seconds": 10.0,
         "policy": RestartPolicy(unit=unit),
+        "watch": WatchOptions(),
         "log_dir": None,
         "alone": False,
     } | changes
@@ -349,7 +351,8 @@ def test_an_evaluator_needs_parameter_servers(calls, capsys):
 
 def test_launch_passes_on(calls):
     arguments = ["launch", "--num_workers=3", "--startup_seconds=2"]
-    arguments += ["--max_restarts=4", "--min_workers=2", "--"]
+    arguments += ["--max_restarts=4", "--min_workers=2"]
+    arguments += ["--stall_timeout_seconds=60", "--first_step_seconds=0", "--"]
     command = ["python", "a b.py", "--", "--num_workers=9", "--help"]
     assert cli.main([*arguments, *command]) == 7
     assert calls == [
@@ -363,6 +366,7 @@ def test_launch_passes_on(calls):
                 "startup_seconds": 2.0,
                 "grace_seconds": 10.0,
                 "policy": RestartPolicy(max_restarts=4, min_workers=2),
+                "watch": WatchOptions(60.0, 0.0),
                 "log_dir": None,
             },
         )
@@ -402,3 +406,24 @@ def test_checkpoints_are_listed_checked_and_pruned(tmp_path, capsys):
 def test_checkpoints_mistakes(arguments, message, capsys):
     assert cli.main(["checkpoints", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_tasks_do_not_run_modules_of_the_current_folder(tmp_path, monkeypatch):
+    commands = []
+
+    def noted(command, *_, **__):
+        commands.append(command)
+        return 0
+
+    monkeypatch.setattr(local, "launch", noted)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "queue.py").write_text("raise SystemExit(9)")
+    assert cli.main(["train", "--num_workers=2"]) == 0
+    python = commands[0][: commands[0].index("train")]
+    done = subprocess.run(
+        [*python, "launch", "--num_workers=1", "--", "true"],
+        env=clusters.environment(),
+        check=False,
+    )
+    assert done.returncode == 0

@@ -133,6 +133,45 @@ def callback_of_all(strategy, folder):
     )
 
 
+class OfTheLast(keras.callbacks.Callback):
+    """Changes one number on the last worker while it trains."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if me() and epoch == 1:
+            kernel = self.model.layers[0].kernel.value
+            (copy,) = strategy_values(kernel)
+            copy.assign_add(tf.one_hot([0] * 4, 3) * 1e-6)
+
+
+def strategy_values(variable):
+    strategy = tf.distribute.get_strategy()
+    return strategy.experimental_local_results(variable)
+
+
+def diverged(strategy, folder):
+    def act():
+        trainer = mgpu_tf.Trainer(model, strategy, check_replicas_every=4)
+        trainer.fit(
+            *(X, Y),
+            batch_size=BATCH,
+            epochs=3,
+            verbose=0,
+            callbacks=[OfTheLast()],
+        )
+
+    return refused(strategy, act)
+
+
+def bad_loss(strategy, folder):
+    def act():
+        x = X.copy()
+        x[2 * BATCH + BATCH - 1] = np.nan
+        trainer = mgpu_tf.Trainer(model, strategy, on_nan="stop")
+        trainer.fit(x, Y, batch_size=BATCH, shuffle=False, verbose=0)
+
+    return refused(strategy, act)
+
+
 def weights(strategy, folder):
     trainer = mgpu_tf.Trainer(model, strategy)
     if me() == 1:
@@ -320,6 +359,14 @@ REFUSED = {
     paths: [SAME + "path. Received: "],
     in_the_loop: ["ConfigurationError The loss needs targets."],
     callback_of_all: ["ArithmeticError of a callback"],
+    diverged: [
+        "DivergedError All replicas must hold the same weights and optimizer "
+        "state. Received: others on replica 1 of worker 1 at step 8, in "
+    ],
+    bad_loss: [
+        "DivergedError The loss must stay finite. Received: loss nan since "
+        "step 3, first on worker 1."
+    ],
     weights: [SAME + "weight (number 2, kernel). Received: float32 values"],
     weights_in_build: [SAME + "weight (number 0, kernel). Received: float32"],
     adapted: [SAME + "weight (number 0, mean). Received: float32 values"],

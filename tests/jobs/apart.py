@@ -68,6 +68,14 @@ def predict_on_test_end(strategy, folder):
     )
 
 
+def evaluate_of_the_model(strategy, folder):
+    return during(
+        strategy,
+        "on_epoch_end",
+        lambda trainer: trainer.model.evaluate(X, Y, verbose=0),
+    )
+
+
 def fit_on_train_batch_end(strategy, folder):
     return during(
         strategy,
@@ -91,6 +99,8 @@ TOLD = {
     "of fit on worker 1. Call save on every worker, in callbacks too.",
     predict_on_test_end: CALLED + "predict of its own on worker 0",
     fit_on_train_batch_end: CALLED + "fit of its own on worker 0",
+    evaluate_of_the_model: "ConfigurationError All workers must run the same "
+    "operations in the same order. Received: others on worker ",
     failure_of_one: "of the chief",
 }
 LATER = "WorkerError A cluster whose workers were parted by a failure cannot go"

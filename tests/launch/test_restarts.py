@@ -279,3 +279,26 @@ def test_pauses_grow_and_end():
     policy = RestartPolicy(backoff_seconds=0.5, longest_backoff_seconds=3.0)
     pauses = [policy.pause_seconds(n) for n in (0, 1, 2, 3, 4, 5000)]
     assert pauses == [0.5, 0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+def test_a_full_log_ends_no_job(tmp_path, capfd):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "worker-0.log").symlink_to("/dev/full")
+    (logs / "worker-1.log").mkdir()
+    body = "print('line\\n' * 100_000, end='')"
+    assert launch(body, tmp_path, log_dir=str(logs)) == 0
+    out, err = capfd.readouterr()
+    assert out.count("] line\n") == 200_000
+    assert sorted(err.splitlines()) == [
+        f"mgpu-tf launch: {logs}/worker-0.log cannot be written (No space left "
+        "on device); the job goes on.",
+        f"mgpu-tf launch: {logs}/worker-1.log cannot be written (Is a "
+        "directory); the job goes on.",
+    ]
+
+
+def test_a_log_is_its_owners(tmp_path):
+    assert launch("", tmp_path, log_dir=str(tmp_path / "logs")) == 0
+    path = tmp_path / "logs" / "worker-1.log"
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -24,8 +24,11 @@ WORKERS = {
 }
 
 # What is killed, and when: a task between two steps; a task while the chief
-# writes a checkpoint; the supervisor; or all are told to end by SIGTERM.
-KINDS = ("step", "save", "supervisor", "preempt")
+# writes a checkpoint; the supervisor; or all are told to end by SIGTERM; or a
+# task is stopped, for good or for PAUSE_SECONDS.
+KINDS = ("step", "save", "supervisor", "preempt", "stop", "pause")
+STALL_SECONDS = 50
+PAUSE_SECONDS = 20
 
 _RESULT = re.compile(
     r"^RESULT (?P<sha>\w{64}) (?P<step>\d+) (?P<restarts>\d+)"
@@ -124,6 +127,7 @@ class Job:
                     f"--num_workers={self._workers}",
                     "--startup_seconds=0",
                     "--max_restarts=99",
+                    f"--stall_timeout_seconds={STALL_SECONDS}",
                     "--backoff_seconds=0",
                     "--grace_seconds=300",
                     f"--log_dir={self._logs}",
@@ -150,6 +154,8 @@ class Job:
             self._supervisor.kill()
         elif fault.kind == "preempt":
             self._supervisor.terminate()
+        elif fault.kind in ("stop", "pause"):
+            os.kill(pids[fault.worker], signal.SIGSTOP)
         else:
             os.kill(pids[fault.worker], signal.SIGKILL)
         struck = time.time()
@@ -161,13 +167,18 @@ class Job:
             at_step, _ = self._progress()
             torn = self._writing()
             self._start()
+        elif fault.kind == "pause":
+            time.sleep(PAUSE_SECONDS)
+            at_step, torn = self._progress()[0], self._writing()
+            os.kill(pids[fault.worker], signal.SIGCONT)
         else:
             self._until(lambda: not _runs(pids[fault.worker]))
             torn = self._writing()
 
         def goes_on():
             step, now_began = self._progress()
-            return now_began > began and step > at_step
+            again = now_began > began or fault.kind == "pause"
+            return again and step > at_step
 
         self._until(goes_on)
         return Struck(at_step, torn, time.time() - struck)
@@ -235,7 +246,7 @@ def faults_of(generator, strategy, count):
     part = (TOTAL_STEPS - 2 * SAVE_EVERY_STEPS) / count
     return [
         Fault(
-            kind=generator.choices(KINDS, weights=(5, 3, 1, 1))[0],
+            kind=generator.choices(KINDS, weights=(5, 3, 1, 1, 1, 1))[0],
             worker=generator.randrange(WORKERS[strategy]),
             step=int(part * (index + generator.uniform(0.2, 0.9))),
         )

@@ -20,6 +20,8 @@ import tensorflow as tf
 from mgpu_tf.strategies.parameter_server import ParameterServerStrategy
 
 _POLL_SECONDS = 0.5
+# Of reading a result while no task is said to be lost: two minutes or more.
+_MOST_TRIES = 240
 # Errors of reading a result from a worker that was lost after it was made.
 _LOST = (
     tf.errors.UnavailableError,
@@ -45,6 +47,7 @@ class Dispatcher:
         self._pool = concurrent.futures.ThreadPoolExecutor(self._places)
         self._arrived: queue.Queue[Any] = queue.Queue()
         self._under_way: dict[object, Any] = {}
+        self._tries: dict[object, int] = {}
 
     @property
     def has_room(self) -> bool:
@@ -92,18 +95,21 @@ class Dispatcher:
                 self._fail_unless_again(name, remote, values)
                 continue
             del self._under_way[name]
+            self._tries.pop(name, None)
             return name, values
 
     def abandon(self) -> None:
         """Forgets what is under way; its results are dropped."""
         self._under_way.clear()
+        self._tries.clear()
 
     def _fail_unless_again(
         self, name: object, remote: Any, error: BaseException
     ) -> None:
         """Waits once more where another worker takes the work."""
         self.coordinator.done()
-        if not isinstance(error, _LOST):
+        self._tries[name] = tries = self._tries.get(name, 0) + 1
+        if not isinstance(error, _LOST) or tries >= _MOST_TRIES:
             raise error
         time.sleep(_POLL_SECONDS)
         self._pool.submit(self._wait, name, remote)

@@ -93,7 +93,12 @@ class AsynchronousEngine(Engine):
     ) -> None:
         super().__init__(model, strategy, options)
         _refuse(model)
-        for name in ("gradient_dtype", "recompute", "noise_scale"):
+        for name in (
+            "gradient_dtype",
+            "recompute",
+            "noise_scale",
+            "check_replicas_every",
+        ):
             value = getattr(options, name)
             if value:
                 raise ConfigurationError(

@@ -40,6 +40,7 @@ from mgpu_tf.engine.synchronous.overridden_step import (
     check_held,
 )
 from mgpu_tf.engine.synchronous.probe import Probe
+from mgpu_tf.engine.synchronous.replica_check import ReplicaCheck
 from mgpu_tf.engine.synchronous.traced_replicas import TracedReplicas
 from mgpu_tf.engine.traced import (
     Watch,
@@ -59,7 +60,7 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.runtime import determinism
-from mgpu_tf.strategies.registry import topology_of
+from mgpu_tf.strategies.registry import kind_of, topology_of
 
 
 class SynchronousEngine(Engine):
@@ -81,6 +82,13 @@ class SynchronousEngine(Engine):
         options: StepOptions,
     ) -> None:
         super().__init__(model, strategy, options)
+        kind = kind_of(strategy)
+        if options.check_replicas_every and (kind.splits or kind.stored_once):
+            raise ConfigurationError(
+                "check_replicas_every goes with strategies whose replicas hold "
+                f"whole copies. Received: {kind.name!r}. Leave it out."
+            )
+        self._replica_check: ReplicaCheck | None = None
         self._options = options
         self._local = topology_of(strategy).local
         self._functions: dict[Any, Callable[..., Any]] = {}
@@ -143,6 +151,13 @@ class SynchronousEngine(Engine):
         return Snapshot(
             variables, self._strategy, stored_once=self._state.stored_once
         )
+
+    def check_replicas(self, step: int) -> None:
+        """Checks that all replicas hold the same; as in `Engine`."""
+        if self._replica_check is None:
+            variables = self.snapshot().shared
+            self._replica_check = ReplicaCheck(variables, self._strategy)
+        self._replica_check(step)
 
     def _local_sums(
         self, optimizers: list[keras.optimizers.Optimizer]
@@ -339,7 +354,7 @@ class SynchronousEngine(Engine):
         notes = [seconds, float(votes.save), float(votes.end)]
         traces = _traces(run)
         try:
-            done, examples, waiting, ended, logs, means, first = run(
+            done, examples, waiting, ended, logs, means, first, bad = run(
                 iterator, tf.constant(steps, tf.int64), tf.constant(notes)
             )
         except tf.errors.InvalidArgumentError as error:
@@ -358,6 +373,7 @@ class SynchronousEngine(Engine):
             seconds=float(means[0]),
             input_seconds=float(waiting),
             traced=_traces(run) > traces,
+            bad_step=int(bad),
             votes=Votes(save=float(means[1]) > 0, end=float(means[2]) > 0),
         )
 
@@ -409,6 +425,7 @@ class SynchronousEngine(Engine):
     ) -> tuple[Any, ...]:
         """Runs up to `steps` steps and sums the metrics over replicas."""
         first: list[Any] = []
+        authored = isinstance(step, AuthorStep)
 
         def once(
             before_it: Any,
@@ -460,18 +477,23 @@ class SynchronousEngine(Engine):
             count, logs = tf.cond(tf.reduce_all(ended == 0), go_on, end)
             return count, count * total, waited, ended, logs
 
+        watches = self._options.on_nan != "ignore" and not authored
+        bad = tf.constant(-1, tf.int64)
+
         def body(
             done: tf.Tensor,
             examples: tf.Tensor,
             waiting: tf.Tensor,
             ended: tf.Tensor,
             logs: Any,
-        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, Any]:
+            bad: tf.Tensor,
+        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, Any, tf.Tensor]:
             count, total, waited, ended, logs = once(logs)
             waiting += waited
-            return done + count, examples + total, waiting, ended, logs
+            if watches:
+                bad = tf.where((bad < 0) & self._is_bad(), done, bad)
+            return done + count, examples + total, waiting, ended, logs, bad
 
-        authored = isinstance(step, AuthorStep)
         self._begin()
         before = self._strategy.run(
             lambda: self._state.begin(all_written=authored)
@@ -483,12 +505,14 @@ class SynchronousEngine(Engine):
         if authored or self._returns_logs():
             # The first step stands alone: it tells what the others return.
             begin = once(None)
-        done, examples, waiting, ended, returned = tf.while_loop(
-            lambda done, examples, waiting, ended, _: (
+            if watches:
+                bad = tf.where(self._is_bad(), tf.zeros_like(bad), bad)
+        done, examples, waiting, ended, returned, bad = tf.while_loop(
+            lambda done, examples, waiting, ended, *_: (
                 (done < steps) & tf.reduce_all(ended == 0)
             ),
             body,
-            begin,
+            (*begin, bad),
             parallel_iterations=1,
         )
         with tf.control_dependencies([done]):
@@ -505,7 +529,22 @@ class SynchronousEngine(Engine):
             logs = self._step.logs.whole(returned, state)
         # The rest of the graph cannot see what is within the loop.
         seen = first[0] if authored else None
-        return done, examples, waiting, ended, logs, mean_notes, seen
+        return done, examples, waiting, ended, logs, mean_notes, seen, bad
+
+    def _is_bad(self) -> tf.Tensor:
+        """Returns whether the loss of a replica here is no finite number."""
+        (tracker, *_) = self._model.metrics
+        of_loss = {id(variable) for variable in tracker.variables}
+        sums = [v for v in self._state.metrics if id(v) in of_loss]
+
+        def on_replica() -> tf.Tensor:
+            finite = [tf.reduce_all(tf.math.is_finite(v.value)) for v in sums]
+            return ~tf.reduce_all(finite)
+
+        bad = self._strategy.run(on_replica)
+        return tf.reduce_any(
+            tf.stack(self._strategy.experimental_local_results(bad))
+        )
 
     def _begin(self) -> None:
         """Prepares weights to be read by replicas."""

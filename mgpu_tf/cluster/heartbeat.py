@@ -1,0 +1,289 @@
+"""Where a task is, for those who watch it; without TensorFlow.
+
+    heartbeat.begin("worker 1")
+    heartbeat.count(120)                    # the global step
+    with heartbeat.at(STEP):
+        ...
+    read(path).phase                        # by another process
+
+A task writes its step and its phase into a small file that is mapped into
+memory. The file outlives the task, and its last entries tell what the task
+did last. One entry takes about a microsecond. A thread writes each second
+that the process runs. SIGUSR1 writes the Python stacks of all threads to
+stderr, also where Python itself is stuck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+# The file that a supervisor reads, for a task that it has started.
+FILE = "MGPU_TF_BEAT"
+STACKS = signal.SIGUSR1
+
+# Phases. In those of TOGETHER a task may wait for others.
+SCRIPT, SERVE, START, COLLECTIVE = "script", "serve", "start-up", "collective"
+STEP, EVALUATE, PREDICT = "step", "evaluate", "predict"
+CALLBACKS, SAVE, AGREE = "callbacks", "save", "agreement"
+TOGETHER = (STEP, EVALUATE, PREDICT, COLLECTIVE, AGREE, START)
+# Phases that no time limits.
+ENDLESS = (SCRIPT, SERVE)
+
+ENTRIES = 64
+_ALIVE_SECONDS = 1.0
+_MAGIC = b"MGPUBT01"
+# Magic, process, count of entries, count of signs of life, reading since.
+_HEADER = struct.Struct("<8sIxxxxQQd")
+# The last three are written by several threads, each at its own place.
+_COUNT, _ALIVE, _READING = (16, "<Q"), (24, "<Q"), (32, "<d")
+# Time, step, whether for the first time, phase.
+_ENTRY = struct.Struct("<dqB47s")
+_BYTES = _HEADER.size + ENTRIES * _ENTRY.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What a task began to do.
+
+    Attributes:
+        moment: When, on the clock of `time.time`.
+        step: The global step by then.
+        phase: What it is called.
+        is_first: Whether the process did it for the first time.
+    """
+
+    moment: float
+    step: int
+    phase: str
+    is_first: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+    """What the file of a task says.
+
+    Attributes:
+        pid: The process.
+        count: How many entries it has made.
+        alive: How often it has said that it runs.
+        reading_since: When Python code began to make a batch that is not yet
+            made, on the clock of `time.time`; 0 for none.
+        entries: The last entries, the newest last; at least one.
+    """
+
+    pid: int
+    count: int
+    alive: int
+    reading_since: float
+    entries: tuple[Entry, ...]
+
+    @property
+    def last(self) -> Entry:
+        """The newest entry."""
+        return self.entries[-1]
+
+
+class _Writer:
+    """The file of this process."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            os.ftruncate(descriptor, _BYTES)
+            self._map = mmap.mmap(descriptor, _BYTES)
+        finally:
+            os.close(descriptor)
+        self._known: set[str] = set()
+        self._alive = 0
+        self._reading: list[float] = []
+        self._count = 0
+        self.step, self.phase = 0, ""
+        _HEADER.pack_into(self._map, 0, _MAGIC, os.getpid(), 0, 0, 0.0)
+        self.put(START)
+        threading.Thread(target=self._live, daemon=True).start()
+
+    def put(self, phase: str) -> None:
+        """Makes an entry."""
+        self.phase = phase
+        is_first = phase not in self._known
+        self._known.add(phase)
+        place = _HEADER.size + self._count % ENTRIES * _ENTRY.size
+        entry = (time.time(), self.step, is_first, phase.encode()[:47])
+        _ENTRY.pack_into(self._map, place, *entry)
+        self._count += 1
+        self._tell(_COUNT, self._count)
+
+    def read(self, since: float) -> None:
+        """Notes that a batch is being made, from some time on."""
+        self._reading.append(since)
+        self._tell(_READING, min(self._reading, default=0.0))
+
+    def was_read(self, since: float) -> None:
+        """Notes that it is made."""
+        self._reading.remove(since)
+        self._tell(_READING, min(self._reading, default=0.0))
+
+    def _tell(self, place: tuple[int, str], value: float) -> None:
+        struct.pack_into(place[1], self._map, place[0], value)
+
+    def _live(self) -> None:
+        while True:
+            time.sleep(_ALIVE_SECONDS)
+            self._alive += 1
+            self._tell(_ALIVE, self._alive)
+
+
+_here: _Writer | None = None
+
+
+def _forget() -> None:
+    """A forked process is not the task."""
+    global _here
+    _here = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def begin(name: str, *, alone: bool = True) -> str | None:
+    """Begins to tell where this process is; a second call changes nothing.
+
+    Args:
+        name: The task, such as `worker 1`.
+        alone: Whether nobody is told but a supervisor.
+
+    Returns:
+        A file that nobody reads yet; None where a supervisor reads it, where
+        nobody has to, or where the file cannot be made.
+    """
+    global _here
+    if _here is not None:
+        return None
+    path = os.environ.get(FILE, "")
+    own = not path
+    if own:
+        if alone:
+            return None
+        folder = tempfile.mkdtemp(prefix="mgpu_tf-")
+        path = os.path.join(folder, name.replace(" ", "-"))
+    try:
+        # A process that the task has started finds the file taken.
+        _here = _Writer(path)
+    except OSError:
+        return None
+    with contextlib.suppress(ValueError, AttributeError, OSError):
+        # A notebook may have no stderr.
+        stderr = sys.__stderr__.fileno()  # type: ignore[union-attr]
+        faulthandler.register(STACKS, stderr, all_threads=True)
+    return path if own else None
+
+
+def count(step: int) -> None:
+    """Tells the global step."""
+    if _here is not None:
+        _here.step = step
+
+
+def mark(phase: str) -> None:
+    """Tells that something begins, and what came before has ended."""
+    if _here is not None:
+        _here.put(phase)
+
+
+@contextlib.contextmanager
+def at(phase: str) -> Iterator[None]:
+    """Tells that the block is run; what came before goes on after it."""
+    if _here is None:
+        yield
+        return
+    before = _here.phase
+    _here.put(phase)
+    try:
+        yield
+    finally:
+        _here.put(before)
+
+
+@contextlib.contextmanager
+def call(name: str) -> Iterator[None]:
+    """Tells that the script has called something; the script goes on after."""
+    if _here is None:
+        yield
+        return
+    before = _here.phase
+    _here.put(f"call of {name}")
+    try:
+        yield
+    finally:
+        _here.put(SCRIPT if before == START else before)
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Tells that Python code makes a batch in the block; on any thread."""
+    if _here is None:
+        yield
+        return
+    since = time.time()
+    _here.read(since)
+    try:
+        yield
+    finally:
+        _here.was_read(since)
+
+
+def recorded(beats: Mapping[str, Beat]) -> str:
+    """Returns the last entries of tasks as lines, the newest last.
+
+    Args:
+        beats: What each task has told, by its name.
+    """
+    lines = []
+    for name, beat in beats.items():
+        for entry in beat.entries:
+            moment = datetime.datetime.fromtimestamp(entry.moment)
+            text = moment.isoformat(sep=" ", timespec="milliseconds")
+            first = ", for the first time" if entry.is_first else ""
+            lines.append(
+                f"{text} {name} step {entry.step} {entry.phase}{first}\n"
+            )
+        if beat.reading_since:
+            moment = datetime.datetime.fromtimestamp(beat.reading_since)
+            text = moment.isoformat(sep=" ", timespec="milliseconds")
+            lines.append(f"{text} {name} Python code makes a batch\n")
+    return "".join(sorted(lines))
+
+
+def read(path: str) -> Beat | None:
+    """Returns what a task has told; None where it has told nothing."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_BYTES)
+    except OSError:
+        return None
+    if len(data) < _BYTES:
+        return None
+    magic, pid, count, alive, reading = _HEADER.unpack_from(data)
+    if magic != _MAGIC or not count:
+        return None
+    entries = []
+    for index in range(max(0, count - ENTRIES), count):
+        place = _HEADER.size + index % ENTRIES * _ENTRY.size
+        moment, step, is_first, phase = _ENTRY.unpack_from(data, place)
+        text = phase.rstrip(b"\0").decode(errors="replace")
+        entries.append(Entry(moment, step, text, bool(is_first)))
+    return Beat(pid, count, alive, reading, tuple(entries))

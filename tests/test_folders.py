@@ -1,0 +1,42 @@
+"""Folders and files that a run writes."""
+
+import os
+
+import pytest
+
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.folders import make_folder, write_whole
+
+
+@pytest.mark.parametrize("path", ["/proc/none", "/sys", "/dev/null/a"])
+def test_a_folder_that_cannot_be_written_is_refused(path):
+    with pytest.raises(ConfigurationError, match="output_dir must be a folder"):
+        make_folder("output_dir", path)
+
+
+def test_a_folder_that_is_only_read(tmp_path):
+    make_folder("checkpoint_dir", "/sys", writes=False)
+    make_folder("output_dir", str(tmp_path / "a" / "b"))
+    assert os.listdir(tmp_path / "a" / "b") == []
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "model.keras"
+
+    def write(text, fails=False):
+        def to(place):
+            assert place.endswith(".keras")
+            with open(place, "w", encoding="utf-8") as file:
+                file.write(text)
+            if fails:
+                raise OSError(28, "No space left on device")
+
+        write_whole(str(path), to)
+
+    write("first")
+    with pytest.raises(OSError, match="No space"):
+        write("second", fails=True)
+    assert path.read_text() == "first"
+    write("third")
+    assert path.read_text() == "third"
+    assert os.listdir(tmp_path) == ["model.keras"]
