@@ -22,6 +22,7 @@ from tensorflow.python.distribute import collective_all_reduce_strategy
 
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.balance import Balance
 
 _view = threading.local()
 
@@ -65,9 +66,11 @@ class MirroredStrategy(OneReplicaView, tf.distribute.MirroredStrategy):
         self,
         devices: list[str],
         cross_device_ops: tf.distribute.CrossDeviceOps | None,
+        balance: Balance | None = None,
     ) -> None:
         self._collective_key_base = next(self._groups)
         super().__init__(devices, cross_device_ops=cross_device_ops)
+        self.balance = balance or Balance()
 
 
 class _MultiWorkerExtended(
@@ -140,7 +143,9 @@ class MultiWorkerMirroredStrategy(
         cluster: ClusterConfig | None,
         options: tf.distribute.experimental.CommunicationOptions,
         num_local_devices: int,
+        balance: Balance | None = None,
     ) -> None:
+        self.balance = balance or Balance()
         with _created_first(cluster):
             extended = _MultiWorkerExtended(
                 self, _resolver(cluster), options, num_local_devices
