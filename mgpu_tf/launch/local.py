@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mgpu_tf.cluster.config import ClusterConfig
@@ -69,12 +69,17 @@ def launch(command: Sequence[str], num_workers: int, **options: Any) -> int:
     return supervise(job, ThisMachine(job))
 
 
-def supervise(job: LaunchJob, machines: Machines) -> int:
+def supervise(
+    job: LaunchJob,
+    machines: Machines,
+    on_failure: Callable[[Task], None] | None = None,
+) -> int:
     """Runs a job to its end on machines of any kind.
 
     Args:
         job: The command and its tasks.
         machines: Where the tasks run.
+        on_failure: Called with each task that failed, when all have ended.
 
     Returns:
         As `launch`.
@@ -85,6 +90,7 @@ def supervise(job: LaunchJob, machines: Machines) -> int:
     if job.log_dir is not None:
         make_folder("log_dir", job.log_dir)
     with Guard() as guard, _Supervisor(job, guard, machines) as supervisor:
+        supervisor.on_failure = on_failure
         return supervisor.run()
 
 
@@ -112,6 +118,7 @@ class _Supervisor:
         self._job = job
         self._guard = guard
         self._machines = machines
+        self.on_failure: Callable[[Task], None] | None = None
         self._tasks: list[Task] = []
         self._clusters: dict[str, ClusterConfig] = {}
         self._exits: queue.Queue[Task] = queue.Queue()
@@ -278,6 +285,8 @@ class _Supervisor:
         self._end_all(signal.SIGKILL if again else signal.SIGTERM)
         ended = f"; ended {_names(others)}" if others else ""
         self._say(f"{task.name} failed with {task.cause()}{ended}")
+        if self.on_failure is not None:
+            self.on_failure(task)
         return _End(task.exit_code, task)
 
     def _not_started(self, missing: list[Task]) -> _End:

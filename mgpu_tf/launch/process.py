@@ -152,8 +152,7 @@ class Task(abc.ABC):
                 if log is not None:
                     log.write(line + b"\n")
                 try:
-                    sys.stdout.buffer.write(prefix + line + b"\n")
-                    sys.stdout.buffer.flush()
+                    _write(prefix + line + b"\n")
                 except BrokenPipeError:
                     # As in `mgpu-tf launch ... | head`. What follows goes
                     # nowhere, so that no task waits for a reader.
@@ -249,6 +248,17 @@ class LocalTask(Task):
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:
     with stream:
         yield from stream
+
+
+def _write(line: bytes) -> None:
+    """Writes to this process's output, which has no bytes in a notebook."""
+    stream = getattr(sys.stdout, "buffer", None)
+    if stream is None:
+        sys.stdout.write(line.decode(errors="replace"))
+        sys.stdout.flush()
+        return
+    stream.write(line)
+    stream.flush()
 
 
 def oom_kills(paths: Sequence[str] = _OOM_COUNTERS) -> int:

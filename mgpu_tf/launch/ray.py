@@ -310,13 +310,11 @@ class TaskActor:
             start_new_session=True,
         )
         self._lines, self._open = [], True
-        threading.Thread(
-            target=self._read, args=(self._keeper,), daemon=True
-        ).start()
-        threading.Thread(
-            target=self._say_alive, args=(self._keeper,), daemon=True
-        ).start()
         self.tell(request)
+        for work in (self._read, self._say_alive):
+            threading.Thread(
+                target=work, args=(self._keeper,), daemon=True
+            ).start()
 
     def tell(self, text: bytes) -> None:
         """Writes to the keeper; it may have ended."""
