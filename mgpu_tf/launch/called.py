@@ -12,6 +12,7 @@ import importlib
 import os
 import pathlib
 import sys
+import traceback
 
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import ConfigurationError
@@ -27,7 +28,14 @@ def main(path: str) -> None:
     sent = pathlib.Path(path)
     function, arguments = cloudpickle.loads(sent.read_bytes())
     cluster = ClusterConfig.from_environment()
-    returned = function(*arguments)
+    try:
+        returned = function(*arguments)
+    except Exception as error:
+        frames = error.__traceback__
+        traceback.print_exception(
+            error.with_traceback(frames.tb_next if frames else None)
+        )
+        raise SystemExit(1) from None
     if cluster is not None and not cluster.is_chief:
         return
     try:

@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 import signal
+import subprocess
 import time
 
 import pytest
@@ -134,7 +135,7 @@ def test_a_killed_launcher_leaves_nothing(ray, tmp_path):
         seen = notes(tmp_path, 2, launcher)
     finally:
         launcher.kill()
-        launcher.wait()
+        launcher.communicate()
     gone(pid for note in seen for pid in note[3:])
 
 
@@ -160,9 +161,9 @@ def test_a_parameter_server_is_started_again_alone(ray, tmp_path):
     assert status == 0, output
     assert "ps 0 failed with exit code 9; restart 1 of 1" in output
     seen = notes(tmp_path, 5, launcher)
-    assert [note[0] for note in seen] == [
-        *("chief 0", "ps 0", "ps 0", "worker 0", "worker 1")
-    ]
+    names = [note[0] for note in seen]
+    expected = ["chief 0", "ps 0", "ps 0", "worker 0", "worker 1"]
+    assert names == expected, output
     gone(pid for note in seen for pid in note[3:])
     log = (tmp_path / "logs" / "ps-0.log").read_text()
     assert re.findall("^ready$", log, re.M) == ["ready"] * 2
@@ -206,30 +207,31 @@ def test_the_commands_of_the_page(ray, tmp_path):
     (tmp_path / "digits.py").write_text(digits)
     assert len(blocks) == 2
     own = ray.network.address(NODES[0])
-    for text in [*blocks, script]:
-        command = ("bash", "-euc", text)
-        if text is script:
-            command = ("python", "-c", text)
-        else:
-            # Where Ray looks for the node that a driver is on.
-            text = text.replace(" ray ", f" ray --node_ip_address={own} ")
-            text = text.replace("head:6379", ray.address)
-            command = ("bash", "-euc", text)
-        if text is script:
-            text = text.replace('"head:6379"', f'"{ray.address}"')
-            text = text.replace(
-                "num_workers=2", f'num_workers=2, node_ip_address="{own}"'
-            )
-            command = ("python", "-c", text)
+    # Ray does not find by itself which node a namespace is.
+    commands = [
+        (
+            "bash",
+            "-euc",
+            text.replace(" ray ", f" ray --node_ip_address={own} "),
+        )
+        for text in blocks
+    ]
+    here = f'num_workers=2, node_ip_address="{own}"'
+    commands.append(
+        ("python", "-c", script.replace("num_workers=2", here) + EXIT)
+    )
+    for *program, text in commands:
+        text = text.replace("head:6379", ray.address)
         status, output = finish(
-            ray.popen(*command, cwd=tmp_path, **PIPES),
+            ray.popen(*program, text, cwd=tmp_path, **PIPES)
         )
         assert status == 0, output
         assert (tmp_path / "model.keras").exists(), output
         (tmp_path / "model.keras").unlink()
 
 
-PIPES = {"stdout": -1, "stderr": -2, "text": True}
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+EXIT = "\nraise SystemExit(status)\n"
 
 
 def test_a_killed_node_and_the_losses_of_one_device(ray, one_device, tmp_path):
