@@ -148,6 +148,9 @@ class _Supervisor:
                 return end.code
             if end.no_room:
                 budget = 0
+            elif policy.unit == "task":
+                # Those of single tasks count as well.
+                budget = max(0, policy.max_restarts - self._restarts)
             short = time.monotonic() - started < SETTLED_SECONDS
             early = early + 1 if short else 0
             if not budget and policy.may_shrink(num_workers):

@@ -392,7 +392,11 @@ class RayTask(Task):
         self._code: int | None = None
         self._lost = False
         self._over = threading.Event()
-        actor.start.remote(request)
+        try:
+            # Else `news` may still tell of the process before.
+            ray.get(actor.start.remote(request), timeout=_ANSWER_SECONDS)
+        except ray.exceptions.RayError:
+            self._lose()
         self._copy(self._news(), f"node {self._node}")
 
     @property
