@@ -3,7 +3,7 @@
     with SshHosts(["host0", "host1"]) as hosts:
         hosts.popen("mgpu-tf", "launch", "--hosts=host0,host1", "--ssh", ...)
 
-It needs root, iproute2 and Debian's openssh-server; `make ssh` installs them.
+It needs root, iproute2 and Debian's openssh-server; `make slurm` installs them.
 """
 
 import contextlib

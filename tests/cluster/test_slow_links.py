@@ -14,8 +14,8 @@ pytestmark = pytest.mark.full
 HOSTS = ("host0", "host1", "host2")
 RATE = "200mbit"
 TRAIN = (
-    *("train", "--epochs=12", "--global_batch_size=48", "--optimizer=adam"),
-    *("--learning_rate=0.01", "--model=cnn"),
+    *("train", "--epochs=12", "--global_batch_size=48", "--optimizer=sgd"),
+    *("--learning_rate=0.05", "--model=cnn"),
 )
 # From the cut to the end of all tasks. TensorFlow's own limit for a lost
 # heartbeat is about 10 seconds; the rest is for a busy machine.

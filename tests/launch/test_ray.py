@@ -16,8 +16,8 @@ pytestmark = pytest.mark.full
 
 NODES = ("r0", "r1", "r2")
 TRAIN = (
-    *("train", "--epochs=12", "--global_batch_size=48", "--optimizer=adam"),
-    *("--learning_rate=0.01", "--model=cnn"),
+    *("train", "--epochs=12", "--global_batch_size=48", "--optimizer=sgd"),
+    *("--learning_rate=0.05", "--model=cnn"),
 )
 
 
