@@ -73,7 +73,7 @@ class Job:
                     )
                 )
 
-    def wait(self, seconds=clusters.LIMIT_SECONDS, count=len(HOSTS)):
+    def wait(self, seconds=clusters.LIMIT_SECONDS, count=3):
         deadline = time.monotonic() + seconds
         return [
             p.wait(max(0.1, deadline - time.monotonic()))
