@@ -2,7 +2,7 @@
 # make demo    the main job: two worker processes, then one device
 # make test    the default tests, in two processes
 # make test-full  the full tier: what the default leaves out; installs Slurm
-# make slurm   Debian's Slurm, for the full tier; as root
+# make slurm   Debian's Slurm and sshd, for the full tier; as root
 # make lint    ruff and mypy
 # make soak    kills jobs and compares weights; FAULTS=30 SEED=1
 # make bench   the benchmarks; ONLY=name, ARGS=--continue
@@ -34,10 +34,10 @@ test-full: $(VENV)/.test slurm
 	$(BIN)/python -m pytest -m full $(TWO) $(ARGS)
 
 # Its daemons are started by the tests themselves.
-SLURM := slurmctld slurmd slurm-client munge iproute2
+SLURM := slurmctld slurmd slurm-client munge iproute2 openssh-server openssh-client
 
 slurm:
-	@for program in slurmctld slurmd srun munged ip; do \
+	@for program in slurmctld slurmd srun munged ip sshd ssh; do \
 	  command -v $$program >/dev/null && continue; \
 	  apt-get update --quiet=2; \
 	  DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes --no-install-recommends $(SLURM); \

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from mgpu_tf.job import run
+    from mgpu_tf.launch.notebook import launch_from_notebook
     from mgpu_tf.models.normalization import synchronize_batch_normalization
     from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
     from mgpu_tf.reports.report import Report
@@ -76,6 +77,7 @@ _HOMES = {
     "create_tpu_strategy": "mgpu_tf.strategies.synchronous",
     "enable_determinism": "mgpu_tf.runtime.determinism",
     "is_chief": "mgpu_tf.strategies.registry",
+    "launch_from_notebook": "mgpu_tf.launch.notebook",
     "mean_over_batch": "mgpu_tf.engine.contributions",
     "run": "mgpu_tf.job",
     "sum_over_batch": "mgpu_tf.engine.contributions",
@@ -111,6 +113,7 @@ __all__ = [
     "enable_determinism",
     "flags",
     "is_chief",
+    "launch_from_notebook",
     "layers",
     "mean_over_batch",
     "models",

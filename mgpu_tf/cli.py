@@ -24,6 +24,7 @@ from mgpu_tf.commands import (
     launch,
     parity,
     plan,
+    ray,
     slurm,
     trace,
     train,
@@ -47,6 +48,7 @@ COMMANDS: dict[str, ModuleType] = {
     "doctor": doctor,
     "slurm": slurm,
     "kubernetes": kubernetes,
+    "ray": ray,
 }
 
 _TOP = """mgpu-tf COMMAND [--flags]
@@ -64,6 +66,7 @@ Commands:
   doctor       check this machine and its cluster before a run
   slurm        print or submit a batch script for Slurm
   kubernetes   print the manifests of a job for Kubernetes
+  ray          start a script as a cluster on the nodes of Ray
   version      print the version
 
 mgpu-tf COMMAND --help lists the flags of a command.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 # A number of GPUs, or GPUs by index or name ("GPU:1").
 Devices = int | Sequence[int | str] | None
+Shares = str | Sequence[int] | None
 
 STRATEGIES = (
     "auto",

@@ -29,6 +29,7 @@ from mgpu_tf.names import (
     RESUME,
     SHARDS,
     Devices,
+    Shares,
 )
 
 
@@ -85,6 +86,13 @@ class StrategyOptions:
         "gradients and optimizer state. gradients: gradients that accumulate "
         "and optimizer state. optimizer: only optimizer state.",
         SHARDS,
+    )
+
+    balance: Shares = option(
+        None,
+        "The share of each worker in a global batch, such as 2,1 where the "
+        "first is twice as fast; on one machine, of each replica. auto: in "
+        "proportion to measured speed. Default: equal shares.",
     )
 
     def __post_init__(self) -> None:

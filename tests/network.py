@@ -8,10 +8,12 @@ one more namespace joins them. Nothing outside of the namespaces changes. It
 needs root and iproute2.
 """
 
+import contextlib
 import os
 import pathlib
 import secrets
 import shutil
+import signal
 import subprocess
 
 PROGRAMS = ("ip", "unshare")
@@ -58,6 +60,39 @@ class Network:
             ],
             **options,
         )
+
+    def limit(self, name, rate):
+        """Limits what a host sends, such as to "200mbit" per second."""
+        _ip(
+            *("netns", "exec", self._space(self._names.index(name)), "tc"),
+            *("qdisc", "replace", "dev", "eth0", "root", "tbf"),
+            *("rate", rate, "burst", "64kb", "latency", "100ms"),
+        )
+
+    def cut(self, name):
+        """Takes a host from the network; what is sent to it is lost."""
+        self._set_link(name, "down")
+
+    def mend(self, name):
+        """Puts a host back on the network."""
+        self._set_link(name, "up")
+
+    def _set_link(self, name, state):
+        port = f"p{self._names.index(name)}"
+        _ip("-n", self._switch, "link", "set", port, state)
+
+    def kill(self, name):
+        """Kills all processes of a host."""
+        space = self._space(self._names.index(name))
+        done = subprocess.run(
+            ["ip", "netns", "pids", space],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for pid in map(int, done.stdout.split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     @property
     def _switch(self):

@@ -19,6 +19,7 @@ VALUES = {
     "max_staleness": 8,
     "late_gradients": "scale",
     "num_virtual_devices": 4,
+    "balance": "2,1",
     "devices": 2,
     "communication": "ring",
     "model": "resnet/8",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from absl import flags
 
 from mgpu_tf.commands.arguments import Call
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.launch.dockerfile import dockerfile
 from mgpu_tf.launch.kubernetes import KINDS, MOUNT, KubernetesJob, manifests
 
 USAGE = """mgpu-tf kubernetes --name=NAME --image=IMAGE --workers=N [--flags]
@@ -91,6 +93,13 @@ def define(values: flags.FlagValues) -> None:
             1000,
             "The user and group that the containers run as.",
         ),
+        (
+            flags.DEFINE_boolean,
+            "dockerfile",
+            False,
+            "Print a Dockerfile for the image in place of the manifests. It "
+            "needs none of the other flags.",
+        ),
     ):
         define_flag(name, default, meaning, flag_values=values)
 
@@ -99,6 +108,15 @@ def run(call: Call) -> int:
     """Prints the manifests; returns the status."""
     values = call.values
     command = call.own_command("--name=mnist --image=lab/train:1 --workers=4")
+    if values.dockerfile:
+        text = dockerfile(
+            command,
+            gpu=values.gpus > 0,
+            requirements=os.path.exists("requirements.txt"),
+            user_id=values.user_id,
+        )
+        print(text, end="")
+        return 0
     for name, example in (
         ("name", "mnist"),
         ("image", "lab/train:1"),

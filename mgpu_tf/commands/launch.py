@@ -14,15 +14,17 @@ from mgpu_tf.commands.arguments import (
     supervision,
 )
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.launch import hosts, local
+from mgpu_tf.launch import hosts, local, ssh
 from mgpu_tf.launch.job import STARTUP_SECONDS, LaunchJob
 from mgpu_tf.options import WatchOptions
 
 USAGE = """mgpu-tf launch --num_workers=N [--flags] -- COMMAND [ARGUMENTS]
+mgpu-tf launch --hosts=A,B --ssh [--flags] -- COMMAND [ARGUMENTS]
 mgpu-tf launch --hosts=A,B --print [--flags] -- COMMAND [ARGUMENTS]
 
 Starts N processes of a command on this machine, as the workers of a cluster.
-Each process gets its own TF_CONFIG.
+Each process gets its own TF_CONFIG. With --hosts and --ssh, it starts them on
+other machines, in the folder of the same name there.
 
 When a process fails, all processes are ended and started again, at most
 --max_restarts times. With --num_ps, only the process that failed is started
@@ -39,6 +41,7 @@ Example:
   mgpu-tf launch --num_workers=2 -- python experiments/train.py --epochs=5
   mgpu-tf launch --num_workers=3 --num_ps=2 -- python experiments/train.py
   mgpu-tf launch --num_workers=3 --num_ps=2 --evaluator -- python script.py
+  mgpu-tf launch --hosts=host0,host1 --ssh -- python script.py
   mgpu-tf launch --hosts=host0,host1 --print -- python script.py
 """
 
@@ -74,7 +77,19 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "hosts",
         None,
-        "Machines to print commands for, separated by commas.",
+        "Other machines to run on, separated by commas. With --ssh or --print.",
+        flag_values=values,
+    )
+    flags.DEFINE_boolean(
+        "ssh",
+        False,
+        "With --hosts: start the processes with ssh, and supervise them.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "ssh_command",
+        "ssh",
+        "With --ssh: the program, with options of yours.",
         flag_values=values,
     )
     flags.DEFINE_boolean(
@@ -97,8 +112,8 @@ def run(call: Call) -> int:
     """Starts the processes, and returns the status of the job."""
     values = call.values
     command = call.own_command("--num_workers=2")
-    if values.hosts is not None or values["print"].value:
-        return _print(values, command)
+    if values.hosts is not None or values.ssh or values["print"].value:
+        return _elsewhere(values, command)
     if values.num_workers is None:
         raise ConfigurationError(
             "launch needs the number of processes. Received: no "
@@ -124,22 +139,43 @@ def run(call: Call) -> int:
     )
 
 
-def _print(values: flags.FlagValues, command: list[str]) -> int:
-    """Prints the command of each task, and where it belongs."""
+def _elsewhere(values: flags.FlagValues, command: list[str]) -> int:
+    """Starts the tasks on other machines, or prints how."""
     check_evaluator(values)
-    if values.hosts is None or not values["print"].value:
+    prints = values["print"].value
+    if values.hosts is None or prints == values.ssh:
         raise ConfigurationError(
-            "launch starts processes on this machine only; for others it "
-            "prints the commands. Received: one of --hosts and --print. Give "
-            "both."
+            "--hosts goes with one of --ssh, which starts the processes, and "
+            "--print, which prints their commands. Received: "
+            f"{_given(values)}. Write --hosts=host0,host1 --ssh."
         )
     names = values.hosts.split(",")
+    workers = len(names) if values.num_workers is None else values.num_workers
+    if values.ssh:
+        return ssh.launch(
+            command,
+            names,
+            num_workers=workers,
+            port=values.port,
+            ssh_command=values.ssh_command,
+            num_ps=values.num_ps,
+            evaluator=values.evaluator,
+            startup_seconds=values.startup_seconds,
+            **supervision(values, asynchronous=values.num_ps > 0),
+        )
     job = LaunchJob(
         tuple(command),
-        len(names) if values.num_workers is None else values.num_workers,
+        workers,
         num_ps=values.num_ps,
         evaluator=values.evaluator,
     )
     for host, task, line in hosts.commands(job, names, values.port):
         print(f"# {task}, on {host}\n{line}")
     return 0
+
+
+def _given(values: flags.FlagValues) -> str:
+    """Returns which of the three flags were given."""
+    given = [f"--hosts={values.hosts}"] if values.hosts is not None else []
+    given += [f"--{name}" for name in ("ssh", "print") if values[name].value]
+    return " ".join(given)

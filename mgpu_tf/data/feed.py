@@ -170,7 +170,7 @@ class Feed:
     ) -> None:
         self.source = source
         self._strategy = strategy
-        self._first = first
+        self._first = self._began = first
         self._chain = chain
         self._start = 0
         self._iterator: Any = None
@@ -217,6 +217,18 @@ class Feed:
                 self._read(self.iterator(epoch), steps + 1)
             self._resumed = self.iterator(self._first + len(finished))
             self._read(self._resumed, step)
+
+    def cut_anew(self, finished: Sequence[int]) -> None:
+        """Reads from here on with the shares that replicas have now.
+
+        Args:
+            finished: The steps of each epoch since the first.
+        """
+        if self._iterator is None or _uncut(self.source, self._strategy):
+            return  # The next iterator, or the next step, cuts by them.
+        self._iterator = None
+        self._first, self._start = self._began, 0
+        self.resume(finished, 0)
 
     def _read(self, iterator: Any, steps: int) -> None:
         """Reads global batches as training does, and drops them."""

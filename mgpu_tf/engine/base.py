@@ -62,6 +62,8 @@ class Execution:
         bad_step: Index among its steps of the first after which the loss of
             a replica of this worker was no finite number; -1 for none, or
             where nobody asked.
+        computing_seconds: What this worker took for the gradients of its own
+            rows, where shares are measured.
     """
 
     steps: int
@@ -72,6 +74,7 @@ class Execution:
     input_seconds: float = 0.0
     traced: bool = False
     bad_step: int = -1
+    computing_seconds: float = 0.0
 
 
 class UnevenData(ConfigurationError):
@@ -125,6 +128,13 @@ class DataFeed(Protocol):
 
     def restart(self) -> None:
         """Forgets where an epoch that was cut short has stopped."""
+
+    def cut_anew(self, finished: Sequence[int]) -> None:
+        """Reads from here on with the shares that replicas have now.
+
+        Args:
+            finished: The steps of each epoch since the first.
+        """
 
 
 class Engine(abc.ABC):
@@ -207,6 +217,26 @@ class Engine(abc.ABC):
             jit_compile: Whether; by default as the model was compiled.
         """
         self._jit_compile = jit_compile
+
+    @property
+    def rate(self) -> float | None:
+        """Rows per second of this worker since this was last asked for.
+
+        None where shares are not measured; 0 where nothing was.
+        """
+        return None
+
+    def rebalance(self, rates: Sequence[float]) -> bool:
+        """Chooses the shares of workers where others would save time.
+
+        Args:
+            rates: Rows per second of each worker.
+
+        Returns:
+            Whether they have changed.
+        """
+        del rates
+        return False
 
     def staleness(self) -> list[float]:
         """Returns how late gradients were in the last epoch, where measured."""

@@ -8,11 +8,13 @@
     )
 
 `job` is what every launcher receives: the command, its tasks, what they are
-told. `local` starts and supervises them on this machine, `process` is one of
-them, `policy` says what is started again, and `guard` ends them if the
-supervisor dies.
+told. `local` supervises them, `process` is one of them, `policy` says what is
+started again, and `guard` ends them if the supervisor dies. `machines` says
+where they run: on this machine, or by `ssh` or `ray` on others, where a
+`keeper` holds each. `notebook` starts them from a cell; there `called` is what
+each of them runs.
 
-`hosts` has the commands for machines without a scheduler. `slurm` and
-`kubernetes` make the text that a scheduler gets, `yaml_text` writes
-manifests.
+`hosts` has the commands for machines without a scheduler. `slurm`,
+`kubernetes` and `dockerfile` make the text that a scheduler or Docker gets,
+`yaml_text` writes manifests.
 """

@@ -46,6 +46,39 @@ def commands(
             or a port is out of range.
     """
     check_command(job.command)
+    dealt = places(job.num_tasks, hosts, port)
+    clusters = job.clusters([f"{host}:{number}" for host, number in dealt])
+    return [
+        (
+            host,
+            cluster.task_name,
+            f"{TF_CONFIG}={shlex.quote(cluster.to_json())} "
+            + shlex.join(job.command),
+        )
+        for (host, _), cluster in zip(dealt, clusters, strict=True)
+    ]
+
+
+def places(
+    num_tasks: int, hosts: Sequence[str], port: int
+) -> list[tuple[str, int]]:
+    """Deals out tasks to machines in turn.
+
+    Example:
+        >>> places(3, ["a", "b"], 2222)
+        [('a', 2222), ('b', 2222), ('a', 2223)]
+
+    Args:
+        num_tasks: How many tasks.
+        hosts: The machines.
+        port: The first port on each machine.
+
+    Returns:
+        The machine and the port of each task.
+
+    Raises:
+        ConfigurationError: A host is no name or address, or is named twice.
+    """
     for host in hosts:
         if not _HOST.fullmatch(host):
             raise ConfigurationError(
@@ -58,17 +91,7 @@ def commands(
             "hosts must name each machine once. Received: "
             f"{','.join(hosts)}. Leave out what is there twice."
         )
-    places = [
-        (hosts[index % len(hosts)], port + index // len(hosts))
-        for index in range(job.num_tasks)
-    ]
-    clusters = job.clusters([f"{host}:{number}" for host, number in places])
     return [
-        (
-            host,
-            cluster.task_name,
-            f"{TF_CONFIG}={shlex.quote(cluster.to_json())} "
-            + shlex.join(job.command),
-        )
-        for (host, _), cluster in zip(places, clusters, strict=True)
+        (hosts[index % len(hosts)], port + index // len(hosts))
+        for index in range(num_tasks)
     ]

@@ -17,20 +17,26 @@ import os
 import queue
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mgpu_tf.cluster import heartbeat, ports, watchdog
+from mgpu_tf.cluster import heartbeat, watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import PREEMPTED, ConfigurationError
 from mgpu_tf.folders import make_folder
 from mgpu_tf.launch.guard import Guard
 from mgpu_tf.launch.job import EVALUATOR, LaunchJob
+from mgpu_tf.launch.machines import (
+    Interrupted,
+    Machines,
+    NoRoom,
+    Output,
+    ThisMachine,
+)
 from mgpu_tf.launch.policy import SETTLED_SECONDS
 from mgpu_tf.launch.process import Task
 
@@ -65,26 +71,59 @@ def launch(command: Sequence[str], num_workers: int, **options: Any) -> int:
             f"One machine starts at most {MOST_TASKS} processes of a job. "
             f"Received: {job.num_tasks}. Ask for fewer workers."
         )
+    return supervise(job, ThisMachine(job))
+
+
+def supervise(
+    job: LaunchJob,
+    machines: Machines,
+    on_failure: Callable[[Task], None] | None = None,
+) -> int:
+    """Runs a job to its end on machines of any kind.
+
+    Args:
+        job: The command and its tasks.
+        machines: Where the tasks run.
+        on_failure: Called with each task that failed, when all have ended.
+
+    Returns:
+        As `launch`.
+
+    Raises:
+        ConfigurationError: The command cannot be started there.
+    """
     if job.log_dir is not None:
         make_folder("log_dir", job.log_dir)
-    with Guard() as guard, _Supervisor(job, guard) as supervisor:
+    with Guard() as guard, _Supervisor(job, guard, machines) as supervisor:
+        supervisor.on_failure = on_failure
         return supervisor.run()
 
 
 @dataclasses.dataclass(frozen=True)
 class _End:
-    """How an attempt ended: all is well, or the task that failed first."""
+    """How an attempt ended.
+
+    Attributes:
+        code: The exit code.
+        failed: The task that failed first, None where all is well.
+        no_room: Whether the machines that are left had no room for it.
+    """
 
     code: int
     failed: Task | None = None
+    no_room: bool = False
 
 
 class _Supervisor:
     """Starts tasks, watches them, starts them again, and ends them all."""
 
-    def __init__(self, job: LaunchJob, guard: Guard) -> None:
+    def __init__(
+        self, job: LaunchJob, guard: Guard, machines: Machines
+    ) -> None:
         self._job = job
         self._guard = guard
+        self._machines = machines
+        self.on_failure: Callable[[Task], None] | None = None
         self._tasks: list[Task] = []
         self._clusters: dict[str, ClusterConfig] = {}
         self._exits: queue.Queue[Task] = queue.Queue()
@@ -115,14 +154,19 @@ class _Supervisor:
         while True:
             started = time.monotonic()
             end = self._attempt(num_workers)
-            if end.failed is None or self._signal:
+            if self._signal or (end.failed is None and not end.no_room):
                 return end.code
+            if end.no_room:
+                budget = 0
+            elif policy.unit == "task":
+                # Those of single tasks count as well.
+                budget = max(0, policy.max_restarts - self._restarts)
             short = time.monotonic() - started < SETTLED_SECONDS
             early = early + 1 if short else 0
             if not budget and policy.may_shrink(num_workers):
                 num_workers -= 1
                 budget = policy.max_restarts + 1
-                _say(f"going on with {num_workers} workers")
+                self._say(f"going on with {num_workers} workers")
             if not budget:
                 return self._give_up(end)
             budget -= 1
@@ -133,40 +177,52 @@ class _Supervisor:
         """Runs all tasks to their end, or to the failure of one."""
         self._tasks, self._exits = [], queue.Queue()
         job = dataclasses.replace(self._job, num_workers=num_workers)
-        with ports.reserved(job.num_tasks) as numbers:
-            addresses = [f"127.0.0.1:{number}" for number in numbers]
-            for cluster in job.clusters(addresses):
-                self._start(cluster)
-            return self._wait()
+        try:
+            with self._machines.addresses(job.roles, self._going) as addresses:
+                for cluster in job.clusters(addresses):
+                    self._start(cluster)
+                try:
+                    return self._wait()
+                finally:
+                    self._end_all()
+        except Interrupted:
+            return _End(self._interrupted())
+        except NoRoom as error:
+            if not self._restarts:
+                raise
+            self._say(str(error).rstrip("."))
+            return _End(1, no_room=True)
+
+    def _going(self) -> bool:
+        return not self._signal
 
     def _start(self, cluster: ClusterConfig) -> None:
         options, name = self._job, cluster.task_name
-        environment = os.environ | options.environment(cluster, self._restarts)
-        environment.setdefault("PYTHONUNBUFFERED", "1")
-        # Of the task itself, and not of the one before it.
-        environment[heartbeat.FILE] = beat_path = self._beat_path(name)
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(beat_path)
+        told = options.environment(cluster, self._restarts)
+        if self._machines.here:
+            # Of the task itself, and not of the one before it.
+            told[heartbeat.FILE] = beat_path = self._beat_path(name)
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(beat_path)
         # The others may have waited for the one before.
         self._watch = watchdog.Watch(options.watch)
         log_path = None
         if options.log_dir is not None:
             file = f"{name.replace(' ', '-')}.log"
             log_path = os.path.join(options.log_dir, file)
-        task = Task(
-            name,
-            list(options.command),
-            environment,
-            raw=options.shows_progress and cluster.is_chief,
-            log_path=log_path,
-            on_output_closed=self._output_closed,
+        raw = options.shows_progress and cluster.is_chief
+        task = self._machines.start(
+            cluster,
+            told,
+            Output(raw, log_path, self._output_closed),
         )
-        self._guard.watch(task.process.pid)
+        if task.group:
+            self._guard.watch(task.group)
         self._clusters[name] = cluster
         if options.alone or cluster.task_type == "evaluator":
             task.ready = True  # It serves no port.
         else:
-            task.port = int(cluster.address.rpartition(":")[2])
+            task.address = cluster.address
         task.started = time.monotonic()
         self._tasks.append(task)
         threading.Thread(
@@ -187,7 +243,7 @@ class _Supervisor:
                 task.ready = True
                 if not task.exit_code:
                     task.ended = True
-                    self._guard.release(task.process.pid)
+                    self._release(task)
                     if task.name == "chief 0":
                         self._end_servers()
                         running = sum(not t.ended for t in self._tasks)
@@ -216,8 +272,10 @@ class _Supervisor:
         policy = self._job.policy
         if policy.unit != "task" or self._restarts >= policy.max_restarts:
             return False
+        if not task.may_restart:
+            return False
         self._restarts += 1
-        _say(
+        self._say(
             f"{task.name} failed with {task.cause()}; restart "
             f"{self._restarts} of {policy.max_restarts}"
         )
@@ -236,7 +294,7 @@ class _Supervisor:
         limit = self._job.startup_seconds
         waiting = [task for task in self._tasks if not task.ready]
         for task in waiting:
-            task.ready = ports.answers(f"127.0.0.1:{task.port}")
+            task.ready = task.serves()
         waited = {
             task.name: now - task.started for task in waiting if not task.ready
         }
@@ -258,9 +316,9 @@ class _Supervisor:
         """Says once that a task is stopped, and that it goes on again."""
         stopped = {n for n, b in beats.items() if watchdog.is_stopped(b.pid)}
         for name in sorted(stopped - self._stopped):
-            _say(f"{name} is stopped by a signal; the others wait for it")
+            self._say(f"{name} is stopped by a signal; the others wait for it")
         for name in sorted(self._stopped & set(beats) - stopped):
-            _say(f"{name} is no longer stopped")
+            self._say(f"{name} is no longer stopped")
         self._stopped = stopped
 
     def _record(self) -> None:
@@ -271,7 +329,7 @@ class _Supervisor:
         path = os.path.join(folder, f"last-steps-{self._restarts}.txt")
         with contextlib.suppress(OSError), open(path, "w") as file:
             file.write(heartbeat.recorded(beats))
-            _say(f"what each task did last is in {path}")
+            self._say(f"what each task did last is in {path}")
 
     def _stalled(self, now: float) -> _End | None:
         """Ends tasks that make no progress; None where all go on.
@@ -290,7 +348,7 @@ class _Supervisor:
             return None
         policy = self._job.policy
         alone = policy.unit == "task" and policy.max_restarts > self._restarts
-        _say(
+        self._say(
             f"{stall.text}. {'The late' if alone else 'All'} tasks are ended; "
             "their Python stacks come first"
         )
@@ -310,15 +368,17 @@ class _Supervisor:
         # The workers of a job that begins again have nothing left to do.
         self._end_all(signal.SIGKILL if again else signal.SIGTERM)
         ended = f"; ended {_names(others)}" if others else ""
-        _say(f"{task.name} failed with {task.cause()}{ended}")
+        self._say(f"{task.name} failed with {task.cause()}{ended}")
+        if self.on_failure is not None:
+            self.on_failure(task)
         return _End(task.exit_code, task)
 
     def _not_started(self, missing: list[Task]) -> _End:
         self._end_all()
-        _say(
+        self._say(
             f"{_names(missing)} did not start within "
             f"{self._job.startup_seconds:.0f} seconds: no server on port "
-            f"{', '.join(str(task.port) for task in missing)}. Look at the "
+            f"{', '.join(map(_port, missing))}. Look at the "
             "output above, or raise --startup_seconds"
         )
         return _End(1, missing[0])
@@ -326,7 +386,7 @@ class _Supervisor:
     def _pause(self, seconds: float) -> bool:
         """Waits before a restart; False where a signal came instead."""
         self._restarts += 1
-        _say(f"restart {self._restarts} in {seconds:.1f} seconds")
+        self._say(f"restart {self._restarts} in {seconds:.1f} seconds")
         return self._sleep(seconds)
 
     def _sleep(self, seconds: float) -> bool:
@@ -341,7 +401,7 @@ class _Supervisor:
         if task is not None and policy.restarts:
             lines = "".join(f"\n    {line}" for line in task.tail())
             last = f". Its last lines:{lines}\n" if lines else ""
-            _say(
+            self._say(
                 f"gave up after {self._restarts} restarts: {task.name} "
                 f"failed with {task.cause()}{last}"
             )
@@ -350,11 +410,11 @@ class _Supervisor:
     def _interrupted(self) -> int:
         number = self._signal
         name = signal.Signals(number).name
-        _say(f"{name} received, ending {len(self._tasks)} tasks")
+        self._say(f"{name} received, ending {len(self._tasks)} tasks")
         self._end_all(number if number in _SIGNALS else signal.SIGTERM)
-        codes = {task.process.returncode for task in self._tasks}
+        codes = {task.returncode for task in self._tasks}
         if number == signal.SIGTERM and PREEMPTED in codes:
-            _say("preempted: the tasks have saved their state")
+            self._say("preempted: the tasks have saved their state")
             return PREEMPTED
         return 128 + number
 
@@ -372,21 +432,29 @@ class _Supervisor:
             task.signal(number)
         deadline = time.monotonic() + self._job.grace_seconds
         for task in tasks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                task.process.wait(max(0.0, deadline - time.monotonic()))
+            task.wait(max(0.0, deadline - time.monotonic()))
             task.wait_for_output(deadline - time.monotonic())
         for task in tasks:
             task.signal(signal.SIGKILL)
-            task.process.wait()
+            task.wait()
             task.ended = True
-            self._guard.release(task.process.pid)
+            self._release(task)
+
+    def _release(self, task: Task) -> None:
+        if task.group:
+            self._guard.release(task.group)
 
     def _join_readers(self) -> None:
         for task in self._tasks:
             task.wait_for_output(5.0)
 
+    def _say(self, text: str) -> None:
+        end = "" if text.endswith("\n") else ".\n"
+        line = f"mgpu-tf {self._machines.launcher}: {text}"
+        print(line, end=end, file=sys.stderr, flush=True)
+
     def _report_exit(self, task: Task, exits: queue.Queue[Task]) -> None:
-        task.process.wait()
+        task.wait()
         exits.put(task)
 
     def _note(self, number: int, frame: object) -> None:
@@ -401,6 +469,5 @@ def _names(tasks: list[Task]) -> str:
     return ", ".join(task.name for task in tasks)
 
 
-def _say(text: str) -> None:
-    end = "" if text.endswith("\n") else ".\n"
-    print(f"mgpu-tf launch: {text}", end=end, file=sys.stderr, flush=True)
+def _port(task: Task) -> str:
+    return task.address.rpartition(":")[2]

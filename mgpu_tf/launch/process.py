@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import ctypes
@@ -12,9 +13,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import IO
 
+from mgpu_tf.cluster import ports
 from mgpu_tf.errors import PREEMPTED, ConfigurationError
 
 TAIL_LINES = 20
@@ -31,8 +39,130 @@ _OOM_COUNTERS = (
 )
 
 
-class Task:
-    """A process in a session of its own.
+class Task(abc.ABC):
+    """A process of a cluster, wherever it runs, and what it prints.
+
+    Args:
+        name: Such as "worker 1".
+        log_path: A file that gets its output as well, None for none.
+        on_output_closed: Called when this process's output was closed.
+
+    Attributes:
+        name: As given.
+        address: `host:port` where it will serve, "" for nowhere.
+        group: Its process group on this machine, 0 where it has none here.
+        started: When it was started, by the supervisor's clock.
+        ready: Whether it has been seen to serve, or has ended.
+        ended: Whether it and all that it started are known to be gone.
+    """
+
+    group = 0
+
+    def __init__(
+        self,
+        name: str,
+        log_path: str | None,
+        on_output_closed: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.address = ""
+        self.started = 0.0
+        self.ready = False
+        self.ended = False
+        self._log_path = log_path
+        self._on_output_closed = on_output_closed
+        self._tail: collections.deque[bytes] = collections.deque(
+            maxlen=TAIL_LINES
+        )
+        self._reader: threading.Thread | None = None
+
+    @property
+    @abc.abstractmethod
+    def returncode(self) -> int | None:
+        """How it ended, as `subprocess` says it; None while it runs."""
+
+    @abc.abstractmethod
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits for its end.
+
+        Args:
+            seconds: At most so long; None for as long as it takes.
+        """
+
+    @abc.abstractmethod
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process and all in its group."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self.returncode is None
+
+    def serves(self) -> bool:
+        """Whether somebody answers at its address."""
+        return ports.answers(self.address)
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether it can be started again alone, on its own address."""
+        return True
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code, 128 + signal for a process that a signal ended."""
+        code = self.returncode or 0
+        return 128 - code if code < 0 else code
+
+    def cause(self) -> str:
+        """Returns in words what ended the process."""
+        code = self.returncode or 0
+        if code == PREEMPTED:
+            return f"exit code {code} (preempted)"
+        return f"exit code {code}" if code >= 0 else _signal_name(-code)
+
+    def tail(self) -> list[str]:
+        """Returns the last lines of its output; none where it was raw."""
+        return [line.decode(errors="replace") for line in list(self._tail)]
+
+    def wait_for_output(self, seconds: float) -> None:
+        """Waits until all output is copied; children may still write."""
+        if self._reader is not None:
+            self._reader.join(max(0.0, seconds))
+
+    def _copy(self, lines: Iterable[bytes], label: str) -> None:
+        """Copies whole lines in a thread, until there are no more.
+
+        Args:
+            lines: What the process prints.
+            label: What the log calls the process.
+        """
+        self._reader = threading.Thread(
+            target=self._copy_lines, args=(lines, label), daemon=True
+        )
+        self._reader.start()
+
+    def _copy_lines(self, lines: Iterable[bytes], label: str) -> None:
+        """Copies whole lines to this process's output, the task in front."""
+        prefix = f"[{self.name}] ".encode()
+        with _Log(self._log_path, label) as log:
+            for line in lines:
+                line = _COLOUR.sub(b"", line)
+                line = _REDRAWN.sub(b"", line.rstrip(b"\r\n\b"))
+                self._tail.append(line)
+                log.write(line + b"\n")
+                try:
+                    _write(prefix + line + b"\n")
+                except BrokenPipeError:
+                    # As in `mgpu-tf launch ... | head`. What follows goes
+                    # nowhere, so that no task waits for a reader.
+                    null = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(null, sys.stdout.fileno())
+                    os.close(null)
+                    self._on_output_closed()
+
+
+class LocalTask(Task):
+    """A process of this machine, in a session of its own.
 
     Args:
         name: Such as "worker 1".
@@ -41,13 +171,7 @@ class Task:
         raw: Whether it writes to this process's output directly.
         log_path: A file that gets its output as well, None for none.
         on_output_closed: Called when this process's output was closed.
-
-    Attributes:
-        name: As given.
-        port: Where it will serve, 0 for nowhere.
-        started: When it was started, by the supervisor's clock.
-        ready: Whether it has been seen to serve, or has ended.
-        ended: Whether it and all that it started are known to be gone.
+        told: What it reads from its input first; None gives it no input.
 
     Raises:
         ConfigurationError: The program cannot be started.
@@ -62,21 +186,15 @@ class Task:
         raw: bool,
         log_path: str | None,
         on_output_closed: Callable[[], None],
+        told: bytes | None = None,
     ) -> None:
-        self.name = name
-        self.port = 0
-        self.started = 0.0
-        self.ready = False
-        self.ended = False
-        self._tail: collections.deque[bytes] = collections.deque(
-            maxlen=TAIL_LINES
-        )
+        super().__init__(name, log_path, on_output_closed)
         self._oom_kills = oom_kills()
         try:
             self.process = subprocess.Popen(
                 list(command),
                 env=dict(environment),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if told is None else subprocess.PIPE,
                 stdout=None if raw else subprocess.PIPE,
                 stderr=None if raw else subprocess.STDOUT,
                 # Not in the terminal's group: Ctrl-C comes through here.
@@ -88,76 +206,58 @@ class Task:
                 "The command must be a program that can be started. "
                 f"Received: {command[0]!r} ({error.strerror})."
             ) from None
-        self._reader: threading.Thread | None = None
+        self.group = self.process.pid
+        if told is not None:
+            self._tell(told)
         if self.process.stdout is not None:
-            self._reader = threading.Thread(
-                target=self._copy_lines,
-                args=(self.process.stdout, log_path, on_output_closed),
-                daemon=True,
-            )
-            self._reader.start()
+            label = f"process {self.process.pid}"
+            self._copy(_lines(self.process.stdout), label)
 
     @property
-    def alive(self) -> bool:
-        """Whether the process has not ended."""
-        return self.process.poll() is None
+    def returncode(self) -> int | None:
+        """How it ended, as `subprocess` says it; None while it runs."""
+        return self.process.poll()
 
-    @property
-    def exit_code(self) -> int:
-        """The exit code, 128 + signal for a process that a signal ended."""
-        code = self.process.returncode
-        return 128 - code if code < 0 else code
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits for its end, at most so many seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
 
     def cause(self) -> str:
         """Returns in words what ended the process."""
-        code = self.process.returncode
-        if code == PREEMPTED:
-            return f"exit code {code} (preempted)"
-        if code >= 0:
-            return f"exit code {code}"
-        name = _signal_name(-code)
-        if -code == signal.SIGKILL and oom_kills() > self._oom_kills:
-            return f"{name} (out of memory: the system killed a process)"
-        return name
-
-    def tail(self) -> list[str]:
-        """Returns the last lines of its output; none where it was raw."""
-        return [line.decode(errors="replace") for line in list(self._tail)]
+        cause = super().cause()
+        killed = self.process.returncode == -signal.SIGKILL
+        if killed and oom_kills() > self._oom_kills:
+            return f"{cause} (out of memory: the system killed a process)"
+        return cause
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process and all in its group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
-    def wait_for_output(self, seconds: float) -> None:
-        """Waits until all output is copied; children may still write."""
-        if self._reader is not None:
-            self._reader.join(max(0.0, seconds))
+    def _tell(self, text: bytes) -> None:
+        """Writes to the input of the process; it may have ended."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError, ValueError):
+                self.process.stdin.write(text)
+                self.process.stdin.flush()
 
-    def _copy_lines(
-        self,
-        stream: IO[bytes],
-        log_path: str | None,
-        on_closed: Callable[[], None],
-    ) -> None:
-        """Copies whole lines to this process's output, the task in front."""
-        prefix = f"[{self.name}] ".encode()
-        with stream, _Log(log_path, self.process.pid) as log:
-            for line in stream:
-                line = _COLOUR.sub(b"", line)
-                line = _REDRAWN.sub(b"", line.rstrip(b"\r\n\b"))
-                self._tail.append(line)
-                log.write(line + b"\n")
-                try:
-                    sys.stdout.buffer.write(prefix + line + b"\n")
-                    sys.stdout.buffer.flush()
-                except BrokenPipeError:
-                    # As in `mgpu-tf launch ... | head`. What follows goes
-                    # nowhere, so that no task waits for a reader.
-                    null = os.open(os.devnull, os.O_WRONLY)
-                    os.dup2(null, sys.stdout.fileno())
-                    os.close(null)
-                    on_closed()
+
+def _lines(stream: IO[bytes]) -> Iterator[bytes]:
+    with stream:
+        yield from stream
+
+
+def _write(line: bytes) -> None:
+    """Writes to this process's output, which has no bytes in a notebook."""
+    stream = getattr(sys.stdout, "buffer", None)
+    if stream is None:
+        sys.stdout.write(line.decode(errors="replace"))
+        sys.stdout.flush()
+        return
+    stream.write(line)
+    stream.flush()
 
 
 def oom_kills(paths: Sequence[str] = _OOM_COUNTERS) -> int:
@@ -186,11 +286,11 @@ class _Log:
 
     Args:
         path: The file, None for none.
-        pid: The process whose output follows.
+        label: What the log calls the process whose output follows.
     """
 
-    def __init__(self, path: str | None, pid: int) -> None:
-        self._path, self._pid = path, pid
+    def __init__(self, path: str | None, label: str) -> None:
+        self._path, self._label = path, label
         self._file: IO[bytes] | None = None
         self._told = False
 
@@ -201,7 +301,7 @@ class _Log:
                 self._file = open(self._path, "ab", 0, opener=_own)
             except OSError as error:
                 self._tell(error)
-            self.write(f"--- process {self._pid}, started {now}\n".encode())
+            self.write(f"--- {self._label}, started {now}\n".encode())
         return self
 
     def write(self, data: bytes) -> None:

@@ -24,6 +24,7 @@ from tensorflow.python.eager import context as tf_context
 
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.balance import Balance
 
 # How long a worker may be silent before TensorFlow ends the cluster.
 SILENCE_SECONDS = 45.0
@@ -70,9 +71,11 @@ class MirroredStrategy(OneReplicaView, tf.distribute.MirroredStrategy):
         self,
         devices: list[str],
         cross_device_ops: tf.distribute.CrossDeviceOps | None,
+        balance: Balance | None = None,
     ) -> None:
         self._collective_key_base = next(self._groups)
         super().__init__(devices, cross_device_ops=cross_device_ops)
+        self.balance = balance or Balance()
 
 
 class MultiWorkerExtended(
@@ -145,9 +148,11 @@ class MultiWorkerMirroredStrategy(
         cluster: ClusterConfig | None,
         options: tf.distribute.experimental.CommunicationOptions,
         num_local_devices: int,
+        balance: Balance | None = None,
         *,
         kind: type[MultiWorkerExtended] = MultiWorkerExtended,
     ) -> None:
+        self.balance = balance or Balance()
         if cluster is not None:
             _configure_heartbeats(cluster)
         with _created_first(cluster):

@@ -270,6 +270,8 @@ class Peers:
     def of_all(self, value: Any) -> list[Any]:
         """Returns the values that the workers have given, in their order.
 
+        The first worker collects them, and tells all of them to the others.
+
         Args:
             value: What JSON can hold.
         """
@@ -278,11 +280,16 @@ class Peers:
         call = _HERE.calls[-1]
         place = f"{call.rounds} value"
         call.rounds += 1
-        messages.put(call.key(place, self._worker), messages.packed(value))
-        return [
+        whole = call.key(place, "all")
+        if self._worker:
+            messages.put(call.key(place, self._worker), messages.packed(value))
+            return list(messages.unpacked(self._wait(whole)))
+        others = [
             messages.unpacked(self._wait(call.key(place, worker)))
-            for worker in range(self._workers)
+            for worker in range(1, self._workers)
         ]
+        messages.put(whole, messages.packed([value, *others]))
+        return [value, *others]
 
     def any(self, flag: bool) -> bool:
         """Returns whether a flag is set on any worker."""

@@ -67,6 +67,7 @@ class StrategyKind:
         trains: Whether `fit` trains; if not, it evaluates checkpoints.
         partitions: Whether a variable may be split over several servers.
         splits: Whether replicas store parts of a variable.
+        balances: Whether replicas may have unequal shares of a batch.
         topology: Returns the topology of a strategy.
     """
 
@@ -79,6 +80,7 @@ class StrategyKind:
     trains: bool = True
     partitions: bool = False
     splits: bool = False
+    balances: bool = False
     topology: Callable[[tf.distribute.Strategy], Topology] = (
         synchronous_topology
     )
@@ -146,6 +148,8 @@ def create_strategy(
             max_staleness: For `parameter_server`: the largest staleness of a
                 gradient.
             late_gradients: For `parameter_server`: `hold` or `scale`.
+            balance: The share of each worker, or of each replica of one
+                machine, in a global batch: "2,1", or "auto".
             data_parallel, fsdp_parallel, shard: For `fsdp` and
                 `model_parallel`; as in `create_model_parallel_strategy`.
 
@@ -182,6 +186,12 @@ def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
         )
     if not row.splits:
         _refuse_mesh(name, options)
+    if options.balance is not None and not row.balances:
+        raise ConfigurationError(
+            "balance goes with the strategies 'mirrored' and "
+            f"'multi_worker_mirrored'. Received: balance={options.balance!r} "
+            f"with {name!r}. Leave it out."
+        )
     return row.create(options)
 
 
@@ -276,6 +286,7 @@ def _mirrored(options: StrategyOptions) -> tf.distribute.Strategy:
         options.devices,
         communication=options.communication,
         num_virtual_devices=options.num_virtual_devices,
+        balance=options.balance,
     )
 
 
@@ -295,6 +306,7 @@ def _multi_worker_mirrored(options: StrategyOptions) -> tf.distribute.Strategy:
         devices=options.devices,
         communication=options.communication,
         num_virtual_devices=options.num_virtual_devices,
+        balance=options.balance,
     )
 
 
@@ -312,11 +324,17 @@ KINDS = {
         StrategyKind(
             "one_device", tf.distribute.OneDeviceStrategy, _one_device
         ),
-        StrategyKind("mirrored", tf.distribute.MirroredStrategy, _mirrored),
+        StrategyKind(
+            "mirrored",
+            tf.distribute.MirroredStrategy,
+            _mirrored,
+            balances=True,
+        ),
         StrategyKind(
             "multi_worker_mirrored",
             tf.distribute.MultiWorkerMirroredStrategy,
             _multi_worker_mirrored,
+            balances=True,
         ),
         StrategyKind(
             "parameter_server",

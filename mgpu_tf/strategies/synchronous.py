@@ -17,8 +17,9 @@ from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.waiting import told_of_missing
 from mgpu_tf.errors import ConfigurationError, unknown_name
-from mgpu_tf.names import COMMUNICATIONS, Devices
+from mgpu_tf.names import COMMUNICATIONS, Devices, Shares
 from mgpu_tf.runtime import devices as devices_lib
+from mgpu_tf.strategies.balance import Balance
 from mgpu_tf.strategies.mirrored import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -54,6 +55,7 @@ def create_mirrored_strategy(
     *,
     communication: str = "auto",
     num_virtual_devices: int | None = None,
+    balance: Shares = None,
 ) -> tf.distribute.Strategy:
     """Creates a strategy for several devices of one machine.
 
@@ -63,6 +65,8 @@ def create_mirrored_strategy(
         communication: `auto`, `nccl` or `hierarchical_copy`; the last two only
             between GPUs.
         num_virtual_devices: Split the CPU into N devices.
+        balance: The share of each replica in a global batch, such as "2,1".
+            Default: equal shares.
 
     Returns:
         A `tf.distribute.MirroredStrategy`.
@@ -72,7 +76,11 @@ def create_mirrored_strategy(
             cannot work on these devices.
     """
     names = devices_lib.select_local(devices, num_virtual_devices)
-    return MirroredStrategy(names, cross_device_ops(communication, names))
+    return MirroredStrategy(
+        names,
+        cross_device_ops(communication, names),
+        Balance.of(balance, 1, len(names)),
+    )
 
 
 def create_multi_worker_mirrored_strategy(
@@ -81,6 +89,7 @@ def create_multi_worker_mirrored_strategy(
     devices: Devices = None,
     communication: str = "auto",
     num_virtual_devices: int | None = None,
+    balance: Shares = None,
 ) -> tf.distribute.Strategy:
     """Creates a synchronous strategy for several processes or machines.
 
@@ -94,6 +103,9 @@ def create_multi_worker_mirrored_strategy(
             names. Default: all visible GPUs.
         communication: `auto`, `nccl` (only between GPUs) or `ring`.
         num_virtual_devices: Split the CPU of each task into N devices.
+        balance: The share of each worker in a global batch, such as "2,1", or
+            "auto": shares that follow from measured speed, chosen anew after
+            each epoch where that saves time. Default: equal shares.
 
     Returns:
         A `tf.distribute.MultiWorkerMirroredStrategy`.
@@ -108,9 +120,11 @@ def create_multi_worker_mirrored_strategy(
         "multi_worker_mirrored", cluster, communication
     )
     names = devices_lib.select_local(devices, num_virtual_devices)
+    workers = 1 if cluster is None else cluster.num_workers
+    shares = Balance.of(balance, workers, workers * len(names))
     watchdog.begin(cluster)
     with told_of_missing(cluster):
-        return MultiWorkerMirroredStrategy(cluster, options, len(names))
+        return MultiWorkerMirroredStrategy(cluster, options, len(names), shares)
 
 
 def create_central_storage_strategy(

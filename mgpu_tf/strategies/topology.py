@@ -10,6 +10,10 @@ Replica r of n takes a contiguous range of a global batch:
 
     size 5, n 4 -> rows 0 | 1 | 2 | 3 4     ranges differ by one row at most
     size 2, n 4 ->      - | 0 | - | 1       a range may be empty
+
+With the shares of `balance`, the bounds are parts of their sum instead:
+
+    size 9, shares 2, 1 -> rows 0 1 2 3 4 5 | 6 7 8
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import dataclasses
 from typing import Any
 
 import tensorflow as tf
+
+from mgpu_tf.strategies.balance import Balance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +34,14 @@ class LocalReplicas:
         first: The first replica that this process holds.
         count: How many replicas this process holds.
         total: How many replicas there are.
+        bounds: Where the ranges of replicas begin and end, as parts of the
+            last number; None for equal ranges.
     """
 
     first: int
     count: int
     total: int
+    bounds: tuple[int, ...] | None = None
 
     @property
     def num_processes(self) -> int:
@@ -59,7 +68,18 @@ class LocalReplicas:
             The first row, and the row after the last.
         """
         index = self.first + replica
-        return size * index // self.total, size * (index + 1) // self.total
+        if self.bounds is None:
+            return size * index // self.total, size * (index + 1) // self.total
+        whole = self.bounds[-1]
+        return (
+            size * self._bound(index) // whole,
+            size * self._bound(index + 1) // whole,
+        )
+
+    def _bound(self, index: Any) -> Any:
+        if isinstance(index, int):
+            return (self.bounds or ())[index]
+        return tf.gather(tf.constant(self.bounds, tf.int64), index)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +110,11 @@ class Topology:
         )
 
 
+def balance_of(strategy: tf.distribute.Strategy) -> Balance:
+    """Returns the shares of a strategy, which are equal by default."""
+    return getattr(strategy, "balance", None) or Balance()
+
+
 def synchronous_topology(strategy: tf.distribute.Strategy) -> Topology:
     """Returns the topology of a strategy whose replicas step together."""
     local = len(strategy.extended.worker_devices)
@@ -105,7 +130,9 @@ def synchronous_topology(strategy: tf.distribute.Strategy) -> Topology:
     return Topology(
         num_workers=workers,
         worker_index=index,
-        local=LocalReplicas(index * local, local, total),
+        local=LocalReplicas(
+            index * local, local, total, balance_of(strategy).bounds(total)
+        ),
         data_parallel_degree=total,
         is_chief=is_chief,
     )

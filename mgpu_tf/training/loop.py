@@ -35,6 +35,7 @@ from mgpu_tf.options import SaveOptions
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.runtime.determinism import enable_determinism
 from mgpu_tf.strategies.registry import lost_workers
+from mgpu_tf.strategies.topology import balance_of
 from mgpu_tf.training import callbacks as callbacks_lib
 from mgpu_tf.training.call_arguments import (
     NO_BATCH,
@@ -91,7 +92,9 @@ class Training:
                 validation, numbers.validation_steps
             )
         if not peers.alone:
-            peers.compare(fit_facts(source, self._validation, numbers))
+            facts = fit_facts(source, self._validation, numbers)
+            facts["balance"] = str(balance_of(distributed.strategy))
+            peers.compare(facts)
         self._distributed = distributed
         self._model = distributed.model
         self._totals = totals
@@ -147,6 +150,8 @@ class Training:
                 self._epoch(epoch, feed)
                 if self._ends_epoch():
                     break
+                if epoch + 1 < last:
+                    self._rebalance(feed)
             self._saver.finish()
         self._profiler.close()
         if numbers.epochs > run.first_epoch:
@@ -173,6 +178,13 @@ class Training:
         if options is None:
             return Saver()
         callbacks_lib.refuse_restoring(callbacks)
+        if balance_of(self._distributed.strategy).measured:
+            raise ConfigurationError(
+                "A run with checkpoints repeats bit for bit, and measured "
+                "shares do not. Received: balance='auto' with a "
+                "checkpoint_dir. Give the shares that a run without one has "
+                "logged, such as balance='667,333'."
+            )
         enable_determinism()
         return CheckpointSaver(
             options,
@@ -211,6 +223,23 @@ class Training:
             epoch_ends=True,
         )
         return stopped
+
+    def _rebalance(self, feed: DataFeed) -> None:
+        """Chooses the shares of workers anew, where they are measured."""
+        rate = self._engine.rate
+        if rate is None:
+            return
+        rates = self._distributed.peers.of_all(rate)
+        if not self._engine.rebalance(rates):
+            return
+        feed.cut_anew(self._run.position.finished)
+        if self._distributed.is_chief:
+            _log.info(
+                "the workers have computed %s rows per second; their shares "
+                "are now %s (balance repeats them)",
+                " ".join(f"{rate:.4g}" for rate in rates),
+                balance_of(self._distributed.strategy),
+            )
 
     def _train(self, feed: DataFeed) -> EpochRecord:
         engine, source, at = self._engine, self._source, self._run.position

@@ -6,6 +6,7 @@ import pathlib
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 from tests import clusters
 
@@ -49,6 +50,51 @@ def test_quickstart(tmp_path):
     assert workers == pytest.approx(one_device, rel=1e-5)
     assert max(differences.values()) < 1e-5
     assert len(outputs(book, "image/png")) == 1
+
+
+@pytest.mark.full
+def test_cluster(tmp_path):
+    book = executed(FOLDER / "02_cluster.ipynb", tmp_path)
+    two_workers, one_process = map(eval, outputs(book, "text/plain"))
+    assert len(two_workers) == 3
+    assert two_workers == pytest.approx(one_process, rel=1e-5)
+    printed = [
+        output.text
+        for cell in book.cells
+        for output in cell.get("outputs", [])
+        if output.output_type == "stream"
+    ]
+    assert any("[worker 0] Epoch 3/3" in text for text in printed)
+    assert "ValueError: worker 1 has no data" in printed[-1]
+
+
+STAYS = """
+import mgpu_tf
+
+def stays(folder):
+    import os, pathlib, time
+    pathlib.Path(folder, f"{os.getpid()}").touch()
+    time.sleep(3600)
+
+mgpu_tf.launch_from_notebook(stays, ".", num_workers=2)
+"""
+
+
+@pytest.mark.full
+def test_an_interrupted_cell_ends_its_tasks(tmp_path):
+    cell = nbformat.v4.new_code_cell(STAYS)
+    client = NotebookClient(
+        nbformat.v4.new_notebook(cells=[cell]),
+        timeout=60,
+        interrupt_on_timeout=True,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
+    with pytest.raises(CellExecutionError, match="KeyboardInterrupt"):
+        client.execute(env=os.environ | {"PYTHONPATH": clusters.ROOT})
+    pids = [path.name for path in tmp_path.iterdir()]
+    assert len(pids) == 2
+    assert not [pid for pid in pids if pathlib.Path("/proc", pid).exists()]
 
 
 def test_outputs_are_committed():

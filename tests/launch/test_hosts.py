@@ -63,7 +63,7 @@ def test_a_shell_runs_the_line_as_it_stands(capsys):
 def test_the_command_of_the_readme(capsys):
     """It runs as it stands."""
     text = (pathlib.Path(clusters.ROOT) / "README.md").read_text()
-    [line] = re.findall(r"^mgpu-tf (launch --hosts=.*)$", text, re.M)
+    [line] = re.findall(r"^mgpu-tf (launch --hosts=.* --print .*)$", text, re.M)
     assert cli.main(shlex.split(line)) == 0
     assert capsys.readouterr().out.count("python digits.py") == 2
 
@@ -71,8 +71,12 @@ def test_the_command_of_the_readme(capsys):
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        (["--hosts=a,b"], "Received: one of --hosts and --print"),
-        (["--print"], "Received: one of --hosts and --print"),
+        (["--hosts=a,b"], "Received: --hosts=a,b. Write"),
+        (["--print"], "Received: --print. Write"),
+        (["--ssh"], "Received: --ssh. Write"),
+        (["--hosts=a", "--ssh", "--print"], "--hosts=a --ssh --print. Write"),
+        (["--hosts=a b", "--ssh"], "Received: 'a b'"),
+        (["--hosts=a", "--ssh", "--ssh_command=sssh"], "openssh-client"),
         (["--print", "--hosts=a,"], "Received: ''"),
         (["--print", "--hosts=a b"], "Received: 'a b'"),
         (["--print", "--hosts=a,b,a"], "each machine once"),

@@ -9,6 +9,7 @@ import sys
 import yaml
 
 from tests import clusters
+from tests.launch import dockerfiles
 from tests.launch.manifests import problems
 
 PAGE = pathlib.Path(clusters.ROOT) / "docs" / "kubernetes.md"
@@ -20,7 +21,7 @@ KUBECTL = """#!/bin/sh
 def test_commands(tmp_path):
     """Each runs as it stands; kubectl is one that keeps what it gets."""
     blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     main = f'#!/bin/sh\nexec {sys.executable} -m mgpu_tf "$@"\n'
@@ -36,6 +37,7 @@ def test_commands(tmp_path):
     )
     applied = (tmp_path / "applied.yaml").read_text()
     assert applied == (tmp_path / "mnist.yaml").read_text()
+    assert dockerfiles.problems((tmp_path / "Dockerfile").read_text()) == []
     files = sorted(tmp_path.glob("*.yaml"))
     assert len(files) == 5
     for file in files:

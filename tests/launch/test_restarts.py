@@ -130,6 +130,7 @@ time.sleep(3600)
     policy = {"max_restarts": 2, "unit": "task"}
     assert launch(body, tmp_path, num_ps=1, policy=policy) == 9
     assert_gone(*noted(tmp_path, "ps0.2"))
+    assert not (tmp_path / "ps0.3").exists()
 
 
 def test_fewer_workers_when_one_stays_dead(tmp_path, capfd):

@@ -76,6 +76,10 @@ class AsynchronousFeed:
     def restart(self) -> None:
         """Does nothing: every epoch says where it begins."""
 
+    def cut_anew(self, finished: Sequence[int]) -> None:
+        """Does nothing: workers take pieces of work as they come."""
+        del finished
+
     def _row_work(self, limit: int | None) -> Work:
         assert limit is not None
         engine = self._engine

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -60,7 +60,9 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.runtime import determinism
+from mgpu_tf.strategies.balance import balanced
 from mgpu_tf.strategies.registry import kind_of, topology_of
+from mgpu_tf.strategies.topology import balance_of
 
 
 class SynchronousEngine(Engine):
@@ -96,6 +98,10 @@ class SynchronousEngine(Engine):
         # What looks at the first step of an author's own.
         self._probe: Probe | None = None
         self._noise: NoiseScale | None = None
+        # When the gradients of the step that is traced were there, and what
+        # this worker has computed since the shares were last chosen.
+        self._computed: tf.Tensor | None = None
+        self._work = Work()
         self._loss: GlobalLoss
         self._state: ReplicaState
         self._step: ReplicaStep
@@ -183,9 +189,33 @@ class SynchronousEngine(Engine):
         """Runs training steps; as in `Engine`."""
         del ahead
         done = self._execute("train", iterator, steps, source, seconds, votes)
+        self._work.add(done)
         if self._noise is None:
             return done
         return dataclasses.replace(done, logs=done.logs | self._noise.logs())
+
+    @property
+    def rate(self) -> float | None:
+        """Rows per second of this worker; as in `Engine`."""
+        balance = balance_of(self._strategy)
+        if not balance.measured:
+            return None
+        low, _ = self._local.rows_of(self._work.examples, 0)
+        _, high = self._local.rows_of(
+            self._work.examples, self._local.count - 1
+        )
+        seconds, self._work = self._work.seconds, Work()
+        return (high - low) / seconds if seconds > 0 else 0.0
+
+    def rebalance(self, rates: Sequence[float]) -> bool:
+        """Chooses the shares of workers; as in `Engine`."""
+        balance = balance_of(self._strategy)
+        shares = balanced(rates, balance.shares)
+        if shares is None:
+            return False
+        balance.shares = shares
+        self._local = topology_of(self._strategy).local
+        return True
 
     def evaluate(
         self, iterator: Any, steps: int, source: Source, seconds: float = 0.0
@@ -371,7 +401,8 @@ class SynchronousEngine(Engine):
             examples=int(examples),
             logs={name: _number(value) for name, value in logs.items()},
             seconds=float(means[0]),
-            input_seconds=float(waiting),
+            input_seconds=float(waiting[0]),
+            computing_seconds=float(waiting[1]),
             traced=_traces(run) > traces,
             bad_step=int(bad),
             votes=Votes(save=float(means[1]) > 0, end=float(means[2]) > 0),
@@ -406,7 +437,10 @@ class SynchronousEngine(Engine):
         if self._model.run_eagerly:
             return python
         jit = kind == "train" and self._jit_compile
-        key = (kind, source.may_end, source.totals_known, whole, exact, jit)
+        key = (
+            *(kind, source.may_end, source.totals_known, whole, exact, jit),
+            self._local.bounds,
+        )
         if key not in self._functions:
             self._functions[key] = tf.function(
                 python, autograph=False, reduce_retracing=True
@@ -436,8 +470,9 @@ class SynchronousEngine(Engine):
                 before_it: The logs of the step before, where there was one.
 
             Returns:
-                Its count, its examples, the seconds that it waited for data,
-                on which workers the data has ended, and its logs.
+                Its count, its examples, the seconds that it waited for data
+                and those that it computed, on which workers the data has
+                ended, and its logs.
             """
             before = determinism.seconds()
             with tf.control_dependencies([before]):
@@ -452,18 +487,28 @@ class SynchronousEngine(Engine):
                 if leaf is not None
             ]
             with tf.control_dependencies(arrived):
-                waited = determinism.seconds() - before
-            if not source.may_end:
+                began = determinism.seconds()
+            waited = began - before
+
+            def timed() -> tuple[Any, tf.Tensor]:
+                self._computed = None
                 logs = step(data, local, total)
+                if self._computed is None:
+                    return logs, tf.zeros([], tf.float64)
+                return logs, self._computed - began
+
+            if not source.may_end:
+                logs, busy = timed()
                 ended = tf.zeros([1], tf.int32)
-                return tf.constant(1, tf.int64), total, waited, ended, logs
+                spent = tf.stack([waited, busy])
+                return tf.constant(1, tf.int64), total, spent, ended, logs
             ended = self._ended_on(source, total)
             shapes: list[Any] = []
 
             def go_on() -> Any:
-                logs = step(data, local, total)
+                logs, busy = timed()
                 shapes.append(logs)
-                return tf.constant(1, tf.int64), logs
+                return tf.constant(1, tf.int64), busy, logs
 
             def end() -> Any:
                 logs = before_it
@@ -472,10 +517,11 @@ class SynchronousEngine(Engine):
                         lambda t: tf.zeros(t.shape, t.dtype),
                         shapes[0] if shapes else {},
                     )
-                return tf.constant(0, tf.int64), logs
+                return tf.constant(0, tf.int64), tf.zeros([], tf.float64), logs
 
-            count, logs = tf.cond(tf.reduce_all(ended == 0), go_on, end)
-            return count, count * total, waited, ended, logs
+            count, busy, logs = tf.cond(tf.reduce_all(ended == 0), go_on, end)
+            spent = tf.stack([waited, busy])
+            return count, count * total, spent, ended, logs
 
         watches = self._options.on_nan != "ignore" and not authored
         bad = tf.constant(-1, tf.int64)
@@ -501,7 +547,7 @@ class SynchronousEngine(Engine):
         zero = tf.constant(0, tf.int64)
         begin: tuple[Any, ...]
         nobody = self._ended_on(source, tf.constant(1, tf.int64), ask=False)
-        begin = (zero, zero, tf.constant(0.0, tf.float64), nobody, {})
+        begin = (zero, zero, tf.zeros([2], tf.float64), nobody, {})
         if authored or self._returns_logs():
             # The first step stands alone: it tells what the others return.
             begin = once(None)
@@ -598,10 +644,27 @@ class SynchronousEngine(Engine):
             gradients, logs = self._strategy.run(
                 self._replica_gradients, args=(data, local, total)
             )
+        if balance_of(self._strategy).measured:
+            self._computed = self._time_of(gradients)
         if self._noise is not None:
             self._noise.observe(gradients, local, total)
         self._update(gradients)
         return {name: self._first(value) for name, value in logs.items()}
+
+    def _time_of(self, gradients: Any) -> tf.Tensor:
+        """Returns when all gradients of this worker were there."""
+        own = [
+            leaf
+            for gradient in tf.nest.flatten(gradients)
+            if gradient is not None
+            for leaf in tf.nest.flatten(
+                self._strategy.experimental_local_results(gradient),
+                expand_composites=True,
+            )
+            if leaf is not None
+        ]
+        with tf.control_dependencies(own):
+            return determinism.seconds()
 
     def _evaluate_step(
         self, data: Any, local: Any, total: tf.Tensor
@@ -710,6 +773,24 @@ class SynchronousEngine(Engine):
         first = replica % self._local.count == 0
         mine = tf.where(first, padded, tf.zeros_like(padded))
         return context.all_reduce("sum", mine)
+
+
+@dataclasses.dataclass
+class Work:
+    """What was computed, and in what time.
+
+    Attributes:
+        examples: Rows of global batches.
+        seconds: The time of this worker for its part of them.
+    """
+
+    examples: int = 0
+    seconds: float = 0.0
+
+    def add(self, done: Execution) -> None:
+        """Adds an execution."""
+        self.examples += done.examples
+        self.seconds += done.computing_seconds
 
 
 def _traces(function: Any) -> int:
