@@ -20,7 +20,7 @@ from mgpu_tf.data.order import Order, order_of
 from mgpu_tf.data.structures import batch_size, whole
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.registry import topology_of
-from mgpu_tf.strategies.topology import LocalReplicas
+from mgpu_tf.strategies.topology import LocalReplicas, balance_of
 
 DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
@@ -214,6 +214,14 @@ class FunctionSource(BatchSource):
     def __init__(
         self, dataset_fn: DatasetFn, strategy: tf.distribute.Strategy
     ) -> None:
+        balance = balance_of(strategy)
+        if balance.shares is not None or balance.measured:
+            raise ConfigurationError(
+                "balance divides global batches, and a dataset_fn makes the "
+                "batches of each worker itself. Received: a dataset_fn with "
+                f"balance={str(balance)!r}. Leave balance out, or give a "
+                "dataset of global batches."
+            )
         self._dataset_fn = dataset_fn
         self._dataset = dataset_fn(topology_of(strategy).input_context())
         if not isinstance(self._dataset, tf.data.Dataset):

@@ -92,7 +92,9 @@ class Balance:
         return (0, *itertools.accumulate(parts))
 
     def __str__(self) -> str:
-        return ",".join(map(str, self.shares)) if self.shares else "equal"
+        if self.shares:
+            return ",".join(map(str, self.shares))
+        return AUTO if self.measured else "equal"
 
 
 def shares_for(rates: Sequence[float]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from mgpu_tf.strategies.topology import LocalReplicas
 from tests import clusters
 from tests.jobs import shares as jobs
 from tests.parity import cases
+from tests.tiers import tiered
 
 SIZE, BATCH = 45, 8
 
@@ -128,7 +129,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiered(list(KINDS), ["arrays"]))
 def test_the_numbers_of_one_device(kind, floatx, strategies):
     made = mgpu_tf.create_mirrored_strategy(
         num_virtual_devices=3, balance="5,2,1"
@@ -154,7 +155,7 @@ def test_the_numbers_of_one_device(kind, floatx, strategies):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiered(list(KINDS), ["a dataset"]))
 def test_shares_that_change_after_epochs(kind, floatx, strategies, monkeypatch):
     """Data goes on where it was, and is cut by the new shares."""
     made = mgpu_tf.create_mirrored_strategy(num_virtual_devices=3)
@@ -206,3 +207,17 @@ def test_workers_that_measure(floatx, tmp_path):
         assert worker["shares"][0] > 2 * worker["shares"][1]
     for told in found["other_shares"]:
         assert "balance" in told
+
+
+def test_a_dataset_fn_is_refused():
+    strategy = mgpu_tf.create_mirrored_strategy(
+        num_virtual_devices=2, balance="2,1"
+    )
+    trainer = mgpu_tf.Trainer(jobs.build, strategy)
+
+    def dataset_fn(context):
+        data = tf.data.Dataset.from_tensor_slices((np.eye(4), np.eye(4)))
+        return data.shard(context.num_input_pipelines, 0).batch(2)
+
+    with pytest.raises(mgpu_tf.ConfigurationError, match="balance='2,1'"):
+        trainer.fit(dataset_fn)
