@@ -1,0 +1,275 @@
+"""Examples by their number: own rows alone, the numbers of one device."""
+
+import collections
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import mgpu_tf
+from mgpu_tf import data
+from mgpu_tf.data.permutation import permuted
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.topology import LocalReplicas
+from tests.data.test_global_batches import parts, passes
+
+# Batches that are begun before a step wants them: two are read at a time,
+# and tf.data holds some more.
+AHEAD = 12
+
+
+class Counting:
+    """Rows made of their numbers; counts what is read."""
+
+    def __init__(self, length):
+        self.length = length
+        self.counts = collections.Counter()
+        self._lock = threading.Lock()
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, number):
+        with self._lock:
+            self.counts[number] += 1
+        x = np.cos(number * np.arange(1.0, 5.0))
+        return x, np.sin(x.sum() * 3)[None]
+
+
+class InBatches(Counting):
+    def __getitems__(self, numbers):
+        return [self[number] for number in numbers]
+
+
+@pytest.fixture
+def float64():
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+def build():
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(5, "tanh"), layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+@pytest.mark.parametrize("kind", [Counting, InBatches])
+@pytest.mark.parametrize(("workers", "local"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+def test_each_row_is_read_once_by_one_worker(kind, workers, local):
+    """Batch k, joined over replicas, is the batch that one device sees."""
+    length, size, index = 25, 7, 2
+    expected = permuted(tf.range(length, dtype=tf.int64), length, 5, index)
+    x = np.stack([Counting(length)[n][0] for n in expected.numpy()])
+    joined = [[] for _ in range(4)]
+    read = collections.Counter()
+    for part in parts(workers * local, local):
+        rows = kind(length)
+        source = data.RandomAccessSource(
+            mgpu_tf.RandomAccess(rows), size, True, 5
+        )
+        rows.counts.clear()
+        for place, element in enumerate(passes(source, part, -1, index)):
+            (batch, _), held, total = element
+            assert len(batch) == held
+            assert total == min(size, length - place // local * size)
+            joined[place // local].extend(batch)
+        read.update(rows.counts)
+    np.testing.assert_array_equal(np.concatenate(joined), x)
+    assert read == dict.fromkeys(range(length), 1)
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored_x3"])
+def test_fit_is_that_of_keras(name, strategies, float64):
+    length, size, epochs = 50, 8, 3
+    rows = Counting(length)
+    trainer = mgpu_tf.Trainer(build, strategies[name], seed=3)
+    history = trainer.fit(
+        mgpu_tf.RandomAccess(rows), batch_size=size, epochs=epochs, verbose=0
+    )
+    keras.utils.set_random_seed(3)
+    model = build()
+    losses = []
+    everything = tf.range(length, dtype=tf.int64)
+    for epoch in range(epochs):
+        order = permuted(everything, length, 3, epoch).numpy()
+        x, y = (np.stack(part) for part in zip(*map(rows.__getitem__, order)))
+        one = model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        losses += one.history["loss"]
+    np.testing.assert_allclose(history.history["loss"], losses, rtol=1e-9)
+    for ours, theirs in zip(
+        [*trainer.model.variables, *trainer.model.optimizer.variables],
+        [*model.variables, *model.optimizer.variables],
+        strict=True,
+    ):
+        np.testing.assert_allclose(
+            ours.numpy(), theirs.numpy(), rtol=1e-9, atol=1e-12
+        )
+    loss = trainer.evaluate(
+        mgpu_tf.RandomAccess(rows), batch_size=size, verbose=0
+    )
+    x, y = (np.stack(p) for p in zip(*map(rows.__getitem__, range(length))))
+    assert loss == pytest.approx(model.evaluate(x, y, verbose=0), rel=1e-9)
+    np.testing.assert_allclose(
+        trainer.predict(mgpu_tf.RandomAccess(rows), batch_size=9, verbose=0),
+        model.predict(x, verbose=0),
+        rtol=1e-9,
+    )
+
+
+def test_resume_reads_nothing_of_what_was_done(strategies, tmp_path, float64):
+    """In the middle of ten million rows, bit for bit."""
+    length, size, steps = 10_000_000, 8, 5
+
+    def fit(rows, epochs, folder):
+        trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"], seed=3)
+        trainer.fit(
+            mgpu_tf.RandomAccess(rows),
+            batch_size=size,
+            steps_per_epoch=steps,
+            epochs=epochs,
+            checkpoint_dir=tmp_path / folder,
+            verbose=0,
+        )
+        return [v.numpy() for v in trainer.model.variables]
+
+    whole = fit(Counting(length), 6, "whole")
+    fit(Counting(length), 4, "parts")
+    rows = Counting(length)
+    resumed = fit(rows, 6, "parts")
+    for one, other in zip(whole, resumed, strict=True):
+        np.testing.assert_array_equal(one, other)
+    positions = tf.range((6 * steps + AHEAD) * size, dtype=tf.int64)
+    order = permuted(positions, length, 3, 0).numpy().tolist()
+    done, left = order[: 4 * steps * size], order[4 * steps * size :]
+    # The first row tells the shapes.
+    read = rows.counts - collections.Counter({0: 1})
+    assert not set(done) & set(read)
+    assert set(left[: 2 * steps * size]) <= set(read) <= set(left)
+    assert set(read.values()) == {1}
+
+
+def test_resume_is_a_number(strategies):
+    """The middle of ten million rows is entered, whatever came before."""
+    rows = Counting(10_000_000)
+    source = data.RandomAccessSource(mgpu_tf.RandomAccess(rows), 10, True, 0)
+    feed = data.Feed(source, strategies["one_device"], chain=True)
+    feed.resume([1_000_000, 1_000_000], 500_000)
+    iterator = feed.iterator(2)
+    (x, _), _, _ = data.next_batch(iterator, source, strategies["one_device"])
+    positions = tf.range(5_000_000, 5_000_010, dtype=tf.int64)
+    expected = permuted(positions, 10_000_000, 0, 2).numpy()
+    np.testing.assert_array_equal(x, np.stack([rows[n][0] for n in expected]))
+    assert rows.counts.total() < 10 * AHEAD
+
+
+class Rows(list):
+    """A list as a source: what data sets of other packages look like."""
+
+
+@pytest.mark.parametrize(
+    ("examples", "function", "expected"),
+    [
+        # Bytes that end with zeros, as encoded data may.
+        ([b"a\0", b"bc\0\0"], None, [b"a\0", b"bc\0\0"]),
+        (["é", "ab"], None, ["é".encode(), b"ab"]),
+        ([(1, None), (2, None)], None, ([1, 2], None)),
+        ([[1.5, 2], [2.5, 3]], None, ([1.5, 2.5], [2, 3])),
+        (
+            [{"image": np.eye(2), "label": k} for k in range(2)],
+            lambda row: (row["image"] + 1, row["label"]),
+            ([np.eye(2) + 1] * 2, [0, 1]),
+        ),
+        ([(1, 2), (3, 4)], lambda x, y: {"sum": x + y}, {"sum": [3, 7]}),
+    ],
+)
+def test_examples_of_any_structure(examples, function, expected):
+    source = data.RandomAccessSource(
+        mgpu_tf.RandomAccess(Rows(examples), function), 2, False, 0
+    )
+    [(batch, _, _)] = passes(source, LocalReplicas(0, 1, 1), -1)
+    tf.nest.assert_same_structure(source.example(), batch)
+    for leaf, value in zip(
+        tf.nest.flatten(batch),
+        tf.nest.flatten_up_to(batch, expected),
+        strict=True,
+    ):
+        if value is not None:
+            np.testing.assert_array_equal(leaf, np.asarray(value))
+    floats = [s for s in tf.nest.flatten(source.example()) if s is not None]
+    assert tf.float64 not in [s.dtype for s in floats[:1] if s.shape.rank == 1]
+
+
+def test_a_replica_without_rows():
+    source = data.RandomAccessSource(
+        mgpu_tf.RandomAccess(Rows([b"a", b"b"]), tf.strings.length), 2, True, 0
+    )
+    elements = [passes(source, part, -1) for part in parts(3)]
+    assert sorted(held for [(_, held, _)] in elements) == [0, 1, 1]
+    assert all(rows.dtype == np.int32 for [(rows, _, _)] in elements)
+
+
+def test_memmap(tmp_path, strategies):
+    x = np.arange(60, dtype=np.float32).reshape(20, 3)
+    x.tofile(tmp_path / "x")
+    stored = np.memmap(tmp_path / "x", np.float32, "r", shape=(20, 3))
+    source = data.as_source(
+        mgpu_tf.RandomAccess(stored),
+        strategy=strategies["one_device"],
+        batch_size=6,
+    )
+    batches = passes(source, LocalReplicas(0, 1, 1), -1)
+    np.testing.assert_array_equal(np.concatenate([b for b, _, _ in batches]), x)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mgpu_tf.RandomAccess(3), "source.number.. Received: int"),
+        (lambda: mgpu_tf.RandomAccess({}), "Received: dict"),
+        (lambda: mgpu_tf.RandomAccess([]), "one example or more"),
+        (lambda: mgpu_tf.RandomAccess([1], map=3), "map must be a function"),
+        (lambda: mgpu_tf.RandomAccess([1], threads=0), "threads must be"),
+    ],
+)
+def test_mistakes_of_making(make, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"y": [1, 2]}, "targets, weights itself. Received: y beside"),
+        ({"shuffle": "batch"}, "one by one. Received: shuffle='batch'"),
+        ({"validation_split": 0.5}, "validation_split takes.*RandomAccess"),
+        ({"batch_size": 0}, "batch_size must be"),
+    ],
+)
+def test_mistakes_of_fitting(arguments, message, strategies):
+    trainer = mgpu_tf.Trainer(build, strategies["one_device"])
+    with pytest.raises(ConfigurationError, match=message):
+        trainer.fit(mgpu_tf.RandomAccess([1, 2]), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (
+            (np.zeros(3), np.zeros(1)),
+            r"one shape. Received: \(3,\) after \(4,\)",
+        ),
+        (np.zeros(4), "one structure"),
+    ],
+)
+def test_examples_that_differ(second, message, strategies):
+    rows = Rows([(np.zeros(4), np.zeros(1)), second])
+    trainer = mgpu_tf.Trainer(build, strategies["one_device"])
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        trainer.fit(mgpu_tf.RandomAccess(rows), verbose=0)
+    assert "\n" not in str(caught.value)
