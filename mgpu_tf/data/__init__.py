@@ -82,15 +82,17 @@ def as_source(
     Args:
         x: An array, or a list, tuple or dict of them, nested; a
             `RandomAccess`; a `tf.data.Dataset`, a `keras.utils.PyDataset` or
-            a generator of global batches; or a function from `tf.distribute.InputContext`
-            to a dataset batched with the per-replica size.
+            a generator of global batches; or a function from
+            `tf.distribute.InputContext` to a dataset batched with the
+            per-replica size.
         y: Targets, for arrays; nested as well.
         sample_weight: Weights of shape `[examples, ...]`, for arrays.
         strategy: The strategy that the source will feed.
         batch_size: Global batch size, for arrays and examples by number; 32
             by default, or with `steps` what that number of batches needs.
         shuffle: Whether arrays, examples by number, and the batches of a
-            PyDataset, come in a new order each epoch; "batch" shuffles within batches of arrays.
+            PyDataset, come in a new order each epoch; "batch" shuffles
+            within batches of arrays.
         seed: Decides the order, together with the epoch.
         steps: Steps that are wanted of a pass over arrays.
 

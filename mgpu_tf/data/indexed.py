@@ -29,8 +29,8 @@ _ELEMENTS = 2
 class RandomAccessSource(Source):
     """Examples by their number; every worker reads its own rows alone.
 
-    Numbers are computed in TensorFlow's graph. A function of Python reads the
-    rows of a replica in threads; `map` runs in the graph.
+    A function of Python numbers the rows of a replica and reads them in
+    threads; `map` runs in the graph.
 
     Args:
         data: The examples.
@@ -95,21 +95,21 @@ class RandomAccessSource(Source):
     ) -> tf.data.Dataset:
         """Returns pass `index` from a batch on, without reading the others."""
 
-        def numbered(position: tf.Tensor) -> tuple[Any, tf.Tensor, tf.Tensor]:
+        def read(position: tf.Tensor) -> tuple[Any, tf.Tensor, tf.Tensor]:
             first = (position // local.count) * self._batch_size
             size = tf.minimum(
                 tf.constant(self._batch_size, tf.int64), self._examples - first
             )
             low, high = local.rows_of(size, position % local.count)
-            numbers = self._numbers(index, first + low, first + high)
-            return numbers, high - low, size
-
-        def read(numbers: Any, held: Any, size: Any) -> tuple[Any, ...]:
-            return self._rows(numbers), held, size
+            place = tf.cast(
+                tf.stack([index, first + low, first + high]), tf.int64
+            )
+            return self._rows(place), high - low, size
 
         bounds = start * local.count, self._passes * local.count
-        elements = tf.data.Dataset.range(*bounds).map(numbered)
-        elements = elements.map(read, num_parallel_calls=_ELEMENTS)
+        elements = tf.data.Dataset.range(*bounds).map(
+            read, num_parallel_calls=_ELEMENTS
+        )
         if self._mapped is None:
             return elements
         mapped = self._mapped
@@ -138,20 +138,20 @@ class RandomAccessSource(Source):
 
     def _order(self, index: int) -> np.ndarray:
         """Returns the row numbers of a whole pass."""
-        return self._numbers(index, 0, self._examples).numpy()
+        return self._numbers(np.array([index, 0, self._examples]))
 
-    def _numbers(self, index: Any, low: Any, high: Any) -> tf.Tensor:
-        positions = tf.range(low, high, dtype=tf.int64)
-        if not self._shuffle:
-            return positions
-        return permuted(positions, self._examples, self._seed, index)
+    def _rows(self, place: tf.Tensor) -> Any:
+        """Returns the rows at some positions of a pass, in the graph.
 
-    def _rows(self, numbers: tf.Tensor) -> Any:
-        """Returns the rows with these numbers, in the graph."""
+        Args:
+            place: The pass, the first position, and that after the last.
+        """
         if self._table is not None:
+            numbers = tf.numpy_function(self._numbers, [place], tf.int64)
+            numbers.set_shape([None])
             return structures.gather(self._table, numbers)
         types = [spec.dtype for spec in self._leaf_specs]
-        leaves = tf.numpy_function(self._stacked, [numbers], types)
+        leaves = tf.numpy_function(self._stacked, [place], types)
         for leaf, spec in zip(leaves, self._leaf_specs, strict=True):
             leaf.set_shape(spec.shape)
         return self._packed(leaves)
@@ -165,17 +165,25 @@ class RandomAccessSource(Source):
 
     # Called by threads of TensorFlow.
 
-    def _stacked(self, numbers: np.ndarray) -> list[np.ndarray]:
+    def _numbers(self, place: np.ndarray) -> np.ndarray:
+        """Returns the rows at some positions; `place` as for `_rows`."""
+        index, low, high = place.tolist()
+        positions = np.arange(low, high, dtype=np.int64)
+        if not self._shuffle:
+            return positions
+        return permuted(positions, self._examples, self._seed, index)
+
+    def _stacked(self, place: np.ndarray) -> list[np.ndarray]:
         """Reads examples, and returns an array for each of their leaves."""
-        examples = self._read(numbers.tolist())
+        examples = self._read(self._numbers(place).tolist())
         columns: list[np.ndarray] = []
-        for place, spec in enumerate(self._leaf_specs):
+        for leaf, spec in enumerate(self._leaf_specs):
             shape, dtype = spec.shape[1:], spec.dtype.as_numpy_dtype
             column = np.empty([len(examples), *shape], dtype)
             for row, example in enumerate(examples):
-                if example[place].shape != tuple(shape):
-                    raise ConfigurationError(_one_shape(shape, example[place]))
-                column[row] = example[place]
+                if example[leaf].shape != tuple(shape):
+                    raise ConfigurationError(_one_shape(shape, example[leaf]))
+                column[row] = example[leaf][()]
             columns.append(column)
         return columns
 
@@ -255,7 +263,7 @@ class _Mapped:
         example = tf.nest.map_structure(
             lambda leaf: None if leaf is None else next(queue), self._given
         )
-        result = _tuples(structures.whole(example, self._call)(*[example]))
+        result = _tuples(self._call(example))
         self._structure = tf.nest.map_structure(
             lambda leaf: None if leaf is None else 0, result
         )

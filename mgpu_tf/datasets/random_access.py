@@ -53,7 +53,7 @@ class RandomAccess:
     def __init__(
         self,
         source: Any,
-        map: Callable[..., Any] | None = None,  # noqa: A002
+        map: Callable[..., Any] | None = None,
         threads: int | None = None,
     ) -> None:
         kind = type(source)

@@ -64,8 +64,8 @@ def build():
 def test_each_row_is_read_once_by_one_worker(kind, workers, local):
     """Batch k, joined over replicas, is the batch that one device sees."""
     length, size, index = 25, 7, 2
-    expected = permuted(tf.range(length, dtype=tf.int64), length, 5, index)
-    x = np.stack([Counting(length)[n][0] for n in expected.numpy()])
+    expected = permuted(np.arange(length), length, 5, index)
+    x = np.stack([Counting(length)[n][0] for n in expected])
     joined = [[] for _ in range(4)]
     read = collections.Counter()
     for part in parts(workers * local, local):
@@ -95,10 +95,13 @@ def test_fit_is_that_of_keras(name, strategies, float64):
     keras.utils.set_random_seed(3)
     model = build()
     losses = []
-    everything = tf.range(length, dtype=tf.int64)
+    everything = np.arange(length)
     for epoch in range(epochs):
-        order = permuted(everything, length, 3, epoch).numpy()
-        x, y = (np.stack(part) for part in zip(*map(rows.__getitem__, order)))
+        order = permuted(everything, length, 3, epoch)
+        x, y = (
+            np.stack(part)
+            for part in zip(*map(rows.__getitem__, order), strict=True)
+        )
         one = model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
         losses += one.history["loss"]
     np.testing.assert_allclose(history.history["loss"], losses, rtol=1e-9)
@@ -113,7 +116,10 @@ def test_fit_is_that_of_keras(name, strategies, float64):
     loss = trainer.evaluate(
         mgpu_tf.RandomAccess(rows), batch_size=size, verbose=0
     )
-    x, y = (np.stack(p) for p in zip(*map(rows.__getitem__, range(length))))
+    x, y = (
+        np.stack(p)
+        for p in zip(*map(rows.__getitem__, range(length)), strict=True)
+    )
     assert loss == pytest.approx(model.evaluate(x, y, verbose=0), rel=1e-9)
     np.testing.assert_allclose(
         trainer.predict(mgpu_tf.RandomAccess(rows), batch_size=9, verbose=0),
@@ -144,8 +150,8 @@ def test_resume_reads_nothing_of_what_was_done(strategies, tmp_path, float64):
     resumed = fit(rows, 6, "parts")
     for one, other in zip(whole, resumed, strict=True):
         np.testing.assert_array_equal(one, other)
-    positions = tf.range((6 * steps + AHEAD) * size, dtype=tf.int64)
-    order = permuted(positions, length, 3, 0).numpy().tolist()
+    positions = np.arange((6 * steps + AHEAD) * size)
+    order = permuted(positions, length, 3, 0).tolist()
     done, left = order[: 4 * steps * size], order[4 * steps * size :]
     # The first row tells the shapes.
     read = rows.counts - collections.Counter({0: 1})
@@ -162,8 +168,8 @@ def test_resume_is_a_number(strategies):
     feed.resume([1_000_000, 1_000_000], 500_000)
     iterator = feed.iterator(2)
     (x, _), _, _ = data.next_batch(iterator, source, strategies["one_device"])
-    positions = tf.range(5_000_000, 5_000_010, dtype=tf.int64)
-    expected = permuted(positions, 10_000_000, 0, 2).numpy()
+    positions = np.arange(5_000_000, 5_000_010)
+    expected = permuted(positions, 10_000_000, 0, 2)
     np.testing.assert_array_equal(x, np.stack([rows[n][0] for n in expected]))
     assert rows.counts.total() < 10 * AHEAD
 
@@ -262,7 +268,7 @@ def test_mistakes_of_fitting(arguments, message, strategies):
     [
         (
             (np.zeros(3), np.zeros(1)),
-            r"one shape. Received: \(3,\) after \(4,\)",
+            r"Received: \(3,\) after \(4,\)",
         ),
         (np.zeros(4), "one structure"),
     ],
