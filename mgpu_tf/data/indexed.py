@@ -304,6 +304,9 @@ def _array(leaf: Any) -> Any:
     if array.dtype.kind in "SU":
         # Of one length, an array loses zeros at the end of bytes.
         array = np.asarray(leaf, object)
+    if array.dtype == object:
+        texts = [t.encode() if isinstance(t, str) else t for t in array.flat]
+        array = np.array([*texts, None], object)[:-1].reshape(array.shape)
     return array
 
 

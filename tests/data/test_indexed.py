@@ -1,47 +1,26 @@
 """Examples by their number: own rows alone, the numbers of one device."""
 
 import collections
-import threading
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras import layers
+from tensorflow.python.util import nest
 
 import mgpu_tf
 from mgpu_tf import data
 from mgpu_tf.data.permutation import permuted
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.topology import LocalReplicas
+from tests import clusters
 from tests.data.test_global_batches import parts, passes
+from tests.jobs import own_rows
+from tests.jobs.own_rows import Counting, InBatches, build
 
 # Batches that are begun before a step wants them: two are read at a time,
 # and tf.data holds some more.
 AHEAD = 12
-
-
-class Counting:
-    """Rows made of their numbers; counts what is read."""
-
-    def __init__(self, length):
-        self.length = length
-        self.counts = collections.Counter()
-        self._lock = threading.Lock()
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, number):
-        with self._lock:
-            self.counts[number] += 1
-        x = np.cos(number * np.arange(1.0, 5.0))
-        return x, np.sin(x.sum() * 3)[None]
-
-
-class InBatches(Counting):
-    def __getitems__(self, numbers):
-        return [self[number] for number in numbers]
 
 
 @pytest.fixture
@@ -49,14 +28,6 @@ def float64():
     keras.config.set_floatx("float64")
     yield
     keras.config.set_floatx("float32")
-
-
-def build():
-    model = keras.Sequential(
-        [keras.Input((4,)), layers.Dense(5, "tanh"), layers.Dense(1)]
-    )
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-    return model
 
 
 @pytest.mark.parametrize("kind", [Counting, InBatches])
@@ -128,12 +99,18 @@ def test_fit_is_that_of_keras(name, strategies, float64):
     )
 
 
-def test_resume_reads_nothing_of_what_was_done(strategies, tmp_path, float64):
+@pytest.mark.parametrize(
+    "name",
+    ["one_device", pytest.param("mirrored_x3", marks=pytest.mark.full)],
+)
+def test_resume_reads_nothing_of_what_was_done(
+    name, strategies, tmp_path, float64
+):
     """In the middle of ten million rows, bit for bit."""
     length, size, steps = 10_000_000, 8, 5
 
     def fit(rows, epochs, folder):
-        trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"], seed=3)
+        trainer = mgpu_tf.Trainer(build, strategies[name], seed=3)
         trainer.fit(
             mgpu_tf.RandomAccess(rows),
             batch_size=size,
@@ -202,11 +179,12 @@ def test_examples_of_any_structure(examples, function, expected):
     tf.nest.assert_same_structure(source.example(), batch)
     for leaf, value in zip(
         tf.nest.flatten(batch),
-        tf.nest.flatten_up_to(batch, expected),
+        nest.flatten_up_to(batch, expected),
         strict=True,
     ):
         if value is not None:
-            np.testing.assert_array_equal(leaf, np.asarray(value))
+            expected_leaf = np.asarray(value, leaf.dtype)
+            np.testing.assert_array_equal(leaf, expected_leaf)
     floats = [s for s in tf.nest.flatten(source.example()) if s is not None]
     assert tf.float64 not in [s.dtype for s in floats[:1] if s.shape.rank == 1]
 
@@ -279,3 +257,27 @@ def test_examples_that_differ(second, message, strategies):
     with pytest.raises(ConfigurationError, match=message) as caught:
         trainer.fit(mgpu_tf.RandomAccess(rows), verbose=0)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_read_their_own_rows(workers, strategies, tmp_path):
+    """Real workers: the numbers of one device, no row read by two."""
+    observed = clusters.run_jobs(own_rows, workers, str(tmp_path))
+    for name, job in own_rows.JOBS.items():
+        alone = job(strategies["one_device"], None)
+        for each in observed[name]:
+            np.testing.assert_allclose(
+                each["losses"], alone["losses"], rtol=1e-9
+            )
+            for one, other in zip(
+                each["weights"], alone["weights"], strict=True
+            ):
+                np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    counts = np.array([each["counts"] for each in observed["in_order"]])
+    assert ((counts > 0).sum(0) == 1).all()
+    assert (counts.sum(0) >= own_rows.EPOCHS).all()
+    counts = np.array([each["counts"] for each in observed["shuffled"]])
+    ahead = counts.sum() - own_rows.EPOCHS * own_rows.LENGTH
+    assert (counts.sum(0) >= own_rows.EPOCHS).all()
+    assert 0 <= ahead <= workers * AHEAD * own_rows.BATCH
