@@ -91,6 +91,7 @@ class Training:
             )
         if not peers.alone:
             peers.compare(fit_facts(source, self._validation, numbers))
+            _log.info("data: each worker reads %s", source.reads)
         self._distributed = distributed
         self._model = distributed.model
         self._totals = totals

@@ -1,11 +1,14 @@
 """Examples by their number: own rows alone, the numbers of one device."""
 
 import collections
+import pathlib
+import re
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 from tensorflow.python.util import nest
 
 import mgpu_tf
@@ -281,3 +284,37 @@ def test_workers_read_their_own_rows(workers, strategies, tmp_path):
     ahead = counts.sum() - own_rows.EPOCHS * own_rows.LENGTH
     assert (counts.sum(0) >= own_rows.EPOCHS).all()
     assert 0 <= ahead <= workers * AHEAD * own_rows.BATCH
+
+
+def test_what_each_worker_reads(strategies):
+    strategy = strategies["one_device"]
+    x = np.zeros([4, 1], np.float32)
+    batches = tf.data.Dataset.from_tensor_slices(x).batch(2)
+
+    def reads(data_of_any_kind):
+        return data.as_source(data_of_any_kind, strategy=strategy).reads
+
+    assert reads(x) == reads(mgpu_tf.RandomAccess(x)) == "its own rows"
+    assert "every batch" in reads(batches)
+    assert "RandomAccess" in reads(batches)
+    assert reads(lambda context: batches) == "what the function returns for it"
+
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "data.md"
+
+
+def test_the_page_runs(strategies):
+    text = DOCS.read_text().partition("### Examples by number")[2]
+    script = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+
+    def classifier():
+        model = keras.Sequential([keras.Input((1,)), layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+        return model
+
+    trainer = mgpu_tf.Trainer(classifier, strategies["one_device"])
+    names = {"np": np, "tf": tf, "mgpu_tf": mgpu_tf, "trainer": trainer}
+    exec(script, names)
+    assert trainer.examples_seen == 2 * 100 * 64
+    assert trainer.model.get_weights()[0].any()
