@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 import mgpu_tf
+from tests.parity import cases
 
 LENGTH, BATCH, EPOCHS = 61, 8, 3
 
@@ -54,8 +55,7 @@ def fit(strategy, shuffle):
 
     Making a source reads row 0 for its shape.
     """
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
+    cases.set_floatx("float64")
     try:
         rows = Counting(LENGTH)
         trainer = mgpu_tf.Trainer(build, strategy, seed=3)
@@ -68,7 +68,7 @@ def fit(strategy, shuffle):
         )
         weights = [w.ravel().tolist() for w in trainer.model.get_weights()]
     finally:
-        keras.config.set_floatx(before)
+        cases.set_floatx("float32")
     rows.counts[0] -= 1
     return {
         "losses": history.history["loss"],
