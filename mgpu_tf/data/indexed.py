@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from concurrent import futures
@@ -198,10 +199,18 @@ class RandomAccessSource(Source):
                     "numbers."
                 )
             return [self._checked(example) for example in found]
-        return list(self._pool.map(self._single, numbers))
+        # As few tasks as there are threads: a task costs as much as a short
+        # read.
+        size = -(-len(numbers) // self._threads) or 1
+        parts = [
+            numbers[first : first + size]
+            for first in range(0, len(numbers), size)
+        ]
+        found = self._pool.map(self._several, parts)
+        return list(itertools.chain.from_iterable(found))
 
-    def _single(self, number: int) -> list[np.ndarray]:
-        return self._checked(self._source[number])
+    def _several(self, numbers: list[int]) -> list[list[np.ndarray]]:
+        return [self._checked(self._source[number]) for number in numbers]
 
     def _checked(self, raw: Any) -> list[np.ndarray]:
         example = _example(raw)
