@@ -260,11 +260,22 @@ class _Mapped:
         )
 
     def __call__(self, batch: Any) -> Any:
-        leaves = tf.map_fn(
-            lambda row: self._leaves_of(*row),
-            tuple(_leaves(batch)),
-            fn_output_signature=self._signature,
-        )
+        rows = tuple(_leaves(batch))
+        count = tf.shape(rows[0], tf.int64)[0]
+
+        def of_rows() -> tuple[tf.Tensor, ...]:
+            examples = tf.data.Dataset.from_tensor_slices(rows)
+            mapped = examples.map(
+                self._leaves_of, num_parallel_calls=tf.data.AUTOTUNE
+            )
+            return mapped.batch(count).get_single_element()
+
+        def of_none() -> tuple[tf.Tensor, ...]:
+            return tuple(_leaves(structures.empty(self.spec)))
+
+        # Also where a worker of parameter servers maps inside of its step.
+        with tf.device("CPU:0"):
+            leaves = tf.cond(count > 0, of_rows, of_none)
         return self._result(leaves)
 
     def _leaves_of(self, *leaves: tf.Tensor) -> tuple[tf.Tensor, ...]:
