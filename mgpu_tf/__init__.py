@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mgpu_tf import datasets, flags, layers, models, optimizers
     from mgpu_tf.cluster.config import ClusterConfig
     from mgpu_tf.config import RunConfig
+    from mgpu_tf.datasets.random_access import RandomAccess
     from mgpu_tf.engine.contributions import mean_over_batch, sum_over_batch
     from mgpu_tf.errors import (
         ClusterError,
@@ -61,6 +62,7 @@ _HOMES = {
     "Report": "mgpu_tf.reports.report",
     "RunConfig": "mgpu_tf.config",
     "Preempted": "mgpu_tf.errors",
+    "RandomAccess": "mgpu_tf.datasets.random_access",
     "SaveOptions": "mgpu_tf.options",
     "StepOptions": "mgpu_tf.options",
     "StrategyOptions": "mgpu_tf.options",
@@ -92,6 +94,7 @@ __all__ = [
     "Loop",
     "ParityReport",
     "Preempted",
+    "RandomAccess",
     "Report",
     "RunConfig",
     "SaveOptions",

@@ -221,6 +221,10 @@ def _input(job: str, *, training: bool) -> Benchmark:
         Contestant("mgpu_tf", _READING, {"pipeline": "mgpu_tf"}),
     )
     ratios = [Ratio("mgpu_tf", "tf_data")]
+    if job == "images":
+        by_number = Contestant("by_number", _READING, {"pipeline": "by_number"})
+        contestants = (*contestants, by_number)
+        ratios.append(Ratio("by_number", "tf_data"))
     if training:
         # They shuffle each in its own way, so losses agree roughly.
         contestants = (

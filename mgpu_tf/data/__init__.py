@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from mgpu_tf.data.arrays import ArraySource, split_arrays
 from mgpu_tf.data.feed import Feed, distribute, next_batch
+from mgpu_tf.data.indexed import RandomAccessSource
 from mgpu_tf.data.python import GeneratorSource, PyDatasetSource
 from mgpu_tf.data.sources import (
     BatchSource,
@@ -35,6 +36,7 @@ from mgpu_tf.data.tasks import (
     preprocess_of,
 )
 from mgpu_tf.data.weights import with_class_weight
+from mgpu_tf.datasets.random_access import RandomAccess
 from mgpu_tf.errors import ConfigurationError, check_integer
 
 __all__ = [
@@ -48,6 +50,8 @@ __all__ = [
     "GeneratorSource",
     "PreprocessedSource",
     "PyDatasetSource",
+    "RandomAccess",
+    "RandomAccessSource",
     "Source",
     "arrays_of",
     "as_source",
@@ -77,16 +81,18 @@ def as_source(
 
     Args:
         x: An array, or a list, tuple or dict of them, nested; a
-            `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator of
-            global batches; or a function from `tf.distribute.InputContext`
-            to a dataset batched with the per-replica size.
+            `RandomAccess`; a `tf.data.Dataset`, a `keras.utils.PyDataset` or
+            a generator of global batches; or a function from
+            `tf.distribute.InputContext` to a dataset batched with the
+            per-replica size.
         y: Targets, for arrays; nested as well.
         sample_weight: Weights of shape `[examples, ...]`, for arrays.
         strategy: The strategy that the source will feed.
-        batch_size: Global batch size, for arrays; 32 by default, or with
-            `steps` what that number of batches needs.
-        shuffle: Whether arrays, and the batches of a PyDataset, come in a
-            new order each epoch; "batch" shuffles within batches of arrays.
+        batch_size: Global batch size, for arrays and examples by number; 32
+            by default, or with `steps` what that number of batches needs.
+        shuffle: Whether arrays, examples by number, and the batches of a
+            PyDataset, come in a new order each epoch; "batch" shuffles
+            within batches of arrays.
         seed: Decides the order, together with the epoch.
         steps: Steps that are wanted of a pass over arrays.
 
@@ -99,8 +105,8 @@ def as_source(
     """
     if x is None:
         raise ConfigurationError(
-            "Data must be arrays, a tf.data.Dataset, a PyDataset, a generator "
-            "or a dataset_fn. Received: None."
+            "Data must be arrays, a RandomAccess, a tf.data.Dataset, a "
+            "PyDataset, a generator or a dataset_fn. Received: None."
         )
     kind = _kind_with_batches(x)
     if shuffle not in (True, False, "batch"):
@@ -110,6 +116,8 @@ def as_source(
         )
     if kind is not None:
         _refuse_array_arguments(kind, y, sample_weight, batch_size)
+    if isinstance(x, RandomAccess):
+        _refuse_array_arguments("RandomAccess", y, sample_weight)
     if isinstance(x, tf.data.Dataset):
         return DatasetSource(x)
     if isinstance(x, keras.utils.PyDataset):
@@ -120,6 +128,8 @@ def as_source(
         return FunctionSource(x, strategy)
     if batch_size is not None:
         check_integer("batch_size", batch_size, 1)
+    if isinstance(x, RandomAccess):
+        return RandomAccessSource(x, batch_size, shuffle, seed, steps)
     return ArraySource(
         pack(x, y, sample_weight), batch_size, shuffle, seed, steps
     )
@@ -146,13 +156,14 @@ def _kind_with_batches(x: Any) -> str | None:
 
 
 def _refuse_array_arguments(
-    kind: str, y: Any, sample_weight: Any, batch_size: int | None
+    kind: str, y: Any, sample_weight: Any, batch_size: int | None = None
 ) -> None:
     given = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
     names = [name for name, value in given.items() if value is not None]
     if names:
+        size = "" if kind == "RandomAccess" else " and batch size"
         raise ConfigurationError(
-            f"A {kind} brings its targets, weights and batch size itself. "
+            f"A {kind} brings its targets, weights{size} itself. "
             f"Received: {', '.join(names)} beside it. Leave out "
             f"{', '.join(names)}."
         )

@@ -71,6 +71,11 @@ class Source(abc.ABC):
         """Whether a step may find the end of the data."""
         return self.steps is None and not self.endless
 
+    @property
+    def reads(self) -> str:
+        """Returns in words what each of several workers reads."""
+        return "its own rows"
+
     @abc.abstractmethod
     def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
         """Returns pass `index` (integer or tensor), ending with the data."""
@@ -128,6 +133,14 @@ class BatchSource(Source):
     one replica. A step may take batches before they are split for the replicas
     (`feed.next_batch`).
     """
+
+    @property
+    def reads(self) -> str:
+        """Returns in words what each of several workers reads."""
+        return (
+            "every batch and keeps its rows of it; arrays, or a "
+            "mgpu_tf.RandomAccess, give each worker its own rows alone"
+        )
 
     @abc.abstractmethod
     def batches(self, index: Any) -> tf.data.Dataset:
@@ -234,6 +247,11 @@ class FunctionSource(BatchSource):
         cardinality = int(self._dataset.cardinality())
         self.endless = cardinality == tf.data.INFINITE_CARDINALITY
 
+    @property
+    def reads(self) -> str:
+        """Returns in words what each of several workers reads."""
+        return "what the function returns for it"
+
     def batches(self, index: Any) -> tf.data.Dataset:
         """Returns the dataset; `index` does not matter."""
         del index
@@ -308,6 +326,11 @@ class MappedSource(Source):
             self._source.example()
         )
         return structures.spec_of(concrete.structured_outputs)
+
+    @property
+    def reads(self) -> str:
+        """Returns that of the source."""
+        return self._source.reads
 
     @property
     def unrepeatable(self) -> str:

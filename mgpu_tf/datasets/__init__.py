@@ -22,13 +22,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgpu_tf.datasets.files import by_file, records
+from mgpu_tf.datasets.image_folder import image_folder
+from mgpu_tf.datasets.record_index import indexed_records
 from mgpu_tf.errors import ConfigurationError, unknown_name
 
 if TYPE_CHECKING:
     import tensorflow as tf
     import tensorflow_datasets as tfds
 
-__all__ = ["NAMES", "Arrays", "Splits", "Streams", "load", "records"]
+__all__ = [
+    "NAMES",
+    "Arrays",
+    "Splits",
+    "Streams",
+    "image_folder",
+    "indexed_records",
+    "load",
+    "records",
+]
 
 Arrays = tuple[np.ndarray, np.ndarray]
 

@@ -63,6 +63,11 @@ def split_validation(
             "Give validation_data or validation_split, not both. Received: "
             f"validation_split={fraction} beside validation_data."
         )
+    if isinstance(x, data_lib.RandomAccess):
+        raise ConfigurationError(
+            "validation_split takes the last rows of arrays. Received: a "
+            "RandomAccess. Pass two of them, x and validation_data."
+        )
     if data_lib.is_batched(x):
         raise ConfigurationError(
             "validation_split takes the last rows of arrays. Received: data "

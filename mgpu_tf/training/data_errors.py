@@ -24,6 +24,8 @@ _UNFIT = re.compile(
     r"(Matrix size-incompatible|Incompatible shapes|Dimension mismatch"
     r"|Input to reshape is a tensor|must be of equal dimensions)[^\n]*"
 )
+# An error of this package in a function that a dataset calls.
+_TOLD = re.compile(r"ConfigurationError: ([^\n]*)")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # What Keras says where data and model do not fit together.
 _SHAPES = (
@@ -60,6 +62,9 @@ def explained(source: data_lib.Source) -> Iterator[None]:
     except ConfigurationError:
         raise
     except tf.errors.InvalidArgumentError as error:
+        told = _TOLD.search(str(error))
+        if told is not None:
+            raise ConfigurationError(told[1]) from error
         if "Inputs to operation AddN" in str(error):
             raise ConfigurationError(_KERAS_EVALUATES) from error
         if data_lib.SIZES_DIFFER in str(error):

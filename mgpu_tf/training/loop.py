@@ -95,6 +95,7 @@ class Training:
             facts = fit_facts(source, self._validation, numbers)
             facts["balance"] = str(balance_of(distributed.strategy))
             peers.compare(facts)
+            _log.info("data: each worker reads %s", source.reads)
         self._distributed = distributed
         self._model = distributed.model
         self._totals = totals

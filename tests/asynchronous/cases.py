@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import (
 import mgpu_tf
 from mgpu_tf import datasets
 from mgpu_tf.checkpoints import store
+from mgpu_tf.datasets.random_access import Table
 from mgpu_tf.errors import ConfigurationError
 from tests.asynchronous import slots
 
@@ -63,6 +64,17 @@ def sharded(context):
         context.num_input_pipelines, context.input_pipeline_id
     )
     return dataset.batch(BATCH)
+
+
+class Pairs:
+    """The rows of `arrays` by their number."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, number):
+        x, y = arrays()
+        return x[number], y[number]
 
 
 def generator():
@@ -142,6 +154,22 @@ EQUAL = {
         model_of(lambda: sgd(0.1)),
         lambda: (batches(*arrays()),),
         {},
+    ),
+    # Rows of Python are sent by the coordinator, a table is on the workers.
+    "random_access": (
+        model_of(lambda: sgd(0.1)),
+        lambda: (mgpu_tf.RandomAccess(Pairs()),),
+        {"batch_size": BATCH},
+    ),
+    "random_access_of_a_table": (
+        model_of(lambda: sgd(0.1)),
+        lambda: (
+            mgpu_tf.RandomAccess(
+                Table(tuple(map(tf.constant, arrays())), ROWS),
+                lambda x, y: (x + 1, y),
+            ),
+        ),
+        {"batch_size": BATCH},
     ),
     "dataset_fn": (
         model_of(lambda: sgd(0.1)),

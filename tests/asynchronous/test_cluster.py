@@ -26,6 +26,8 @@ EQUAL = [
     "steps_per_epoch",
     "dataset",
     "dataset_fn",
+    "random_access",
+    "random_access_of_a_table",
 ]
 TEXT = list(slots.TEXT)
 SEVERAL = [

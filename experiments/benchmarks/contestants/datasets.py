@@ -6,13 +6,14 @@ through a pipeline written by hand here, and as the package reads them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from experiments.benchmarks.jobs import Job
-from mgpu_tf.datasets import Splits, Streams, load
+from mgpu_tf.datasets import Splits, Streams, indexed_records, load
 
 _SHUFFLE_BUFFER = 10_000
 
@@ -55,7 +56,24 @@ def by_hand(job: Job) -> tf.data.Dataset:
     return data.batch(job.batch(1)).prefetch(tf.data.AUTOTUNE)
 
 
+def by_number(job: Job) -> dict[str, Any]:
+    """Returns the arguments of `Trainer.fit` for the same files by number."""
+    found = load(job.dataset)
+    pattern = f"{_files(found)[0].rpartition('-of-')[0][:-5]}*-of-*"
+    data = indexed_records(pattern, _decode_of(found))
+    return {"x": data, "batch_size": job.batch(1)}
+
+
 def _decoded(found: Streams) -> tf.data.Dataset:
+    records = tf.data.TFRecordDataset(_files(found))
+    return records.map(_decode_of(found), num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def _files(found: Streams) -> list[str]:
+    return [str(f) for f in found.builder.info.splits["train"].filepaths]
+
+
+def _decode_of(found: Streams) -> Callable[[tf.Tensor], Any]:
     features = {
         "image": tf.io.FixedLenFeature([], tf.string),
         "label": tf.io.FixedLenFeature([], tf.int64),
@@ -68,9 +86,7 @@ def _decoded(found: Streams) -> tf.data.Dataset:
         scaled = tf.cast(image, tf.float32) / found.scale
         return scaled, tf.cast(example["label"], tf.int32)
 
-    files = found.builder.info.splits["train"].filepaths
-    records = tf.data.TFRecordDataset([str(file) for file in files])
-    return records.map(decode, num_parallel_calls=tf.data.AUTOTUNE)
+    return decode
 
 
 def _repeated(x: list[np.ndarray], y: list[np.ndarray]) -> tf.data.Dataset:

@@ -22,12 +22,17 @@ def create(place) -> Reading:
 
 
 class Reading:
-    """Options: `pipeline`, "mgpu_tf" or "by_hand"."""
+    """Options: `pipeline`, "mgpu_tf", "by_number" or "by_hand"."""
 
     def __init__(self, place) -> None:
         self._job = JOBS[place.job]
-        own = place.options["pipeline"] == "mgpu_tf"
-        self._next = self._own() if own else self._by_hand()
+        pipeline = place.options["pipeline"]
+        if pipeline == "by_hand":
+            self._next = self._by_hand()
+        elif pipeline == "by_number":
+            self._next = self._own(datasets.by_number(self._job))
+        else:
+            self._next = self._own(datasets.for_fit(self._job, 1))
 
         @tf.function(autograph=False)
         def run(steps: tf.Tensor) -> tf.Tensor:
@@ -42,11 +47,11 @@ class Reading:
 
         self._run = run
 
-    def _own(self):
+    def _own(self, arguments: dict[str, Any]):
         """Reads as `Trainer.fit` does."""
         strategy = mgpu_tf.create_one_device_strategy("CPU:0")
         source = data_lib.as_source(
-            **datasets.for_fit(self._job, 1), strategy=strategy, shuffle=True
+            **arguments, strategy=strategy, shuffle=True
         )
         feed = data_lib.Feed(source, strategy, chain=True)
         self._iterator = feed.iterator(0)

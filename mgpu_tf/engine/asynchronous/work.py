@@ -372,9 +372,7 @@ def batches_of(
     """
     index, skipped = divmod(position, source.steps or position + 1)
     while True:
-        yield from source.pass_dataset(index, LocalReplicas(0, 1, 1)).skip(
-            skipped
-        )
+        yield from source.pass_from(index, LocalReplicas(0, 1, 1), skipped)
         if once or not source.repeats:
             return
         index, skipped = index + 1, 0
