@@ -144,8 +144,8 @@ def test_mistakes_of_records(records, tmp_path):
             RecordFiles(str(tmp_path / name))
 
 
-def test_tfds_data_source(data_dir):
-    builder = Digits(data_dir=data_dir, file_format="array_record")
+def test_tfds_data_source(tmp_path):
+    builder = Digits(data_dir=str(tmp_path), file_format="array_record")
     builder.download_and_prepare()
     source = builder.as_data_source("test")
     examples = mgpu_tf.RandomAccess(
