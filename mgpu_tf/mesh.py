@@ -8,7 +8,15 @@
     fsdp       0  1  2  3    0  1  2  3      each stores its own part of weights
 
 Replicas of one data rank are a group. A group holds one copy of every weight,
-split over its members. This module does not import TensorFlow.
+split over its members.
+
+    mesh = Mesh(data=2, pipeline=2)      # 4 devices, 2 replicas
+
+    device     0  1    2  3
+    replica    0  0    1  1
+    stage      0  1    0  1                  each has its own layers
+
+This module does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -21,20 +29,22 @@ from mgpu_tf.errors import ConfigurationError
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """The axes of a strategy's replicas; the last axis changes fastest.
+    """The axes of a strategy's devices; the last axis changes fastest.
 
     Attributes:
         data: How many copies of the weights there are.
         fsdp: Over how many devices each copy is split.
+        pipeline: Into how many stages each copy is cut, a device for each.
     """
 
     data: int = 1
     fsdp: int = 1
+    pipeline: int = 1
 
     @property
     def size(self) -> int:
         """Returns the number of devices."""
-        return self.data * self.fsdp
+        return self.data * self.fsdp * self.pipeline
 
     def fsdp_rank(self, replica: int) -> int:
         """Returns which part of the split weights a replica stores."""
@@ -50,32 +60,57 @@ class Mesh:
         return list(range(rank, self.size, self.fsdp))
 
     def __str__(self) -> str:
-        return f"data={self.data}, fsdp={self.fsdp}"
+        axes = f"data={self.data}, fsdp={self.fsdp}"
+        return axes + (f", pipeline={self.pipeline}" * (self.pipeline > 1))
 
 
-def mesh_of(devices: int, data: int | None, fsdp: int | None) -> Mesh:
+def mesh_of(
+    devices: int, data: int | None, fsdp: int | None, pipeline: int = 1
+) -> Mesh:
     """Returns the mesh of a number of devices.
 
     Args:
         devices: The number of devices.
-        data: The size of the data axis. Default: what `fsdp` leaves, or 1.
-        fsdp: The size of the fsdp axis. Default: what `data` leaves.
+        data: The size of the data axis. Default: what the others leave, or 1.
+        fsdp: The size of the fsdp axis. Default: what `data` leaves; 1 with
+            a pipeline.
+        pipeline: The size of the pipeline axis.
 
     Raises:
-        ConfigurationError: The product is not the number of devices.
+        ConfigurationError: The product is not the number of devices, or two
+            axes do not go together.
     """
+    if pipeline > 1 and (fsdp or 1) > 1:
+        raise ConfigurationError(
+            "The axes fsdp and pipeline do not go together. Received: "
+            f"fsdp={fsdp}, pipeline={pipeline}. Use data with one of them."
+        )
     if fsdp is None:
-        fsdp = devices // (data or 1) or 1
+        fsdp = 1 if pipeline > 1 else devices // (data or 1) or 1
     if data is None:
-        data = devices // fsdp or 1
-    mesh = Mesh(data, fsdp)
+        data = devices // (fsdp * pipeline) or 1
+    mesh = Mesh(data, fsdp, pipeline)
     if mesh.size != devices:
         raise ConfigurationError(
             "The sizes of the axes must multiply to the number of devices. "
-            f"Received: data={data} x fsdp={fsdp} = {mesh.size} for {devices} "
-            "devices. Change data_parallel or fsdp_parallel, or the devices."
+            f"Received: data={data} x fsdp={fsdp} x pipeline={pipeline} = "
+            f"{mesh.size} for {devices} devices. Change data_parallel, "
+            "fsdp_parallel or pipeline_parallel, or the devices."
         )
     return mesh
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Returns the part of a step in which a stage of a pipeline has no work.
+
+    It is (p - 1) / (m + p - 1) for p stages of equal work and m
+    micro-batches. Huang et al., "GPipe", NeurIPS 2019, section 2.
+
+    Args:
+        stages: p.
+        micro_batches: m.
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,16 +19,18 @@ Fully Sharded Data Parallel", VLDB 2023.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 
-from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
 from mgpu_tf.mesh import Mesh, Split, mesh_of
-from mgpu_tf.names import SHARDS, Devices
+from mgpu_tf.names import PIPELINE_SCHEDULES, SHARDS, Devices
 from mgpu_tf.runtime import devices as devices_lib
 from mgpu_tf.strategies.mirrored import MirroredStrategy
+from mgpu_tf.strategies.pipeline import MICRO_BATCHES, PipelineStrategy
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
 from mgpu_tf.strategies.synchronous import cross_device_ops
 
@@ -151,34 +153,82 @@ def create_model_parallel_strategy(
     communication: str = "auto",
     num_virtual_devices: int | None = None,
     smallest_split: int = SMALLEST_SPLIT,
+    pipeline: int = 1,
+    micro_batches: int | None = None,
+    schedule: str = "1f1b",
+    stages: Sequence[str] | None = None,
 ) -> tf.distribute.Strategy:
     """Creates a strategy that splits weights over devices of one machine.
 
     Example:
         strategy = mgpu_tf.create_model_parallel_strategy(data=2, fsdp=4)
+        strategy = mgpu_tf.create_model_parallel_strategy(data=2, pipeline=2)
 
     Args:
-        data: How many copies of the weights there are. Default: what `fsdp`
-            leaves, or 1.
+        data: How many copies of the weights there are. Default: what the
+            other axes leave, or 1.
         fsdp: Over how many devices each copy is split. Default: what `data`
-            leaves.
+            leaves; 1 with `pipeline`.
         shard: `weights`, `gradients` or `optimizer`; see the table above.
         devices: As for `create_mirrored_strategy`.
         communication: As for `create_mirrored_strategy`.
         num_virtual_devices: Split the CPU into N devices.
         smallest_split: Weights with fewer elements stay whole on each device.
+        pipeline: Into how many stages the layers of each copy are cut.
+        micro_batches: With `pipeline`, into how many parts the rows of a
+            replica are cut. Default: 4 for each stage.
+        schedule: With `pipeline`, `1f1b` or `gpipe`.
+        stages: With `pipeline`, the names of the layers at which the second
+            and further stages begin. Default: stages of equal cost.
 
     Returns:
-        A `tf.distribute.MirroredStrategy` whose large weights are split.
+        A `tf.distribute.MirroredStrategy` whose large weights are split, or
+        whose layers are.
 
     Raises:
-        ConfigurationError: The axes do not multiply to the number of devices,
-            a name is unknown, or a device does not exist.
+        ConfigurationError: The axes do not multiply to the number of devices
+            or do not go together, a name is unknown, or a device does not
+            exist.
     """
     if shard not in SHARDS:
         raise ConfigurationError(unknown_name("shard", shard, SHARDS))
+    if schedule not in PIPELINE_SCHEDULES:
+        raise ConfigurationError(
+            unknown_name("pipeline_schedule", schedule, PIPELINE_SCHEDULES)
+        )
+    check_integer("pipeline_parallel", pipeline, 1)
+    if micro_batches is not None:
+        check_integer("micro_batches", micro_batches, 1)
+    begins = None if stages is None else tuple(stages)
+    if begins is not None and len(begins) != pipeline - 1:
+        raise ConfigurationError(
+            "pipeline_stages names the first layer of each stage but the "
+            f"first. Received: {len(begins)} names with "
+            f"pipeline_parallel={pipeline}. Name {pipeline - 1}, or none."
+        )
+    if pipeline == 1 and micro_batches is not None:
+        raise ConfigurationError(
+            "micro_batches goes with pipeline_parallel. Received: "
+            f"micro_batches={micro_batches} with pipeline_parallel=1. Leave "
+            "it out, or accumulate with gradient_accumulation_steps."
+        )
     names = devices_lib.select_local(devices, num_virtual_devices)
-    mesh = mesh_of(len(names), data, fsdp)
+    mesh = mesh_of(len(names), data, fsdp, pipeline)
+    if pipeline > 1:
+        if shard != "weights":
+            raise ConfigurationError(
+                "shard goes with fsdp. Received: "
+                f"shard={shard!r} with pipeline_parallel={pipeline}. Leave "
+                "it out: each stage stores its own weights."
+            )
+        return PipelineStrategy(
+            names,
+            mesh,
+            micro_batches or MICRO_BATCHES * pipeline,
+            schedule,
+            begins,
+            cross_device_ops(communication, names[::pipeline]),
+        )
     return FullyShardedStrategy(
         names,
         mesh,

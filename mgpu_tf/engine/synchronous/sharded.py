@@ -24,7 +24,10 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.state import Writes
-from mgpu_tf.engine.synchronous.engine import SynchronousEngine
+from mgpu_tf.engine.synchronous.engine import (
+    SynchronousEngine,
+    refuse_stages,
+)
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
@@ -80,7 +83,7 @@ class ShardedEngine(SynchronousEngine):
                 "'mirrored'."
             )
         if model.optimizer is not None:
-            _check_elementwise(model.optimizer)
+            check_elementwise(model.optimizer)
 
     def _make_update(self) -> Update:
         return ShardedUpdate(
@@ -102,6 +105,7 @@ class ShardedEngine(SynchronousEngine):
         refresh(self._model.variables)
 
     def _layers(self) -> LayerByLayer | None:
+        refuse_stages(self._options)
         if self._options.recompute is None and self._gathers_at_once:
             return None
         return LayerByLayer(self._model, _gathered)
@@ -340,14 +344,22 @@ def refresh(variables: list[keras.Variable]) -> None:
             variable.value.refresh()
 
 
-def _check_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
+def check_elementwise(
+    optimizer: keras.optimizers.Optimizer, where: str = "weights are split"
+) -> None:
+    """Refuses optimizers that need whole weights, or several of them.
+
+    Args:
+        optimizer: The optimizer.
+        where: Why, for the message.
+    """
     for part in keras_internals.parts(unwrap(optimizer)[1]):
         wraps = hasattr(part, "optimizers")
         own = type(part).update_step
         if not wraps and all(own is not k.update_step for k in ELEMENTWISE):
             names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
             raise ConfigurationError(
-                "Where weights are split, an optimizer must compute each "
+                f"Where {where}, an optimizer must compute each "
                 "element of a weight from that element alone. Received: "
                 f"{type(part).__name__}. Use one of {names}, or the strategy "
                 "'mirrored'."
