@@ -91,11 +91,12 @@ def mesh_of(
         data = devices // (fsdp * pipeline) or 1
     mesh = Mesh(data, fsdp, pipeline)
     if mesh.size != devices:
+        stages = f" x pipeline={pipeline}" if pipeline > 1 else ""
         raise ConfigurationError(
             "The sizes of the axes must multiply to the number of devices. "
-            f"Received: data={data} x fsdp={fsdp} x pipeline={pipeline} = "
-            f"{mesh.size} for {devices} devices. Change data_parallel, "
-            "fsdp_parallel or pipeline_parallel, or the devices."
+            f"Received: data={data} x fsdp={fsdp}{stages} = {mesh.size} for "
+            f"{devices} devices. Change data_parallel, fsdp_parallel or "
+            "pipeline_parallel, or the devices."
         )
     return mesh
 

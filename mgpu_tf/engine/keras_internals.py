@@ -527,7 +527,7 @@ def graph_of(
     if graph is None:
         return None
     calls: list[Call] = []
-    given = [(-1, i) for i in range(len(graph.inputs))]
+    given: list[Key] = [(-1, i) for i in range(len(graph.inputs))]
     outputs = _walk(graph, given, (), calls)
     return calls, given, outputs
 

@@ -439,6 +439,12 @@ def mean_increments(
 def check_gradients(
     gradients: list[Any], variables: list[keras.Variable]
 ) -> None:
+    """Refuses a loss that depends on no weight.
+
+    Args:
+        gradients: Of each weight, None where it has none.
+        variables: The weights.
+    """
     if all(gradient is None for gradient in gradients):
         raise ConfigurationError(
             "The loss must depend on the trainable variables. Received: a "

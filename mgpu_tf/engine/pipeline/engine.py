@@ -1,8 +1,8 @@
 """The synchronous engine where the layers of a replica are in stages.
 
-    build     cut the model, and put each weight on the device of its stage
-    step      micro-batches through the stages (`step.py`)
-    update    on the devices of the stages (`update.py`)
+build     cut the model, and put each weight on the device of its stage
+step      micro-batches through the stages (`step.py`)
+update    on the devices of the stages (`update.py`)
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from mgpu_tf.engine.pipeline.state import PipelineState
 from mgpu_tf.engine.pipeline.step import PipelineStep
 from mgpu_tf.engine.pipeline.update import PipelineUpdate
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
-from mgpu_tf.engine.synchronous.sharded import check_elementwise
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
@@ -47,6 +46,7 @@ class PipelineEngine(SynchronousEngine):
 
     _strategy: PipelineStrategy
     _step: PipelineStep
+    _state: PipelineState
 
     def __init__(
         self,
@@ -58,8 +58,6 @@ class PipelineEngine(SynchronousEngine):
         self._stages: Stages | None = None
         _check_model(model)
         _check_options(options)
-        if model.optimizer is not None:
-            check_elementwise(model.optimizer, "layers are in stages")
         if model.built:
             self._cut()
 
@@ -117,9 +115,7 @@ class PipelineEngine(SynchronousEngine):
     def _tell(self, stages: Stages) -> None:
         strategy = self._strategy
         plan = timing(
-            orders(
-                strategy.schedule, len(stages.every), strategy.micro_batches
-            )
+            orders(strategy.schedule, len(stages.every), strategy.micro_batches)
         )
         _log.info(
             "pipeline: %d stages (%s), %d micro-batches, %s, bubble %.0f%%",
@@ -240,7 +236,7 @@ def _check_layers(model: keras.Model, strategy: PipelineStrategy) -> None:
     if strategy.num_replicas_in_sync * strategy.micro_batches == 1:
         return
     for layer in keras_internals.layers_of(model):
-        if keras_internals.exchanges_statistics(layer):
+        if getattr(layer, "synchronized", False):
             raise ConfigurationError(
                 "A pipeline normalizes each micro-batch by itself. Received: "
                 f"the layer {layer.name!r} with synchronized=True. Use "

@@ -34,9 +34,7 @@ class Pass(NamedTuple):
     backward: bool
 
 
-def orders(
-    schedule: str, stages: int, micro_batches: int
-) -> list[list[Pass]]:
+def orders(schedule: str, stages: int, micro_batches: int) -> list[list[Pass]]:
     """Returns the passes of each stage, in their order.
 
     Args:

@@ -120,10 +120,7 @@ def _joined(
     taken = [
         list(
             dict.fromkeys(
-                key
-                for call in part
-                for key in call.inputs
-                if key not in own
+                key for call in part for key in call.inputs if key not in own
             )
         )
         for part, own in zip(parts, made, strict=True)
@@ -137,12 +134,7 @@ def _joined(
         Stage(
             part,
             keys,
-            [
-                key
-                for call in part
-                for key in call.outputs
-                if key in wanted
-            ],
+            [key for call in part for key in call.outputs if key in wanted],
             list({id(v): v for call in part for v in call.variables}.values()),
         )
         for part, keys in zip(parts, taken, strict=True)
@@ -195,9 +187,7 @@ def _named(
     return cuts
 
 
-def _cheapest(
-    calls: list[Call], count: int, tied: dict[int, str]
-) -> list[int]:
+def _cheapest(calls: list[Call], count: int, tied: dict[int, str]) -> list[int]:
     """Returns the cuts whose most expensive stage costs the least."""
     allowed = [c for c in range(1, len(calls)) if c not in tied]
     if len(allowed) < count - 1:

@@ -277,13 +277,14 @@ class PipelineStep(ReplicaStep):
                 moments,
             )
             scope.reader = reader
-            losses, increments = [], []
+            losses: list[tf.Tensor] = []
+            increments: Writes = []
             if kind != "predict":
                 losses, increments = self._losses(
                     scope, data, y_pred, share, trained, kind == "train"
                 )
         if kind == "train" and parts > 1:
-            self._warn_of_own_state(scope, [tensor for tensor, _ in made.values()])
+            self._warn_of_own_state(scope, [t for t, _ in made.values()])
         self._check_scope(scope, trained)
         writes = self._written(scope, given, reader, share)
         before = {id(variable): value for variable, value in given}
@@ -516,9 +517,7 @@ class _Run:
         self._held: dict[Pass, list[tf.Tensor]] = {}
         self._seeds = [step.seeds_of(i) for i in range(step.micro_batches)]
 
-    def train(
-        self, scale: Callable[[tf.Tensor], tf.Tensor]
-    ) -> dict[int, Any]:
+    def train(self, scale: Callable[[tf.Tensor], tf.Tensor]) -> dict[int, Any]:
         """Runs all passes; returns the sums of gradients by weight."""
         seed = scale(tf.ones([], self._loss_type()))
         sums = [_Sums() for _ in self._devices]
@@ -539,9 +538,7 @@ class _Run:
                 totals = sums[stage].totals(
                     self._step.traced(stage, self._kind).alike
                 )
-            found |= {
-                id(v): g for v, g in zip(own, totals, strict=True)
-            }
+            found |= {id(v): g for v, g in zip(own, totals, strict=True)}
         return found
 
     def forward_only(self) -> None:
@@ -701,7 +698,8 @@ class _Run:
 
     def loss(self) -> tf.Tensor:
         """Returns the contribution of the replica to the loss."""
-        return tf.add_n([tf.cast(v, self._loss_type()) for v in self._losses.values()])
+        losses = self._losses.values()
+        return tf.add_n([tf.cast(loss, self._loss_type()) for loss in losses])
 
     def writes(self) -> Writes:
         """Returns what is to be written to state and metrics."""
@@ -747,8 +745,7 @@ class _Sums:
         """Adds the gradients of a micro-batch; returns what it has made."""
         if not self._held:
             self._held = [
-                [g] if isinstance(g, tf.IndexedSlices) else g
-                for g in gradients
+                [g] if isinstance(g, tf.IndexedSlices) else g for g in gradients
             ]
         else:
             for place, gradient in enumerate(gradients):
@@ -775,9 +772,7 @@ class _Sums:
 def _rows(parts: list[tf.IndexedSlices], alike: bool) -> tf.IndexedSlices:
     if alike:
         values = tf.add_n([part.values for part in parts])
-        return tf.IndexedSlices(
-            values, parts[0].indices, parts[0].dense_shape
-        )
+        return tf.IndexedSlices(values, parts[0].indices, parts[0].dense_shape)
     return tf.IndexedSlices(
         tf.concat([part.values for part in parts], 0),
         tf.concat([part.indices for part in parts], 0),

@@ -83,7 +83,7 @@ class ShardedEngine(SynchronousEngine):
                 "'mirrored'."
             )
         if model.optimizer is not None:
-            check_elementwise(model.optimizer)
+            _check_elementwise(model.optimizer)
 
     def _make_update(self) -> Update:
         return ShardedUpdate(
@@ -344,22 +344,14 @@ def refresh(variables: list[keras.Variable]) -> None:
             variable.value.refresh()
 
 
-def check_elementwise(
-    optimizer: keras.optimizers.Optimizer, where: str = "weights are split"
-) -> None:
-    """Refuses optimizers that need whole weights, or several of them.
-
-    Args:
-        optimizer: The optimizer.
-        where: Why, for the message.
-    """
+def _check_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
     for part in keras_internals.parts(unwrap(optimizer)[1]):
         wraps = hasattr(part, "optimizers")
         own = type(part).update_step
         if not wraps and all(own is not k.update_step for k in ELEMENTWISE):
             names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
             raise ConfigurationError(
-                f"Where {where}, an optimizer must compute each "
+                "Where weights are split, an optimizer must compute each "
                 "element of a weight from that element alone. Received: "
                 f"{type(part).__name__}. Use one of {names}, or the strategy "
                 "'mirrored'."
