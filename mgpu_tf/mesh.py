@@ -26,6 +26,10 @@ import math
 
 from mgpu_tf.errors import ConfigurationError
 
+# Micro-batches for each stage of a pipeline. Huang et al., "GPipe", NeurIPS
+# 2019, section 2, finds the time without work negligible from here on.
+MICRO_BATCHES = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:

@@ -24,6 +24,7 @@ from mgpu_tf.engine.kernels import Kernels
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.reports.pipeline_plan import PipelinePlan
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.registry import kind_of, topology_of
 
@@ -218,6 +219,11 @@ class Engine(abc.ABC):
         ]
         variables = Variables.of(every)
         return Snapshot(variables, self._strategy, stored_once=True)
+
+    @property
+    def pipeline(self) -> PipelinePlan | None:
+        """Returns the stages of the model, None where it has none."""
+        return None
 
     @abc.abstractmethod
     def train(

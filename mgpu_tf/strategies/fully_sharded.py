@@ -26,11 +26,11 @@ import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 
 from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
-from mgpu_tf.mesh import Mesh, Split, mesh_of
+from mgpu_tf.mesh import MICRO_BATCHES, Mesh, Split, mesh_of
 from mgpu_tf.names import PIPELINE_SCHEDULES, SHARDS, Devices
 from mgpu_tf.runtime import devices as devices_lib
 from mgpu_tf.strategies.mirrored import MirroredStrategy
-from mgpu_tf.strategies.pipeline import MICRO_BATCHES, PipelineStrategy
+from mgpu_tf.strategies.pipeline import PipelineStrategy
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
 from mgpu_tf.strategies.synchronous import cross_device_ops
 

@@ -22,10 +22,6 @@ from tensorflow.python.distribute import mirrored_strategy
 from mgpu_tf.mesh import Mesh
 from mgpu_tf.strategies.mirrored import MirroredStrategy
 
-# Micro-batches for each stage. Huang et al., "GPipe", NeurIPS 2019, finds the
-# time without work negligible from here on.
-MICRO_BATCHES = 4
-
 _HOST = "/device:CPU:0"
 
 
@@ -74,6 +70,12 @@ class PipelineStrategy(MirroredStrategy):
     def devices_of(self, stage: int) -> list[str]:
         """Returns the device of a stage on each replica."""
         return self._names[stage :: self.mesh.pipeline]
+
+    @property
+    def stage_of_device(self) -> dict[str, int]:
+        """Returns the stage that each device computes."""
+        count = self.mesh.pipeline
+        return {name: place % count for place, name in enumerate(self._names)}
 
     @contextlib.contextmanager
     def placing(self, stage: int) -> Iterator[None]:

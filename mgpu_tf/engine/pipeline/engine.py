@@ -25,6 +25,7 @@ from mgpu_tf.engine.pipeline.update import PipelineUpdate
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.reports.pipeline_plan import PipelinePlan
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.pipeline import PipelineStrategy
 
@@ -56,6 +57,7 @@ class PipelineEngine(SynchronousEngine):
     ) -> None:
         super().__init__(model, strategy, options)
         self._stages: Stages | None = None
+        self._plan: PipelinePlan | None = None
         _check_model(model)
         _check_options(options)
         if model.built:
@@ -110,24 +112,26 @@ class PipelineEngine(SynchronousEngine):
         for optimizer in optimizers:
             keras_internals.index_again(optimizer)
         self._stages = stages
-        self._tell(stages)
+        self._plan = self._planned(stages)
+        _log.info("pipeline: %s", self._plan.text())
 
-    def _tell(self, stages: Stages) -> None:
-        strategy = self._strategy
-        plan = timing(
-            orders(strategy.schedule, len(stages.every), strategy.micro_batches)
+    def _planned(self, stages: Stages) -> PipelinePlan:
+        schedule = self._strategy.schedule
+        micro_batches = self._strategy.micro_batches
+        plan = timing(orders(schedule, len(stages.every), micro_batches))
+        return PipelinePlan(
+            stages=[stage.first_name for stage in stages.every],
+            parameters=[stage.parameters for stage in stages.every],
+            micro_batches=micro_batches,
+            schedule=schedule,
+            bubble=plan.bubble,
+            live=plan.live,
         )
-        _log.info(
-            "pipeline: %d stages (%s), %d micro-batches, %s, bubble %.0f%%",
-            len(stages.every),
-            ", ".join(
-                f"{stage.first_name}: {stage.parameters:,}"
-                for stage in stages.every
-            ),
-            strategy.micro_batches,
-            strategy.schedule,
-            100 * plan.bubble,
-        )
+
+    @property
+    def pipeline(self) -> PipelinePlan | None:
+        """Returns the stages of the model, once it is built."""
+        return self._plan
 
     def trace(self, source: Source) -> StepTrace:
         """Refuses: a step is not computed one operation after another."""
@@ -236,6 +240,13 @@ def _check_layers(model: keras.Model, strategy: PipelineStrategy) -> None:
     if strategy.num_replicas_in_sync * strategy.micro_batches == 1:
         return
     for layer in keras_internals.layers_of(model):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise ConfigurationError(
+                "A recurrent layer with stateful=True keeps a state for each "
+                "row of a batch, which a pipeline cuts into micro-batches. "
+                f"Received: the layer {layer.name!r}. Use 'one_device', or "
+                "return_state=True and pass initial_state yourself."
+            )
         if getattr(layer, "synchronized", False):
             raise ConfigurationError(
                 "A pipeline normalizes each micro-batch by itself. Received: "
