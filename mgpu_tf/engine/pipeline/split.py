@@ -100,7 +100,7 @@ def stages_of(
         cuts = _named(calls, begins, tied)
     bounds = [0, *cuts, len(calls)]
     parts = [calls[a:b] for a, b in itertools.pairwise(bounds)]
-    return Stages(_joined(parts, inputs, outputs), inputs, outputs)
+    return Stages(_joined(parts, outputs), inputs, outputs)
 
 
 def no_graph(model: keras.Model) -> ConfigurationError:
@@ -112,9 +112,7 @@ def no_graph(model: keras.Model) -> ConfigurationError:
     )
 
 
-def _joined(
-    parts: list[list[Call]], inputs: list[Key], outputs: list[Key]
-) -> list[Stage]:
+def _joined(parts: list[list[Call]], outputs: list[Key]) -> list[Stage]:
     """Finds what stages take from each other."""
     made = [{key for call in part for key in call.outputs} for part in parts]
     taken = [
@@ -125,9 +123,9 @@ def _joined(
         )
         for part, own in zip(parts, made, strict=True)
     ]
-    # An output may be an input of the model; the last stage hands it on.
+    # The last stage has all outputs, for the loss.
     for key in outputs:
-        if key in inputs and key not in taken[-1]:
+        if key not in made[-1] and key not in taken[-1]:
             taken[-1].append(key)
     wanted = {key for keys in taken for key in keys} | set(outputs)
     return [

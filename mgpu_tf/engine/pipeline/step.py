@@ -363,6 +363,17 @@ class PipelineStep(ReplicaStep):
     def _check_scope(
         self, scope: StepScope, trained: list[keras.Variable]
     ) -> None:
+        graph = tf.compat.v1.get_default_graph()
+        known = {id(variable) for variable in trained}
+        read = [v.path for v in scope.seen.values() if id(v) not in known]
+        read += [v.name for v in getattr(graph, "variables", ())]
+        if read:
+            raise ConfigurationError(
+                "A stage of a pipeline reads the weights of its own layers. "
+                f"Received: a layer that reads {read[0]} of another. Name "
+                "pipeline_stages so that both are in one stage, call the "
+                "layer in place of reading its weight, or use 'fsdp'."
+            )
         for variable in trained:
             if scope.is_written(variable):
                 raise ConfigurationError(
@@ -620,6 +631,7 @@ class _Run:
             (key, tensor)
             for key, tensor in zip(stage.inputs, tensors, strict=True)
             if tensor.dtype.is_floating
+            and key not in self._step.stages.inputs
         ]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([tensor for _, tensor in inputs])
