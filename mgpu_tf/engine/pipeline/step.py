@@ -630,8 +630,7 @@ class _Run:
         inputs = [
             (key, tensor)
             for key, tensor in zip(stage.inputs, tensors, strict=True)
-            if tensor.dtype.is_floating
-            and key not in self._step.stages.inputs
+            if tensor.dtype.is_floating and key not in self._step.stages.inputs
         ]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([tensor for _, tensor in inputs])
