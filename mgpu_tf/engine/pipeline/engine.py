@@ -60,6 +60,12 @@ class PipelineEngine(SynchronousEngine):
         self._plan: PipelinePlan | None = None
         _check_model(model)
         _check_options(options)
+        if self._jit_compile:
+            _log.info(
+                "jit_compile=True: XLA compiles for one device; the stages "
+                "of %s run without",
+                model.name,
+            )
         if model.built:
             self._cut()
 
