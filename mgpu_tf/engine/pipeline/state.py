@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import SEED_STRIDE, ReplicaState
 
 
@@ -22,6 +23,11 @@ class PipelineState(ReplicaState):
     ) -> None:
         super().__init__(model, replicas)
         self._several = replicas * micro_batches > 1
+
+    def is_declared_mean(self, variable: keras.Variable) -> bool:
+        """Returns whether a variable is a mean over replicas, unread."""
+        declared = id(variable) in self._declared
+        return declared and self.rule(variable) is Rule.MEAN
 
     def is_global_seed(self, variable: keras.Variable) -> bool:
         """Returns whether a seed is that of unseeded draws."""

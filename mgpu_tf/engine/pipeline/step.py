@@ -360,6 +360,19 @@ class PipelineStep(ReplicaStep):
         keras_internals.as_one_call(call, training=training)
         return values
 
+    def _by_rule(
+        self,
+        variable: keras.Variable,
+        value: tf.Tensor,
+        before: tf.Tensor | None,
+        reader: Reader,
+        share: BatchShare,
+    ) -> tf.Tensor:
+        """What a micro-batch writes, to be brought together by the rule."""
+        if self._state.is_declared_mean(variable):
+            return share.select(value, before)
+        return super()._by_rule(variable, value, before, reader, share)
+
     def _check_scope(
         self, scope: StepScope, trained: list[keras.Variable]
     ) -> None:
@@ -455,7 +468,10 @@ class PipelineStep(ReplicaStep):
         parts: list[tf.Tensor],
     ) -> tf.Tensor:
         """Makes one value of what micro-batches wrote to a variable."""
+        if self._replicas == 1:
+            return parts[0]
         if any(variable is seed for seed in self._state.seeds):
+            # Each part has a seed of its own; the count is that of all.
             return tf.stack([before[0], parts[-1][1]])
         if len(parts) == 1:
             return parts[0]
