@@ -228,6 +228,7 @@ def reading():
 
 def recurrent():
     return [
+        keras.Input((6,), batch_size=12),
         layers.Reshape((1, 6)),
         layers.LSTM(4, stateful=True),
         layers.Dense(2),
@@ -241,7 +242,7 @@ def of_three_rows():
 def of_layers(make):
     def build():
         made = make()
-        if make is not of_three_rows:
+        if make not in (of_three_rows, recurrent):
             made = [keras.Input((6,)), *made]
         model = keras.Sequential(made)
         model.compile("sgd", "mse")
@@ -254,7 +255,7 @@ def of_layers(make):
     ("make", "options", "rule"),
     [
         (assigning, {}, "cannot assign its own weights"),
-        (reading, {}, "reads first/kernel of another"),
+        (reading, {}, "first/kernel of another"),
         (recurrent, {}, "stateful=True"),
         (of_three_rows, {}, "any number of rows"),
         (assigning, {"recompute": "layers"}, "recompute='stages'"),

@@ -84,10 +84,11 @@ def in_turn(every: Sequence[Sequence[Pass]]) -> Iterator[Pass]:
 def needed(each: Pass, stages: int) -> list[Pass]:
     """Returns the passes of other stages whose results a pass needs."""
     if not each.backward:
-        return [each._replace(stage=each.stage - 1)] if each.stage else []
+        before = Pass(each.stage - 1, each.micro, False)
+        return [before] if each.stage else []
     above = [Pass(each.stage, each.micro, False)]
     if each.stage + 1 < stages:
-        above.append(each._replace(stage=each.stage + 1))
+        above.append(Pass(each.stage + 1, each.micro, True))
     return above
 
 

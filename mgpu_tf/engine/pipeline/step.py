@@ -667,7 +667,7 @@ class _Run:
         return _Made(inputs, targets, found, tape), outputs, loss, writes
 
     def _backward(self, each: Pass, seed: tf.Tensor, sums: _Sums) -> None:
-        forward = each._replace(backward=False)
+        forward = Pass(each.stage, each.micro, False)
         upstream = self._upstream[each.micro]
         with tf.control_dependencies(self._after[each.stage]):
             arrived = {
