@@ -25,6 +25,7 @@ from mgpu_tf.names import (
     LEARNING_RATE_DECAYS,
     LEARNING_RATE_RULES,
     ON_NAN,
+    PIPELINE_SCHEDULES,
     RECOMPUTE,
     RESUME,
     SHARDS,
@@ -86,6 +87,30 @@ class StrategyOptions:
         "and optimizer state. optimizer: only optimizer state.",
         SHARDS,
     )
+    pipeline_parallel: int = option(
+        1,
+        "With model_parallel, the number of stages that the layers of each "
+        "copy are cut into. Each stage has a device.",
+        least=1,
+    )
+    micro_batches: int | None = option(
+        None,
+        "With pipeline_parallel, the number of parts that the rows of a "
+        "replica are cut into. Default: 4 for each stage.",
+        least=1,
+    )
+    pipeline_schedule: str = option(
+        "1f1b",
+        "With pipeline_parallel, the order of work. 1f1b: a backward pass "
+        "follows each forward pass as soon as it can. gpipe: all forward "
+        "passes, then all backward passes.",
+        PIPELINE_SCHEDULES,
+    )
+    pipeline_stages: str | None = option(
+        None,
+        "With pipeline_parallel, the names of the layers at which the second "
+        "and further stages begin, separated by commas. Default: by cost.",
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -115,6 +140,7 @@ class StepOptions:
         None,
         "layers: keep only the inputs of each layer for the backward pass, "
         "and compute the layer again there. Less memory, more computing. "
+        "stages: the same with the stages of a pipeline. "
         "Default: with weights that are split, layers; otherwise none.",
         RECOMPUTE,
     )

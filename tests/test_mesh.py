@@ -54,6 +54,23 @@ def test_the_devices_are_those_of_all_workers():
         mesh_of(2, 2, 2, workers=3)
 
 
+def test_the_devices_of_a_stage_are_those_of_a_replica():
+    mesh = Mesh(data=3, pipeline=2)
+    assert (mesh.size, mesh.replicas) == (6, 3)
+    assert mesh.of_rank("data", 1) == [1]
+    assert mesh_of(6, None, None, pipeline=2) == mesh
+    with pytest.raises(
+        ConfigurationError,
+        match="data=2 x fsdp=1 x pipeline=2 = 4 for 6 devices",
+    ):
+        mesh_of(6, 2, None, pipeline=2)
+
+
+def test_a_pipeline_is_within_one_process():
+    with pytest.raises(ConfigurationError, match="pipeline=2 with 3 workers"):
+        mesh_of(2, None, None, pipeline=2, workers=3)
+
+
 @hypothesis.given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     parts=st.integers(1, 5),

@@ -24,6 +24,7 @@ from mgpu_tf.engine.kernels import Kernels
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.reports.pipeline_plan import PipelinePlan
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.registry import kind_of, topology_of
 
@@ -233,6 +234,11 @@ class Engine(abc.ABC):
             DivergedError: A replica differs.
         """
         del step  # One copy has nothing to be compared with.
+
+    @property
+    def pipeline(self) -> PipelinePlan | None:
+        """Returns the stages of the model, None where it has none."""
+        return None
 
     @abc.abstractmethod
     def train(

@@ -36,7 +36,7 @@ _log = logging.getLogger("mgpu_tf")
 Writes = list[tuple[keras.Variable, tf.Tensor]]
 
 # A prime; Keras takes seeds modulo 2**31 - 2, which keeps multiples apart.
-_SEED_STRIDE = 1_181_783_497
+SEED_STRIDE = 1_181_783_497
 
 
 class ReplicaState:
@@ -249,7 +249,7 @@ class ReplicaState:
             return []
         context = tf.distribute.get_replica_context()
         replica = tf.cast(context.replica_id_in_sync_group, tf.int64)
-        offset = tf.stack([replica * _SEED_STRIDE, tf.zeros([], tf.int64)])
+        offset = tf.stack([replica * SEED_STRIDE, tf.zeros([], tf.int64)])
         return [
             (state, state.value + tf.cast(offset, state.dtype))
             for state in self.seeds

@@ -109,7 +109,7 @@ class ReplicaStep:
         if self._state.generator is not None:
             keras_internals.lend_global_seed(self._state.generator)
         if self._replicas > 1 or self._state.reads_rules:
-            data = tf.nest.map_structure(_of_unknown_length, data)
+            data = tf.nest.map_structure(of_unknown_length, data)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         if given is None:
             given = [*self._state.replica_seeds(), *self._state.values()]
@@ -160,9 +160,9 @@ class ReplicaStep:
             self._warn_of_own_state(scope, y_pred)
         before = {id(variable): value for variable, value in given}
         tracker = keras_internals.loss_tracker(model)
-        increments = _mean_increments(tracker, loss, share)
+        increments = mean_increments(tracker, loss, share)
         for mean, contribution in zip(self._loss.trackers, terms, strict=False):
-            increments += _batch_increments(mean, contribution, share)
+            increments += batch_increments(mean, contribution, share)
         for variable, increment in increments:
             base = before.get(id(variable), variable)
             writes[id(variable)] = (variable, base + increment)
@@ -304,7 +304,7 @@ class ReplicaStep:
                 )
                 loss = scale(loss)
             gradients = scope.gradients(tape, loss, variables, weights)
-            _check_gradients(gradients, variables)
+            check_gradients(gradients, variables)
             self.present = [g is not None for g in gradients]
             self.alike = [
                 scope.reader.looks_up_alike(gradient)
@@ -359,7 +359,7 @@ def outputs_of(model: keras.Model, data: Any, generator: Any) -> Any:
     return model(x)
 
 
-def _of_unknown_length(tensor: Any) -> Any:
+def of_unknown_length(tensor: Any) -> Any:
     """The rows of a replica, whose number the graph is not told.
 
     The author's code takes it from the shape then, where a reader sees it,
@@ -409,7 +409,7 @@ def _moved(
     return before + part - before * share.fraction(before.dtype)
 
 
-def _batch_increments(
+def batch_increments(
     mean: keras.metrics.Mean, value: tf.Tensor, share: BatchShare
 ) -> Writes:
     """What a contribution adds to a mean over batches.
@@ -424,7 +424,7 @@ def _batch_increments(
     ]
 
 
-def _mean_increments(
+def mean_increments(
     mean: keras.metrics.Mean, value: tf.Tensor, share: BatchShare
 ) -> Writes:
     """What a contribution adds to a global mean over examples."""
@@ -436,9 +436,15 @@ def _mean_increments(
     ]
 
 
-def _check_gradients(
+def check_gradients(
     gradients: list[Any], variables: list[keras.Variable]
 ) -> None:
+    """Refuses a loss that depends on no weight.
+
+    Args:
+        gradients: Of each weight, None where it has none.
+        variables: The weights.
+    """
     if all(gradient is None for gradient in gradients):
         raise ConfigurationError(
             "The loss must depend on the trainable variables. Received: a "

@@ -1,7 +1,5 @@
 """Strategies that split weights and optimizer state over devices (FSDP, ZeRO).
 
-    create_model_parallel_strategy(data=2, fsdp=2, num_virtual_devices=4)
-
 Replicas compute on their own rows of a batch, as with MirroredStrategy. They
 differ in what they store:
 
@@ -30,13 +28,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 
-from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.cluster.waiting import told_of_missing
-from mgpu_tf.errors import ConfigurationError, unknown_name
-from mgpu_tf.mesh import Mesh, Split, mesh_of
-from mgpu_tf.names import SHARDS, Devices
-from mgpu_tf.runtime import devices as devices_lib
+from mgpu_tf.mesh import Mesh, Split
 from mgpu_tf.strategies.collectives import Groups
 from mgpu_tf.strategies.mirrored import (
     MirroredStrategy,
@@ -44,10 +37,6 @@ from mgpu_tf.strategies.mirrored import (
     MultiWorkerMirroredStrategy,
 )
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
-from mgpu_tf.strategies.synchronous import (
-    collective_options,
-    cross_device_ops,
-)
 from mgpu_tf.strategies.topology import synchronous_topology
 
 # To gather smaller weights costs more time than their memory is worth.
@@ -326,74 +315,3 @@ def _may_be_split(kwargs: dict[str, Any], beside: Any, shard: str) -> bool:
         sums = "gradient_accumulator" in (kwargs.get("name") or "")
         return not (sums and shard == "optimizer")
     return beside is None and bool(kwargs.get("trainable"))
-
-
-def create_model_parallel_strategy(
-    data: int | None = None,
-    fsdp: int | None = None,
-    *,
-    shard: str = "weights",
-    cluster: ClusterConfig | None = None,
-    devices: Devices = None,
-    communication: str = "auto",
-    num_virtual_devices: int | None = None,
-    smallest_split: int = SMALLEST_SPLIT,
-) -> tf.distribute.Strategy:
-    """Creates a strategy that splits weights over devices.
-
-    The devices are those of this machine, or in a cluster those of all
-    workers, of which each has as many.
-
-    Example:
-        strategy = mgpu_tf.create_model_parallel_strategy(data=2, fsdp=4)
-
-    Args:
-        data: How many copies of the weights there are. Default: what `fsdp`
-            leaves, or 1.
-        fsdp: Over how many devices each copy is split. Default: what `data`
-            leaves.
-        shard: `weights`, `gradients` or `optimizer`; see the table above.
-        cluster: The cluster. Default: the cluster in `TF_CONFIG`, or that of
-            the scheduler.
-        devices: As for `create_mirrored_strategy`; of each worker.
-        communication: As for `create_mirrored_strategy`; in a cluster as for
-            `create_multi_worker_mirrored_strategy`.
-        num_virtual_devices: Split the CPU of each process into N devices.
-        smallest_split: Weights with fewer elements stay whole on each device.
-
-    Returns:
-        A `tf.distribute.MirroredStrategy`, or in a cluster a
-        `tf.distribute.MultiWorkerMirroredStrategy`, whose large weights are
-        split.
-
-    Raises:
-        ConfigurationError: The axes do not multiply to the number of devices,
-            a name is unknown, or a device does not exist.
-        ClusterError: `TF_CONFIG` is not valid.
-    """
-    if shard not in SHARDS:
-        raise ConfigurationError(unknown_name("shard", shard, SHARDS))
-    cluster = cluster or ClusterConfig.from_environment()
-    if cluster is None or cluster.num_workers == 1:
-        names = devices_lib.select_local(devices, num_virtual_devices)
-        return FullyShardedStrategy(
-            names,
-            mesh_of(len(names), data, fsdp),
-            shard,
-            cross_device_ops(communication, names),
-            smallest_split,
-        )
-    options = collective_options("model_parallel", cluster, communication)
-    names = devices_lib.select_local(devices, num_virtual_devices)
-    mesh = mesh_of(len(names), data, fsdp, cluster.num_workers)
-    watchdog.begin(cluster)
-    with told_of_missing(cluster):
-        return MultiWorkerFullyShardedStrategy(
-            cluster,
-            options,
-            len(names),
-            mesh=mesh,
-            shard=shard,
-            communication=communication,
-            smallest_split=smallest_split,
-        )

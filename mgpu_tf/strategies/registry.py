@@ -22,15 +22,14 @@ from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.fields import made_of
 from mgpu_tf.options import StrategyOptions
 from mgpu_tf.runtime import devices as devices_lib
-from mgpu_tf.strategies.fully_sharded import (
-    SplittingStrategy,
-    create_model_parallel_strategy,
-)
+from mgpu_tf.strategies.fully_sharded import SplittingStrategy
+from mgpu_tf.strategies.model_parallel import create_model_parallel_strategy
 from mgpu_tf.strategies.parameter_server import (
     EvaluatorStrategy,
     ParameterServerStrategy,
     create_parameter_server_strategy,
 )
+from mgpu_tf.strategies.pipeline import PipelineStrategy
 from mgpu_tf.strategies.synchronous import (
     check_communication,
     create_central_storage_strategy,
@@ -49,6 +48,7 @@ _log = logging.getLogger("mgpu_tf")
 
 _SYNCHRONOUS = "mgpu_tf.engine.synchronous.engine:SynchronousEngine"
 _SHARDED = "mgpu_tf.engine.synchronous.sharded:ShardedEngine"
+_PIPELINE = "mgpu_tf.engine.pipeline.engine:PipelineEngine"
 _ASYNCHRONOUS = "mgpu_tf.engine.asynchronous.engine:AsynchronousEngine"
 
 
@@ -66,7 +66,8 @@ class StrategyKind:
         stored_once: Whether there is one copy of a variable for all replicas.
         trains: Whether `fit` trains; if not, it evaluates checkpoints.
         partitions: Whether a variable may be split over several servers.
-        splits: Whether replicas store parts of a variable.
+        splits: Whether replicas store parts of a variable, or each variable
+            on a device of its own.
         topology: Returns the topology of a strategy.
     """
 
@@ -148,6 +149,8 @@ def create_strategy(
             late_gradients: For `parameter_server`: `hold` or `scale`.
             data_parallel, fsdp_parallel, shard: For `fsdp` and
                 `model_parallel`; as in `create_model_parallel_strategy`.
+            pipeline_parallel, micro_batches, pipeline_schedule,
+                pipeline_stages: For `model_parallel`; as there.
 
     Returns:
         The strategy.
@@ -185,11 +188,20 @@ def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
     return row.create(options)
 
 
+_DEFAULTS = StrategyOptions()
+_MESH = ("data_parallel", "fsdp_parallel", "shard")
+_PIPELINED = (
+    "pipeline_parallel",
+    "micro_batches",
+    "pipeline_schedule",
+    "pipeline_stages",
+)
+
+
 def _refuse_mesh(name: str, options: StrategyOptions) -> None:
-    default = StrategyOptions()
-    for field in ("data_parallel", "fsdp_parallel", "shard"):
+    for field in (*_MESH, *_PIPELINED):
         value = getattr(options, field)
-        if value != getattr(default, field):
+        if value != getattr(_DEFAULTS, field):
             raise ConfigurationError(
                 f"{field} goes with the strategies 'fsdp' and "
                 f"'model_parallel'. Received: {field}={value!r} with "
@@ -279,7 +291,19 @@ def _mirrored(options: StrategyOptions) -> tf.distribute.Strategy:
     )
 
 
+def _fsdp(options: StrategyOptions) -> tf.distribute.Strategy:
+    for field in _PIPELINED:
+        value = getattr(options, field)
+        if value != getattr(_DEFAULTS, field):
+            raise ConfigurationError(
+                f"{field} goes with the strategy 'model_parallel'. Received: "
+                f"{field}={value!r} with 'fsdp'. Use 'model_parallel'."
+            )
+    return _model_parallel(options)
+
+
 def _model_parallel(options: StrategyOptions) -> tf.distribute.Strategy:
+    stages = options.pipeline_stages
     return create_model_parallel_strategy(
         options.data_parallel,
         options.fsdp_parallel,
@@ -287,6 +311,10 @@ def _model_parallel(options: StrategyOptions) -> tf.distribute.Strategy:
         devices=options.devices,
         communication=options.communication,
         num_virtual_devices=options.num_virtual_devices,
+        pipeline=options.pipeline_parallel,
+        micro_batches=options.micro_batches,
+        schedule=options.pipeline_schedule,
+        stages=stages and [name.strip() for name in stages.split(",")],
     )
 
 
@@ -337,7 +365,7 @@ KINDS = {
         StrategyKind(
             "fsdp",
             SplittingStrategy,
-            _model_parallel,
+            _fsdp,
             engine=_SHARDED,
             splits=True,
         ),
@@ -362,12 +390,18 @@ _EVALUATOR = dataclasses.replace(
     ),
 )
 
+# `model_parallel` with stages has another one.
+_WITH_STAGES = dataclasses.replace(
+    KINDS["model_parallel"], type=PipelineStrategy, engine=_PIPELINE
+)
+
 # What `tf.distribute.get_strategy` returns where no strategy is entered.
 _NO_STRATEGY = type(tf.distribute.get_strategy())
 
 # TensorFlow's classes inherit from each other: subclasses come first.
 _ROWS = (
     _EVALUATOR,
+    _WITH_STAGES,
     KINDS["model_parallel"],
     KINDS["multi_worker_mirrored"],
     *KINDS.values(),

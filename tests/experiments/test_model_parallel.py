@@ -20,7 +20,7 @@ COMMANDS = [
 
 
 def test_the_page_has_commands():
-    assert len(COMMANDS) == 5
+    assert len(COMMANDS) == 7
 
 
 PLAN = [c for c in COMMANDS if c.startswith("mgpu-tf plan")]
@@ -50,5 +50,7 @@ def test_experiment(tmp_path):
     assert max(results["differences"].values()) < 1e-5
     stored = results["largest_device"]
     assert stored["fsdp 4"] < 0.3 * stored["one device, no budget"]
+    for name in ("pipeline 2", "data 2 x pipeline 2"):
+        assert stored[name] < 0.6 * stored["one device, no budget"]
     assert (tmp_path / "memory.png").stat().st_size > 1000
     assert (tmp_path / "losses.png").stat().st_size > 1000

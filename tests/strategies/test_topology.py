@@ -68,4 +68,6 @@ def test_kinds(strategies):
         "fsdp_x3": "model_parallel",
         "data_2_fsdp_2": "model_parallel",
         "zero1_x2": "model_parallel",
+        "pipeline_x2": "model_parallel",
+        "data_2_pipeline_2": "model_parallel",
     }

@@ -255,15 +255,9 @@ class SynchronousEngine(Engine):
         self._begin()
         iterator = self.feed(source, chain=False, training=False).iterator(0)
         data, local, total = self._next(iterator, source)
-        state = self._state if self._prepared else self._make_state()
-        generator = keras_internals.global_seed_generator()
-
-        def on_replica(rows: Any) -> Any:
-            with state.replica_seeds_in_place():
-                return outputs_of(self._model, rows, generator)
-
+        on_replica = self._predicting()
         with one_by_one():
-            outputs = self._strategy.run(on_replica, args=(data,))
+            outputs = self._strategy.run(on_replica, args=(data, local))
         replicas = TracedReplicas(self._strategy)
         replicas.begin(data, local, total)
         return replicas.predicted(outputs)
@@ -278,13 +272,7 @@ class SynchronousEngine(Engine):
         if self._options.noise_scale:
             self._noise = self._make_noise_scale()
         self._update = self._make_update()
-        self._step = ReplicaStep(
-            self._model,
-            self._loss,
-            self._state,
-            self._local.total,
-            self._layers(),
-        )
+        self._step = self._make_step()
         authored = keras_internals.overrides(self._model, "train_step")
         if authored and self._options.recompute is not None:
             raise ConfigurationError(
@@ -299,10 +287,20 @@ class SynchronousEngine(Engine):
             self._probe = Probe(self._model, self._strategy, self._state)
         self._prepared = True
 
+    def _make_step(self) -> ReplicaStep:
+        return ReplicaStep(
+            self._model,
+            self._loss,
+            self._state,
+            self._local.total,
+            self._layers(),
+        )
+
     def _layers(self) -> LayerByLayer | None:
         """Returns what computes layer by layer, None where none does."""
         if self._options.recompute is None:
             return None
+        refuse_stages(self._options)
         return LayerByLayer(self._model, lambda variable: None)
 
     def _make_update(self) -> Update:
@@ -616,19 +614,14 @@ class SynchronousEngine(Engine):
         self, source: Source, iterator: Any
     ) -> tuple[Any, tf.Tensor, tf.Tensor]:
         self._begin()
-        data, _, total = next_batch(iterator, source, self._strategy)
+        data, local, total = next_batch(iterator, source, self._strategy)
         total = self._first(total)
         ended = self._ended_on(source, total)
         like: list[Any] = []
-        generator = keras_internals.global_seed_generator()
-        state = self._state if self._prepared else self._make_state()
-
-        def on_replica(rows: Any) -> Any:
-            with state.replica_seeds_in_place():
-                return outputs_of(self._model, rows, generator)
+        on_replica = self._predicting()
 
         def outputs() -> Any:
-            every = self._strategy.run(on_replica, args=(data,))
+            every = self._strategy.run(on_replica, args=(data, local))
             every = tf.nest.map_structure(self._rows_of_worker, every)
             if self._local.num_processes > 1:
                 every = tf.nest.map_structure(
@@ -649,6 +642,18 @@ class SynchronousEngine(Engine):
         if tf.executing_eagerly():
             return (outputs() if going else ()), total, ended
         return tf.cond(going, outputs, nothing), total, ended
+
+    def _predicting(self) -> Callable[[Any, tf.Tensor], Any]:
+        """Returns what predicts the rows of a replica."""
+        state = self._state if self._prepared else self._make_state()
+        generator = keras_internals.global_seed_generator()
+
+        def on_replica(rows: Any, local: tf.Tensor) -> Any:
+            del local
+            with state.replica_seeds_in_place():
+                return outputs_of(self._model, rows, generator)
+
+        return on_replica
 
     def _rows_of_worker(self, value: Any) -> tf.Tensor:
         return tf.concat(self._strategy.experimental_local_results(value), 0)
@@ -710,6 +715,15 @@ class SynchronousEngine(Engine):
         first = replica % self._local.count == 0
         mine = tf.where(first, padded, tf.zeros_like(padded))
         return context.all_reduce("sum", mine)
+
+
+def refuse_stages(options: StepOptions) -> None:
+    """Refuses what only a pipeline can compute again."""
+    if options.recompute == "stages":
+        raise ConfigurationError(
+            "recompute='stages' goes with pipeline_parallel. Received: a "
+            "strategy without stages. Use recompute='layers'."
+        )
 
 
 def _traces(function: Any) -> int:

@@ -28,7 +28,10 @@ from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.state import Writes
-from mgpu_tf.engine.synchronous.engine import SynchronousEngine
+from mgpu_tf.engine.synchronous.engine import (
+    SynchronousEngine,
+    refuse_stages,
+)
 from mgpu_tf.engine.synchronous.parts import cut, gathered, scattered
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
 from mgpu_tf.errors import ConfigurationError
@@ -133,6 +136,7 @@ class ShardedEngine(SynchronousEngine):
         refresh(self._model.variables)
 
     def _layers(self) -> LayerByLayer | None:
+        refuse_stages(self._options)
         if self._options.recompute is None and self._gathers_at_once:
             return None
         return LayerByLayer(self._model, _gathered)
