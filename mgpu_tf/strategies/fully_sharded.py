@@ -18,6 +18,7 @@ Fully Sharded Data Parallel", VLDB 2023.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -29,8 +30,9 @@ from mgpu_tf.mesh import Mesh, Split, mesh_of
 from mgpu_tf.names import SHARDS, Devices
 from mgpu_tf.runtime import devices as devices_lib
 from mgpu_tf.strategies.mirrored import MirroredStrategy
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.sharded_variable import ShardedVariable, part_of
 from mgpu_tf.strategies.synchronous import cross_device_ops
+from mgpu_tf.strategies.topology import Topology, synchronous_topology
 
 # To gather smaller weights costs more time than their memory is worth.
 SMALLEST_SPLIT = 1024
@@ -45,9 +47,13 @@ class FullyShardedStrategy(MirroredStrategy):
         shard: What is split: `weights`, `gradients` or `optimizer`.
         cross_device_ops: How replicas sum what is not split.
         smallest_split: The elements of the smallest weight that is split.
+        layout: Which layers are computed in parts on the tensor axis: `auto`,
+            or patterns of paths. The engine splits their weights when the
+            model is built.
 
     Attributes:
         mesh: The axes.
+        layout: As above.
         shard: What is split.
         smallest_split: The elements of the smallest weight that is split.
     """
@@ -59,14 +65,23 @@ class FullyShardedStrategy(MirroredStrategy):
         shard: str,
         cross_device_ops: tf.distribute.CrossDeviceOps | None,
         smallest_split: int = SMALLEST_SPLIT,
+        layout: Any = "auto",
     ) -> None:
         self.mesh = mesh
+        self.layout = layout
         self.shard = shard
         self.smallest_split = smallest_split
         self._collective_key_base = next(self._groups)
+        self.splitting: Split | None = None
         tf.distribute.Strategy.__init__(
             self, _ShardedExtended(self, devices, cross_device_ops)
         )
+
+
+    @property
+    def splits_later(self) -> bool:
+        """Whether weights are split when the structure of a model is known."""
+        return self.mesh.tensor > 1 or self.layout != "auto"
 
 
 class _ShardedExtended(mirrored_strategy.MirroredExtended):
@@ -75,6 +90,12 @@ class _ShardedExtended(mirrored_strategy.MirroredExtended):
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         strategy = self._container_strategy()
         beside = kwargs.get("colocate_with")
+        if strategy.splitting is not None:
+            value = kwargs["initial_value"]
+            split = strategy.splitting
+            return self._split(next_creator, value, kwargs, split)
+        if strategy.mesh.fsdp == 1 and beside is None and strategy.splits_later:
+            return super()._create_variable(next_creator, **kwargs)
         if not _may_be_split(kwargs, beside, strategy.shard):
             return super()._create_variable(next_creator, **kwargs)
         with tf.init_scope(), tf.device(self._devices[0]):
@@ -82,27 +103,31 @@ class _ShardedExtended(mirrored_strategy.MirroredExtended):
             value = value() if callable(value) else value
             value = tf.convert_to_tensor(value, kwargs.get("dtype"))
         shape = tuple(value.shape.as_list())
+        split = Split(shape, strategy.mesh.fsdp)
         if isinstance(beside, ShardedVariable):
+            split = beside.split
             splits = shape == tuple(beside.shape)
         else:
             splits = (
                 value.dtype.is_floating
                 and math.prod(shape) >= strategy.smallest_split
-                and Split(shape, strategy.mesh.fsdp).is_possible
+                and split.is_possible
             )
         if not splits:
             kwargs["initial_value"] = lambda: value
             return super()._create_variable(next_creator, **kwargs)
         kwargs.pop("colocate_with", None)
-        return self._split(next_creator, value, kwargs)
+        return self._split(next_creator, value, kwargs, split)
 
     def _split(
-        self, next_creator: Any, value: tf.Tensor, kwargs: dict[str, Any]
+        self,
+        next_creator: Any,
+        value: tf.Tensor,
+        kwargs: dict[str, Any],
+        split: Split,
     ) -> ShardedVariable:
         strategy = self._container_strategy()
         mesh = strategy.mesh
-        split = Split(tuple(value.shape.as_list()), mesh.fsdp)
-        flat = value if split.by_rows else tf.reshape(value, [-1])
         name = kwargs.get("name") or "Variable"
 
         def create(replica: int, initial: tf.Tensor, suffix: str) -> Any:
@@ -117,10 +142,10 @@ class _ShardedExtended(mirrored_strategy.MirroredExtended):
         parts, whole = [], []
         keeps_whole = strategy.shard != "weights" and kwargs.get("trainable")
         for replica in range(mesh.size):
-            first, after = split.bounds(mesh.fsdp_rank(replica))
+            part = part_of(value, split, mesh.rank(split.over, replica))
             suffix = f"/replica_{replica}" if replica else ""
             # A slice of a tensor would keep all of it in memory.
-            part = tf.raw_ops.DeepCopy(x=flat[first:after])
+            part = tf.raw_ops.DeepCopy(x=part)
             parts.append(create(replica, part, suffix))
             if keeps_whole:
                 whole.append(create(replica, value, f"/whole_{replica}"))
@@ -142,10 +167,47 @@ def _may_be_split(kwargs: dict[str, Any], beside: Any, shard: str) -> bool:
     return beside is None and bool(kwargs.get("trainable"))
 
 
+def split_over(
+    strategy: FullyShardedStrategy, held: tf.Variable, split: Split
+) -> ShardedVariable:
+    """Returns a variable with the value of another, stored in parts.
+
+    Args:
+        strategy: The strategy of the other.
+        held: A variable that each device stores whole.
+        split: How it is divided.
+    """
+    strategy.splitting = split
+    try:
+        with tf.init_scope(), strategy.scope():
+            return tf.Variable(
+                tf.convert_to_tensor(held),
+                trainable=held.trainable,
+                dtype=held.dtype,
+                name=held.name.partition(":")[0],
+                aggregation=held.aggregation,
+            )
+    finally:
+        strategy.splitting = None
+
+
+def sharded_topology(strategy: FullyShardedStrategy) -> Topology:
+    """Returns the topology: devices of the tensor axis have the same rows."""
+    topology = synchronous_topology(strategy)
+    local = dataclasses.replace(
+        topology.local, same_rows=strategy.mesh.tensor
+    )
+    return dataclasses.replace(
+        topology, local=local, data_parallel_degree=local.ranges
+    )
+
+
 def create_model_parallel_strategy(
     data: int | None = None,
     fsdp: int | None = None,
+    tensor: int | None = None,
     *,
+    layout: Any = "auto",
     shard: str = "weights",
     devices: Devices = None,
     communication: str = "auto",
@@ -159,9 +221,16 @@ def create_model_parallel_strategy(
 
     Args:
         data: How many copies of the weights there are. Default: what `fsdp`
-            leaves, or 1.
+            and `tensor` leave, or 1.
         fsdp: Over how many devices each copy is split. Default: what `data`
-            leaves.
+            leaves; 1 with `tensor`.
+        tensor: Over how many devices the computing of layers is split.
+            Default: 1.
+        layout: Which layers these are. `auto`: attention, the layers after it,
+            embeddings and other dense layers, as the structure of the model
+            tells. Or a mapping from patterns of the paths of weights to a
+            tuple, as `keras.distribution.LayoutMap`: "model" at the dimension
+            that is split over the tensor axis, "batch" over the data axis.
         shard: `weights`, `gradients` or `optimizer`; see the table above.
         devices: As for `create_mirrored_strategy`.
         communication: As for `create_mirrored_strategy`.
@@ -178,11 +247,18 @@ def create_model_parallel_strategy(
     if shard not in SHARDS:
         raise ConfigurationError(unknown_name("shard", shard, SHARDS))
     names = devices_lib.select_local(devices, num_virtual_devices)
-    mesh = mesh_of(len(names), data, fsdp)
-    return FullyShardedStrategy(
+    mesh = mesh_of(len(names), data, fsdp, tensor)
+    strategy = FullyShardedStrategy(
         names,
         mesh,
         shard,
         cross_device_ops(communication, names),
         smallest_split,
+        layout,
     )
+    if strategy.splits_later and shard != "weights":
+        raise ConfigurationError(
+            "What layers compute in parts is stored in parts. Received: "
+            f"tensor={mesh.tensor} with shard={shard!r}. Leave shard out."
+        )
+    return strategy

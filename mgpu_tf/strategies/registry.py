@@ -25,6 +25,7 @@ from mgpu_tf.runtime import devices as devices_lib
 from mgpu_tf.strategies.fully_sharded import (
     FullyShardedStrategy,
     create_model_parallel_strategy,
+    sharded_topology,
 )
 from mgpu_tf.strategies.parameter_server import (
     EvaluatorStrategy,
@@ -146,7 +147,7 @@ def create_strategy(
             max_staleness: For `parameter_server`: the largest staleness of a
                 gradient.
             late_gradients: For `parameter_server`: `hold` or `scale`.
-            data_parallel, fsdp_parallel, shard: For `fsdp` and
+            data_parallel, fsdp_parallel, tensor_parallel, layout, shard: For `fsdp` and
                 `model_parallel`; as in `create_model_parallel_strategy`.
 
     Returns:
@@ -187,7 +188,13 @@ def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
 
 def _refuse_mesh(name: str, options: StrategyOptions) -> None:
     default = StrategyOptions()
-    for field in ("data_parallel", "fsdp_parallel", "shard"):
+    for field in (
+        "data_parallel",
+        "fsdp_parallel",
+        "tensor_parallel",
+        "layout",
+        "shard",
+    ):
         value = getattr(options, field)
         if value != getattr(default, field):
             raise ConfigurationError(
@@ -283,6 +290,8 @@ def _model_parallel(options: StrategyOptions) -> tf.distribute.Strategy:
     return create_model_parallel_strategy(
         options.data_parallel,
         options.fsdp_parallel,
+        options.tensor_parallel,
+        layout=options.layout,
         shard=options.shard,
         devices=options.devices,
         communication=options.communication,
@@ -340,6 +349,7 @@ KINDS = {
             _model_parallel,
             engine=_SHARDED,
             splits=True,
+            topology=sharded_topology,
         ),
         StrategyKind(
             "model_parallel",
@@ -347,6 +357,7 @@ KINDS = {
             _model_parallel,
             engine=_SHARDED,
             splits=True,
+            topology=sharded_topology,
         ),
     )
 }
