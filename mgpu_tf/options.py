@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from mgpu_tf.errors import ConfigurationError
@@ -84,11 +85,12 @@ class StrategyOptions:
         "layers is split over. They have the same rows of a batch. Default: 1.",
         least=1,
     )
-    layout: Any = option(
+    layout: str | Mapping[str, Any] = option(
         "auto",
         "With tensor_parallel, which layers are computed in parts. auto: as "
-        "the structure of the model tells. In Python, a mapping from patterns "
-        "of paths to tuples also works, as keras.distribution.LayoutMap.",
+        "the structure of the model tells. Or a function that returns a "
+        "mapping from patterns of paths to tuples: package.module:function. "
+        "In Python, the mapping itself also works.",
     )
     shard: str = option(
         "weights",

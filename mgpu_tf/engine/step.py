@@ -26,6 +26,7 @@ from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.step_scope import StepScope
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.mirrored import as_one_replica
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -132,6 +133,9 @@ class ReplicaStep:
         if self._own_logs:
             given = [*given, *self._state.metric_values(given)]
         with contextlib.ExitStack() as stack:
+            if share.replicas == 1 < share.same_rows:
+                # Keras divides a loss by the number of replicas.
+                stack.enter_context(as_one_replica())
             declared = stack.enter_context(sharing(share))
             moments = stack.enter_context(self._moments.noted())
             scope = stack.enter_context(

@@ -29,6 +29,7 @@ from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.mesh import Mesh, Split, mesh_of
 from mgpu_tf.names import SHARDS, Devices
 from mgpu_tf.runtime import devices as devices_lib
+from mgpu_tf.strategies.layout import Layout
 from mgpu_tf.strategies.mirrored import MirroredStrategy
 from mgpu_tf.strategies.sharded_variable import ShardedVariable, part_of
 from mgpu_tf.strategies.synchronous import cross_device_ops
@@ -68,7 +69,7 @@ class FullyShardedStrategy(MirroredStrategy):
         layout: Any = "auto",
     ) -> None:
         self.mesh = mesh
-        self.layout = layout
+        self.layout = Layout(layout)
         self.shard = shard
         self.smallest_split = smallest_split
         self._collective_key_base = next(self._groups)
@@ -81,7 +82,7 @@ class FullyShardedStrategy(MirroredStrategy):
     @property
     def splits_later(self) -> bool:
         """Whether weights are split when the structure of a model is known."""
-        return self.mesh.tensor > 1 or self.layout != "auto"
+        return self.mesh.tensor > 1 or not self.layout.is_auto
 
 
 class _ShardedExtended(mirrored_strategy.MirroredExtended):
@@ -247,6 +248,8 @@ def create_model_parallel_strategy(
     if shard not in SHARDS:
         raise ConfigurationError(unknown_name("shard", shard, SHARDS))
     names = devices_lib.select_local(devices, num_virtual_devices)
+    if layout != "auto" and fsdp is None:
+        fsdp = 1
     mesh = mesh_of(len(names), data, fsdp, tensor)
     strategy = FullyShardedStrategy(
         names,
@@ -256,6 +259,11 @@ def create_model_parallel_strategy(
         smallest_split,
         layout,
     )
+    if mesh.fsdp > 1 and strategy.splits_later:
+        raise ConfigurationError(
+            "A layout goes with the tensor and the data axis. Received: "
+            f"layout={layout!r} with fsdp={mesh.fsdp}. Leave one of them out."
+        )
     if strategy.splits_later and shard != "weights":
         raise ConfigurationError(
             "What layers compute in parts is stored in parts. Received: "

@@ -45,6 +45,7 @@ from mgpu_tf.strategies.topology import (
     asynchronous_topology,
     synchronous_topology,
 )
+from mgpu_tf.user_function import is_target, load_function
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -287,11 +288,14 @@ def _mirrored(options: StrategyOptions) -> tf.distribute.Strategy:
 
 
 def _model_parallel(options: StrategyOptions) -> tf.distribute.Strategy:
+    layout = options.layout
+    if isinstance(layout, str) and is_target(layout):
+        layout = load_function(layout, "layout")()
     return create_model_parallel_strategy(
         options.data_parallel,
         options.fsdp_parallel,
         options.tensor_parallel,
-        layout=options.layout,
+        layout=layout,
         shard=options.shard,
         devices=options.devices,
         communication=options.communication,

@@ -1,6 +1,6 @@
 """Layers that are computed in parts, one on each device of the tensor axis.
 
-    layout.py      which weights are split, and along which dimension
+    linear.py      what the dimensions of a kernel do
     structure.py   which activations may stay split between layers
     forms.py       how a layer computes with parts of its weights
     parts.py       all of it in place, while a step is traced

@@ -98,17 +98,12 @@ class Form:
                 if dim is not None:
                     value = self.groups.own_part(value, dim)
             outputs = self._with_bias(outputs, value)
-        if not self.gathers:
-            return self._activated(outputs)
-        if self.linear.is_elementwise:
-            outputs = self._activated(outputs)
-        length = self.linear.kernel.shape[self.dim]
-        outputs = self.groups.all_gather(outputs, axis, length)
-        if self.own_rows:
-            outputs = self.groups.own_part(outputs)
-        if not self.linear.is_elementwise:
-            outputs = self._activated(outputs)
-        return outputs
+        if self.gathers:
+            length = self.linear.kernel.shape[self.dim]
+            outputs = self.groups.all_gather(outputs, axis, length)
+            if self.own_rows:
+                outputs = self.groups.own_part(outputs)
+        return self._activated(outputs)
 
     def _has_part(self, bias: keras.Variable, dim: int | None) -> bool:
         """Whether this replica stores the part of the bias that it needs."""

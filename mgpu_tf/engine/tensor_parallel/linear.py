@@ -13,15 +13,6 @@ import keras
 
 from mgpu_tf.engine import keras_internals
 
-# Activations of each element from that element alone.
-_ELEMENTWISE = frozenset(
-    "celu elu exponential gelu hard_shrink hard_sigmoid hard_silu hard_tanh "
-    "leaky_relu linear log_sigmoid mish relu relu6 selu sigmoid silu "
-    "soft_shrink softplus softsign sparse_plus squareplus tanh tanh_shrink "
-    "threshold".split()
-)
-
-
 class Linear:
     """A layer whose outputs are linear in its kernel, then activated.
 
@@ -68,16 +59,6 @@ class Linear:
     def is_reversible(self) -> bool:
         """Whether it is an embedding that also makes logits."""
         return isinstance(self.layer, keras.layers.ReversibleEmbedding)
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether its activation can be computed from parts of outputs."""
-        activation = getattr(self.layer, "activation", None)
-        if activation is None:
-            return True
-        name = getattr(activation, "__name__", "")
-        known = name in _ELEMENTWISE
-        return known and getattr(keras.activations, name, None) is activation
 
     @property
     def dims(self) -> list[int]:

@@ -27,14 +27,18 @@ from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.step_scope import StepScope
 from mgpu_tf.engine.tensor_parallel import structure
 from mgpu_tf.engine.tensor_parallel.forms import Form, dropped
-from mgpu_tf.engine.tensor_parallel.layout import Layout, published_layout
+from mgpu_tf.engine.tensor_parallel.layout import published_layout
 from mgpu_tf.engine.tensor_parallel.linear import Linear, linear_layers
 from mgpu_tf.mesh import Split
 from mgpu_tf.strategies.collectives import Groups
 from mgpu_tf.strategies.fully_sharded import split_over
+from mgpu_tf.strategies.layout import Layout
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
 
 _log = logging.getLogger("mgpu_tf")
+
+# Of what stays whole, the log names so many weights.
+_NAMED = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +108,7 @@ def split_model(
     splits = chooser.splits(found.dims, linear, over)
     for variable, split in splits:
         _store_in_parts(model, variable, split)
-    _report(model, strategy, splits)
+    _report(model, strategy, splits, found)
     drawn = _dropouts(passes, found, dropouts, over)
     return Plan(used, found, over, drawn)
 
@@ -118,7 +122,7 @@ class _Chooser:
         self._model = model
         self._mesh = strategy.mesh
         self._smallest = strategy.smallest_split
-        layout = Layout(strategy.layout)
+        layout: Layout = strategy.layout
         self._by_structure = layout.is_auto and self._mesh.tensor > 1
         if layout.is_auto:
             published = published_layout(model)
@@ -242,27 +246,29 @@ def _report(
     model: keras.Model,
     strategy: tf.distribute.Strategy,
     splits: list[tuple[keras.Variable, Split]],
+    found: structure.Structure,
 ) -> None:
     parted = {id(variable) for variable, _ in splits}
-    sizes = {
-        variable.path: math.prod(variable.shape)
-        for variable in model.trainable_variables
-    }
-    large = [
+    weights = model.trainable_variables
+    whole = [
         variable.path
-        for variable in model.trainable_variables
+        for variable in weights
         if id(variable) not in parted
-        and sizes[variable.path] >= strategy.smallest_split
+        and len(variable.shape) > 1
+        and math.prod(variable.shape) >= strategy.smallest_split
     ]
     held = sum(math.prod(variable.shape) for variable, _ in splits)
-    total = sum(sizes.values()) or 1
+    total = sum(math.prod(variable.shape) for variable in weights) or 1
+    more = f" and {len(whole) - _NAMED} more" if len(whole) > _NAMED else ""
     _log.info(
-        "layout: %d of %d weights are split (%.1f %% of the elements). Whole "
-        "on each device: %s",
+        "layout: %d of %d weights are split, %.1f %% of the elements; %d "
+        "layers take parts from the layers before; whole on each device: %s%s",
         len(parted),
-        len(sizes),
+        len(weights),
         100 * held / total,
-        ", ".join(large) or "small weights only",
+        len(found.arrives),
+        ", ".join(whole[:_NAMED]) or "small weights and vectors",
+        more,
     )
 
 

@@ -15,6 +15,7 @@ with unknown operations costs communication, never right numbers.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,6 +25,8 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.building import BuildContext
 from mgpu_tf.engine.tensor_parallel.linear import Linear
+
+_log = logging.getLogger("mgpu_tf")
 
 # Operations of one tensor, each element from that element alone.
 _UNARY = frozenset(
@@ -115,14 +118,17 @@ def _traced(
         # A layer may return what it was given: the copies have names.
         given = args[0] if args else next(iter(kwargs.values()), None)
         first = len(graph.get_operations())
-        outputs = own(*args, **kwargs)
+        # What the activation does is for the graph to tell.
+        with keras_internals.without(layer, "activation"):
+            outputs = own(*args, **kwargs)
         if tf.is_tensor(outputs):
             outputs = keras_internals.with_mask_of(
                 tf.identity(outputs), outputs
             )
         after = len(graph.get_operations())
         calls[first] = Call(layer, first, after, given, outputs)
-        return outputs
+        activation = getattr(layer, "activation", None)
+        return outputs if activation is None else activation(outputs)
 
     def forward(batch: Any) -> Any:
         here.append(tf.compat.v1.get_default_graph())
@@ -146,10 +152,12 @@ class Halves:
     Attributes:
         axis: The axis along which each device has a part.
         layers: The layers whose outputs it is made of, by identity.
+        is_shape: Whether the tensor is the shape of one that is split so.
     """
 
     axis: int
     layers: frozenset[int]
+    is_shape: bool = False
 
 
 class Whole(Exception):
@@ -330,9 +338,6 @@ class _Search:
         output_axis = None if dim is None else linear.output_axis(dim)
         if output_axis is None or layer in self._gathered:
             return
-        if not linear.is_elementwise:
-            self.needed.add(layer)
-            return
         self._split[call.outputs.name] = Halves(
             output_axis + call.outputs.shape.rank, frozenset([layer])
         )
@@ -348,13 +353,19 @@ class _Search:
         try:
             if len({self._separate(layer) for layer in layers}) > 1:
                 raise Whole
-            axes = _axes(op, [None if h is None else h.axis for h in held])
+            shapes = any(h is not None and h.is_shape for h in held)
+            axes = [None if h is None else h.axis for h in held]
+            axes = _of_shape(op, axes) if shapes else _axes(op, axes)
         except Whole:
+            _log.debug("layout: %s needs whole inputs", op.name)
             self._need(*found)
             return
         for tensor, axis in zip(op.outputs, axes, strict=True):
             if axis is not None:
-                self._split[tensor.name] = Halves(axis, layers)
+                is_shape = op.type == "Shape" or (
+                    shapes and op.type == "StridedSlice"
+                )
+                self._split[tensor.name] = Halves(axis, layers, is_shape)
 
 
 def _axes(op: tf.Operation, held: list[int | None]) -> list[int | None]:
@@ -369,7 +380,7 @@ def _axes(op: tf.Operation, held: list[int | None]) -> list[int | None]:
     """
     if any(tensor.shape.rank is None for tensor in op.inputs):
         raise Whole
-    if op.type in _UNARY:
+    if op.type in _UNARY or op.type == "Shape":
         return [held[0]]
     if op.type == "IdentityN":
         return held
@@ -382,10 +393,36 @@ def _axes(op: tf.Operation, held: list[int | None]) -> list[int | None]:
             if any(axis is not None for axis in held[1:]) and rule not in (
                 _einsum,
                 _matmul,
+                _joined,
+                _divided,
             ):
                 raise Whole
-            return [rule(op, held)]
+            return [rule(op, held)] * len(op.outputs)
     raise Whole
+
+
+def _of_shape(op: tf.Operation, held: list[int | None]) -> list[int | None]:
+    """Returns what is split where an input is the shape of a split tensor."""
+    if op.type == "Fill":
+        return [held[0]]
+    if op.type != "StridedSlice" or any(a is not None for a in held[1:]):
+        raise Whole
+    masks = ("ellipsis_mask", "new_axis_mask")
+    begin, end, step = (int(_constant(t)[0]) for t in op.inputs[1:])
+    if any(op.get_attr(mask) for mask in masks) or step != 1:
+        raise Whole
+    length = op.inputs[0].shape[0]
+    begin = 0 if op.get_attr("begin_mask") else begin % length
+    if op.get_attr("shrink_axis_mask"):
+        if begin == held[0]:
+            raise Whole
+        return [None]
+    end = length if op.get_attr("end_mask") else min(end, length)
+    if end < 0:
+        end += length
+    if begin <= held[0] < end:
+        return [held[0] - begin]
+    return [None]
 
 
 def _broadcast(op: tf.Operation, held: list[int | None]) -> int:
@@ -426,6 +463,44 @@ def _expanded(op: tf.Operation, held: list[int | None]) -> int:
     rank = op.inputs[0].shape.rank
     place = int(_constant(op.inputs[1])) % (rank + 1)
     return held[0] + (place <= held[0])
+
+
+def _sliced(op: tf.Operation, held: list[int | None]) -> int:
+    """A slice that takes all of the split axis."""
+    if op.get_attr("ellipsis_mask"):
+        raise Whole
+    begin, strides = _constant(op.inputs[1]), _constant(op.inputs[3])
+    axis = made = 0
+    for place in range(len(begin)):
+        bit = 1 << place
+        if op.get_attr("new_axis_mask") & bit:
+            made += 1
+            continue
+        if axis == held[0]:
+            whole = op.get_attr("begin_mask") & op.get_attr("end_mask") & bit
+            if not whole or strides[place] != 1:
+                raise Whole
+            return made
+        axis += 1
+        made += not op.get_attr("shrink_axis_mask") & bit
+    return made + held[0] - axis
+
+
+def _joined(op: tf.Operation, held: list[int | None]) -> int:
+    """Tensors joined along another axis, all of them split alike."""
+    *tensors, last = held
+    axis = int(_constant(op.inputs[-1])) % op.inputs[0].shape.rank
+    if last is not None or len(set(tensors)) != 1 or tensors[0] == axis:
+        raise Whole
+    return tensors[0]
+
+
+def _divided(op: tf.Operation, held: list[int | None]) -> int:
+    """A tensor cut along another axis."""
+    axis = int(_constant(op.inputs[0])) % op.inputs[1].shape.rank
+    if held[1] == axis:
+        raise Whole
+    return held[1]
 
 
 def _reduced(op: tf.Operation, held: list[int | None]) -> int:
@@ -477,6 +552,9 @@ def _einsum(op: tf.Operation, held: list[int | None]) -> int:
 _RULES: dict[frozenset[str], Callable[..., int]] = {
     frozenset(["Softmax", "LogSoftmax"]): _softmax,
     frozenset(["Transpose"]): _transpose,
+    frozenset(["StridedSlice"]): _sliced,
+    frozenset(["ConcatV2"]): _joined,
+    frozenset(["Split"]): _divided,
     frozenset(["ExpandDims"]): _expanded,
     frozenset(["Einsum"]): _einsum,
     frozenset(["BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"]): _matmul,
