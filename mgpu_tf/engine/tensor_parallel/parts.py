@@ -76,32 +76,30 @@ def split_model(
     linear = linear_layers(model)
     dropouts = keras_internals.dropout_layers(model)
     noted = [each.layer for each in linear.values()] + dropouts
-    try:
-        passes = structure.traced(model, example, noted)
-    except Exception as error:  # The author's code; the reason is theirs.
-        _log.warning(
-            "the outputs of all layers are gathered: %s cannot be traced to "
-            "find which may stay split (%s: %s)",
-            model.name,
-            type(error).__name__,
-            error,
-        )
-        passes = []
+    passes = _passes(model, example, noted)
     inside = set().union(*(one.inside for one in passes), chooser.shared)
     linear = {key: each for key, each in linear.items() if key not in inside}
     given, over = chooser.given(linear)
-    found = structure.structure_of(
-        passes,
-        linear,
-        functools.partial(chooser.choose, passes=passes),
-        given,
-        lambda layer: over.get(layer, "tensor"),
+    search = functools.partial(
+        structure.structure_of,
+        linear=linear,
+        choose=chooser.choose,
+        separate=lambda layer: over.get(layer, "tensor"),
     )
+    found = search(passes, given=given)
+    split = _outputs_in_parts(linear, found)
+    if split:
+        # Code may have read a length that another device does not have.
+        again = _passes(model, example, noted, split)
+        more = search(again, given=found.dims, gathered=found.gathered)
+        gathered = more.gathered if again else found.gathered | set(split)
+        if gathered != found.gathered:
+            found = search(passes, given=given, gathered=gathered)
     seen = {id(call.layer) for one in passes for call in one.calls.values()}
     for key, each in linear.items():
         if key not in seen:
             found.gathered.add(key)
-            dim = chooser.choose(each, None, passes=passes)
+            dim = chooser.choose(each, None)
             if key not in found.dims and dim is not None:
                 found.dims[key] = dim
     used = [linear[key] for key in found.dims]
@@ -111,6 +109,37 @@ def split_model(
     _report(model, strategy, splits, found)
     drawn = _dropouts(passes, found, dropouts, over)
     return Plan(used, found, over, drawn)
+
+
+def _passes(
+    model: keras.Model,
+    example: Any,
+    noted: list[keras.layers.Layer],
+    unknown: dict[int, int] | None = None,
+) -> list[structure.Pass]:
+    try:
+        return structure.traced(model, example, noted, unknown)
+    except Exception as error:  # The author's code; the reason is theirs.
+        _log.warning(
+            "layout: outputs are gathered after each layer, since %s cannot "
+            "be traced to find which may stay split (%s: %s)",
+            model.name,
+            type(error).__name__,
+            " ".join(str(error).split()),
+        )
+        return []
+
+
+def _outputs_in_parts(
+    linear: dict[int, Linear], found: structure.Structure
+) -> dict[int, int]:
+    """Returns the layers whose outputs stay split, and along which axis."""
+    axes = {
+        key: linear[key].output_axis(dim)
+        for key, dim in found.dims.items()
+        if key not in found.gathered
+    }
+    return {key: axis for key, axis in axes.items() if axis is not None}
 
 
 class _Chooser:
@@ -169,10 +198,9 @@ class _Chooser:
         }
 
     def choose(
-        self, linear: Linear, axis: int | None, *, passes: Any
+        self, linear: Linear, axis: int | None
     ) -> int | None:
         """Returns the dimension of a kernel by structure; None to leave it."""
-        del passes
         kernel = linear.kernel
         convolution = hasattr(linear.layer, "kernel_size")
         if (

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -82,7 +82,10 @@ class Pass:
 
 
 def traced(
-    model: keras.Model, example: Any, layers: list[keras.layers.Layer]
+    model: keras.Model,
+    example: Any,
+    layers: list[keras.layers.Layer],
+    unknown: Mapping[int, int] | None = None,
 ) -> list[Pass]:
     """Traces forward passes of training and of inference.
 
@@ -90,9 +93,16 @@ def traced(
         model: A built model.
         example: The specs of a batch.
         layers: The layers whose calls are noted.
+        unknown: The axis, from the end, of the outputs of some layers whose
+            length is not told. Code that takes it from the shape does so in
+            the graph then, where it is seen. Training only.
     """
-    modes = (True, False) if keras_internals.takes_training(model) else (None,)
-    return [_traced(model, example, layers, mode) for mode in modes]
+    modes: tuple[bool | None, ...] = (None,)
+    if keras_internals.takes_training(model):
+        modes = (True, False) if unknown is None else (True,)
+    return [
+        _traced(model, example, layers, mode, unknown or {}) for mode in modes
+    ]
 
 
 def _traced(
@@ -100,6 +110,7 @@ def _traced(
     example: Any,
     layers: list[keras.layers.Layer],
     training: bool | None,
+    unknown: Mapping[int, int],
 ) -> Pass:
     calls: dict[int, Call] = {}
     inside: set[int] = set()
@@ -122,9 +133,12 @@ def _traced(
         with keras_internals.without(layer, "activation"):
             outputs = own(*args, **kwargs)
         if tf.is_tensor(outputs):
-            outputs = keras_internals.with_mask_of(
-                tf.identity(outputs), outputs
-            )
+            given_mask, outputs = outputs, tf.identity(outputs)
+            if id(layer) in unknown:
+                shape = outputs.shape.as_list()
+                shape[unknown[id(layer)]] = None
+                outputs = tf.compat.v1.placeholder_with_default(outputs, shape)
+            keras_internals.with_mask_of(outputs, given_mask)
         after = len(graph.get_operations())
         calls[first] = Call(layer, first, after, given, outputs)
         activation = getattr(layer, "activation", None)
@@ -190,6 +204,7 @@ def structure_of(
     choose: Callable[[Linear, int | None], int | None],
     given: dict[int, int],
     separate: Callable[[int], Any] = lambda layer: None,
+    gathered: Iterable[int] = (),
 ) -> Structure:
     """Finds what may stay split.
 
@@ -202,8 +217,9 @@ def structure_of(
         given: The dimensions of some layers, by identity.
         separate: Returns a value for a layer; outputs do not stay split
             between layers of different values.
+        gathered: Layers whose outputs are gathered in any case.
     """
-    gathered: set[int] = set()
+    gathered = set(gathered)
     sliced: set[int] = set()
     while True:
         search = _Search(linear, choose, given, gathered, sliced, separate)
@@ -386,8 +402,6 @@ def _axes(op: tf.Operation, held: list[int | None]) -> list[int | None]:
         return held
     if op.type in _BROADCAST:
         return [_broadcast(op, held)]
-    if op.type == "PlaceholderWithDefault":
-        raise Whole
     for kinds, rule in _RULES.items():
         if op.type in kinds:
             if any(axis is not None for axis in held[1:]) and rule not in (
