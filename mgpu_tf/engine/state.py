@@ -426,7 +426,6 @@ class ReplicaState:
             return start + summed / self._total
         return rule.joined(start, tf.unstack(summed))
 
-
     def _adds_nothing(self) -> bool:
         """Whether another replica counts the rows of this one. On a replica."""
         if self._same_rows == 1:

@@ -78,7 +78,6 @@ class FullyShardedStrategy(MirroredStrategy):
             self, _ShardedExtended(self, devices, cross_device_ops)
         )
 
-
     @property
     def splits_later(self) -> bool:
         """Whether weights are split when the structure of a model is known."""
@@ -195,9 +194,7 @@ def split_over(
 def sharded_topology(strategy: FullyShardedStrategy) -> Topology:
     """Returns the topology: devices of the tensor axis have the same rows."""
     topology = synchronous_topology(strategy)
-    local = dataclasses.replace(
-        topology.local, same_rows=strategy.mesh.tensor
-    )
+    local = dataclasses.replace(topology.local, same_rows=strategy.mesh.tensor)
     return dataclasses.replace(
         topology, local=local, data_parallel_degree=local.ranges
     )

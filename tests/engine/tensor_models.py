@@ -90,9 +90,7 @@ class Block(layers.Layer):
 
     def call(self, x, training=False):
         y = self.first(x)
-        y = self.attention(
-            y, y, use_causal_mask=self.causal, training=training
-        )
+        y = self.attention(y, y, use_causal_mask=self.causal, training=training)
         x = x + y
         y = self.inner(self.second(x))
         y = self.drop(y, training=training)

@@ -27,7 +27,13 @@ ELSEWHERE = [
     "embedding_adam",
     *(f"last_batch_of_{extra}" for extra in range(1, 6)),
 ]
-SPLIT = ("fsdp_x3", "data_2_fsdp_2", "zero1_x2")
+SPLIT = (
+    "fsdp_x3",
+    "data_2_fsdp_2",
+    "zero1_x2",
+    "tensor_x3",
+    "data_2_tensor_2",
+)
 SLICE = [
     *(("mirrored_x3", name) for name in cases.CASES),
     *(("mirrored_x2", name) for name in ELSEWHERE),
@@ -57,6 +63,7 @@ QUICK = [
     ("fsdp_x3", "mixed_float16"),
     ("data_2_fsdp_2", "accumulation_clipped"),
     ("data_2_fsdp_2", "ema_overwrite"),
+    ("data_2_tensor_2", "accumulation_clipped"),
     ("zero1_x2", "accumulation_3_uneven"),
     ("zero1_x2", "constraint"),
 ]

@@ -1,10 +1,10 @@
 """What the dimensions of a layer's weights do: make outputs, or are summed.
 
-    layer               kernel                    an output axis   summed
-    Dense               [inputs, units]           1                0
-    EinsumDense         as its equation says
-    Conv                [..., channels, filters]  -1               -2
-    Embedding           [vocabulary, features]    1                0: by rows
+layer               kernel                    an output axis   summed
+Dense               [inputs, units]           1                0
+EinsumDense         as its equation says
+Conv                [..., channels, filters]  -1               -2
+Embedding           [vocabulary, features]    1                0: by rows
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import keras
 
 from mgpu_tf.engine import keras_internals
+
 
 class Linear:
     """A layer whose outputs are linear in its kernel, then activated.
@@ -48,7 +49,10 @@ class Linear:
         given, wanted = equation.replace(" ", "").split("->")
         inputs, kernel = given.split(",")
         for dim, label in enumerate(kernel):
-            behind, rest = inputs.partition(label)[2], wanted.partition(label)[2]
+            behind, rest = (
+                inputs.partition(label)[2],
+                wanted.partition(label)[2],
+            )
             if label in wanted and label not in inputs and "." not in rest:
                 self._outputs[dim] = -1 - len(rest)
             elif label in inputs and label not in wanted:

@@ -197,9 +197,7 @@ class _Chooser:
             if each.rows is not None
         }
 
-    def choose(
-        self, linear: Linear, axis: int | None
-    ) -> int | None:
+    def choose(self, linear: Linear, axis: int | None) -> int | None:
         """Returns the dimension of a kernel by structure; None to leave it."""
         kernel = linear.kernel
         convolution = hasattr(linear.layer, "kernel_size")
