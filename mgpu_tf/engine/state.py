@@ -296,9 +296,12 @@ class ReplicaState:
         joined: Writes = []
         for variable, value in writes:
             self._touched[id(variable)] = variable
-            if self._adds_nothing() and self.is_metric(variable):
-                if self.rule(variable) is Rule.SUM:
-                    continue
+            if (
+                self._adds_nothing()
+                and self.is_metric(variable)
+                and self.rule(variable) is Rule.SUM
+            ):
+                continue
             (joined if self._is_joined(variable) else alone).append(
                 (variable, value)
             )

@@ -148,7 +148,8 @@ def create_strategy(
             max_staleness: For `parameter_server`: the largest staleness of a
                 gradient.
             late_gradients: For `parameter_server`: `hold` or `scale`.
-            data_parallel, fsdp_parallel, tensor_parallel, layout, shard: For `fsdp` and
+            data_parallel, fsdp_parallel, tensor_parallel, layout, shard:
+                For `fsdp` and
                 `model_parallel`; as in `create_model_parallel_strategy`.
 
     Returns:

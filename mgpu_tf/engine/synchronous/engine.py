@@ -664,7 +664,7 @@ class SynchronousEngine(Engine):
         self._update.alike = step.alike
         self._state.write(list(zip(step.written, values, strict=True)))
         share = self._share(local, total)
-        return share.select_all(gradients), step.logs.summed(logs)
+        return self._selected(gradients, share), step.logs.summed(logs)
 
     def _replica_evaluate(
         self, data: Any, local: tf.Tensor, total: tf.Tensor
@@ -675,6 +675,10 @@ class SynchronousEngine(Engine):
         )
         self._state.write(writes)
         return self._step.logs.summed(logs)
+
+    def _selected(self, gradients: list[Any], share: BatchShare) -> list[Any]:
+        """Returns gradients, zeros of a replica without rows of its own."""
+        return share.select_all(gradients)
 
     def _share(self, local: tf.Tensor, total: tf.Tensor) -> BatchShare:
         ranges, same_rows = self._local.ranges, self._local.same_rows

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.rows import summed_rows
 from mgpu_tf.engine.state import Writes
@@ -116,6 +117,26 @@ class ShardedEngine(SynchronousEngine):
             if self._parts is not None:
                 stack.enter_context(self._parts.in_place())
             return super()._predict_step(*arguments)
+
+    def _selected(self, gradients: list[Any], share: BatchShare) -> list[Any]:
+        """As in `SynchronousEngine`, but weights that see the rows of all."""
+        held = itertools.compress(
+            self._model.trainable_variables, self._step.present
+        )
+        of_all = [_sees_all_rows(variable) for variable in held]
+        own = iter(
+            share.select_all(
+                [
+                    g
+                    for g, each in zip(gradients, of_all, strict=True)
+                    if not each
+                ]
+            )
+        )
+        return [
+            gradient if each else next(own)
+            for gradient, each in zip(gradients, of_all, strict=True)
+        ]
 
     def _make_update(self) -> Update:
         return ShardedUpdate(
@@ -465,6 +486,12 @@ def _is_computed_in_parts(variable: keras.Variable) -> bool:
     """Whether each replica computes with its part of a weight alone."""
     held = keras_internals.stored(variable)
     return isinstance(held, ShardedVariable) and held.split.dim is not None
+
+
+def _sees_all_rows(variable: keras.Variable) -> bool:
+    """Whether a weight is split over the data axis."""
+    held = keras_internals.stored(variable)
+    return isinstance(held, ShardedVariable) and held.split.over == "data"
 
 
 def _gathered(variable: keras.Variable) -> tf.Tensor | None:

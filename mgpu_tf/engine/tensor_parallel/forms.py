@@ -73,7 +73,7 @@ class Form:
             if self.dim == self.linear.rows:
                 return self._rows_of_table(own, inputs, *args, **kwargs)
             if self.linear.sums(self.dim) and not self.arrives:
-                axis = self.linear.input_axis(self.dim)
+                axis = self.linear.input_axis(self.dim) or 0
                 inputs = self.groups.own_part(inputs, axis)
             layer = self.linear.layer
             with keras_internals.without(
@@ -87,7 +87,7 @@ class Form:
     def _columns(
         self, outputs: tf.Tensor, part: Read, whole: Read
     ) -> tf.Tensor:
-        axis = self.linear.output_axis(self.dim)
+        axis = self.linear.output_axis(self.dim) or 0
         bias = self.linear.bias
         if bias is not None:
             dim = self.linear.bias_dim(self.dim)

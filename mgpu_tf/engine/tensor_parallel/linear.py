@@ -55,9 +55,8 @@ class Linear:
             )
             if label in wanted and label not in inputs and "." not in rest:
                 self._outputs[dim] = -1 - len(rest)
-            elif label in inputs and label not in wanted:
-                if "." not in behind:
-                    self._summed[dim] = -1 - len(behind)
+            elif label in inputs and label not in wanted and "." not in behind:
+                self._summed[dim] = -1 - len(behind)
 
     @property
     def is_reversible(self) -> bool:

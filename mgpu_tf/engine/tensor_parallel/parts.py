@@ -87,12 +87,12 @@ def split_model(
         separate=lambda layer: over.get(layer, "tensor"),
     )
     found = search(passes, given=given)
-    split = _outputs_in_parts(linear, found)
-    if split:
+    stays = _outputs_in_parts(linear, found)
+    if stays:
         # Code may have read a length that another device does not have.
-        again = _passes(model, example, noted, split)
+        again = _passes(model, example, noted, stays)
         more = search(again, given=found.dims, gathered=found.gathered)
-        gathered = more.gathered if again else found.gathered | set(split)
+        gathered = more.gathered if again else found.gathered | set(stays)
         if gathered != found.gathered:
             found = search(passes, given=given, gathered=gathered)
     seen = {id(call.layer) for one in passes for call in one.calls.values()}
@@ -411,7 +411,7 @@ class TensorParallel:
                 part = held.here().read_value()
             split = held.split
             groups = self._groups[split.over]
-            return groups.all_gather(part, split.dim, split.length)
+            return groups.all_gather(part, split.dim or 0, split.length)
 
         return joined
 
@@ -428,12 +428,9 @@ class TensorParallel:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if args:
-            inputs, *args = args
-        else:
-            inputs = kwargs.pop("inputs")
+        inputs = args[0] if args else kwargs.pop("inputs")
         return self.forms[id(layer)](
-            _part, _whole, _lent, own, inputs, *args, **kwargs
+            _part, _whole, _lent, own, inputs, *args[1:], **kwargs
         )
 
     def _drop(

@@ -30,19 +30,77 @@ _log = logging.getLogger("mgpu_tf")
 
 # Operations of one tensor, each element from that element alone.
 _UNARY = frozenset(
-    "Abs Cast Cos Elu Erf Erfc Exp Expm1 Identity IsFinite IsInf IsNan "
-    "LeakyRelu Log Log1p LogicalNot Neg Reciprocal Relu Relu6 Rsqrt Selu "
-    "Sigmoid Sign Sin Softplus Softsign Sqrt Square StopGradient Tanh "
-    "PreventGradient Snapshot CheckNumerics ZerosLike OnesLike".split()
+    [
+        "Abs",
+        "Cast",
+        "Cos",
+        "Elu",
+        "Erf",
+        "Erfc",
+        "Exp",
+        "Expm1",
+        "Identity",
+        "IsFinite",
+        "IsInf",
+        "IsNan",
+        "LeakyRelu",
+        "Log",
+        "Log1p",
+        "LogicalNot",
+        "Neg",
+        "Reciprocal",
+        "Relu",
+        "Relu6",
+        "Rsqrt",
+        "Selu",
+        "Sigmoid",
+        "Sign",
+        "Sin",
+        "Softplus",
+        "Softsign",
+        "Sqrt",
+        "Square",
+        "StopGradient",
+        "Tanh",
+        "PreventGradient",
+        "Snapshot",
+        "CheckNumerics",
+        "ZerosLike",
+        "OnesLike",
+    ]
 )
 # Operations of several tensors that are broadcast to one shape.
 _BROADCAST = frozenset(
-    "Add AddV2 Div DivNoNan Equal Greater GreaterEqual Less LessEqual "
-    "LogicalAnd LogicalOr Maximum Minimum Mul MulNoNan NotEqual Pow RealDiv "
-    "SelectV2 SquaredDifference Sub Xdivy Xlogy".split()
+    [
+        "Add",
+        "AddV2",
+        "Div",
+        "DivNoNan",
+        "Equal",
+        "Greater",
+        "GreaterEqual",
+        "Less",
+        "LessEqual",
+        "LogicalAnd",
+        "LogicalOr",
+        "Maximum",
+        "Minimum",
+        "Mul",
+        "MulNoNan",
+        "NotEqual",
+        "Pow",
+        "RealDiv",
+        "SelectV2",
+        "SquaredDifference",
+        "Sub",
+        "Xdivy",
+        "Xlogy",
+    ]
 )
-_REDUCTIONS = frozenset("All Any Max Mean Min Prod Sum".split())
-_POOLS = frozenset("AvgPool AvgPool3D MaxPool MaxPool3D MaxPoolV2".split())
+_REDUCTIONS = frozenset(["All", "Any", "Max", "Mean", "Min", "Prod", "Sum"])
+_POOLS = frozenset(
+    ["AvgPool", "AvgPool3D", "MaxPool", "MaxPool3D", "MaxPoolV2"]
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,7 +473,7 @@ def _axes(op: tf.Operation, held: list[int | None]) -> list[int | None]:
     raise Whole
 
 
-def _of_shape(op: tf.Operation, held: list[int | None]) -> list[int | None]:
+def _of_shape(op: tf.Operation, held: list[Any]) -> list[int | None]:
     """Returns what is split where an input is the shape of a split tensor."""
     if op.type == "Fill":
         return [held[0]]
@@ -439,7 +497,7 @@ def _of_shape(op: tf.Operation, held: list[int | None]) -> list[int | None]:
     return [None]
 
 
-def _broadcast(op: tf.Operation, held: list[int | None]) -> int:
+def _broadcast(op: tf.Operation, held: list[Any]) -> int:
     rank = op.outputs[0].shape.rank
     from_end = {
         axis - tensor.shape.rank
@@ -450,9 +508,9 @@ def _broadcast(op: tf.Operation, held: list[int | None]) -> int:
         raise Whole
     axis = from_end.pop()
     for tensor, own in zip(op.inputs, held, strict=True):
-        if own is None and tensor.shape.rank >= -axis:
-            if tensor.shape[axis] != 1:
-                raise Whole
+        reaches = tensor.shape.rank >= -axis
+        if own is None and reaches and tensor.shape[axis] != 1:
+            raise Whole
     return rank + axis
 
 
@@ -463,23 +521,23 @@ def _constant(tensor: Any) -> Any:
     return value
 
 
-def _softmax(op: tf.Operation, held: list[int | None]) -> int:
+def _softmax(op: tf.Operation, held: list[Any]) -> int:
     if held[0] == op.inputs[0].shape.rank - 1:
         raise Whole
     return held[0]
 
 
-def _transpose(op: tf.Operation, held: list[int | None]) -> int:
+def _transpose(op: tf.Operation, held: list[Any]) -> int:
     return list(_constant(op.inputs[1])).index(held[0])
 
 
-def _expanded(op: tf.Operation, held: list[int | None]) -> int:
+def _expanded(op: tf.Operation, held: list[Any]) -> int:
     rank = op.inputs[0].shape.rank
     place = int(_constant(op.inputs[1])) % (rank + 1)
     return held[0] + (place <= held[0])
 
 
-def _sliced(op: tf.Operation, held: list[int | None]) -> int:
+def _sliced(op: tf.Operation, held: list[Any]) -> int:
     """A slice that takes all of the split axis."""
     if op.get_attr("ellipsis_mask"):
         raise Whole
@@ -500,7 +558,7 @@ def _sliced(op: tf.Operation, held: list[int | None]) -> int:
     return made + held[0] - axis
 
 
-def _joined(op: tf.Operation, held: list[int | None]) -> int:
+def _joined(op: tf.Operation, held: list[Any]) -> int:
     """Tensors joined along another axis, all of them split alike."""
     *tensors, last = held
     axis = int(_constant(op.inputs[-1])) % op.inputs[0].shape.rank
@@ -509,7 +567,7 @@ def _joined(op: tf.Operation, held: list[int | None]) -> int:
     return tensors[0]
 
 
-def _divided(op: tf.Operation, held: list[int | None]) -> int:
+def _divided(op: tf.Operation, held: list[Any]) -> int:
     """A tensor cut along another axis."""
     axis = int(_constant(op.inputs[0])) % op.inputs[1].shape.rank
     if held[1] == axis:
@@ -517,7 +575,7 @@ def _divided(op: tf.Operation, held: list[int | None]) -> int:
     return held[1]
 
 
-def _reduced(op: tf.Operation, held: list[int | None]) -> int:
+def _reduced(op: tf.Operation, held: list[Any]) -> int:
     rank = op.inputs[0].shape.rank
     axes = {int(a) % rank for a in _constant(op.inputs[1]).reshape(-1)}
     if held[0] in axes:
@@ -527,14 +585,14 @@ def _reduced(op: tf.Operation, held: list[int | None]) -> int:
     return held[0] - sum(axis < held[0] for axis in axes)
 
 
-def _pooled(op: tf.Operation, held: list[int | None]) -> int:
+def _pooled(op: tf.Operation, held: list[Any]) -> int:
     form = op.get_attr("data_format").decode()
     if held[0] != form.index("C"):
         raise Whole
     return held[0]
 
 
-def _matmul(op: tf.Operation, held: list[int | None]) -> int:
+def _matmul(op: tf.Operation, held: list[Any]) -> int:
     rank = op.outputs[0].shape.rank
     same_rank = {tensor.shape.rank for tensor in op.inputs} == {rank}
     if not same_rank or held[0] != held[1] or held[0] >= rank - 2:
@@ -542,7 +600,7 @@ def _matmul(op: tf.Operation, held: list[int | None]) -> int:
     return held[0]
 
 
-def _einsum(op: tf.Operation, held: list[int | None]) -> int:
+def _einsum(op: tf.Operation, held: list[Any]) -> int:
     given, wanted = op.get_attr("equation").decode().split("->")
     terms = given.split(",")
     if "." in given:
@@ -556,7 +614,7 @@ def _einsum(op: tf.Operation, held: list[int | None]) -> int:
         raise Whole
     label = labels.pop()
     for term, axis in zip(terms, held, strict=True):
-        if label in term and axis is None or term.count(label) > 1:
+        if (label in term and axis is None) or term.count(label) > 1:
             raise Whole
     if label not in wanted:
         raise Whole
