@@ -47,6 +47,8 @@ class StateMemory:
         optimizer: One of `OPTIMIZERS`.
         fsdp: Over how many devices the state is split; 1 splits nothing.
         shard: What is split, one of `SHARDS`.
+        tensor: Over how many devices layers are computed in parts; all
+            weights are counted as split.
 
     Raises:
         ConfigurationError: An attribute is wrong.
@@ -56,10 +58,18 @@ class StateMemory:
     optimizer: str = "adam"
     fsdp: int = 1
     shard: str = "weights"
+    tensor: int = 1
 
     def __post_init__(self) -> None:
         check_integer("parameters", self.parameters, 1)
         check_integer("fsdp", self.fsdp, 1)
+        check_integer("tensor", self.tensor, 1)
+        if self.fsdp > 1 and self.tensor > 1:
+            raise ConfigurationError(
+                "Weights are split over the fsdp or the tensor axis, not over "
+                f"both. Received: fsdp={self.fsdp}, tensor={self.tensor}. Use "
+                "one of them."
+            )
         if self.shard not in SHARDS:
             raise ConfigurationError(unknown_name("shard", self.shard, SHARDS))
         if self.optimizer not in OPTIMIZERS:
@@ -72,7 +82,7 @@ class StateMemory:
         """Bytes of the weights."""
         whole = _FLOAT32 * self.parameters
         if self.fsdp == 1:
-            return whole
+            return self._part
         # A whole copy to compute with, beside the part that is updated.
         copy = 0 if self.shard == "weights" else whole
         return copy + self._part
@@ -90,7 +100,8 @@ class StateMemory:
     @property
     def _part(self) -> int:
         """Bytes of what one device updates of the weights."""
-        return -(-_FLOAT32 * self.parameters // self.fsdp)
+        parts = self.fsdp * self.tensor
+        return -(-_FLOAT32 * self.parameters // parts)
 
     @property
     def total(self) -> int:
@@ -108,7 +119,8 @@ class StateMemory:
             The number; None where no number up to `most` fits.
         """
         for fsdp in range(1, most + 1):
-            if dataclasses.replace(self, fsdp=fsdp).total <= device_memory:
+            split = dataclasses.replace(self, fsdp=fsdp, tensor=1)
+            if split.total <= device_memory:
                 return fsdp
         return None
 

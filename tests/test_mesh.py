@@ -17,6 +17,23 @@ def test_axes():
     assert mesh.copies(1) == [1, 5]
 
 
+def test_the_tensor_axis_changes_fastest():
+    mesh = Mesh(data=2, tensor=3)
+    assert [mesh.rank("tensor", r) for r in range(6)] == [0, 1, 2] * 2
+    assert [mesh.rank("data", r) for r in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert mesh.groups("tensor") == [[0, 1, 2], [3, 4, 5]]
+    assert mesh.groups("data") == [[0, 3], [1, 4], [2, 5]]
+    assert mesh.of_rank("tensor", 1) == [1, 4]
+    assert mesh_of(6, None, None, 3) == mesh
+    assert mesh_of(6, 2, None, 3) == mesh
+
+
+def test_a_split_along_a_dimension():
+    split = Split((4, 6, 2), 3, dim=1, over="tensor")
+    assert [split.bounds(part) for part in range(3)] == [(0, 2), (2, 4), (4, 6)]
+    assert split.shape_of(1) == (4, 2, 2)
+
+
 @pytest.mark.parametrize(
     ("devices", "data", "fsdp", "expected"),
     [

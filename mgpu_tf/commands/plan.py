@@ -25,6 +25,7 @@ time of waiting for data.
 Example:
   mgpu-tf plan --num_parameters=1.5G --optimizer=adam --device_memory_gib=16
   mgpu-tf plan --num_parameters=1.5G --fsdp_parallel=4
+  mgpu-tf plan --num_parameters=1.5G --tensor_parallel=4
   mgpu-tf plan --scaling=runs/scaling/scaling.json --examples=1.28M --epochs=90
 """
 
@@ -36,6 +37,7 @@ _NEEDS = {
     "optimizer": "num_parameters",
     "device_memory_gib": "num_parameters",
     "fsdp_parallel": "num_parameters",
+    "tensor_parallel": "num_parameters",
     "shard": "num_parameters",
     "examples": "scaling",
     "epochs": "scaling",
@@ -69,6 +71,13 @@ def define(values: flags.FlagValues) -> None:
             "fsdp_parallel",
             1,
             "Number of devices that the state of the model is split over.",
+        ),
+        (
+            number,
+            "tensor_parallel",
+            1,
+            "Number of devices that compute layers in parts. All weights are "
+            "counted as split.",
         ),
         (
             text,
@@ -127,6 +136,7 @@ def _memory(values: flags.FlagValues) -> str:
         values.optimizer,
         values.fsdp_parallel,
         values.shard,
+        values.tensor_parallel,
     )
     room = values.device_memory_gib
     if room is not None and not 0 < room < _MOST:
