@@ -44,6 +44,11 @@ MESHES = {
     "fsdp 4, optimizer": ("fsdp", {"shard": "optimizer"}),
     "fsdp 4": ("fsdp", {}),
     "data 2 x fsdp 2": ("model_parallel", {"data_parallel": 2}),
+    "tensor 2": (
+        "model_parallel",
+        {"tensor_parallel": 2, "num_virtual_devices": 2, "devices": 2},
+    ),
+    "data 2 x tensor 2": ("model_parallel", {"tensor_parallel": 2}),
     "pipeline 2": (
         "model_parallel",
         {"pipeline_parallel": 2, "num_virtual_devices": 2, "devices": 2},
@@ -78,10 +83,13 @@ def planned(name, parameters):
     """What a device needs, by the arithmetic of `mgpu-tf plan`."""
     kind, options = MESHES[name]
     pipeline = options.get("pipeline_parallel", 1)
-    splits = kind in ("fsdp", "model_parallel") and pipeline == 1
+    tensor = options.get("tensor_parallel", 1)
+    splits = kind in ("fsdp", "model_parallel") and pipeline * tensor == 1
     fsdp = DEVICES // options.get("data_parallel", 1) if splits else 1
     shard = options.get("shard", "weights")
-    return planner.StateMemory(parameters, "adam", fsdp, shard, pipeline)
+    return planner.StateMemory(
+        parameters, "adam", fsdp, shard, tensor=tensor, pipeline=pipeline
+    )
 
 
 def train(strategy):

@@ -10,6 +10,13 @@
 Replicas of one data rank are a group. A group holds one copy of every weight,
 split over its members.
 
+    mesh = Mesh(data=2, tensor=2)        # 4 devices, 4 replicas
+
+    replica    0  1    2  3
+    data       0  0    1  1
+    tensor     0  1    0  1                  these have the same rows, and each
+                                             computes with its part of weights
+
     mesh = Mesh(data=2, pipeline=2)      # 4 devices, 2 replicas
 
     device     0  1    2  3
@@ -40,11 +47,13 @@ class Mesh:
     Attributes:
         data: How many copies of the weights there are.
         fsdp: Over how many devices each copy is split.
+        tensor: Over how many devices the computing of a layer is split.
         pipeline: Into how many stages each copy is cut, a device for each.
     """
 
     data: int = 1
     fsdp: int = 1
+    tensor: int = 1
     pipeline: int = 1
 
     @property
@@ -55,7 +64,7 @@ class Mesh:
     @property
     def replicas(self) -> int:
         """Returns the number of replicas."""
-        return self.data * self.fsdp
+        return self.data * self.fsdp * self.tensor
 
     def fsdp_rank(self, replica: int) -> int:
         """Returns which part of the split weights a replica stores."""
@@ -74,7 +83,7 @@ class Mesh:
         return int(getattr(self, axis))
 
     def rank(self, axis: str, replica: int) -> int:
-        """Returns the place of a replica on `data` or `fsdp`."""
+        """Returns the place of a replica on `data`, `fsdp` or `tensor`."""
         return replica // self._step(axis) % self.length(axis)
 
     def along(self, axis: str, replica: int) -> list[int]:
@@ -93,12 +102,13 @@ class Mesh:
 
     def _step(self, axis: str) -> int:
         return {
-            "data": self.fsdp,
-            "fsdp": 1,
+            "data": self.fsdp * self.tensor,
+            "fsdp": self.tensor,
+            "tensor": 1,
         }[axis]
 
     def __str__(self) -> str:
-        others = {"pipeline": self.pipeline}
+        others = {"tensor": self.tensor, "pipeline": self.pipeline}
         return f"data={self.data}, fsdp={self.fsdp}" + "".join(
             f", {axis}={length}"
             for axis, length in others.items()
@@ -110,6 +120,7 @@ def mesh_of(
     devices: int,
     data: int | None,
     fsdp: int | None,
+    tensor: int = 1,
     pipeline: int = 1,
     workers: int = 1,
 ) -> Mesh:
@@ -119,7 +130,8 @@ def mesh_of(
         devices: The number of devices of a worker.
         data: The size of the data axis. Default: what the others leave, or 1.
         fsdp: The size of the fsdp axis. Default: what `data` leaves; 1 with
-            `pipeline`.
+            `tensor` or `pipeline`.
+        tensor: The size of the tensor axis.
         pipeline: The size of the pipeline axis.
         workers: How many workers there are, each with as many devices.
 
@@ -128,11 +140,12 @@ def mesh_of(
             do not go together.
     """
     total = devices * workers
+    within = tensor * pipeline
     if fsdp is None:
-        fsdp = 1 if pipeline > 1 else total // (data or 1) or 1
+        fsdp = 1 if within > 1 else total // (data or 1) or 1
     if data is None:
-        data = total // (fsdp * pipeline) or 1
-    mesh = Mesh(data, fsdp, pipeline)
+        data = total // (fsdp * within) or 1
+    mesh = Mesh(data, fsdp, tensor, pipeline)
     _check_together(mesh, workers)
     if mesh.size != total:
         there_are = f"{devices} devices"
@@ -142,7 +155,7 @@ def mesh_of(
         raise ConfigurationError(
             "The sizes of the axes must multiply to the number of devices. "
             f"Received: {factors} = {mesh.size} for {there_are}. Change "
-            "data_parallel, fsdp_parallel or "
+            "data_parallel, fsdp_parallel, tensor_parallel or "
             "pipeline_parallel, or the devices."
         )
     return mesh
@@ -151,17 +164,17 @@ def mesh_of(
 def _check_together(mesh: Mesh, workers: int) -> None:
     long = [
         f"{axis}={mesh.length(axis)}"
-        for axis in ("fsdp", "pipeline")
+        for axis in ("fsdp", "tensor", "pipeline")
         if mesh.length(axis) > 1
     ]
     if len(long) > 1:
         raise ConfigurationError(
-            "The axes fsdp and pipeline do not go together. Received: "
+            "The axes fsdp, tensor and pipeline do not go together. Received: "
             f"{', '.join(long)}. Use data with one of them."
         )
-    if workers > 1 and mesh.pipeline > 1:
+    if workers > 1 and mesh.tensor * mesh.pipeline > 1:
         raise ConfigurationError(
-            "The axis pipeline is within one process. Received: "
+            "The axes tensor and pipeline are within one process. Received: "
             f"{long[0]} with {workers} workers. Use fsdp, or one process."
         )
 
@@ -181,7 +194,7 @@ def bubble(stages: int, micro_batches: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How the elements of a variable are divided over the fsdp axis.
+    """How the elements of a variable are divided over an axis of a mesh.
 
     A matrix is divided by rows, so that the gradient of an embedding stays a
     list of rows. Any other variable is flattened and divided by elements.
@@ -189,18 +202,24 @@ class Split:
         shape (10, 8), 4 parts     rows 0-1 | 2-4 | 5-6 | 7-9
         shape (3, 3, 5, 7), 2      elements 0-156 | 157-314
 
+    With `dim` it is divided along that dimension.
+
     Attributes:
         shape: The shape of the whole variable.
         parts: The number of parts.
+        dim: The dimension along which it is divided. None: see above.
+        over: The axis of the mesh.
     """
 
     shape: tuple[int, ...]
     parts: int
+    dim: int | None = None
+    over: str = "fsdp"
 
     @property
     def by_rows(self) -> bool:
         """Whether parts are rows of a matrix, not elements."""
-        return len(self.shape) == 2
+        return self.dim is None and len(self.shape) == 2
 
     @property
     def is_possible(self) -> bool:
@@ -209,7 +228,9 @@ class Split:
 
     @property
     def length(self) -> int:
-        """Returns how many rows or elements are divided."""
+        """Returns how many rows, elements or places are divided."""
+        if self.dim is not None:
+            return self.shape[self.dim]
         return self.shape[0] if self.by_rows else math.prod(self.shape)
 
     def bounds(self, part: int) -> tuple[int, int]:
@@ -222,6 +243,9 @@ class Split:
     def shape_of(self, part: int) -> tuple[int, ...]:
         """Returns the shape of a part."""
         first, after = self.bounds(part)
+        if self.dim is not None:
+            before, behind = self.shape[: self.dim], self.shape[self.dim + 1 :]
+            return (*before, after - first, *behind)
         if self.by_rows:
             return (after - first, self.shape[1])
         return (after - first,)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import check, option
@@ -79,6 +81,19 @@ class StrategyOptions:
         "With fsdp or model_parallel, the number of devices that each copy "
         "of the weights is split over. Default: what data_parallel leaves.",
         least=1,
+    )
+    tensor_parallel: int | None = option(
+        None,
+        "With model_parallel, the number of devices that the computing of "
+        "layers is split over. They have the same rows of a batch. Default: 1.",
+        least=1,
+    )
+    layout: str | Mapping[str, Any] = option(
+        "auto",
+        "With tensor_parallel, which layers are computed in parts. auto: as "
+        "the structure of the model tells. Or a function that returns a "
+        "mapping from patterns of paths to tuples: package.module:function. "
+        "In Python, the mapping itself also works.",
     )
     shard: str = option(
         "weights",

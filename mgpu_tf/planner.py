@@ -15,6 +15,7 @@ parts of what a model holds.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
 from mgpu_tf.mesh import mesh_of
@@ -48,6 +49,8 @@ class StateMemory:
         optimizer: One of `OPTIMIZERS`.
         fsdp: Over how many devices the state is split; 1 splits nothing.
         shard: What is split, one of `SHARDS`.
+        tensor: Over how many devices layers are computed in parts; all
+            weights are counted as split.
         pipeline: Into how many stages the layers are cut, each with as many
             parameters; 1 cuts nothing.
 
@@ -59,13 +62,16 @@ class StateMemory:
     optimizer: str = "adam"
     fsdp: int = 1
     shard: str = "weights"
+    tensor: int = 1
     pipeline: int = 1
 
     def __post_init__(self) -> None:
         check_integer("parameters", self.parameters, 1)
         check_integer("fsdp", self.fsdp, 1)
+        check_integer("tensor", self.tensor, 1)
         check_integer("pipeline", self.pipeline, 1)
-        mesh_of(self.fsdp * self.pipeline, 1, self.fsdp, pipeline=self.pipeline)
+        axes = (self.fsdp, self.tensor, self.pipeline)
+        mesh_of(math.prod(axes), 1, *axes)
         if self.shard not in SHARDS:
             raise ConfigurationError(unknown_name("shard", self.shard, SHARDS))
         if self.optimizer not in OPTIMIZERS:
@@ -96,7 +102,7 @@ class StateMemory:
     @property
     def _part(self) -> int:
         """Bytes of what one device updates of the weights."""
-        devices = self.fsdp * self.pipeline
+        devices = self.fsdp * self.tensor * self.pipeline
         return -(-_FLOAT32 * self.parameters // devices)
 
     @property
@@ -115,7 +121,7 @@ class StateMemory:
             The number; None where no number up to `most` fits.
         """
         for fsdp in range(1, most + 1):
-            split = dataclasses.replace(self, fsdp=fsdp, pipeline=1)
+            split = dataclasses.replace(self, fsdp=fsdp, tensor=1, pipeline=1)
             if split.total <= device_memory:
                 return fsdp
         return None

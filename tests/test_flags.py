@@ -47,6 +47,8 @@ VALUES = {
     "tpu": "local",
     "data_parallel": 2,
     "fsdp_parallel": 4,
+    "tensor_parallel": 2,
+    "layout": "layouts:of_my_model",
     "shard": "optimizer",
     "pipeline_parallel": 2,
     "micro_batches": 6,

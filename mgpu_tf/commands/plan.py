@@ -26,6 +26,7 @@ time of waiting for data.
 Example:
   mgpu-tf plan --num_parameters=1.5G --optimizer=adam --device_memory_gib=16
   mgpu-tf plan --num_parameters=1.5G --fsdp_parallel=4
+  mgpu-tf plan --num_parameters=1.5G --tensor_parallel=4
   mgpu-tf plan --num_parameters=1.5G --pipeline_parallel=4 --micro_batches=16
   mgpu-tf plan --scaling=runs/scaling/scaling.json --examples=1.28M --epochs=90
 """
@@ -38,6 +39,7 @@ _NEEDS = {
     "optimizer": "num_parameters",
     "device_memory_gib": "num_parameters",
     "fsdp_parallel": "num_parameters",
+    "tensor_parallel": "num_parameters",
     "shard": "num_parameters",
     "pipeline_parallel": "num_parameters",
     "micro_batches": "num_parameters",
@@ -73,6 +75,13 @@ def define(values: flags.FlagValues) -> None:
             "fsdp_parallel",
             1,
             "Number of devices that the state of the model is split over.",
+        ),
+        (
+            number,
+            "tensor_parallel",
+            1,
+            "Number of devices that compute layers in parts. All weights are "
+            "counted as split.",
         ),
         (
             text,
@@ -144,7 +153,8 @@ def _memory(values: flags.FlagValues) -> str:
         values.optimizer,
         values.fsdp_parallel,
         values.shard,
-        values.pipeline_parallel,
+        tensor=values.tensor_parallel,
+        pipeline=values.pipeline_parallel,
     )
     room = values.device_memory_gib
     if room is not None and not 0 < room < _MOST:

@@ -151,7 +151,8 @@ class Engine(abc.ABC):
     ) -> None:
         _check_compiled(model, strategy)
         _check_optimizers(model, strategy)
-        several = topology_of(strategy).data_parallel_degree > 1
+        topology = topology_of(strategy)
+        several = topology.data_parallel_degree > 1 or topology.local.total > 1
         if several or not kind_of(strategy).in_step:
             _check_made_inside(model, strategy)
             _check_stateless(model)

@@ -681,6 +681,83 @@ def exchanges_statistics(layer: keras.layers.Layer) -> bool:
     )
 
 
+# The layers whose outputs are linear in a kernel, then activated.
+_LINEAR = (
+    keras.layers.Dense,
+    keras.layers.EinsumDense,
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+    keras.layers.Embedding,
+    keras.layers.ReversibleEmbedding,
+)
+# Dropout that multiplies its inputs by something drawn, and does no more.
+_MULTIPLYING = (keras.layers.Dropout, keras.layers.GaussianDropout)
+
+
+def linear_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns the built layers that are computed as one of Keras's `_LINEAR`.
+
+    Not those whose kernel is quantized, or made of several weights.
+    """
+    return [
+        layer
+        for layer in layers_of(model)
+        if any(
+            isinstance(layer, kind) and type(layer).call is kind.call
+            for kind in _LINEAR
+        )
+        and layer.built
+        and "call" not in vars(layer)
+        and not getattr(layer, "lora_enabled", False)
+        and getattr(layer, "quantization_mode", None) is None
+        and getattr(layer, "tie_weights", True)
+    ]
+
+
+def kernel_of(layer: keras.layers.Layer) -> keras.Variable:
+    """Returns the kernel of one of `linear_layers`, an embedding's table."""
+    if isinstance(layer, keras.layers.Embedding):
+        return layer._embeddings
+    return layer._kernel
+
+
+def dropout_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns the layers that multiply their inputs by what they draw."""
+    return [
+        layer
+        for layer in layers_of(model)
+        if any(type(layer).call is kind.call for kind in _MULTIPLYING)
+        and isinstance(layer, _MULTIPLYING)
+    ]
+
+
+@contextlib.contextmanager
+def without(layer: keras.layers.Layer, *names: str) -> Iterator[None]:
+    """Lets attributes of a layer be None or False, while traced."""
+    held = {
+        name: vars(layer)[name]
+        for name in names
+        if vars(layer).get(name) is not None
+    }
+    nothing = {name: False if held[name] is True else None for name in held}
+    with _replaced([layer], lambda _: nothing):
+        yield
+
+
+@contextlib.contextmanager
+def inputs_unchecked(layers: list[keras.layers.Layer]) -> Iterator[None]:
+    """Lets layers take inputs of other shapes, while traced."""
+    checked = [layer for layer in layers if layer._input_spec is not None]
+    with _replaced(checked, lambda _: {"_input_spec": None}):
+        yield
+
+
+def store_as(variable: keras.Variable, held: tf.Variable) -> None:
+    """Gives a variable of Keras another of TensorFlow behind it."""
+    variable._value = held
+
+
 def stored(variable: keras.Variable) -> tf.Variable:
     """Returns TensorFlow's variable behind one, whatever scope is open."""
     return variable._value
@@ -719,6 +796,12 @@ def with_mask(tensor: Any, mask: Any | None) -> Any:
     if mask is not None:
         keras.src.backend.set_keras_mask(tensor, mask)
     return tensor
+
+
+def set_mask(tensor: tf.Tensor, mask: Any) -> None:
+    """Gives a tensor a mask, or none."""
+    if mask is not None:
+        keras.src.backend.set_keras_mask(tensor, mask)
 
 
 def kept_shares(model: keras.Model) -> dict[int, float]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -170,6 +170,23 @@ class GlobalLoss:
             and variable.regularizer is not None
             and id(variable) not in known
         ]
+
+    def joined(
+        self, join: Callable[[keras.Variable], tf.Tensor | None]
+    ) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Returns the same of weights that are stored in parts.
+
+        Args:
+            join: Makes a whole weight of parts; None of one that has none.
+        """
+        if not self._own:
+            return []
+        pairs = [
+            (variable, join(variable))
+            for variable in self._model.trainable_variables
+            if variable.regularizer is not None
+        ]
+        return [(v, value) for v, value in pairs if value is not None]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -24,7 +24,9 @@ from mgpu_tf.engine.reading import Reader, Unreadable
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.step_scope import StepScope
+from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.mirrored import as_one_replica
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -40,6 +42,9 @@ class ReplicaStep:
         state: What a step may write besides weights.
         replicas: Number of replicas that step together.
         layers: What computes layer by layer, where the model is computed so.
+        tensor: What computes with parts of weights, where weights are split
+            so.
+        same_rows: How many replicas have the same rows.
 
     Attributes:
         alike: Of each gradient, whether it is of rows that all replicas
@@ -58,9 +63,13 @@ class ReplicaStep:
         state: ReplicaState,
         replicas: int,
         layers: LayerByLayer | None = None,
+        tensor: TensorParallel | None = None,
+        same_rows: int = 1,
     ) -> None:
         self._model = model
         self._layers = layers
+        self._tensor = tensor
+        self._same_rows = same_rows
         self._loss = loss
         self._state = state
         self._replicas = replicas
@@ -117,9 +126,16 @@ class ReplicaStep:
         sources = sources or []
         if self._layers is not None:
             given += self._layers.given(sources)
+        join = None
+        if self._tensor is not None:
+            join = self._tensor.join(sources)
+            given += [*self._tensor.given(join), *self._loss.joined(join)]
         if self._own_logs:
             given = [*given, *self._state.metric_values(given)]
         with contextlib.ExitStack() as stack:
+            if share.replicas == 1 < share.same_rows:
+                # Keras divides a loss by the number of replicas.
+                stack.enter_context(as_one_replica())
             declared = stack.enter_context(sharing(share))
             moments = stack.enter_context(self._moments.noted())
             scope = stack.enter_context(
@@ -129,6 +145,7 @@ class ReplicaStep:
                     tape,
                     None if self._layers is None else self._layers.gather,
                     {id(v): source for v, source in sources},
+                    join,
                 )
             )
             if keras_internals.takes_training(model):
@@ -258,6 +275,8 @@ class ReplicaStep:
             stack.enter_context(self._moments.in_place())
             if self._layers is not None:
                 stack.enter_context(self._layers.in_place())
+            if self._tensor is not None:
+                stack.enter_context(self._tensor.in_place())
             yield
 
     def gradients(
@@ -289,9 +308,11 @@ class ReplicaStep:
         def compute(
             data: Any, local: tf.Tensor, total: tf.Tensor
         ) -> tuple[list[Any], list[tf.Tensor], Logs]:
-            share = BatchShare(local, total, self._replicas)
+            share = BatchShare(local, total, self._replicas, self._same_rows)
             variables = self._model.trainable_variables
             sources = [] if self._layers is None else self._layers.sources()
+            if self._tensor is not None:
+                sources = self._tensor.sources()
             values = {
                 id(variable): value
                 for variable, value in [*(given or ()), *gathered, *sources]
@@ -303,6 +324,9 @@ class ReplicaStep:
                     data, share, True, given, gathered, tape, sources
                 )
                 loss = scale(loss)
+                if self._same_rows > 1:
+                    # Each of them computes the loss of the same rows.
+                    loss = loss / tf.cast(self._same_rows, loss.dtype)
             gradients = scope.gradients(tape, loss, variables, weights)
             check_gradients(gradients, variables)
             self.present = [g is not None for g in gradients]
@@ -326,7 +350,7 @@ class ReplicaStep:
         """Returns whether XLA can compile forward and backward pass."""
         alone = self._replicas == 1
         apart = alone or not keras_internals.communicates(self._model)
-        whole = self._layers is None
+        whole = self._layers is None and self._tensor is None
         return apart and whole and not self._state.stored_once
 
     def _compiled_by_xla(self) -> bool:

@@ -22,7 +22,10 @@ from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.fields import made_of
 from mgpu_tf.options import StrategyOptions
 from mgpu_tf.runtime import devices as devices_lib
-from mgpu_tf.strategies.fully_sharded import SplittingStrategy
+from mgpu_tf.strategies.fully_sharded import (
+    SplittingStrategy,
+    sharded_topology,
+)
 from mgpu_tf.strategies.model_parallel import create_model_parallel_strategy
 from mgpu_tf.strategies.parameter_server import (
     EvaluatorStrategy,
@@ -43,6 +46,7 @@ from mgpu_tf.strategies.topology import (
     asynchronous_topology,
     synchronous_topology,
 )
+from mgpu_tf.user_function import is_target, load_function
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -149,8 +153,9 @@ def create_strategy(
             late_gradients: For `parameter_server`: `hold` or `scale`.
             data_parallel, fsdp_parallel, shard: For `fsdp` and
                 `model_parallel`; as in `create_model_parallel_strategy`.
-            pipeline_parallel, micro_batches, pipeline_schedule,
-                pipeline_stages: For `model_parallel`; as there.
+            tensor_parallel, layout, pipeline_parallel, micro_batches,
+                pipeline_schedule, pipeline_stages: For `model_parallel`; as
+                there.
 
     Returns:
         The strategy.
@@ -189,8 +194,10 @@ def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
 
 
 _DEFAULTS = StrategyOptions()
-_MESH = ("data_parallel", "fsdp_parallel", "shard")
-_PIPELINED = (
+_COPIES = ("data_parallel", "fsdp_parallel", "shard")
+_IN_ONE_PROCESS = (
+    "tensor_parallel",
+    "layout",
     "pipeline_parallel",
     "micro_batches",
     "pipeline_schedule",
@@ -199,13 +206,24 @@ _PIPELINED = (
 
 
 def _refuse_mesh(name: str, options: StrategyOptions) -> None:
-    for field in (*_MESH, *_PIPELINED):
+    for field in _COPIES:
         value = getattr(options, field)
         if value != getattr(_DEFAULTS, field):
             raise ConfigurationError(
                 f"{field} goes with the strategies 'fsdp' and "
                 f"'model_parallel'. Received: {field}={value!r} with "
                 f"{name!r}. Use 'fsdp'."
+            )
+    _refuse_others(name, options)
+
+
+def _refuse_others(name: str, options: StrategyOptions) -> None:
+    for field in _IN_ONE_PROCESS:
+        value = getattr(options, field)
+        if value != getattr(_DEFAULTS, field):
+            raise ConfigurationError(
+                f"{field} goes with the strategy 'model_parallel'. Received: "
+                f"{field}={value!r} with {name!r}. Use 'model_parallel'."
             )
 
 
@@ -292,21 +310,20 @@ def _mirrored(options: StrategyOptions) -> tf.distribute.Strategy:
 
 
 def _fsdp(options: StrategyOptions) -> tf.distribute.Strategy:
-    for field in _PIPELINED:
-        value = getattr(options, field)
-        if value != getattr(_DEFAULTS, field):
-            raise ConfigurationError(
-                f"{field} goes with the strategy 'model_parallel'. Received: "
-                f"{field}={value!r} with 'fsdp'. Use 'model_parallel'."
-            )
+    _refuse_others("fsdp", options)
     return _model_parallel(options)
 
 
 def _model_parallel(options: StrategyOptions) -> tf.distribute.Strategy:
     stages = options.pipeline_stages
+    layout = options.layout
+    if isinstance(layout, str) and is_target(layout):
+        layout = load_function(layout, "layout")()
     return create_model_parallel_strategy(
         options.data_parallel,
         options.fsdp_parallel,
+        options.tensor_parallel,
+        layout=layout,
         shard=options.shard,
         devices=options.devices,
         communication=options.communication,
@@ -368,6 +385,7 @@ KINDS = {
             _fsdp,
             engine=_SHARDED,
             splits=True,
+            topology=sharded_topology,
         ),
         StrategyKind(
             "model_parallel",
@@ -375,6 +393,7 @@ KINDS = {
             _model_parallel,
             engine=_SHARDED,
             splits=True,
+            topology=sharded_topology,
         ),
     )
 }

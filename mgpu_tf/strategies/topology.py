@@ -28,11 +28,18 @@ class LocalReplicas:
         first: The first replica that this process holds.
         count: How many replicas this process holds.
         total: How many replicas there are.
+        same_rows: How many neighbours of them get the same rows.
     """
 
     first: int
     count: int
     total: int
+    same_rows: int = 1
+
+    @property
+    def ranges(self) -> int:
+        """Into how many ranges of rows a batch is cut."""
+        return self.total // self.same_rows
 
     @property
     def num_processes(self) -> int:
@@ -58,8 +65,8 @@ class LocalReplicas:
         Returns:
             The first row, and the row after the last.
         """
-        index = self.first + replica
-        return size * index // self.total, size * (index + 1) // self.total
+        index = (self.first + replica) // self.same_rows
+        return size * index // self.ranges, size * (index + 1) // self.ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +93,7 @@ class Topology:
         return tf.distribute.InputContext(
             num_input_pipelines=self.local.num_processes,
             input_pipeline_id=self.local.process,
-            num_replicas_in_sync=self.local.total,
+            num_replicas_in_sync=self.local.ranges,
         )
 
 

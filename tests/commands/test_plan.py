@@ -95,6 +95,13 @@ def test_the_bubble_is_told(capsys):
     assert "goes with pipeline_parallel" in capsys.readouterr().err
 
 
+def test_layers_in_parts():
+    memory = planner.StateMemory(1 << 28, "adam", tensor=4)
+    assert memory.total == 1 << 30
+    with pytest.raises(ConfigurationError, match="do not go together"):
+        planner.StateMemory(8, fsdp=2, tensor=2)
+
+
 def test_hours():
     hours = planner.hours(table(), examples=36_000, epochs=10)
     assert hours == [1.0, pytest.approx(1 / 3.2)]

@@ -65,7 +65,13 @@ REFUSED = (
     }
     | {
         (column, name): rule
-        for column in ("fsdp_x3", "data_2_fsdp_2", "zero1_x2")
+        for column in (
+            "fsdp_x3",
+            "data_2_fsdp_2",
+            "zero1_x2",
+            "tensor_x3",
+            "data_2_tensor_2",
+        )
         for name, rule in {
             "lamb": "from that element alone",
             "lars": "from that element alone",

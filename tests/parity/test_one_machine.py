@@ -33,6 +33,8 @@ SPLIT = (
     "zero1_x2",
     "pipeline_x2",
     "data_2_pipeline_2",
+    "tensor_x3",
+    "data_2_tensor_2",
 )
 SLICE = [
     *(("mirrored_x3", name) for name in cases.CASES),
@@ -67,6 +69,7 @@ QUICK = [
     ("fsdp_x3", "mixed_float16"),
     ("data_2_fsdp_2", "accumulation_clipped"),
     ("data_2_fsdp_2", "ema_overwrite"),
+    ("data_2_tensor_2", "accumulation_clipped"),
     ("zero1_x2", "accumulation_3_uneven"),
     ("zero1_x2", "constraint"),
     ("pipeline_x2", "lamb"),

@@ -42,6 +42,7 @@ from mgpu_tf.engine.synchronous.overridden_step import (
 from mgpu_tf.engine.synchronous.probe import Probe
 from mgpu_tf.engine.synchronous.replica_check import ReplicaCheck
 from mgpu_tf.engine.synchronous.traced_replicas import TracedReplicas
+from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.traced import (
     Watch,
     Weights,
@@ -115,7 +116,7 @@ class SynchronousEngine(Engine):
         Statistics of which replicas have their own are averaged there, and
         the first step of an author's own is traced apart from the others.
         """
-        averaged = self._state.averages and self._local.total > 1
+        averaged = self._state.averages and self._local.ranges > 1
         authored = keras_internals.overrides(self._model, "train_step")
         return authored or (averaged and not self._state.stored_once)
 
@@ -292,8 +293,10 @@ class SynchronousEngine(Engine):
             self._model,
             self._loss,
             self._state,
-            self._local.total,
+            self._local.ranges,
             self._layers(),
+            self._tensor(),
+            self._local.same_rows,
         )
 
     def _layers(self) -> LayerByLayer | None:
@@ -302,6 +305,10 @@ class SynchronousEngine(Engine):
             return None
         refuse_stages(self._options)
         return LayerByLayer(self._model, lambda variable: None)
+
+    def _tensor(self) -> TensorParallel | None:
+        """Returns what computes with parts of weights, None where none does."""
+        return None
 
     def _make_update(self) -> Update:
         return Update(
@@ -587,7 +594,10 @@ class SynchronousEngine(Engine):
         data, local, total = next_batch(iterator, source, self._strategy)
         if source.totals_known:
             return data, local, self._first(total)
-        return data, local, self._strategy.reduce("SUM", local, axis=None)
+        total = self._strategy.reduce("SUM", local, axis=None)
+        if self._local.same_rows > 1:
+            total //= self._local.same_rows
+        return data, local, total
 
     def _train_step(
         self, data: Any, local: Any, total: tf.Tensor
@@ -656,7 +666,8 @@ class SynchronousEngine(Engine):
         return on_replica
 
     def _rows_of_worker(self, value: Any) -> tf.Tensor:
-        return tf.concat(self._strategy.experimental_local_results(value), 0)
+        every = self._strategy.experimental_local_results(value)
+        return tf.concat(every[:: self._local.same_rows], 0)
 
     def _rows_of_all(self, rows: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
         """Joins the rows of all workers in order.
@@ -696,18 +707,26 @@ class SynchronousEngine(Engine):
         self._update.present = step.present
         self._update.alike = step.alike
         self._state.write(list(zip(step.written, values, strict=True)))
-        share = BatchShare(local, total, self._local.total)
-        return share.select_all(gradients), step.logs.summed(logs)
+        share = self._share(local, total)
+        return self._selected(gradients, share), step.logs.summed(logs)
 
     def _replica_evaluate(
         self, data: Any, local: tf.Tensor, total: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        share = BatchShare(local, total, self._local.total)
+        share = self._share(local, total)
         _, writes, logs = self._step.forward(
             data, share, training=False, gathered=self._gathered()
         )
         self._state.write(writes)
         return self._step.logs.summed(logs)
+
+    def _selected(self, gradients: list[Any], share: BatchShare) -> list[Any]:
+        """Returns gradients, zeros of a replica without rows of its own."""
+        return share.select_all(gradients)
+
+    def _share(self, local: tf.Tensor, total: tf.Tensor) -> BatchShare:
+        ranges, same_rows = self._local.ranges, self._local.same_rows
+        return BatchShare(local, total, ranges, same_rows)
 
     def _replica_gather(self, padded: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
