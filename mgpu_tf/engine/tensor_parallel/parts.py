@@ -106,6 +106,8 @@ def split_model(
     splits = chooser.splits(found.dims, linear, over)
     for variable, split in splits:
         _store_in_parts(model, variable, split)
+    for optimizer in _built_optimizers(model):
+        keras_internals.index_again(optimizer)
     _report(model, strategy, splits, found)
     drawn = _dropouts(passes, found, dropouts, over)
     return Plan(used, found, over, drawn)
@@ -257,15 +259,25 @@ def _store_in_parts(
     """Splits a weight, and what built optimizers keep for it."""
     beside = [
         kept
-        for optimizer in keras_internals.optimizers_of(model)
-        for part in keras_internals.parts(optimizer)
-        for weight, kept in keras_internals.kept_for_weights(part)
+        for optimizer in _built_optimizers(model)
+        for weight, kept in keras_internals.kept_for_weights(optimizer)
         if weight is variable and tuple(kept.shape) == tuple(weight.shape)
     ]
     for each in (variable, *beside):
         held = keras_internals.stored(each)
         strategy = model.distribute_strategy
         keras_internals.store_as(each, split_over(strategy, held, split))
+
+
+def _built_optimizers(
+    model: keras.Model,
+) -> list[keras.optimizers.Optimizer]:
+    return [
+        part
+        for optimizer in keras_internals.optimizers_of(model)
+        for part in keras_internals.parts(optimizer)
+        if part.built
+    ]
 
 
 def _report(
