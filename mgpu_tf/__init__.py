@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
     from mgpu_tf.reports.report import Report
     from mgpu_tf.runtime.determinism import enable_determinism
-    from mgpu_tf.strategies.fully_sharded import create_model_parallel_strategy
+    from mgpu_tf.strategies.model_parallel import create_model_parallel_strategy
     from mgpu_tf.strategies.parameter_server import (
         create_parameter_server_strategy,
     )
@@ -71,7 +71,7 @@ _HOMES = {
     "check_parity": "mgpu_tf.studies.parity",
     "create_central_storage_strategy": "mgpu_tf.strategies.synchronous",
     "create_mirrored_strategy": "mgpu_tf.strategies.synchronous",
-    "create_model_parallel_strategy": "mgpu_tf.strategies.fully_sharded",
+    "create_model_parallel_strategy": "mgpu_tf.strategies.model_parallel",
     "create_multi_worker_mirrored_strategy": "mgpu_tf.strategies.synchronous",
     "create_one_device_strategy": "mgpu_tf.strategies.synchronous",
     "create_parameter_server_strategy": "mgpu_tf.strategies.parameter_server",

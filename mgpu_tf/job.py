@@ -156,6 +156,7 @@ def _reported(
         verbose=verbose,
     )
     strategy, goodput = trainer.strategy, trainer.goodput
+    plan = trainer.pipeline
     result = Report(
         strategy=kind_of(strategy).name,
         num_workers=topology_of(strategy).num_workers,
@@ -173,6 +174,7 @@ def _reported(
         saving_seconds=goodput.save_seconds,
         goodput=dataclasses.asdict(goodput),
         fused=trainer.fused,
+        pipeline=None if plan is None else dataclasses.asdict(plan),
         suggested_batch_size=_suggested(trainer),
     )
     if config.output_dir is not None:

@@ -26,11 +26,12 @@ STRATEGIES = (
     "model_parallel",
 )
 SHARDS = ("weights", "gradients", "optimizer")
+PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 GRADIENT_DTYPES = ("bfloat16", "float16")
 EMBEDDING_GRADIENTS = ("keras", "summed")
 COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy")
 LATE_GRADIENTS = ("hold", "scale")
-RECOMPUTE = ("layers",)
+RECOMPUTE = ("layers", "stages")
 KERNELS = ("fused", "keras")
 LEARNING_RATE_RULES = ("linear", "sqrt", "none")
 LEARNING_RATE_DECAYS = ("constant", "cosine")

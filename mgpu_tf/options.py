@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import check, option
@@ -25,6 +27,7 @@ from mgpu_tf.names import (
     LEARNING_RATE_DECAYS,
     LEARNING_RATE_RULES,
     ON_NAN,
+    PIPELINE_SCHEDULES,
     RECOMPUTE,
     RESUME,
     SHARDS,
@@ -80,12 +83,49 @@ class StrategyOptions:
         "of the weights is split over. Default: what data_parallel leaves.",
         least=1,
     )
+    tensor_parallel: int | None = option(
+        None,
+        "With model_parallel, the number of devices that the computing of "
+        "layers is split over. They have the same rows of a batch. Default: 1.",
+        least=1,
+    )
+    layout: str | Mapping[str, Any] = option(
+        "auto",
+        "With tensor_parallel, which layers are computed in parts. auto: as "
+        "the structure of the model tells. Or a function that returns a "
+        "mapping from patterns of paths to tuples: package.module:function. "
+        "In Python, the mapping itself also works.",
+    )
     shard: str = option(
         "weights",
         "With fsdp or model_parallel, what is split. weights: weights, "
         "gradients and optimizer state. gradients: gradients that accumulate "
         "and optimizer state. optimizer: only optimizer state.",
         SHARDS,
+    )
+    pipeline_parallel: int = option(
+        1,
+        "With model_parallel, the number of stages that the layers of each "
+        "copy are cut into. Each stage has a device.",
+        least=1,
+    )
+    micro_batches: int | None = option(
+        None,
+        "With pipeline_parallel, the number of parts that the rows of a "
+        "replica are cut into. Default: 4 for each stage.",
+        least=1,
+    )
+    pipeline_schedule: str = option(
+        "1f1b",
+        "With pipeline_parallel, the order of work. 1f1b: a backward pass "
+        "follows each forward pass as soon as it can. gpipe: all forward "
+        "passes, then all backward passes.",
+        PIPELINE_SCHEDULES,
+    )
+    pipeline_stages: str | None = option(
+        None,
+        "With pipeline_parallel, the names of the layers at which the second "
+        "and further stages begin, separated by commas. Default: by cost.",
     )
 
     balance: Shares = option(
@@ -123,6 +163,7 @@ class StepOptions:
         None,
         "layers: keep only the inputs of each layer for the backward pass, "
         "and compute the layer again there. Less memory, more computing. "
+        "stages: the same with the stages of a pipeline. "
         "Default: with weights that are split, layers; otherwise none.",
         RECOMPUTE,
     )

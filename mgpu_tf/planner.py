@@ -15,8 +15,10 @@ parts of what a model holds.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
+from mgpu_tf.mesh import mesh_of
 from mgpu_tf.names import OPTIMIZERS, SHARDS
 from mgpu_tf.reports.scaling import ScalingTable
 
@@ -47,6 +49,10 @@ class StateMemory:
         optimizer: One of `OPTIMIZERS`.
         fsdp: Over how many devices the state is split; 1 splits nothing.
         shard: What is split, one of `SHARDS`.
+        tensor: Over how many devices layers are computed in parts; all
+            weights are counted as split.
+        pipeline: Into how many stages the layers are cut, each with as many
+            parameters; 1 cuts nothing.
 
     Raises:
         ConfigurationError: An attribute is wrong.
@@ -56,10 +62,16 @@ class StateMemory:
     optimizer: str = "adam"
     fsdp: int = 1
     shard: str = "weights"
+    tensor: int = 1
+    pipeline: int = 1
 
     def __post_init__(self) -> None:
         check_integer("parameters", self.parameters, 1)
         check_integer("fsdp", self.fsdp, 1)
+        check_integer("tensor", self.tensor, 1)
+        check_integer("pipeline", self.pipeline, 1)
+        axes = (self.fsdp, self.tensor, self.pipeline)
+        mesh_of(math.prod(axes), 1, *axes)
         if self.shard not in SHARDS:
             raise ConfigurationError(unknown_name("shard", self.shard, SHARDS))
         if self.optimizer not in OPTIMIZERS:
@@ -70,9 +82,9 @@ class StateMemory:
     @property
     def weights(self) -> int:
         """Bytes of the weights."""
-        whole = _FLOAT32 * self.parameters
         if self.fsdp == 1:
-            return whole
+            return self._part
+        whole = _FLOAT32 * self.parameters
         # A whole copy to compute with, beside the part that is updated.
         copy = 0 if self.shard == "weights" else whole
         return copy + self._part
@@ -90,7 +102,8 @@ class StateMemory:
     @property
     def _part(self) -> int:
         """Bytes of what one device updates of the weights."""
-        return -(-_FLOAT32 * self.parameters // self.fsdp)
+        devices = self.fsdp * self.tensor * self.pipeline
+        return -(-_FLOAT32 * self.parameters // devices)
 
     @property
     def total(self) -> int:
@@ -108,7 +121,8 @@ class StateMemory:
             The number; None where no number up to `most` fits.
         """
         for fsdp in range(1, most + 1):
-            if dataclasses.replace(self, fsdp=fsdp).total <= device_memory:
+            split = dataclasses.replace(self, fsdp=fsdp, tensor=1, pipeline=1)
+            if split.total <= device_memory:
                 return fsdp
         return None
 

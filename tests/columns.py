@@ -16,4 +16,5 @@ EVERY = [
 SPLIT = [
     pytest.param("fsdp_x3", marks=pytest.mark.full),
     pytest.param("data_2_fsdp_2", marks=pytest.mark.full),
+    pytest.param("data_2_tensor_2", marks=pytest.mark.full),
 ]

@@ -40,6 +40,23 @@ def strategies():
         "zero1_x2": mgpu_tf.create_model_parallel_strategy(
             fsdp=2, shard="optimizer", num_virtual_devices=2, smallest_split=4
         ),
+        # Rows that do not divide by micro-batches, and fewer than them.
+        "pipeline_x2": mgpu_tf.create_model_parallel_strategy(
+            pipeline=2, micro_batches=3, num_virtual_devices=2
+        ),
+        "data_2_pipeline_2": mgpu_tf.create_model_parallel_strategy(
+            data=2,
+            pipeline=2,
+            micro_batches=2,
+            schedule="gpipe",
+            num_virtual_devices=4,
+        ),
+        "tensor_x3": mgpu_tf.create_model_parallel_strategy(
+            tensor=3, num_virtual_devices=3, smallest_split=4
+        ),
+        "data_2_tensor_2": mgpu_tf.create_model_parallel_strategy(
+            data=2, tensor=2, num_virtual_devices=4, smallest_split=4
+        ),
         "one_device": mgpu_tf.create_one_device_strategy("CPU:0"),
         "central_storage_x2": mgpu_tf.create_central_storage_strategy(
             num_virtual_devices=2

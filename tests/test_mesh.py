@@ -1,5 +1,7 @@
 """The axes of a mesh, and the parts of a variable."""
 
+import itertools
+
 import hypothesis
 import numpy as np
 import pytest
@@ -15,6 +17,23 @@ def test_axes():
     assert [mesh.fsdp_rank(replica) for replica in range(8)] == [0, 1, 2, 3] * 2
     assert mesh.group(5) == [4, 5, 6, 7]
     assert mesh.copies(1) == [1, 5]
+
+
+def test_the_tensor_axis_changes_fastest():
+    mesh = Mesh(data=2, tensor=3)
+    assert [mesh.rank("tensor", r) for r in range(6)] == [0, 1, 2] * 2
+    assert [mesh.rank("data", r) for r in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert mesh.groups("tensor") == [[0, 1, 2], [3, 4, 5]]
+    assert mesh.groups("data") == [[0, 3], [1, 4], [2, 5]]
+    assert mesh.of_rank("tensor", 1) == [1, 4]
+    assert mesh_of(6, None, None, tensor=3) == mesh
+    assert mesh_of(6, 2, None, tensor=3) == mesh
+
+
+def test_a_split_along_a_dimension():
+    split = Split((4, 6, 2), 3, dim=1, over="tensor")
+    assert [split.bounds(part) for part in range(3)] == [(0, 2), (2, 4), (4, 6)]
+    assert split.shape_of(1) == (4, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +71,35 @@ def test_the_devices_are_those_of_all_workers():
         match="data=2 x fsdp=2 = 4 for 3 workers x 2 devices = 6",
     ):
         mesh_of(2, 2, 2, workers=3)
+
+
+def test_the_devices_of_a_stage_are_those_of_a_replica():
+    mesh = Mesh(data=3, pipeline=2)
+    assert (mesh.size, mesh.replicas) == (6, 3)
+    assert mesh.of_rank("data", 1) == [1]
+    assert mesh_of(6, None, None, pipeline=2) == mesh
+    with pytest.raises(
+        ConfigurationError,
+        match="data=2 x fsdp=1 x pipeline=2 = 4 for 6 devices",
+    ):
+        mesh_of(6, 2, None, pipeline=2)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_axes_within_one_process(axis):
+    with pytest.raises(ConfigurationError, match=f"{axis}=2 with 3 workers"):
+        mesh_of(2, None, None, **{axis: 2}, workers=3)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    list(itertools.combinations(("fsdp", "tensor", "pipeline"), 2)),
+)
+def test_axes_that_do_not_go_together(axes):
+    received = ", ".join(f"{axis}=2" for axis in axes)
+    given = {"fsdp": None} | dict.fromkeys(axes, 2)
+    with pytest.raises(ConfigurationError, match=received):
+        mesh_of(4, None, **given)
 
 
 @hypothesis.given(

@@ -8,7 +8,8 @@ from absl import flags
 
 from mgpu_tf import planner
 from mgpu_tf.commands.arguments import Call
-from mgpu_tf.errors import ConfigurationError, is_integer
+from mgpu_tf.errors import ConfigurationError, check_integer, is_integer
+from mgpu_tf.mesh import MICRO_BATCHES, bubble
 from mgpu_tf.names import OPTIMIZERS, SHARDS
 from mgpu_tf.reports.scaling import MEANING, ScalingTable, aligned
 
@@ -25,6 +26,8 @@ time of waiting for data.
 Example:
   mgpu-tf plan --num_parameters=1.5G --optimizer=adam --device_memory_gib=16
   mgpu-tf plan --num_parameters=1.5G --fsdp_parallel=4
+  mgpu-tf plan --num_parameters=1.5G --tensor_parallel=4
+  mgpu-tf plan --num_parameters=1.5G --pipeline_parallel=4 --micro_batches=16
   mgpu-tf plan --scaling=runs/scaling/scaling.json --examples=1.28M --epochs=90
 """
 
@@ -36,7 +39,10 @@ _NEEDS = {
     "optimizer": "num_parameters",
     "device_memory_gib": "num_parameters",
     "fsdp_parallel": "num_parameters",
+    "tensor_parallel": "num_parameters",
     "shard": "num_parameters",
+    "pipeline_parallel": "num_parameters",
+    "micro_batches": "num_parameters",
     "examples": "scaling",
     "epochs": "scaling",
     "price": "scaling",
@@ -71,10 +77,30 @@ def define(values: flags.FlagValues) -> None:
             "Number of devices that the state of the model is split over.",
         ),
         (
+            number,
+            "tensor_parallel",
+            1,
+            "Number of devices that compute layers in parts. All weights are "
+            "counted as split.",
+        ),
+        (
             text,
             "shard",
             "weights",
             f"What is split: {', '.join(SHARDS)}.",
+        ),
+        (
+            number,
+            "pipeline_parallel",
+            1,
+            "Number of stages that the layers are cut into.",
+        ),
+        (
+            number,
+            "micro_batches",
+            None,
+            "Number of parts that the rows of a replica are cut into. "
+            f"Default: {MICRO_BATCHES} for each stage.",
         ),
         (text, "scaling", None, "A scaling.json of mgpu-tf benchmark."),
         (
@@ -127,6 +153,8 @@ def _memory(values: flags.FlagValues) -> str:
         values.optimizer,
         values.fsdp_parallel,
         values.shard,
+        tensor=values.tensor_parallel,
+        pipeline=values.pipeline_parallel,
     )
     room = values.device_memory_gib
     if room is not None and not 0 < room < _MOST:
@@ -134,7 +162,24 @@ def _memory(values: flags.FlagValues) -> str:
             "device_memory_gib must be a number above 0. Received: "
             f"device_memory_gib={room}."
         )
-    return memory.text(None if room is None else int(room * (1 << 30)))
+    told = memory.text(None if room is None else int(room * (1 << 30)))
+    micro = values.micro_batches
+    if values.pipeline_parallel == 1:
+        if micro is not None:
+            raise ConfigurationError(
+                "micro_batches goes with pipeline_parallel. Received: "
+                f"micro_batches={micro} without it. Give both, or leave it "
+                "out."
+            )
+        return told
+    if micro is None:
+        micro = MICRO_BATCHES * values.pipeline_parallel
+    check_integer("micro_batches", micro, 1)
+    part = bubble(values.pipeline_parallel, micro)
+    return (
+        f"{told}\neach stage is without work for {part:.1%} of a step of "
+        f"{micro} micro-batches"
+    )
 
 
 def _costs(values: flags.FlagValues) -> str:

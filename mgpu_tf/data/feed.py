@@ -99,20 +99,25 @@ def next_batch(
     local = topology_of(strategy).local
     uncut = _uncut(source, strategy)
     if uncut is None or not source.totals_known:
-        elements = [next(iterator) for _ in range(local.count)]
-        if uncut is not None:
+        if uncut is None:
+            elements = [next(iterator) for _ in range(local.count)]
+        else:
             unknown = tf.constant(-1, tf.int64)
-            elements = [(e, batch_size(e), unknown) for e in elements]
+            elements = []
+            for _ in range(local.count // local.same_rows):
+                batch = next(iterator)
+                element = (batch, batch_size(batch), unknown)
+                elements += [element] * local.same_rows
         return _for_replicas(strategy, lambda replica: elements[replica])
     batch = next(iterator)
     size = batch_size(batch)
-    checks = structures.check_sizes(batch, size) if local.total > 1 else []
+    checks = structures.check_sizes(batch, size) if local.ranges > 1 else []
     if checks:
         with tf.control_dependencies(checks):
             size = tf.identity(size)
 
     def cut(replica: int) -> tuple[Any, tf.Tensor, tf.Tensor]:
-        if local.total == 1:
+        if local.ranges == 1:
             return batch, size, size
         # Numbers where the shape tells, so that the step need not ask.
         known = tf.get_static_value(size)

@@ -161,7 +161,8 @@ class BatchSource(Source):
         """Returns pass `index` from a batch on, split for the replicas."""
         if self.totals_known:
             return cut(self.batches_from(index, start), local)
-        return _sized(self.batches(index)).skip(start * local.count)
+        sized = _sized(self.batches(index))
+        return repeated(sized, local).skip(start * local.count)
 
     def shards(self, count: int) -> list[tf.data.Dataset]:
         """Returns the batches, which the workers share."""
@@ -353,6 +354,17 @@ def _sized(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return data, batch_size(data), tf.constant(-1, tf.int64)
 
     return dataset.map(whole(dataset.element_spec, element))
+
+
+def repeated(dataset: tf.data.Dataset, local: LocalReplicas) -> tf.data.Dataset:
+    """Gives replicas with the same rows an element each."""
+    if local.same_rows == 1:
+        return dataset
+    return dataset.flat_map(
+        lambda *element: tf.data.Dataset.from_tensors(element).repeat(
+            local.same_rows
+        )
+    )
 
 
 def cut(dataset: tf.data.Dataset, local: LocalReplicas) -> tf.data.Dataset:

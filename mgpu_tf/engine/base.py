@@ -24,6 +24,7 @@ from mgpu_tf.engine.kernels import Kernels
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.reports.pipeline_plan import PipelinePlan
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.registry import kind_of, topology_of
 
@@ -160,7 +161,8 @@ class Engine(abc.ABC):
     ) -> None:
         _check_compiled(model, strategy)
         _check_optimizers(model, strategy)
-        several = topology_of(strategy).data_parallel_degree > 1
+        topology = topology_of(strategy)
+        several = topology.data_parallel_degree > 1 or topology.local.total > 1
         if several or not kind_of(strategy).in_step:
             _check_made_inside(model, strategy)
             _check_stateless(model)
@@ -263,6 +265,11 @@ class Engine(abc.ABC):
             DivergedError: A replica differs.
         """
         del step  # One copy has nothing to be compared with.
+
+    @property
+    def pipeline(self) -> PipelinePlan | None:
+        """Returns the stages of the model, None where it has none."""
+        return None
 
     @abc.abstractmethod
     def train(

@@ -38,12 +38,14 @@ class BatchShare:
         local: Number of examples of this replica, an int64 scalar; may be 0.
         total: Number of examples of the global batch, an int64 scalar, at
             least 1.
-        replicas: Number of replicas.
+        replicas: Number of replicas; those with the same rows are one.
+        same_rows: How many replicas have the same rows.
     """
 
     local: tf.Tensor
     total: tf.Tensor
     replicas: int
+    same_rows: int = 1
 
     def fraction(self, dtype: tf.DType) -> tf.Tensor:
         """Returns local / total."""
@@ -85,7 +87,10 @@ class BatchShare:
         if self.replicas == 1:
             return value
         context = tf.distribute.get_replica_context()
-        return context.all_reduce("sum", tf.stop_gradient(value))
+        total = context.all_reduce("sum", tf.stop_gradient(value))
+        if self.same_rows == 1:
+            return total
+        return total / tf.cast(self.same_rows, total.dtype)
 
 
 def _identity(value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -477,6 +478,200 @@ def outermost_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return list(found.values())
 
 
+Key = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a layer or operation in the graph of a model.
+
+    Attributes:
+        layer: The layer or operation.
+        names: Its name, and those of the models inside of which it is first.
+        inputs: The keys of the tensors that it takes.
+        outputs: The keys of the tensors that it makes.
+        specs: The symbolic tensors that it takes, and those that it makes.
+        run: Computes a list of tensors of a list of tensors. Takes
+            `training` as well.
+    """
+
+    layer: Any
+    names: list[str]
+    inputs: list[Key]
+    outputs: list[Key]
+    specs: tuple[list[Any], list[Any]]
+    run: Callable[[list[Any], bool], list[Any]]
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """Returns what the layer keeps."""
+        return list(getattr(self.layer, "variables", []))
+
+
+def graph_of(
+    model: keras.Model,
+) -> tuple[list[Call], list[Key], list[Key]] | None:
+    """Returns the calls of a functional model in an order that they can run.
+
+    Models inside of it are opened. A model's inputs get their types in a
+    call of their own.
+
+    Args:
+        model: A built model.
+
+    Returns:
+        The calls, the keys of the model's inputs and of its outputs; None
+        where the model has no graph.
+    """
+    graph = _function_of(model)
+    if graph is None:
+        return None
+    calls: list[Call] = []
+    given: list[Key] = [(-1, i) for i in range(len(graph.inputs))]
+    outputs = _walk(graph, given, (), calls)
+    return calls, given, outputs
+
+
+def structured(model: keras.Model, outputs: list[Any]) -> Any:
+    """Returns the outputs of `graph_of` as the model returns them."""
+    graph = _function_of(model)
+    packed = keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
+    single = isinstance(packed, list | tuple) and len(packed) == 1
+    return packed[0] if single else packed
+
+
+def flat_inputs(model: keras.Model, x: Any) -> list[Any]:
+    """Returns the inputs of a functional model in order, of their types."""
+    return list(_function_of(model)._standardize_inputs(x))
+
+
+def has_graph(model: keras.Model) -> bool:
+    """Returns whether a model is functional or Sequential, or will be."""
+    functional = keras.src.models.functional.Functional
+    if isinstance(model, keras.Sequential):
+        return type(model).call is keras.Sequential.call
+    return isinstance(model, functional) and (
+        type(model).call is functional.call
+    )
+
+
+def _function_of(model: keras.Model) -> Any:
+    """Returns the functional model behind one, None where there is none."""
+    if not has_graph(model):
+        return None
+    if isinstance(model, keras.Sequential):
+        return getattr(model, "_functional", None)
+    return model
+
+
+def _walk(
+    graph: Any, given: list[Key], path: Key, calls: list[Call]
+) -> list[Key]:
+    """Appends the calls of a graph; returns the keys of its outputs."""
+    keys = {id(t): key for t, key in zip(graph.inputs, given, strict=True)}
+    for depth in sorted(graph._nodes_by_depth, reverse=True):
+        for node in graph._nodes_by_depth[depth]:
+            if node.is_input or not node.operation:
+                continue
+            inputs = [keys[id(t)] for t in node.input_tensors]
+            here = (*path, len(calls))
+            inner = _opened(node)
+            if inner is None:
+                made = [(*here, i) for i in range(len(node.outputs))]
+                calls.append(_call_of(node, inputs, made))
+            else:
+                typed = [(*here, i) for i in range(len(inputs))]
+                first = len(calls)
+                calls.append(_typing_of(inner, node, inputs, typed))
+                made = _walk(inner, typed, here, calls)
+                calls[first].names.append(node.operation.name)
+            for tensor, key in zip(node.outputs, made, strict=True):
+                keys[id(tensor)] = key
+    return [keys[id(tensor)] for tensor in graph.outputs]
+
+
+def _opened(node: Any) -> Any:
+    """Returns the graph of a model that a node calls, if that is all."""
+    model = node.operation
+    if not isinstance(model, keras.Model) or model.activity_regularizer:
+        return None
+    arguments = node.arguments
+    if len(arguments.args) != 1 or any(
+        value is not None for value in arguments.kwargs.values()
+    ):
+        return None
+    return _function_of(model)
+
+
+def _call_of(node: Any, inputs: list[Key], made: list[Key]) -> Call:
+    operation = node.operation
+
+    def run(values: list[Any], training: bool) -> list[Any]:
+        filled = {
+            id(t): value
+            for t, value in zip(node.input_tensors, values, strict=True)
+        }
+        args, kwargs = node.arguments.fill_in(filled)
+        if "training" in getattr(operation, "_call_context_args", ()):
+            kwargs = {**kwargs, "training": training}
+        return keras.tree.flatten(operation(*args, **kwargs))
+
+    specs = (list(node.input_tensors), list(node.outputs))
+    return Call(operation, [operation.name], inputs, made, specs, run)
+
+
+def _typing_of(
+    graph: Any, node: Any, inputs: list[Key], made: list[Key]
+) -> Call:
+    def run(values: list[Any], training: bool) -> list[Any]:
+        del training
+        return graph._standardize_inputs(
+            keras.tree.pack_sequence_as(graph._inputs_struct, values)
+        )
+
+    specs = (list(node.input_tensors), list(graph.inputs))
+    return Call(None, [], inputs, made, specs, run)
+
+
+def is_changed(model: keras.Model) -> list[str]:
+    """Returns which of a model's methods of a step its author wrote anew."""
+    methods = ("train_step", "test_step", "predict_step")
+    parts = ("compute_loss", "compute_metrics")
+    return [name for name in (*methods, *parts) if overrides(model, name)]
+
+
+def store_again(variable: keras.Variable) -> None:
+    """Makes TensorFlow's variable behind one anew, with its value.
+
+    It is made where the strategy makes variables now.
+    """
+    variable._initialize(tf.constant(variable._value.numpy()))
+
+
+def kept_for_weights(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[tuple[keras.Variable, keras.Variable]]:
+    """Returns what a built optimizer keeps for weights, with each weight."""
+    found = []
+    weights = getattr(optimizer, "_trainable_variables", [])
+    for part in vars(optimizer).values():
+        if isinstance(part, list) and len(part) == len(weights):
+            found += [
+                (weight, kept)
+                for weight, kept in zip(weights, part, strict=True)
+                if isinstance(kept, keras.Variable) and kept is not weight
+            ]
+    return found
+
+
+def index_again(optimizer: keras.optimizers.Optimizer) -> None:
+    """Tells a built optimizer that variables were made anew."""
+    optimizer._trainable_variables_indices = {
+        optimizer._var_key(variable): i
+        for i, variable in enumerate(optimizer._trainable_variables)
+    }
+
+
 def exchanges_statistics(layer: keras.layers.Layer) -> bool:
     """Returns whether a layer takes statistics over all replicas."""
     return any(
@@ -484,6 +679,83 @@ def exchanges_statistics(layer: keras.layers.Layer) -> bool:
         for each in layer._flatten_layers()
         if isinstance(each, keras.layers.BatchNormalization)
     )
+
+
+# The layers whose outputs are linear in a kernel, then activated.
+_LINEAR = (
+    keras.layers.Dense,
+    keras.layers.EinsumDense,
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+    keras.layers.Embedding,
+    keras.layers.ReversibleEmbedding,
+)
+# Dropout that multiplies its inputs by something drawn, and does no more.
+_MULTIPLYING = (keras.layers.Dropout, keras.layers.GaussianDropout)
+
+
+def linear_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns the built layers that are computed as one of Keras's `_LINEAR`.
+
+    Not those whose kernel is quantized, or made of several weights.
+    """
+    return [
+        layer
+        for layer in layers_of(model)
+        if any(
+            isinstance(layer, kind) and type(layer).call is kind.call
+            for kind in _LINEAR
+        )
+        and layer.built
+        and "call" not in vars(layer)
+        and not getattr(layer, "lora_enabled", False)
+        and getattr(layer, "quantization_mode", None) is None
+        and getattr(layer, "tie_weights", True)
+    ]
+
+
+def kernel_of(layer: keras.layers.Layer) -> keras.Variable:
+    """Returns the kernel of one of `linear_layers`, an embedding's table."""
+    if isinstance(layer, keras.layers.Embedding):
+        return layer._embeddings
+    return layer._kernel
+
+
+def dropout_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns the layers that multiply their inputs by what they draw."""
+    return [
+        layer
+        for layer in layers_of(model)
+        if any(type(layer).call is kind.call for kind in _MULTIPLYING)
+        and isinstance(layer, _MULTIPLYING)
+    ]
+
+
+@contextlib.contextmanager
+def without(layer: keras.layers.Layer, *names: str) -> Iterator[None]:
+    """Lets attributes of a layer be None or False, while traced."""
+    held = {
+        name: vars(layer)[name]
+        for name in names
+        if vars(layer).get(name) is not None
+    }
+    nothing = {name: False if held[name] is True else None for name in held}
+    with _replaced([layer], lambda _: nothing):
+        yield
+
+
+@contextlib.contextmanager
+def inputs_unchecked(layers: list[keras.layers.Layer]) -> Iterator[None]:
+    """Lets layers take inputs of other shapes, while traced."""
+    checked = [layer for layer in layers if layer._input_spec is not None]
+    with _replaced(checked, lambda _: {"_input_spec": None}):
+        yield
+
+
+def store_as(variable: keras.Variable, held: tf.Variable) -> None:
+    """Gives a variable of Keras another of TensorFlow behind it."""
+    variable._value = held
 
 
 def stored(variable: keras.Variable) -> tf.Variable:
@@ -496,12 +768,40 @@ def is_split(variable: keras.Variable) -> bool:
     return isinstance(stored(variable), ShardedVariable)
 
 
+def as_one_call(run: Callable[[], Any], *, training: bool) -> None:
+    """Runs layers as a model's call would: inner layers inherit `training`.
+
+    Args:
+        run: Calls the layers.
+        training: Whether this is a step of training.
+    """
+
+    class Caller(keras.layers.Layer):
+        def call(self, nothing: Any, training: bool = False) -> Any:
+            run()
+            return nothing
+
+    caller = Caller(autocast=False)
+    caller.built = True
+    caller(tf.zeros([]), training=training)
+
+
 def with_mask_of(tensor: Any, source: Any) -> Any:
     """Returns a tensor, with the mask of another where that has one."""
-    mask = mask_of(source) if tf.is_tensor(source) else None
+    return with_mask(tensor, mask_of(source) if tf.is_tensor(source) else None)
+
+
+def with_mask(tensor: Any, mask: Any | None) -> Any:
+    """Returns a tensor, with a mask where there is one."""
     if mask is not None:
         keras.src.backend.set_keras_mask(tensor, mask)
     return tensor
+
+
+def set_mask(tensor: tf.Tensor, mask: Any) -> None:
+    """Gives a tensor a mask, or none."""
+    if mask is not None:
+        keras.src.backend.set_keras_mask(tensor, mask)
 
 
 def kept_shares(model: keras.Model) -> dict[int, float]:

@@ -98,7 +98,7 @@ class OwnLogs:
             return own
         context = tf.distribute.get_replica_context()
         return {
-            name: context.all_reduce("sum", value)
+            name: self._state.counted_once(context.all_reduce("sum", value))
             for name, value in own.items()
         }
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -68,6 +68,7 @@ class GlobalLoss:
         share: BatchShare,
         training: bool = True,
         reader: Reader | None = None,
+        variables: list[keras.Variable] | None = None,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Computes this replica's contribution to the loss.
 
@@ -85,6 +86,7 @@ class GlobalLoss:
             training: Whether this is a step of training.
             reader: Reads the step; by default one that knows of the
                 arguments alone.
+            variables: The weights whose regularizers count; by default all.
 
         Returns:
             The contribution, a scalar, and the contribution of each compiled
@@ -109,12 +111,9 @@ class GlobalLoss:
             total = self._container(y, y_pred, sample_weight)
             if total is not None:
                 contributions.append(total)
-        regularizers = [
-            variable.regularizer(variable)
-            for variable in self._model.trainable_variables
-            if variable.regularizer is not None
-        ]
-        contributions += map(self._added, [*added, *regularizers])
+        if variables is None:
+            variables = self._model.trainable_variables
+        contributions += self._of_layers(added, variables)
         if not contributions:
             raise ConfigurationError(
                 "A model needs a loss to train. Received: a model compiled "
@@ -122,6 +121,35 @@ class GlobalLoss:
                 "`compile()`."
             )
         return tf.add_n(contributions), terms
+
+    def of_layers(
+        self,
+        added: list[tf.Tensor],
+        share: BatchShare,
+        reader: Reader,
+        variables: list[keras.Variable],
+    ) -> list[tf.Tensor]:
+        """Returns the contributions of some layers, without the outputs.
+
+        Args:
+            added: What the layers gave to `add_loss`.
+            share: This replica's part of the global batch.
+            reader: Reads the step.
+            variables: Their weights, for the regularizers.
+        """
+        current = self._current
+        current.share, current.terms, current.reader = share, [], reader
+        return self._of_layers(added, variables)
+
+    def _of_layers(
+        self, added: list[tf.Tensor], variables: list[keras.Variable]
+    ) -> list[tf.Tensor]:
+        regularizers = [
+            variable.regularizer(variable)
+            for variable in variables
+            if variable.regularizer is not None
+        ]
+        return list(map(self._added, [*added, *regularizers]))
 
     def regularized(
         self, given: list[tuple[keras.Variable, tf.Tensor]]
@@ -142,6 +170,23 @@ class GlobalLoss:
             and variable.regularizer is not None
             and id(variable) not in known
         ]
+
+    def joined(
+        self, join: Callable[[keras.Variable], tf.Tensor | None]
+    ) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Returns the same of weights that are stored in parts.
+
+        Args:
+            join: Makes a whole weight of parts; None of one that has none.
+        """
+        if not self._own:
+            return []
+        pairs = [
+            (variable, join(variable))
+            for variable in self._model.trainable_variables
+            if variable.regularizer is not None
+        ]
+        return [(v, value) for v, value in pairs if value is not None]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

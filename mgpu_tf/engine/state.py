@@ -29,14 +29,14 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.rules import DECLARED, Rule, rule_of
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.registry import kind_of
+from mgpu_tf.strategies.registry import kind_of, topology_of
 
 _log = logging.getLogger("mgpu_tf")
 
 Writes = list[tuple[keras.Variable, tf.Tensor]]
 
 # A prime; Keras takes seeds modulo 2**31 - 2, which keeps multiples apart.
-_SEED_STRIDE = 1_181_783_497
+SEED_STRIDE = 1_181_783_497
 
 
 class ReplicaState:
@@ -44,8 +44,10 @@ class ReplicaState:
 
     Args:
         model: A built model.
-        replicas: Number of replicas.
+        replicas: Number of replicas; those with the same rows are one.
         asynchronous: Whether several workers write when they like.
+        same_rows: How many replicas have the same rows. The first of them
+            has what adds up, the others have none of it.
 
     Attributes:
         metrics: The variables of the model's metrics.
@@ -59,9 +61,16 @@ class ReplicaState:
     stored_once = False
 
     def __init__(
-        self, model: keras.Model, replicas: int, *, asynchronous: bool = False
+        self,
+        model: keras.Model,
+        replicas: int,
+        *,
+        asynchronous: bool = False,
+        same_rows: int = 1,
     ) -> None:
         self._replicas = replicas
+        self._same_rows = same_rows
+        self._total = replicas * same_rows
         self._asynchronous = asynchronous
         self._several = replicas > 1 or asynchronous
         self.metrics = _unique(
@@ -233,6 +242,12 @@ class ReplicaState:
         """Returns what this replica has of what a metric holds in all."""
         return held
 
+    def counted_once(self, summed: tf.Tensor) -> tf.Tensor:
+        """Returns a sum over replicas in which each row counts once."""
+        if self._same_rows == 1:
+            return summed
+        return summed / tf.cast(self._same_rows, summed.dtype)
+
     def drawn(self, given: Writes) -> list[tf.Tensor]:
         """Returns the seeds among given values: they differ by replica."""
         seeds = {id(variable) for variable in self.seeds}
@@ -248,8 +263,10 @@ class ReplicaState:
         if self._replicas == 1:
             return []
         context = tf.distribute.get_replica_context()
-        replica = tf.cast(context.replica_id_in_sync_group, tf.int64)
-        offset = tf.stack([replica * _SEED_STRIDE, tf.zeros([], tf.int64)])
+        replica = tf.cast(
+            context.replica_id_in_sync_group // self._same_rows, tf.int64
+        )
+        offset = tf.stack([replica * SEED_STRIDE, tf.zeros([], tf.int64)])
         return [
             (state, state.value + tf.cast(offset, state.dtype))
             for state in self.seeds
@@ -279,6 +296,12 @@ class ReplicaState:
         joined: Writes = []
         for variable, value in writes:
             self._touched[id(variable)] = variable
+            if (
+                self._adds_nothing()
+                and self.is_metric(variable)
+                and self.rule(variable) is Rule.SUM
+            ):
+                continue
             (joined if self._is_joined(variable) else alone).append(
                 (variable, value)
             )
@@ -328,7 +351,7 @@ class ReplicaState:
         self._authored = all_written
         every = self.layers if all_written else []
         self._touched = {id(variable): variable for variable in every}
-        if self._replicas == 1:
+        if self._total == 1:
             return []
         return [tf.identity(variable.value) for variable in self.layers]
 
@@ -346,12 +369,13 @@ class ReplicaState:
             the notes.
         """
         metrics = [tf.identity(v.value) for v in self.metrics]
-        if self._replicas == 1:
+        if self._total == 1:
             return metrics, notes
         layers = [
             (variable, start)
             for variable, start in zip(self.layers, before, strict=True)
-            if id(variable) in self._touched
+            if self._replicas > 1
+            and id(variable) in self._touched
             and (self._authored or not self._is_joined(variable))
             and self.rule(variable) is not Rule.AGREED
         ]
@@ -378,18 +402,20 @@ class ReplicaState:
         for variable, value in zip(self.metrics, together, strict=True):
             if self.rule(variable) is not Rule.SUM:
                 _assign_here(variable, value)
-        return together, summed[-1] / self._replicas
+        return together, summed[-1] / self._total
 
     def _sent(
         self, rule: Rule, value: tf.Tensor, start: tf.Tensor
     ) -> tf.Tensor:
         """What a replica gives to the sum over replicas."""
+        if rule is Rule.SUM and self._adds_nothing():
+            return tf.zeros_like(value)
         if rule in (Rule.SUM, Rule.MEAN):
             return value - start
         # A row of its own among zeros.
         context = tf.distribute.get_replica_context()
         row = tf.one_hot(
-            context.replica_id_in_sync_group, self._replicas, dtype=value.dtype
+            context.replica_id_in_sync_group, self._total, dtype=value.dtype
         )
         return tf.tensordot(row, value, axes=0)
 
@@ -400,8 +426,16 @@ class ReplicaState:
         if rule is Rule.SUM:
             return start + summed
         if rule is Rule.MEAN:
-            return start + summed / self._replicas
+            return start + summed / self._total
         return rule.joined(start, tf.unstack(summed))
+
+    def _adds_nothing(self) -> bool:
+        """Whether another replica counts the rows of this one. On a replica."""
+        if self._same_rows == 1:
+            return False
+        context = tf.distribute.get_replica_context()
+        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+        return replica % self._same_rows > 0
 
 
 class SharedState(ReplicaState):
@@ -452,11 +486,11 @@ def state_for(
     model: keras.Model, strategy: tf.distribute.Strategy
 ) -> ReplicaState:
     """Returns the rule that fits how a strategy stores variables."""
-    replicas = strategy.num_replicas_in_sync
+    local = topology_of(strategy).local
     stored_once = kind_of(strategy).stored_once
-    if stored_once and replicas > 1:
-        return SharedState(model, replicas)
-    return ReplicaState(model, replicas)
+    if stored_once and local.total > 1:
+        return SharedState(model, local.total)
+    return ReplicaState(model, local.ranges, same_rows=local.same_rows)
 
 
 def _known_rules(model: keras.Model) -> dict[int, Rule]:

@@ -24,7 +24,9 @@ from mgpu_tf.engine.reading import Reader, Unreadable
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.step_scope import StepScope
+from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.mirrored import as_one_replica
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -40,6 +42,9 @@ class ReplicaStep:
         state: What a step may write besides weights.
         replicas: Number of replicas that step together.
         layers: What computes layer by layer, where the model is computed so.
+        tensor: What computes with parts of weights, where weights are split
+            so.
+        same_rows: How many replicas have the same rows.
 
     Attributes:
         alike: Of each gradient, whether it is of rows that all replicas
@@ -58,9 +63,13 @@ class ReplicaStep:
         state: ReplicaState,
         replicas: int,
         layers: LayerByLayer | None = None,
+        tensor: TensorParallel | None = None,
+        same_rows: int = 1,
     ) -> None:
         self._model = model
         self._layers = layers
+        self._tensor = tensor
+        self._same_rows = same_rows
         self._loss = loss
         self._state = state
         self._replicas = replicas
@@ -109,7 +118,7 @@ class ReplicaStep:
         if self._state.generator is not None:
             keras_internals.lend_global_seed(self._state.generator)
         if self._replicas > 1 or self._state.reads_rules:
-            data = tf.nest.map_structure(_of_unknown_length, data)
+            data = tf.nest.map_structure(of_unknown_length, data)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         if given is None:
             given = [*self._state.replica_seeds(), *self._state.values()]
@@ -117,9 +126,16 @@ class ReplicaStep:
         sources = sources or []
         if self._layers is not None:
             given += self._layers.given(sources)
+        join = None
+        if self._tensor is not None:
+            join = self._tensor.join(sources)
+            given += [*self._tensor.given(join), *self._loss.joined(join)]
         if self._own_logs:
             given = [*given, *self._state.metric_values(given)]
         with contextlib.ExitStack() as stack:
+            if share.replicas == 1 < share.same_rows:
+                # Keras divides a loss by the number of replicas.
+                stack.enter_context(as_one_replica())
             declared = stack.enter_context(sharing(share))
             moments = stack.enter_context(self._moments.noted())
             scope = stack.enter_context(
@@ -129,6 +145,7 @@ class ReplicaStep:
                     tape,
                     None if self._layers is None else self._layers.gather,
                     {id(v): source for v, source in sources},
+                    join,
                 )
             )
             if keras_internals.takes_training(model):
@@ -160,9 +177,9 @@ class ReplicaStep:
             self._warn_of_own_state(scope, y_pred)
         before = {id(variable): value for variable, value in given}
         tracker = keras_internals.loss_tracker(model)
-        increments = _mean_increments(tracker, loss, share)
+        increments = mean_increments(tracker, loss, share)
         for mean, contribution in zip(self._loss.trackers, terms, strict=False):
-            increments += _batch_increments(mean, contribution, share)
+            increments += batch_increments(mean, contribution, share)
         for variable, increment in increments:
             base = before.get(id(variable), variable)
             writes[id(variable)] = (variable, base + increment)
@@ -258,6 +275,8 @@ class ReplicaStep:
             stack.enter_context(self._moments.in_place())
             if self._layers is not None:
                 stack.enter_context(self._layers.in_place())
+            if self._tensor is not None:
+                stack.enter_context(self._tensor.in_place())
             yield
 
     def gradients(
@@ -289,9 +308,11 @@ class ReplicaStep:
         def compute(
             data: Any, local: tf.Tensor, total: tf.Tensor
         ) -> tuple[list[Any], list[tf.Tensor], Logs]:
-            share = BatchShare(local, total, self._replicas)
+            share = BatchShare(local, total, self._replicas, self._same_rows)
             variables = self._model.trainable_variables
             sources = [] if self._layers is None else self._layers.sources()
+            if self._tensor is not None:
+                sources = self._tensor.sources()
             values = {
                 id(variable): value
                 for variable, value in [*(given or ()), *gathered, *sources]
@@ -303,8 +324,11 @@ class ReplicaStep:
                     data, share, True, given, gathered, tape, sources
                 )
                 loss = scale(loss)
+                if self._same_rows > 1:
+                    # Each of them computes the loss of the same rows.
+                    loss = loss / tf.cast(self._same_rows, loss.dtype)
             gradients = scope.gradients(tape, loss, variables, weights)
-            _check_gradients(gradients, variables)
+            check_gradients(gradients, variables)
             self.present = [g is not None for g in gradients]
             self.alike = [
                 scope.reader.looks_up_alike(gradient)
@@ -326,7 +350,7 @@ class ReplicaStep:
         """Returns whether XLA can compile forward and backward pass."""
         alone = self._replicas == 1
         apart = alone or not keras_internals.communicates(self._model)
-        whole = self._layers is None
+        whole = self._layers is None and self._tensor is None
         return apart and whole and not self._state.stored_once
 
     def _compiled_by_xla(self) -> bool:
@@ -359,7 +383,7 @@ def outputs_of(model: keras.Model, data: Any, generator: Any) -> Any:
     return model(x)
 
 
-def _of_unknown_length(tensor: Any) -> Any:
+def of_unknown_length(tensor: Any) -> Any:
     """The rows of a replica, whose number the graph is not told.
 
     The author's code takes it from the shape then, where a reader sees it,
@@ -409,7 +433,7 @@ def _moved(
     return before + part - before * share.fraction(before.dtype)
 
 
-def _batch_increments(
+def batch_increments(
     mean: keras.metrics.Mean, value: tf.Tensor, share: BatchShare
 ) -> Writes:
     """What a contribution adds to a mean over batches.
@@ -424,7 +448,7 @@ def _batch_increments(
     ]
 
 
-def _mean_increments(
+def mean_increments(
     mean: keras.metrics.Mean, value: tf.Tensor, share: BatchShare
 ) -> Writes:
     """What a contribution adds to a global mean over examples."""
@@ -436,9 +460,15 @@ def _mean_increments(
     ]
 
 
-def _check_gradients(
+def check_gradients(
     gradients: list[Any], variables: list[keras.Variable]
 ) -> None:
+    """Refuses a loss that depends on no weight.
+
+    Args:
+        gradients: Of each weight, None where it has none.
+        variables: The weights.
+    """
     if all(gradient is None for gradient in gradients):
         raise ConfigurationError(
             "The loss must depend on the trainable variables. Received: a "

@@ -33,6 +33,9 @@ class StepScope(keras.StatelessScope):
         tape: Records the step, where it is one of training.
         gather: Returns the value of a weight that is stored in parts, None
             for other variables.
+        sources: See below.
+        join: As `gather`, but the value is made of a source, which has its
+            gradient.
 
     Attributes:
         reader: Reads the step, once its forward pass is traced.
@@ -54,9 +57,11 @@ class StepScope(keras.StatelessScope):
         tape: tf.GradientTape | None,
         gather: Gather | None = None,
         sources: dict[int, tf.Tensor] | None = None,
+        join: Gather | None = None,
     ) -> None:
         super().__init__(given, collect_losses=True)
         self.sources = sources or {}
+        self._join = join
         self.begun: list[tf.Tensor] = []
         self.returned: list[tf.Tensor] = []
         self.busy = False
@@ -77,6 +82,10 @@ class StepScope(keras.StatelessScope):
         value = super().get_current_value(variable)
         if id(variable) in self._weights:
             self.seen[id(variable)] = variable
+        if value is None and self._join is not None:
+            value = self._join(variable)
+            if value is not None:
+                self.state_mapping[id(variable)] = value
         if value is None and self._gather is not None:
             value = self._gather(variable)
             if value is not None:

@@ -32,6 +32,8 @@ def memory_of(model: keras.Model) -> MemoryTable:
         *(v for metric in model.metrics for v in metric.variables),
     ]
     strategy = model.distribute_strategy
+    placed = getattr(strategy, "stage_of_device", {})
+    stages = {_short(device): stage for device, stage in placed.items()}
     weights = _bytes(model.trainable_variables, strategy)
     slots = _bytes(optimizer, strategy)
     rest = _bytes(others, strategy)
@@ -42,6 +44,7 @@ def memory_of(model: keras.Model) -> MemoryTable:
                 weights.get(device, 0),
                 slots.get(device, 0),
                 rest.get(device, 0),
+                stages.get(device),
             )
             for device in sorted({*weights, *slots, *rest})
         ]

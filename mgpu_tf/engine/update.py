@@ -282,17 +282,26 @@ class Update:
 
     def _unscale(self, gradients: Gradients) -> Gradients:
         scale = tf.cast(self._scaler.dynamic_scale, tf.float32)
-        return [divided(gradient, scale) for gradient in gradients]
+        return [self._unscaled(gradient, scale) for gradient in gradients]
+
+    def _unscaled(self, gradient: Any, scale: tf.Tensor) -> Any:
+        return divided(gradient, scale)
 
     def _add(self, gradients: Gradients) -> None:
         for sums, gradient in zip(self._accumulators(), gradients, strict=True):
-            sums.assign(sums + _dense(gradient))
+            sums.assign(self._plus(sums, gradient))
+
+    def _plus(self, sums: Any, gradient: Any) -> tf.Tensor:
+        return tf.ensure_shape(sums + _dense(gradient), sums.shape)
+
+    def _mean(self, gradient: tf.Tensor) -> tf.Tensor:
+        return gradient / self._every
 
     def _take(self, gradients: Gradients) -> Gradients:
         """Returns the mean over micro-steps, and sets the sums to zero."""
         accumulators = self._accumulators()
         gradients = [
-            tf.ensure_shape(sums + _dense(gradient), sums.shape)
+            self._plus(sums, gradient)
             for sums, gradient in zip(accumulators, gradients, strict=True)
         ]
         if self._stored_once:
@@ -300,7 +309,7 @@ class Update:
             context.merge_call(lambda _: _set_to_zero(accumulators))
         else:
             _set_to_zero(accumulators)
-        return [gradient / self._every for gradient in gradients]
+        return [self._mean(gradient) for gradient in gradients]
 
     def _apply_on_replica(self, gradients: Gradients) -> None:
         queue = iter(gradients)

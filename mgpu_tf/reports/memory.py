@@ -30,12 +30,20 @@ class DeviceMemory:
         weights: Bytes of weights that are trained.
         optimizer: Bytes that optimizers keep.
         other: Bytes of all other variables.
+        stage: Its stage of a pipeline, None without one.
     """
 
     device: str
     weights: int = 0
     optimizer: int = 0
     other: int = 0
+    stage: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Returns the device, with its stage."""
+        stage = "" if self.stage is None else f" stage {self.stage}"
+        return self.device + stage
 
     @property
     def total(self) -> int:
@@ -63,7 +71,7 @@ class MemoryTable:
         names = ("weights", "optimizer", "other", "total")
         lines = [["device", *names]]
         lines += [
-            [row.device, *(f"{getattr(row, n) / _MIB:,.2f}" for n in names)]
+            [row.name, *(f"{getattr(row, n) / _MIB:,.2f}" for n in names)]
             for row in self.rows
         ]
         return "\n".join(["MiB of variables", *aligned(lines)])

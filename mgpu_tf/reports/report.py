@@ -35,6 +35,11 @@ removed:
                         other_seconds
     fused               how many layers and optimizers ran as fused
                         operations, by class
+    pipeline            the stages of a pipeline: stages (the first layer of
+                        each), parameters, micro_batches, schedule, bubble
+                        (the part of the time without work) and live (the
+                        most micro-batches whose activations each stage
+                        keeps); null without a pipeline
 """
 
 from __future__ import annotations
@@ -97,6 +102,7 @@ class Report:
     goodput: dict[str, float] | None = None
     fused: dict[str, int] = dataclasses.field(default_factory=dict)
     suggested_batch_size: int | None = None
+    pipeline: dict[str, Any] | None = None
 
     def write(self, folder: str) -> str:
         """Writes `report.json`, whole or not at all.

@@ -1,7 +1,5 @@
 """Strategies that split weights and optimizer state over devices (FSDP, ZeRO).
 
-    create_model_parallel_strategy(data=2, fsdp=2, num_virtual_devices=4)
-
 Replicas compute on their own rows of a batch, as with MirroredStrategy. They
 differ in what they store:
 
@@ -22,6 +20,7 @@ Fully Sharded Data Parallel", VLDB 2023.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -30,25 +29,17 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 
-from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.cluster.waiting import told_of_missing
-from mgpu_tf.errors import ConfigurationError, unknown_name
-from mgpu_tf.mesh import Mesh, Split, mesh_of
-from mgpu_tf.names import SHARDS, Devices
-from mgpu_tf.runtime import devices as devices_lib
+from mgpu_tf.mesh import Mesh, Split
 from mgpu_tf.strategies.collectives import Groups
+from mgpu_tf.strategies.layout import Layout
 from mgpu_tf.strategies.mirrored import (
     MirroredStrategy,
     MultiWorkerExtended,
     MultiWorkerMirroredStrategy,
 )
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
-from mgpu_tf.strategies.synchronous import (
-    collective_options,
-    cross_device_ops,
-)
-from mgpu_tf.strategies.topology import synchronous_topology
+from mgpu_tf.strategies.sharded_variable import ShardedVariable, part_of
+from mgpu_tf.strategies.topology import Topology, synchronous_topology
 
 # To gather smaller weights costs more time than their memory is worth.
 SMALLEST_SPLIT = 1024
@@ -63,6 +54,10 @@ class SplittingStrategy:
         mesh: The axes.
         shard: What is split: `weights`, `gradients` or `optimizer`.
         smallest_split: The elements of the smallest weight that is split.
+        layout: Which layers are computed in parts. The engine splits their
+            weights when the model is built.
+        splitting: How the variables that are made now are divided, if they
+            are weights of such layers.
         first_replica: The first replica of this process.
         is_apart: Whether several processes hold the replicas.
         group: The replicas that together store a copy of the weights, where
@@ -74,6 +69,8 @@ class SplittingStrategy:
     mesh: Mesh
     shard: str
     smallest_split: int
+    layout: Layout
+    splitting: Split | None = None
     first_replica: int = 0
     is_apart: bool = False
     group: Groups
@@ -82,8 +79,14 @@ class SplittingStrategy:
 
     if TYPE_CHECKING:
         run: Any
+        scope: Any
         experimental_local_results: Any
         experimental_distribute_values_from_function: Any
+
+    @property
+    def splits_later(self) -> bool:
+        """Whether weights are split when the structure of a model is known."""
+        return self.mesh.tensor > 1 or not self.layout.is_auto
 
     def read_together(self, variable: ShardedVariable) -> tf.Tensor:
         """Returns the whole value of a variable of several processes.
@@ -148,8 +151,15 @@ class SplittingStrategy:
             for variable in split:
                 variable.held = None
 
-    def _split_over(self, mesh: Mesh, shard: str, smallest_split: int) -> None:
+    def _split_over(
+        self,
+        mesh: Mesh,
+        shard: str,
+        smallest_split: int,
+        layout: Any = "auto",
+    ) -> None:
         self.mesh = mesh
+        self.layout = Layout(layout)
         self.shard = shard
         self.smallest_split = smallest_split
         self._readers: dict[Any, Any] = {}
@@ -164,6 +174,8 @@ class FullyShardedStrategy(SplittingStrategy, MirroredStrategy):
         shard: What is split: `weights`, `gradients` or `optimizer`.
         cross_device_ops: How replicas sum what is not split.
         smallest_split: The elements of the smallest weight that is split.
+        layout: Which layers are computed in parts on the tensor axis: `auto`,
+            or patterns of paths.
     """
 
     def __init__(
@@ -173,8 +185,9 @@ class FullyShardedStrategy(SplittingStrategy, MirroredStrategy):
         shard: str,
         cross_device_ops: tf.distribute.CrossDeviceOps | None,
         smallest_split: int = SMALLEST_SPLIT,
+        layout: Any = "auto",
     ) -> None:
-        self._split_over(mesh, shard, smallest_split)
+        self._split_over(mesh, shard, smallest_split, layout)
         self._collective_key_base = next(self._groups)
         tf.distribute.Strategy.__init__(
             self, _ShardedExtended(self, devices, cross_device_ops)
@@ -235,6 +248,11 @@ class _Splitting:
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         strategy = self._container_strategy()
         beside = kwargs.get("colocate_with")
+        if strategy.splitting is not None:
+            value, split = kwargs["initial_value"], strategy.splitting
+            return self._split(next_creator, value, kwargs, split)
+        if strategy.splits_later and beside is None:
+            return self._not_split(next_creator, kwargs)
         if not _may_be_split(kwargs, beside, strategy.shard):
             return self._not_split(next_creator, kwargs)
         with tf.init_scope(), tf.device(self._devices[0]):
@@ -242,13 +260,15 @@ class _Splitting:
             value = value() if callable(value) else value
             value = tf.convert_to_tensor(value, kwargs.get("dtype"))
         shape = tuple(value.shape.as_list())
+        split = Split(shape, strategy.mesh.fsdp)
         if isinstance(beside, ShardedVariable):
+            split = beside.split
             splits = shape == tuple(beside.shape)
         else:
             splits = (
                 value.dtype.is_floating
                 and math.prod(shape) >= strategy.smallest_split
-                and Split(shape, strategy.mesh.fsdp).is_possible
+                and split.is_possible
             )
         if not splits:
             kwargs["initial_value"] = lambda: value
@@ -256,7 +276,7 @@ class _Splitting:
         kwargs.pop("colocate_with", None)
         if strategy.is_apart:
             value = self._of_first_worker(value, kwargs)
-        return self._split(next_creator, value, kwargs)
+        return self._split(next_creator, value, kwargs, split)
 
     def _not_split(self, next_creator: Any, kwargs: dict[str, Any]) -> Any:
         return super()._create_variable(  # type: ignore[misc]
@@ -274,12 +294,14 @@ class _Splitting:
             )()
 
     def _split(
-        self, next_creator: Any, value: tf.Tensor, kwargs: dict[str, Any]
+        self,
+        next_creator: Any,
+        value: tf.Tensor,
+        kwargs: dict[str, Any],
+        split: Split,
     ) -> ShardedVariable:
         strategy = self._container_strategy()
         mesh = strategy.mesh
-        split = Split(tuple(value.shape.as_list()), mesh.fsdp)
-        flat = value if split.by_rows else tf.reshape(value, [-1])
         name = kwargs.get("name") or "Variable"
 
         def create(place: int, initial: tf.Tensor, suffix: str) -> Any:
@@ -295,10 +317,10 @@ class _Splitting:
         keeps_whole = strategy.shard != "weights" and kwargs.get("trainable")
         for place in range(len(self._devices)):
             replica = strategy.first_replica + place
-            first, after = split.bounds(mesh.fsdp_rank(replica))
+            part = part_of(value, split, mesh.rank(split.over, replica))
             suffix = f"/replica_{replica}" if place else ""
             # A slice of a tensor would keep all of it in memory.
-            part = tf.raw_ops.DeepCopy(x=flat[first:after])
+            part = tf.raw_ops.DeepCopy(x=part)
             parts.append(create(place, part, suffix))
             if keeps_whole:
                 whole.append(create(place, value, f"/whole_{replica}"))
@@ -328,72 +350,34 @@ def _may_be_split(kwargs: dict[str, Any], beside: Any, shard: str) -> bool:
     return beside is None and bool(kwargs.get("trainable"))
 
 
-def create_model_parallel_strategy(
-    data: int | None = None,
-    fsdp: int | None = None,
-    *,
-    shard: str = "weights",
-    cluster: ClusterConfig | None = None,
-    devices: Devices = None,
-    communication: str = "auto",
-    num_virtual_devices: int | None = None,
-    smallest_split: int = SMALLEST_SPLIT,
-) -> tf.distribute.Strategy:
-    """Creates a strategy that splits weights over devices.
-
-    The devices are those of this machine, or in a cluster those of all
-    workers, of which each has as many.
-
-    Example:
-        strategy = mgpu_tf.create_model_parallel_strategy(data=2, fsdp=4)
+def split_over(
+    strategy: SplittingStrategy, held: tf.Variable, split: Split
+) -> ShardedVariable:
+    """Returns a variable with the value of another, stored in parts.
 
     Args:
-        data: How many copies of the weights there are. Default: what `fsdp`
-            leaves, or 1.
-        fsdp: Over how many devices each copy is split. Default: what `data`
-            leaves.
-        shard: `weights`, `gradients` or `optimizer`; see the table above.
-        cluster: The cluster. Default: the cluster in `TF_CONFIG`, or that of
-            the scheduler.
-        devices: As for `create_mirrored_strategy`; of each worker.
-        communication: As for `create_mirrored_strategy`; in a cluster as for
-            `create_multi_worker_mirrored_strategy`.
-        num_virtual_devices: Split the CPU of each process into N devices.
-        smallest_split: Weights with fewer elements stay whole on each device.
-
-    Returns:
-        A `tf.distribute.MirroredStrategy`, or in a cluster a
-        `tf.distribute.MultiWorkerMirroredStrategy`, whose large weights are
-        split.
-
-    Raises:
-        ConfigurationError: The axes do not multiply to the number of devices,
-            a name is unknown, or a device does not exist.
-        ClusterError: `TF_CONFIG` is not valid.
+        strategy: The strategy of the other.
+        held: A variable that each device stores whole.
+        split: How it is divided.
     """
-    if shard not in SHARDS:
-        raise ConfigurationError(unknown_name("shard", shard, SHARDS))
-    cluster = cluster or ClusterConfig.from_environment()
-    if cluster is None or cluster.num_workers == 1:
-        names = devices_lib.select_local(devices, num_virtual_devices)
-        return FullyShardedStrategy(
-            names,
-            mesh_of(len(names), data, fsdp),
-            shard,
-            cross_device_ops(communication, names),
-            smallest_split,
-        )
-    options = collective_options("model_parallel", cluster, communication)
-    names = devices_lib.select_local(devices, num_virtual_devices)
-    mesh = mesh_of(len(names), data, fsdp, cluster.num_workers)
-    watchdog.begin(cluster)
-    with told_of_missing(cluster):
-        return MultiWorkerFullyShardedStrategy(
-            cluster,
-            options,
-            len(names),
-            mesh=mesh,
-            shard=shard,
-            communication=communication,
-            smallest_split=smallest_split,
-        )
+    strategy.splitting = split
+    try:
+        with tf.init_scope(), strategy.scope():
+            return tf.Variable(
+                tf.convert_to_tensor(held),
+                trainable=held.trainable,
+                dtype=held.dtype,
+                name=held.name.partition(":")[0],
+                aggregation=held.aggregation,
+            )
+    finally:
+        strategy.splitting = None
+
+
+def sharded_topology(strategy: tf.distribute.Strategy) -> Topology:
+    """Returns the topology: devices of the tensor axis have the same rows."""
+    topology = synchronous_topology(strategy)
+    local = dataclasses.replace(topology.local, same_rows=strategy.mesh.tensor)
+    return dataclasses.replace(
+        topology, local=local, data_parallel_degree=local.ranges
+    )

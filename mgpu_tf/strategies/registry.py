@@ -24,13 +24,15 @@ from mgpu_tf.options import StrategyOptions
 from mgpu_tf.runtime import devices as devices_lib
 from mgpu_tf.strategies.fully_sharded import (
     SplittingStrategy,
-    create_model_parallel_strategy,
+    sharded_topology,
 )
+from mgpu_tf.strategies.model_parallel import create_model_parallel_strategy
 from mgpu_tf.strategies.parameter_server import (
     EvaluatorStrategy,
     ParameterServerStrategy,
     create_parameter_server_strategy,
 )
+from mgpu_tf.strategies.pipeline import PipelineStrategy
 from mgpu_tf.strategies.synchronous import (
     check_communication,
     create_central_storage_strategy,
@@ -44,11 +46,13 @@ from mgpu_tf.strategies.topology import (
     asynchronous_topology,
     synchronous_topology,
 )
+from mgpu_tf.user_function import is_target, load_function
 
 _log = logging.getLogger("mgpu_tf")
 
 _SYNCHRONOUS = "mgpu_tf.engine.synchronous.engine:SynchronousEngine"
 _SHARDED = "mgpu_tf.engine.synchronous.sharded:ShardedEngine"
+_PIPELINE = "mgpu_tf.engine.pipeline.engine:PipelineEngine"
 _ASYNCHRONOUS = "mgpu_tf.engine.asynchronous.engine:AsynchronousEngine"
 
 
@@ -66,7 +70,8 @@ class StrategyKind:
         stored_once: Whether there is one copy of a variable for all replicas.
         trains: Whether `fit` trains; if not, it evaluates checkpoints.
         partitions: Whether a variable may be split over several servers.
-        splits: Whether replicas store parts of a variable.
+        splits: Whether replicas store parts of a variable, or each variable
+            on a device of its own.
         balances: Whether replicas may have unequal shares of a batch.
         topology: Returns the topology of a strategy.
     """
@@ -152,6 +157,9 @@ def create_strategy(
                 machine, in a global batch: "2,1", or "auto".
             data_parallel, fsdp_parallel, shard: For `fsdp` and
                 `model_parallel`; as in `create_model_parallel_strategy`.
+            tensor_parallel, layout, pipeline_parallel, micro_batches,
+                pipeline_schedule, pipeline_stages: For `model_parallel`; as
+                there.
 
     Returns:
         The strategy.
@@ -195,15 +203,37 @@ def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
     return row.create(options)
 
 
+_DEFAULTS = StrategyOptions()
+_COPIES = ("data_parallel", "fsdp_parallel", "shard")
+_IN_ONE_PROCESS = (
+    "tensor_parallel",
+    "layout",
+    "pipeline_parallel",
+    "micro_batches",
+    "pipeline_schedule",
+    "pipeline_stages",
+)
+
+
 def _refuse_mesh(name: str, options: StrategyOptions) -> None:
-    default = StrategyOptions()
-    for field in ("data_parallel", "fsdp_parallel", "shard"):
+    for field in _COPIES:
         value = getattr(options, field)
-        if value != getattr(default, field):
+        if value != getattr(_DEFAULTS, field):
             raise ConfigurationError(
                 f"{field} goes with the strategies 'fsdp' and "
                 f"'model_parallel'. Received: {field}={value!r} with "
                 f"{name!r}. Use 'fsdp'."
+            )
+    _refuse_others(name, options)
+
+
+def _refuse_others(name: str, options: StrategyOptions) -> None:
+    for field in _IN_ONE_PROCESS:
+        value = getattr(options, field)
+        if value != getattr(_DEFAULTS, field):
+            raise ConfigurationError(
+                f"{field} goes with the strategy 'model_parallel'. Received: "
+                f"{field}={value!r} with {name!r}. Use 'model_parallel'."
             )
 
 
@@ -290,14 +320,29 @@ def _mirrored(options: StrategyOptions) -> tf.distribute.Strategy:
     )
 
 
+def _fsdp(options: StrategyOptions) -> tf.distribute.Strategy:
+    _refuse_others("fsdp", options)
+    return _model_parallel(options)
+
+
 def _model_parallel(options: StrategyOptions) -> tf.distribute.Strategy:
+    stages = options.pipeline_stages
+    layout = options.layout
+    if isinstance(layout, str) and is_target(layout):
+        layout = load_function(layout, "layout")()
     return create_model_parallel_strategy(
         options.data_parallel,
         options.fsdp_parallel,
+        options.tensor_parallel,
+        layout=layout,
         shard=options.shard,
         devices=options.devices,
         communication=options.communication,
         num_virtual_devices=options.num_virtual_devices,
+        pipeline=options.pipeline_parallel,
+        micro_batches=options.micro_batches,
+        schedule=options.pipeline_schedule,
+        stages=stages and [name.strip() for name in stages.split(",")],
     )
 
 
@@ -355,9 +400,10 @@ KINDS = {
         StrategyKind(
             "fsdp",
             SplittingStrategy,
-            _model_parallel,
+            _fsdp,
             engine=_SHARDED,
             splits=True,
+            topology=sharded_topology,
         ),
         StrategyKind(
             "model_parallel",
@@ -365,6 +411,7 @@ KINDS = {
             _model_parallel,
             engine=_SHARDED,
             splits=True,
+            topology=sharded_topology,
         ),
     )
 }
@@ -380,12 +427,18 @@ _EVALUATOR = dataclasses.replace(
     ),
 )
 
+# `model_parallel` with stages has another one.
+_WITH_STAGES = dataclasses.replace(
+    KINDS["model_parallel"], type=PipelineStrategy, engine=_PIPELINE
+)
+
 # What `tf.distribute.get_strategy` returns where no strategy is entered.
 _NO_STRATEGY = type(tf.distribute.get_strategy())
 
 # TensorFlow's classes inherit from each other: subclasses come first.
 _ROWS = (
     _EVALUATOR,
+    _WITH_STAGES,
     KINDS["model_parallel"],
     KINDS["multi_worker_mirrored"],
     *KINDS.values(),

@@ -30,7 +30,7 @@ from mgpu_tf.mesh import Mesh, Split
 
 
 class ShardedVariable(values.MirroredVariable):
-    """A variable that is split over the fsdp axis of a mesh.
+    """A variable that is split over an axis of a mesh.
 
     Args:
         strategy: The strategy.
@@ -110,17 +110,18 @@ class ShardedVariable(values.MirroredVariable):
                 )
             return tf.reshape(joined, self.split.shape)
         parts = []
-        for member in self.mesh.group(replica):
+        for member in self.mesh.along(self.split.over, replica):
             part = self.values[member - self._first]
             with tf.device(part.device):
                 parts.append(part.read_value())
-        if self.mesh.fsdp == 1:
+        if len(parts) == 1:
             return tf.reshape(parts[0], self.split.shape)
-        return tf.reshape(tf.concat(parts, 0), self.split.shape)
+        joined = tf.concat(parts, self.split.dim or 0)
+        return tf.reshape(joined, self.split.shape)
 
     def _is_here(self, replica: int) -> bool:
         """Whether this process holds all parts of a replica's group."""
-        group = self.mesh.group(replica)
+        group = self.mesh.along(self.split.over, replica)
         last = self._first + len(self.values) - 1
         return self._first <= group[0] and group[-1] <= last
 
@@ -140,12 +141,17 @@ class ShardedVariable(values.MirroredVariable):
             value
         )
 
+    def rank(self, replica: int) -> int:
+        """Returns which part a replica stores."""
+        return self.mesh.rank(self.split.over, replica)
+
+    def copies(self, replica: int) -> list[int]:
+        """Returns the replicas that store the same part as one."""
+        return self.mesh.of_rank(self.split.over, self.rank(replica))
+
     def part_of(self, value: tf.Tensor, rank: int) -> tf.Tensor:
-        """Returns the part of a whole value that an fsdp rank stores."""
-        first, after = self.split.bounds(rank)
-        if not self.split.by_rows:
-            value = tf.reshape(value, [-1])
-        return value[first:after]
+        """Returns the part of a whole value that is stored at a rank."""
+        return part_of(value, self.split, rank)
 
     def here(self) -> tf.Variable:
         """Returns the part of this replica. In a replica or an update."""
@@ -239,7 +245,7 @@ class ShardedVariable(values.MirroredVariable):
         for replica, (part, value) in enumerate(
             zip(self.values, every, strict=True), self._first
         ):
-            kept = self.part_of(value, self.mesh.fsdp_rank(replica))
+            kept = self.part_of(value, self.rank(replica))
             with tf.device(part.device):
                 getattr(part, method)(kept)
 
@@ -270,6 +276,16 @@ class ShardedVariable(values.MirroredVariable):
             "A sharded variable cannot be copied by copy.deepcopy. Received: "
             f"{self.name}. Copy its value: variable.numpy()."
         )
+
+
+def part_of(value: tf.Tensor, split: Split, rank: int) -> tf.Tensor:
+    """Returns a part of a whole value."""
+    first, after = split.bounds(rank)
+    if split.dim is not None:
+        return value[(slice(None),) * split.dim + (slice(first, after),)]
+    if not split.by_rows:
+        value = tf.reshape(value, [-1])
+    return value[first:after]
 
 
 def _needs_update(variable: ShardedVariable) -> ConfigurationError:

@@ -36,12 +36,19 @@ class LocalReplicas:
         total: How many replicas there are.
         bounds: Where the ranges of replicas begin and end, as parts of the
             last number; None for equal ranges.
+        same_rows: How many neighbours of them get the same rows.
     """
 
     first: int
     count: int
     total: int
     bounds: tuple[int, ...] | None = None
+    same_rows: int = 1
+
+    @property
+    def ranges(self) -> int:
+        """Into how many ranges of rows a batch is cut."""
+        return self.total // self.same_rows
 
     @property
     def num_processes(self) -> int:
@@ -67,9 +74,12 @@ class LocalReplicas:
         Returns:
             The first row, and the row after the last.
         """
-        index = self.first + replica
+        index = (self.first + replica) // self.same_rows
         if self.bounds is None:
-            return size * index // self.total, size * (index + 1) // self.total
+            return (
+                size * index // self.ranges,
+                size * (index + 1) // self.ranges,
+            )
         whole = self.bounds[-1]
         return (
             size * self._bound(index) // whole,
@@ -106,7 +116,7 @@ class Topology:
         return tf.distribute.InputContext(
             num_input_pipelines=self.local.num_processes,
             input_pipeline_id=self.local.process,
-            num_replicas_in_sync=self.local.total,
+            num_replicas_in_sync=self.local.ranges,
         )
 
 

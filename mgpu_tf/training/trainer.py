@@ -34,6 +34,7 @@ from mgpu_tf.folders import write_whole
 from mgpu_tf.options import SaveOptions, StepOptions
 from mgpu_tf.reports.goodput import Goodput
 from mgpu_tf.reports.memory import MemoryTable
+from mgpu_tf.reports.pipeline_plan import PipelinePlan
 from mgpu_tf.reports.pipeline_trace import (
     PredictionTrace,
     StepTrace,
@@ -172,6 +173,14 @@ class Trainer:
         known once steps have run.
         """
         return self._distributed.engine.kernels.replaced
+
+    @property
+    def pipeline(self) -> PipelinePlan | None:
+        """Returns the stages of the model; None where there is no pipeline.
+
+        They are known once the model is built.
+        """
+        return self._distributed.engine.pipeline
 
     @property
     def recovery(self) -> Recovery:

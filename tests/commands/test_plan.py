@@ -72,6 +72,36 @@ def test_state_that_is_split():
         planner.StateMemory(8, fsdp=0)
 
 
+def test_stages_of_a_pipeline():
+    gib = 1 << 30
+    stage = planner.StateMemory(1 << 28, "adam", pipeline=4)
+    assert stage.weights == stage.gradients == gib // 4
+    assert stage.slots == 2 * gib // 4
+    assert stage.fitting(gib) == 4
+    with pytest.raises(ConfigurationError, match="do not go together"):
+        planner.StateMemory(8, fsdp=2, pipeline=2)
+
+
+def test_the_bubble_is_told(capsys):
+    model = ["plan", "--num_parameters=1G", "--pipeline_parallel=4"]
+    assert cli.main([*model, "--micro_batches=9"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (
+        "each stage is without work for 25.0% of a step of 9 micro-batches"
+    )
+    assert cli.main(model) == 0
+    assert "15.8% of a step of 16" in capsys.readouterr().out
+    assert cli.main([*model[:2], "--micro_batches=9"]) != 0
+    assert "goes with pipeline_parallel" in capsys.readouterr().err
+
+
+def test_layers_in_parts():
+    memory = planner.StateMemory(1 << 28, "adam", tensor=4)
+    assert memory.total == 1 << 30
+    with pytest.raises(ConfigurationError, match="do not go together"):
+        planner.StateMemory(8, fsdp=2, tensor=2)
+
+
 def test_hours():
     hours = planner.hours(table(), examples=36_000, epochs=10)
     assert hours == [1.0, pytest.approx(1 / 3.2)]

@@ -45,6 +45,12 @@ def test_each_device(name, devices, part, strategies):
         assert kernel // part <= row.other <= kernel // part + 32
 
 
+def test_stages_are_told():
+    row = DeviceMemory("GPU:2", 1, stage=1)
+    assert row.name == "GPU:2 stage 1"
+    assert "GPU:2 stage 1" in MemoryTable([row]).text()
+
+
 def test_text():
     mib = 1 << 20
     memory = MemoryTable(

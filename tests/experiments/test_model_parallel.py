@@ -20,7 +20,7 @@ COMMANDS = [
 
 
 def test_the_page_has_commands():
-    assert len(COMMANDS) == 5
+    assert len(COMMANDS) == 8
 
 
 PLAN = [c for c in COMMANDS if c.startswith("mgpu-tf plan")]
@@ -50,5 +50,8 @@ def test_experiment(tmp_path):
     assert max(results["differences"].values()) < 1e-5
     stored = results["largest_device"]
     assert stored["fsdp 4"] < 0.3 * stored["one device, no budget"]
+    in_one_process = ("tensor 2", "pipeline 2")
+    for name in (*in_one_process, *(f"data 2 x {n}" for n in in_one_process)):
+        assert stored[name] < 0.6 * stored["one device, no budget"]
     assert (tmp_path / "memory.png").stat().st_size > 1000
     assert (tmp_path / "losses.png").stat().st_size > 1000

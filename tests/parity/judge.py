@@ -56,20 +56,46 @@ def verdict(name, result, hashes=("one",)):
 
 
 # What a column cannot have, refused in one line.
-REFUSED = {
-    ("central_storage_x2", "nadam"): "writes state of its own",
-    ("central_storage_x2", "muon"): "writes state of its own",
-    ("central_storage_x2", "own_train_step"): "of one's own",
-    ("central_storage_x2", "own_train_step_clipped"): "of one's own",
-} | {
-    (column, name): rule
-    for column in ("fsdp_x3", "data_2_fsdp_2", "zero1_x2")
-    for name, rule in {
-        "lamb": "from that element alone",
-        "lars": "from that element alone",
-        "lars_nesterov": "from that element alone",
-        "muon": "from that element alone",
-        "own_train_step": "of one's own",
-        "own_train_step_clipped": "of one's own",
-    }.items()
-}
+REFUSED = (
+    {
+        ("central_storage_x2", "nadam"): "writes state of its own",
+        ("central_storage_x2", "muon"): "writes state of its own",
+        ("central_storage_x2", "own_train_step"): "of one's own",
+        ("central_storage_x2", "own_train_step_clipped"): "of one's own",
+    }
+    | {
+        (column, name): rule
+        for column in (
+            "fsdp_x3",
+            "data_2_fsdp_2",
+            "zero1_x2",
+            "tensor_x3",
+            "data_2_tensor_2",
+        )
+        for name, rule in {
+            "lamb": "from that element alone",
+            "lars": "from that element alone",
+            "lars_nesterov": "from that element alone",
+            "muon": "from that element alone",
+            "own_train_step": "of one's own",
+            "own_train_step_clipped": "of one's own",
+        }.items()
+    }
+    | {
+        (column, name): rule
+        for column in ("pipeline_x2", "data_2_pipeline_2")
+        for name, rule in {
+            "loss_scale_overflow": "a layer for each stage",
+            "batch_norm_synchronized": "synchronized=True",
+            "batch_norm_synchronized_empty": "synchronized=True",
+            "jit_compile_communicating": "synchronized=True",
+            "weighted_mean": "the sum of masks or of weights",
+            "mask": "the sum of masks or of weights",
+            "mask_weighted_mean": "the sum of masks or of weights",
+            "own_compute_loss": "own compute_loss",
+            "subclassed": "a functional or Sequential model",
+            "own_train_step": "own train_step",
+            "own_train_step_clipped": "own train_step",
+        }.items()
+    }
+)

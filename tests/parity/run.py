@@ -37,6 +37,8 @@ MACHINE = (
     "central_storage_x2",
     "fsdp_x3",
     "data_2_fsdp_2",
+    "pipeline_x2",
+    "data_2_pipeline_2",
 )
 CLUSTERS = {"2_workers": (2, 1), "3_workers": (3, 1), "2_workers_x2": (2, 2)}
 FLOAT32 = "mirrored_x2_float32"
@@ -113,6 +115,16 @@ def main():
             shard="gradients",
             num_virtual_devices=4,
             smallest_split=4,
+        ),
+        "pipeline_x2": mgpu_tf.create_model_parallel_strategy(
+            pipeline=2, micro_batches=3, num_virtual_devices=2
+        ),
+        "data_2_pipeline_2": mgpu_tf.create_model_parallel_strategy(
+            data=2,
+            pipeline=2,
+            micro_batches=2,
+            schedule="gpipe",
+            num_virtual_devices=4,
         ),
         "one_device": mgpu_tf.create_one_device_strategy("CPU:0"),
     }

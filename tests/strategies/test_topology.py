@@ -68,4 +68,15 @@ def test_kinds(strategies):
         "fsdp_x3": "model_parallel",
         "data_2_fsdp_2": "model_parallel",
         "zero1_x2": "model_parallel",
+        "pipeline_x2": "model_parallel",
+        "data_2_pipeline_2": "model_parallel",
+        "tensor_x3": "model_parallel",
+        "data_2_tensor_2": "model_parallel",
     }
+
+
+def test_neighbours_with_the_same_rows():
+    local = LocalReplicas(0, 4, 4, same_rows=2)
+    assert local.ranges == 2
+    rows = [local.rows_of(5, replica) for replica in range(4)]
+    assert rows == [(0, 2), (0, 2), (2, 5), (2, 5)]

@@ -42,6 +42,7 @@ from mgpu_tf.engine.synchronous.overridden_step import (
 from mgpu_tf.engine.synchronous.probe import Probe
 from mgpu_tf.engine.synchronous.replica_check import ReplicaCheck
 from mgpu_tf.engine.synchronous.traced_replicas import TracedReplicas
+from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.traced import (
     Watch,
     Weights,
@@ -121,7 +122,7 @@ class SynchronousEngine(Engine):
         Statistics of which replicas have their own are averaged there, and
         the first step of an author's own is traced apart from the others.
         """
-        averaged = self._state.averages and self._local.total > 1
+        averaged = self._state.averages and self._local.ranges > 1
         authored = keras_internals.overrides(self._model, "train_step")
         return authored or (averaged and not self._state.stored_once)
 
@@ -285,15 +286,9 @@ class SynchronousEngine(Engine):
         self._begin()
         iterator = self.feed(source, chain=False, training=False).iterator(0)
         data, local, total = self._next(iterator, source)
-        state = self._state if self._prepared else self._make_state()
-        generator = keras_internals.global_seed_generator()
-
-        def on_replica(rows: Any) -> Any:
-            with state.replica_seeds_in_place():
-                return outputs_of(self._model, rows, generator)
-
+        on_replica = self._predicting()
         with one_by_one():
-            outputs = self._strategy.run(on_replica, args=(data,))
+            outputs = self._strategy.run(on_replica, args=(data, local))
         replicas = TracedReplicas(self._strategy)
         replicas.begin(data, local, total)
         return replicas.predicted(outputs)
@@ -308,13 +303,7 @@ class SynchronousEngine(Engine):
         if self._options.noise_scale:
             self._noise = self._make_noise_scale()
         self._update = self._make_update()
-        self._step = ReplicaStep(
-            self._model,
-            self._loss,
-            self._state,
-            self._local.total,
-            self._layers(),
-        )
+        self._step = self._make_step()
         authored = keras_internals.overrides(self._model, "train_step")
         if authored and self._options.recompute is not None:
             raise ConfigurationError(
@@ -329,11 +318,27 @@ class SynchronousEngine(Engine):
             self._probe = Probe(self._model, self._strategy, self._state)
         self._prepared = True
 
+    def _make_step(self) -> ReplicaStep:
+        return ReplicaStep(
+            self._model,
+            self._loss,
+            self._state,
+            self._local.ranges,
+            self._layers(),
+            self._tensor(),
+            self._local.same_rows,
+        )
+
     def _layers(self) -> LayerByLayer | None:
         """Returns what computes layer by layer, None where none does."""
         if self._options.recompute is None:
             return None
+        refuse_stages(self._options)
         return LayerByLayer(self._model, lambda variable: None)
+
+    def _tensor(self) -> TensorParallel | None:
+        """Returns what computes with parts of weights, None where none does."""
+        return None
 
     def _make_update(self) -> Update:
         return Update(
@@ -635,7 +640,10 @@ class SynchronousEngine(Engine):
         data, local, total = next_batch(iterator, source, self._strategy)
         if source.totals_known:
             return data, local, self._first(total)
-        return data, local, self._strategy.reduce("SUM", local, axis=None)
+        total = self._strategy.reduce("SUM", local, axis=None)
+        if self._local.same_rows > 1:
+            total //= self._local.same_rows
+        return data, local, total
 
     def _train_step(
         self, data: Any, local: Any, total: tf.Tensor
@@ -679,19 +687,14 @@ class SynchronousEngine(Engine):
         self, source: Source, iterator: Any
     ) -> tuple[Any, tf.Tensor, tf.Tensor]:
         self._begin()
-        data, _, total = next_batch(iterator, source, self._strategy)
+        data, local, total = next_batch(iterator, source, self._strategy)
         total = self._first(total)
         ended = self._ended_on(source, total)
         like: list[Any] = []
-        generator = keras_internals.global_seed_generator()
-        state = self._state if self._prepared else self._make_state()
-
-        def on_replica(rows: Any) -> Any:
-            with state.replica_seeds_in_place():
-                return outputs_of(self._model, rows, generator)
+        on_replica = self._predicting()
 
         def outputs() -> Any:
-            every = self._strategy.run(on_replica, args=(data,))
+            every = self._strategy.run(on_replica, args=(data, local))
             every = tf.nest.map_structure(self._rows_of_worker, every)
             if self._local.num_processes > 1:
                 every = tf.nest.map_structure(
@@ -713,8 +716,21 @@ class SynchronousEngine(Engine):
             return (outputs() if going else ()), total, ended
         return tf.cond(going, outputs, nothing), total, ended
 
+    def _predicting(self) -> Callable[[Any, tf.Tensor], Any]:
+        """Returns what predicts the rows of a replica."""
+        state = self._state if self._prepared else self._make_state()
+        generator = keras_internals.global_seed_generator()
+
+        def on_replica(rows: Any, local: tf.Tensor) -> Any:
+            del local
+            with state.replica_seeds_in_place():
+                return outputs_of(self._model, rows, generator)
+
+        return on_replica
+
     def _rows_of_worker(self, value: Any) -> tf.Tensor:
-        return tf.concat(self._strategy.experimental_local_results(value), 0)
+        every = self._strategy.experimental_local_results(value)
+        return tf.concat(every[:: self._local.same_rows], 0)
 
     def _rows_of_all(self, rows: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
         """Joins the rows of all workers in order.
@@ -754,18 +770,26 @@ class SynchronousEngine(Engine):
         self._update.present = step.present
         self._update.alike = step.alike
         self._state.write(list(zip(step.written, values, strict=True)))
-        share = BatchShare(local, total, self._local.total)
-        return share.select_all(gradients), step.logs.summed(logs)
+        share = self._share(local, total)
+        return self._selected(gradients, share), step.logs.summed(logs)
 
     def _replica_evaluate(
         self, data: Any, local: tf.Tensor, total: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        share = BatchShare(local, total, self._local.total)
+        share = self._share(local, total)
         _, writes, logs = self._step.forward(
             data, share, training=False, gathered=self._gathered()
         )
         self._state.write(writes)
         return self._step.logs.summed(logs)
+
+    def _selected(self, gradients: list[Any], share: BatchShare) -> list[Any]:
+        """Returns gradients, zeros of a replica without rows of its own."""
+        return share.select_all(gradients)
+
+    def _share(self, local: tf.Tensor, total: tf.Tensor) -> BatchShare:
+        ranges, same_rows = self._local.ranges, self._local.same_rows
+        return BatchShare(local, total, ranges, same_rows)
 
     def _replica_gather(self, padded: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
@@ -791,6 +815,15 @@ class Work:
         """Adds an execution."""
         self.examples += done.examples
         self.seconds += done.computing_seconds
+
+
+def refuse_stages(options: StepOptions) -> None:
+    """Refuses what only a pipeline can compute again."""
+    if options.recompute == "stages":
+        raise ConfigurationError(
+            "recompute='stages' goes with pipeline_parallel. Received: a "
+            "strategy without stages. Use recompute='layers'."
+        )
 
 
 def _traces(function: Any) -> int:

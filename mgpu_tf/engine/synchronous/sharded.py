@@ -26,10 +26,16 @@ import tensorflow as tf
 
 from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.per_layer import LayerByLayer
+from mgpu_tf.engine.rows import summed_rows
 from mgpu_tf.engine.state import Writes
-from mgpu_tf.engine.synchronous.engine import SynchronousEngine
+from mgpu_tf.engine.synchronous.engine import (
+    SynchronousEngine,
+    refuse_stages,
+)
 from mgpu_tf.engine.synchronous.parts import cut, gathered, scattered
+from mgpu_tf.engine.tensor_parallel.parts import TensorParallel, split_model
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
@@ -91,8 +97,63 @@ class ShardedEngine(SynchronousEngine):
                 "in graphs. Received: run_eagerly=True. Leave it out, or use "
                 "one process."
             )
+        if options.recompute is not None and strategy.splits_later:
+            raise ConfigurationError(
+                "recompute does not go with layers that are computed in "
+                f"parts. Received: recompute={options.recompute!r} with "
+                "tensor_parallel. Leave it out, or use 'fsdp'."
+            )
+        self._parts: TensorParallel | None = None
         if model.optimizer is not None:
             _check_elementwise(model.optimizer)
+
+    def build(self, source: Source) -> None:
+        """Creates the variables; as in `Engine`, but weights in parts."""
+        super().build_layers(source)
+        self._split_layers(source)
+        super().build(source)
+
+    def build_layers(self, source: Source) -> None:
+        """Creates the layers' variables; as in `Engine`, but in parts."""
+        super().build_layers(source)
+        self._split_layers(source)
+
+    def _split_layers(self, source: Source) -> None:
+        if self._strategy.splits_later and self._parts is None:
+            plan = split_model(self._model, self._strategy, source.example())
+            self._parts = TensorParallel(self._model, self._strategy, plan)
+
+    def _tensor(self) -> TensorParallel | None:
+        return self._parts
+
+    def _predict_step(self, *arguments: Any) -> Any:
+        with self._in_parts():
+            return super()._predict_step(*arguments)
+
+    def _in_parts(self) -> contextlib.AbstractContextManager[None]:
+        if self._parts is None:
+            return contextlib.nullcontext()
+        return self._parts.in_place()
+
+    def _selected(self, gradients: list[Any], share: BatchShare) -> list[Any]:
+        """As in `SynchronousEngine`, but weights that see the rows of all."""
+        held = itertools.compress(
+            self._model.trainable_variables, self._step.present
+        )
+        of_all = [_sees_all_rows(variable) for variable in held]
+        own = iter(
+            share.select_all(
+                [
+                    g
+                    for g, each in zip(gradients, of_all, strict=True)
+                    if not each
+                ]
+            )
+        )
+        return [
+            gradient if each else next(own)
+            for gradient, each in zip(gradients, of_all, strict=True)
+        ]
 
     def trace(self, source: Source) -> StepTrace:
         """Runs the first step of training and undoes it; as in `Engine`."""
@@ -102,7 +163,9 @@ class ShardedEngine(SynchronousEngine):
     def trace_outputs(self, source: Source) -> list[ShareTrace]:
         """Predicts one batch; as in `Engine`."""
         self._refuse_trace()
-        return super().trace_outputs(source)
+        self.build_layers(source)
+        with self._in_parts():
+            return super().trace_outputs(source)
 
     def _refuse_trace(self) -> None:
         if self._strategy.is_apart:
@@ -133,17 +196,20 @@ class ShardedEngine(SynchronousEngine):
         refresh(self._model.variables)
 
     def _layers(self) -> LayerByLayer | None:
+        refuse_stages(self._options)
         if self._options.recompute is None and self._gathers_at_once:
             return None
         return LayerByLayer(self._model, _gathered)
 
     @property
     def _gathers_at_once(self) -> bool:
-        return self._strategy.shard != "weights"
+        return self._parts is not None or self._strategy.shard != "weights"
 
     def _gathered(self) -> Writes:
         if not self._gathers_at_once or self._options.recompute is not None:
             return []  # Layer by layer.
+        if self._parts is not None:
+            return []  # In parts.
         return [
             (variable, tf.convert_to_tensor(variable.value))
             for variable in self._model.variables
@@ -183,6 +249,7 @@ class ShardedUpdate(Update):
         self._are_alike = False
         if strategy.shard != "optimizer":
             self._reduces_first = True
+        self._sums_rows = options.sums_rows
         name = options.gradient_dtype
         self._dtype = tf.as_dtype(name) if name else None
 
@@ -194,6 +261,9 @@ class ShardedUpdate(Update):
         variables: list[keras.Variable],
         alike: list[bool],
     ) -> Gradients:
+        parted = [_is_computed_in_parts(v) for v in variables]
+        if any(parted) or self._mesh.tensor > 1:
+            return self._summed_parts(gradients, variables, alike, parted)
         split = [keras_internals.is_split(v) for v in variables]
         sparse = [
             isinstance(self._first(g), tf.IndexedSlices) for g in gradients
@@ -237,6 +307,100 @@ class ShardedUpdate(Update):
             self._scattered(gradient, variable)
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
+
+    def _summed_parts(
+        self,
+        gradients: Gradients,
+        variables: list[keras.Variable],
+        alike: list[bool],
+        parted: list[bool],
+    ) -> Gradients:
+        """Sums where gradients of split weights are of parts already.
+
+        Such a one is summed over the replicas that store the same part. The
+        rows of other embeddings are summed first where replicas have the same
+        rows of a batch, since one device has each of them once.
+        """
+        whole = [not each for each in parted]
+        others = [
+            self._rows_once(gradient)
+            if isinstance(self._first(gradient), tf.IndexedSlices)
+            else gradient
+            for gradient in itertools.compress(gradients, whole)
+        ]
+        summed = iter(
+            super()._summed(
+                others,
+                list(itertools.compress(variables, whole)),
+                list(itertools.compress(alike, whole)),
+            )
+        )
+        return [
+            self._of_copies(gradient, variable.value)
+            if is_part
+            else next(summed)
+            for gradient, variable, is_part in zip(
+                gradients, variables, parted, strict=True
+            )
+        ]
+
+    def _of_copies(self, gradient: Any, variable: ShardedVariable) -> Any:
+        """Sums the gradient of a part over the replicas that store it."""
+        every = self._strategy.experimental_local_results(gradient)
+        found = []
+        for replica in range(self._mesh.size):
+            copies = variable.copies(replica)
+            with tf.device(variable.values[replica].device):
+                if len(copies) == 1:
+                    found.append(self._alone(every[replica]))
+                elif isinstance(every[replica], tf.IndexedSlices):
+                    found.append(self._joined([every[c] for c in copies]))
+                elif replica != copies[0]:
+                    found.append(tf.identity(found[copies[0]]))
+                else:
+                    found.append(
+                        tf.add_n([self._rounded(every[c]) for c in copies])
+                    )
+        return self._strategy.experimental_distribute_values_from_function(
+            lambda context: found[context.replica_id_in_sync_group]
+        )
+
+    def _alone(self, gradient: Any) -> Any:
+        if isinstance(gradient, tf.IndexedSlices) and self._sums_rows:
+            return summed_rows(gradient)
+        return gradient
+
+    def _joined(self, parts: list[tf.IndexedSlices]) -> tf.IndexedSlices:
+        joined = tf.IndexedSlices(
+            tf.concat([self._rounded(part.values) for part in parts], 0),
+            tf.concat([part.indices for part in parts], 0),
+            parts[0].dense_shape,
+        )
+        return self._alone(joined)
+
+    def _rounded(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a tensor as it is sent with `gradient_dtype`."""
+        if self._dtype is None or self._dtype.size >= value.dtype.size:
+            return value
+        return tf.cast(tf.cast(value, self._dtype), value.dtype)
+
+    def _rows_once(self, slices: Any) -> Any:
+        """Gives the first of replicas with the same rows all of their sum."""
+        tensor = self._mesh.tensor
+        every = self._strategy.experimental_local_results(slices)
+        found: list[Any] = []
+        for replica, own in enumerate(every):
+            with tf.device(own.values.device):
+                if replica % tensor:
+                    kept, indices = own.values[:0], own.indices[:0]
+                else:
+                    same = every[replica : replica + tensor]
+                    kept = tf.add_n([each.values for each in same])
+                    indices = own.indices
+                found.append(tf.IndexedSlices(kept, indices, own.dense_shape))
+        return self._strategy.experimental_distribute_values_from_function(
+            lambda context: found[context.replica_id_in_sync_group]
+        )
 
     def _scattered(self, gradient: Any, variable: ShardedVariable) -> Any:
         """Gives each replica the sum of its part of a dense gradient.
@@ -357,7 +521,7 @@ class ShardedUpdate(Update):
         own = [
             tf.cast(tf.reduce_sum(tf.square(values(gradient))), wide)
             / (
-                self._mesh.data
+                len(keras_internals.stored(variable).copies(0))
                 if keras_internals.is_split(variable)
                 else self._mesh.size
             )
@@ -372,6 +536,18 @@ class ShardedUpdate(Update):
             sums.value.here() if keras_internals.is_split(sums) else sums
             for sums in super()._accumulators()
         ]
+
+
+def _is_computed_in_parts(variable: keras.Variable) -> bool:
+    """Whether each replica computes with its part of a weight alone."""
+    held = keras_internals.stored(variable)
+    return isinstance(held, ShardedVariable) and held.split.dim is not None
+
+
+def _sees_all_rows(variable: keras.Variable) -> bool:
+    """Whether a weight is split over the data axis."""
+    held = keras_internals.stored(variable)
+    return isinstance(held, ShardedVariable) and held.split.over == "data"
 
 
 def _gathered(variable: keras.Variable) -> tf.Tensor | None:

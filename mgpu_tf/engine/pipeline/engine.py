@@ -1,0 +1,267 @@
+"""The synchronous engine where the layers of a replica are in stages.
+
+build     cut the model, and put each weight on the device of its stage
+step      micro-batches through the stages (`step.py`)
+update    on the devices of the stages (`update.py`)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.data import Source
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.contributions import BatchShare
+from mgpu_tf.engine.pipeline.schedule import orders, timing
+from mgpu_tf.engine.pipeline.split import Stages, no_graph, stages_of
+from mgpu_tf.engine.pipeline.state import PipelineState
+from mgpu_tf.engine.pipeline.step import PipelineStep
+from mgpu_tf.engine.pipeline.update import PipelineUpdate
+from mgpu_tf.engine.synchronous.engine import SynchronousEngine
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.options import StepOptions
+from mgpu_tf.reports.pipeline_plan import PipelinePlan
+from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
+from mgpu_tf.strategies.pipeline import PipelineStrategy
+
+_log = logging.getLogger("mgpu_tf")
+
+
+class PipelineEngine(SynchronousEngine):
+    """Trains models whose layers are in stages, each on its device.
+
+    Args:
+        model: A compiled model, made in the strategy's scope.
+        strategy: A strategy with stages.
+        options: How steps are made.
+
+    Raises:
+        ConfigurationError: The model is not compiled, was made elsewhere, or
+            has what does not go with stages.
+    """
+
+    _strategy: PipelineStrategy
+    _step: PipelineStep
+    _state: PipelineState
+
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        options: StepOptions,
+    ) -> None:
+        super().__init__(model, strategy, options)
+        self._stages: Stages | None = None
+        self._plan: PipelinePlan | None = None
+        _check_model(model)
+        _check_options(options)
+        if self._jit_compile:
+            _log.info(
+                "jit_compile=True: XLA compiles for one device; the stages "
+                "of %s run without",
+                model.name,
+            )
+        if model.built:
+            self._cut()
+
+    def build(self, source: Source) -> None:
+        """Creates all variables, each where it belongs; as in `Engine`."""
+        self.build_layers(source)
+        super().build(source)
+
+    def build_layers(self, source: Source) -> None:
+        """Creates the variables of layers, in stages; as in `Engine`."""
+        super().build_layers(source)
+        self._cut()
+
+    def _cut(self) -> None:
+        """Cuts the model, and moves its variables to their stages."""
+        if self._stages is not None:
+            return
+        strategy = self._strategy
+        count = strategy.mesh.pipeline
+        stages = stages_of(self._model, count, strategy.begins)
+        _check_layers(self._model, strategy)
+        owned = {
+            id(variable): number
+            for number, stage in enumerate(stages.every)
+            for variable in stage.variables
+        }
+        optimizers = [
+            part
+            for optimizer in keras_internals.optimizers_of(self._model)
+            for part in keras_internals.parts(optimizer)
+            if part.built
+        ]
+        kept = {
+            id(variable): owned.get(id(weight), 0)
+            for optimizer in optimizers
+            for weight, variable in keras_internals.kept_for_weights(optimizer)
+        }
+        every = [
+            *self._model.variables,
+            *(v for optimizer in optimizers for v in optimizer.variables),
+        ]
+        places = owned | kept
+        for variable in {id(v): v for v in every}.values():
+            if id(variable) in places:
+                with (
+                    strategy.scope(),
+                    strategy.placing(places[id(variable)]),
+                ):
+                    keras_internals.store_again(variable)
+        for optimizer in optimizers:
+            keras_internals.index_again(optimizer)
+        self._stages = stages
+        self._plan = self._planned(stages)
+        _log.info("pipeline: %s", self._plan.text())
+
+    def _planned(self, stages: Stages) -> PipelinePlan:
+        schedule = self._strategy.schedule
+        micro_batches = self._strategy.micro_batches
+        plan = timing(orders(schedule, len(stages.every), micro_batches))
+        return PipelinePlan(
+            stages=[stage.first_name for stage in stages.every],
+            parameters=[stage.parameters for stage in stages.every],
+            micro_batches=micro_batches,
+            schedule=schedule,
+            bubble=plan.bubble,
+            live=plan.live,
+        )
+
+    @property
+    def pipeline(self) -> PipelinePlan | None:
+        """Returns the stages of the model, once it is built."""
+        return self._plan
+
+    def trace(self, source: Source) -> StepTrace:
+        """Refuses: a step is not computed one operation after another."""
+        raise _no_trace()
+
+    def trace_outputs(self, source: Source) -> list[ShareTrace]:
+        """Refuses, as `trace`."""
+        raise _no_trace()
+
+    def _make_state(self) -> PipelineState:
+        state = PipelineState(
+            self._model,
+            self._strategy.num_replicas_in_sync,
+            self._strategy.micro_batches,
+        )
+        state.add_global_seed(self._strategy)
+        return state
+
+    def _make_step(self) -> PipelineStep:
+        return self._step_with(self._loss, self._state)
+
+    def _step_with(self, loss: Any, state: PipelineState) -> PipelineStep:
+        assert self._stages is not None
+        return PipelineStep(
+            self._model,
+            loss,
+            state,
+            self._strategy,
+            self._stages,
+            recompute=self._options.recompute == "stages",
+        )
+
+    def _make_update(self) -> PipelineUpdate:
+        return PipelineUpdate(
+            self._model.optimizer,
+            self._model.trainable_variables,
+            self._strategy,
+            stored_once=False,
+            options=self._options,
+        )
+
+    def _predicting(self) -> Callable[[Any, tf.Tensor], Any]:
+        state = self._state if self._prepared else self._make_state()
+        step = self._step_with(None, state)
+
+        def on_replica(rows: Any, local: tf.Tensor) -> Any:
+            outputs, writes = step.outputs(rows, local)
+            state.write(writes)
+            return outputs
+
+        return on_replica
+
+    def _replica_gradients(
+        self, data: Any, local: tf.Tensor, total: tf.Tensor
+    ) -> tuple[list[Any], dict[str, tf.Tensor]]:
+        step = self._step
+        scale = self._model.optimizer.scale_loss
+        gradients, values, _ = step.gradients(data, local, total, scale)
+        self._update.present = step.present
+        self._update.alike = step.alike
+        self._state.write(list(zip(step.written, values, strict=True)))
+        return gradients, {}
+
+    def _replica_evaluate(
+        self, data: Any, local: tf.Tensor, total: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        share = BatchShare(local, total, self._local.total)
+        _, writes, _ = self._step.forward(data, share, training=False)
+        self._state.write(writes)
+        return {}
+
+
+def _no_trace() -> ConfigurationError:
+    return ConfigurationError(
+        "A trace goes with strategies whose replicas have one device. "
+        "Received: a pipeline. Trace the model with 'mirrored'."
+    )
+
+
+def _check_model(model: keras.Model) -> None:
+    changed = keras_internals.is_changed(model)
+    if changed:
+        raise ConfigurationError(
+            "A pipeline computes the step of a model in stages, and goes with "
+            f"Keras's own methods. Received: {type(model).__name__} with its "
+            f"own {', '.join(changed)}. Use 'fsdp' or 'mirrored'."
+        )
+    if not keras_internals.has_graph(model):
+        raise no_graph(model)
+
+
+def _check_options(options: StepOptions) -> None:
+    if options.recompute == "layers":
+        raise ConfigurationError(
+            "A pipeline computes stages again, not layers. Received: "
+            "recompute='layers'. Use recompute='stages'."
+        )
+    if options.noise_scale:
+        raise ConfigurationError(
+            "noise_scale needs all gradients on each device. Received: "
+            "noise_scale=True on a pipeline. Use 'mirrored'."
+        )
+
+
+def _check_layers(model: keras.Model, strategy: PipelineStrategy) -> None:
+    if strategy.num_replicas_in_sync * strategy.micro_batches == 1:
+        return
+    for layer in keras_internals.layers_of(model):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise ConfigurationError(
+                "A recurrent layer with stateful=True keeps a state for each "
+                "row of a batch, which a pipeline cuts into micro-batches. "
+                f"Received: the layer {layer.name!r}. Use 'one_device', or "
+                "return_state=True and pass initial_state yourself."
+            )
+        if getattr(layer, "synchronized", False):
+            raise ConfigurationError(
+                "A pipeline normalizes each micro-batch by itself. Received: "
+                f"the layer {layer.name!r} with synchronized=True. Use "
+                "synchronized=False, LayerNormalization, or 'mirrored'."
+            )
+    if any(spec.shape[0] is not None for spec in model.inputs):
+        raise ConfigurationError(
+            "A pipeline cuts batches, so a model must take any number of "
+            "rows. Received: inputs with a batch size of their own. Leave "
+            "batch_size out of keras.Input."
+        )

@@ -1,0 +1,268 @@
+"""Which layers of a model each stage of a pipeline has.
+
+The calls of a functional model are put in an order in which they can run, and
+the order is cut. By default the cuts make the most expensive stage as cheap as
+can be. The cost of a call is
+
+    half its part of the parameters      weights, gradients, optimizer state
+    half its part of the work            products of weights with the positions
+                                         that they are applied to
+
+Of cuts with the same most expensive stage, those are taken at which the fewest
+values are sent. A weight that several calls share is in one stage: no cut goes
+between its first and its last call.
+
+A value may be used several stages later: it is sent there directly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import keras
+
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.keras_internals import Call, Key
+from mgpu_tf.errors import ConfigurationError
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The calls of one stage.
+
+    Attributes:
+        calls: The calls, in their order.
+        inputs: The keys of what it takes from the model's inputs and from
+            stages before.
+        outputs: The keys of what stages after it take, and of the model's
+            outputs.
+        variables: What its layers keep.
+    """
+
+    calls: list[Call]
+    inputs: list[Key]
+    outputs: list[Key]
+    variables: list[keras.Variable]
+
+    @property
+    def first_name(self) -> str:
+        """Returns the name of the first layer that has one."""
+        named = (call.names[0] for call in self.calls if call.names)
+        return next(named, "")
+
+    @property
+    def parameters(self) -> int:
+        """Returns the number of its parameters."""
+        return sum(math.prod(v.shape) for v in self.variables)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """A model in stages.
+
+    Attributes:
+        every: The stages.
+        inputs: The keys of the model's inputs.
+        outputs: The keys of the model's outputs.
+    """
+
+    every: list[Stage]
+    inputs: list[Key]
+    outputs: list[Key]
+
+
+def stages_of(
+    model: keras.Model, count: int, begins: Sequence[str] | None = None
+) -> Stages:
+    """Cuts a model into stages.
+
+    Args:
+        model: A built model.
+        count: How many stages there are.
+        begins: The names of the layers at which the second and further
+            stages begin. Default: the cuts of the least cost.
+
+    Raises:
+        ConfigurationError: The model has no graph of layers, or cannot be
+            cut so.
+    """
+    graph = keras_internals.graph_of(model)
+    if graph is None:
+        raise no_graph(model)
+    calls, inputs, outputs = graph
+    tied = _tied(calls)
+    if begins is None:
+        cuts = _cheapest(calls, count, tied)
+    else:
+        cuts = _named(calls, begins, tied)
+    bounds = [0, *cuts, len(calls)]
+    parts = [calls[a:b] for a, b in itertools.pairwise(bounds)]
+    return Stages(_joined(parts, outputs), inputs, outputs)
+
+
+def no_graph(model: keras.Model) -> ConfigurationError:
+    """Returns the error of a model that has no graph of layers."""
+    return ConfigurationError(
+        "A pipeline needs a functional or Sequential model, whose layers it "
+        f"can cut into stages. Received: {type(model).__name__}. Build it "
+        "with keras.Model(inputs, outputs), or use 'fsdp'."
+    )
+
+
+def _joined(parts: list[list[Call]], outputs: list[Key]) -> list[Stage]:
+    """Finds what stages take from each other."""
+    made = [{key for call in part for key in call.outputs} for part in parts]
+    taken = [
+        list(
+            dict.fromkeys(
+                key for call in part for key in call.inputs if key not in own
+            )
+        )
+        for part, own in zip(parts, made, strict=True)
+    ]
+    # The last stage has all outputs, for the loss.
+    for key in outputs:
+        if key not in made[-1] and key not in taken[-1]:
+            taken[-1].append(key)
+    wanted = {key for keys in taken for key in keys} | set(outputs)
+    return [
+        Stage(
+            part,
+            keys,
+            [key for call in part for key in call.outputs if key in wanted],
+            list({id(v): v for call in part for v in call.variables}.values()),
+        )
+        for part, keys in zip(parts, taken, strict=True)
+    ]
+
+
+def _tied(calls: list[Call]) -> dict[int, str]:
+    """Returns the cuts that would part a shared weight, with its path.
+
+    A cut is the index of the first call after it.
+    """
+    first: dict[int, int] = {}
+    found: dict[int, str] = {}
+    for place, call in enumerate(calls):
+        for variable in call.variables:
+            begin = first.setdefault(id(variable), place)
+            for cut in range(begin + 1, place + 1):
+                found.setdefault(cut, variable.path)
+    return found
+
+
+def _named(
+    calls: list[Call], begins: Sequence[str], tied: dict[int, str]
+) -> list[int]:
+    places: dict[str, int] = {}
+    for place, call in enumerate(calls):
+        for name in call.names:
+            places.setdefault(name, place)
+    cuts = []
+    for name in begins:
+        if name not in places:
+            raise ConfigurationError(
+                "pipeline_stages must be names of layers. Received: "
+                f"{name!r}. The model has: {', '.join(places)}."
+            )
+        cuts.append(places[name])
+    if cuts != sorted(set(cuts)) or 0 in cuts:
+        raise ConfigurationError(
+            "pipeline_stages must name layers in the order in which they "
+            "run, without the first. Received: "
+            f"{', '.join(begins)}. The order is: {', '.join(places)}."
+        )
+    for name, cut in zip(begins, cuts, strict=True):
+        if cut in tied:
+            raise ConfigurationError(
+                "A weight that several layers share must be in one stage. "
+                f"Received: a stage that begins at {name!r}, between two "
+                f"uses of {tied[cut]}. Begin it elsewhere."
+            )
+    return cuts
+
+
+def _cheapest(calls: list[Call], count: int, tied: dict[int, str]) -> list[int]:
+    """Returns the cuts whose most expensive stage costs the least."""
+    allowed = [c for c in range(1, len(calls)) if c not in tied]
+    if len(allowed) < count - 1:
+        held = sorted(set(tied.values()))
+        shared = f", and layers that share {held[0]}" if held else ""
+        raise ConfigurationError(
+            "A pipeline needs a layer for each stage, and a shared weight "
+            f"within one stage. Received: {len(calls)} layers{shared}, for "
+            f"{count} stages. Use fewer stages, or 'fsdp'."
+        )
+    costs = costs_of(calls)
+    total = [0.0, *itertools.accumulate(costs)]
+    sent = _sent(calls)
+    end = len(calls)
+    # best[b] = (most expensive stage, values sent, cuts) of the calls to b.
+    best: dict[int, tuple[float, int, list[int]]] = {
+        b: (total[b], 0, []) for b in [*allowed, end]
+    }
+    for _ in range(count - 1):
+        best = {
+            b: min(
+                (
+                    # Sums of the same costs may differ in their last bits.
+                    round(max(worst, total[b] - total[a]), 12),
+                    values + sent[a],
+                    [*cuts, a],
+                )
+                for a, (worst, values, cuts) in best.items()
+                if a < b
+            )
+            for b in [*allowed, end]
+            if any(a < b for a in best)
+        }
+    return best[end][2]
+
+
+def costs_of(calls: list[Call]) -> list[float]:
+    """Returns the cost of each call; see the head of this module."""
+    sizes = [sum(math.prod(v.shape) for v in c.variables) for c in calls]
+    works = [_work(call, size) for call, size in zip(calls, sizes, strict=True)]
+    all_sizes, all_works = sum(sizes) or 1, sum(works) or 1
+    return [
+        0.5 * size / all_sizes + 0.5 * work / all_works
+        for size, work in zip(sizes, works, strict=True)
+    ]
+
+
+def _work(call: Call, size: int) -> int:
+    """Estimates the multiplications of a call for one example."""
+    taken, made = call.specs
+    elements = sum(_elements(spec) for spec in made)
+    if size == 0 or isinstance(call.layer, keras.layers.Embedding):
+        return elements
+    specs = taken if isinstance(call.layer, keras.layers.RNN) else made
+    return elements + size * max(map(_positions, specs), default=1)
+
+
+def _elements(spec: keras.KerasTensor) -> int:
+    return math.prod(n or 1 for n in spec.shape[1:])
+
+
+def _positions(spec: keras.KerasTensor) -> int:
+    """How often a weight is applied to make a tensor, or to take it."""
+    return math.prod(n or 1 for n in spec.shape[1:-1])
+
+
+def _sent(calls: list[Call]) -> list[int]:
+    """Returns how many values of an example cross each cut."""
+    born: dict[Key, tuple[int, int]] = {}
+    last: dict[Key, int] = {}
+    for place, call in enumerate(calls):
+        for key, spec in zip(call.outputs, call.specs[1], strict=True):
+            born[key] = (place, _elements(spec))
+        for key in call.inputs:
+            last[key] = place
+    crossing = [0] * (len(calls) + 1)
+    for key, (place, elements) in born.items():
+        for cut in range(place + 1, last.get(key, place) + 1):
+            crossing[cut] += elements
+    return crossing

@@ -1,0 +1,195 @@
+"""How a layer computes with parts of its weights.
+
+    columns      inputs -> some outputs             -> gathered, if they must be
+    rows         a part of inputs -> a part of all  -> summed, bias, activation
+    vocabulary   numbers of words -> its own words  -> summed
+
+Devices of the tensor axis have the same inputs. Where weights are split over
+the data axis, each has its own rows of the batch: the rows of all are gathered
+before, and each gets its own rows of the outputs after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.tensor_parallel.linear import Linear
+from mgpu_tf.strategies.collectives import Groups
+
+Read = Callable[[keras.Variable], tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a layer is computed.
+
+    Attributes:
+        linear: The layer.
+        dim: The dimension along which its kernel is split.
+        groups: The devices that have the parts.
+        gathers: Whether its outputs are made whole.
+        arrives: Whether its inputs are parts already.
+        own_rows: Whether devices have their own rows of the batch.
+    """
+
+    linear: Linear
+    dim: int
+    groups: Groups
+    gathers: bool
+    arrives: bool
+    own_rows: bool
+
+    def __call__(
+        self,
+        part: Read,
+        whole: Read,
+        lent: Callable[[list[Any]], Any],
+        own: Callable[..., Any],
+        inputs: tf.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tf.Tensor:
+        """Returns the outputs. On a replica.
+
+        Args:
+            part: Returns the part of a weight that this replica stores.
+            whole: Returns a weight that is not split, or all of its parts.
+            lent: Makes a context in which weights have other values.
+            own: The layer's own `call`.
+            inputs: Its first argument.
+            *args: The others.
+            **kwargs: Those by name.
+        """
+        if self.own_rows and not self.arrives:
+            inputs = self.groups.all_gather(inputs)
+        kernel = self.linear.kernel
+        with lent([(kernel, part(kernel))]):
+            if self.dim == self.linear.rows:
+                return self._rows_of_table(own, inputs, *args, **kwargs)
+            if self.linear.sums(self.dim) and not self.arrives:
+                axis = self.linear.input_axis(self.dim) or 0
+                inputs = self.groups.own_part(inputs, axis)
+            layer = self.linear.layer
+            with keras_internals.without(
+                layer, "bias", "use_bias", "activation"
+            ):
+                outputs = own(inputs, *args, **kwargs)
+        if self.linear.sums(self.dim):
+            return self._summed(outputs, whole)
+        return self._columns(outputs, part, whole)
+
+    def _columns(
+        self, outputs: tf.Tensor, part: Read, whole: Read
+    ) -> tf.Tensor:
+        axis = self.linear.output_axis(self.dim) or 0
+        bias = self.linear.bias
+        if bias is not None:
+            dim = self.linear.bias_dim(self.dim)
+            if self._has_part(bias, dim):
+                value = part(bias)
+            else:
+                value = whole(bias)
+                if dim is not None:
+                    value = self.groups.own_part(value, dim)
+            outputs = self._with_bias(outputs, value)
+        if self.gathers:
+            length = self.linear.kernel.shape[self.dim]
+            outputs = self.groups.all_gather(outputs, axis, length)
+            if self.own_rows:
+                outputs = self.groups.own_part(outputs)
+        return self._activated(outputs)
+
+    def _has_part(self, bias: keras.Variable, dim: int | None) -> bool:
+        """Whether this replica stores the part of the bias that it needs."""
+        if not keras_internals.is_split(bias):
+            return False
+        mine = keras_internals.stored(bias).split
+        other = keras_internals.stored(self.linear.kernel).split
+        return mine.dim == dim and mine.over == other.over
+
+    def _summed(self, outputs: tf.Tensor, whole: Read) -> tf.Tensor:
+        outputs = self._sum(outputs)
+        if self.linear.bias is not None:
+            outputs = self._with_bias(outputs, whole(self.linear.bias))
+        return self._activated(outputs)
+
+    def _sum(self, outputs: tf.Tensor) -> tf.Tensor:
+        if self.own_rows:
+            return self.groups.reduce_scatter(outputs)
+        return self.groups.all_reduce(outputs)
+
+    def _with_bias(self, outputs: tf.Tensor, bias: tf.Tensor) -> tf.Tensor:
+        bias = tf.cast(bias, outputs.dtype)
+        if getattr(self.linear.layer, "data_format", "") == "channels_first":
+            bias = tf.reshape(bias, [-1] + [1] * (outputs.shape.rank - 2))
+        return outputs + bias
+
+    def _activated(self, outputs: tf.Tensor) -> tf.Tensor:
+        activation = getattr(self.linear.layer, "activation", None)
+        return outputs if activation is None else activation(outputs)
+
+    def _rows_of_table(
+        self,
+        own: Callable[..., Any],
+        inputs: tf.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tf.Tensor:
+        length = self.linear.kernel.shape[0]
+        if self.linear.is_reversible and (
+            kwargs.get("reverse") or (args and args[0])
+        ):
+            outputs = own(inputs, *args, **kwargs)
+            outputs = self.groups.all_gather(outputs, -1, length)
+            return self.groups.own_part(outputs) if self.own_rows else outputs
+        rank, size = self.groups.rank(), self.groups.size
+        low, high = length * rank // size, length * (rank + 1) // size
+        words = tf.cast(inputs, tf.int32)
+        words = tf.where(words < 0, words + length, words)
+        mine = (words >= low) & (words < high)
+        outputs = own(tf.where(mine, words - low, 0), *args, **kwargs)
+        outputs = tf.where(mine[..., tf.newaxis], outputs, 0)
+        outputs = self._sum(outputs)
+        if self.linear.is_reversible:
+            # It sets a mask itself, of other words than it has got here.
+            mask = self.linear.layer.compute_mask(inputs)
+            keras_internals.set_mask(outputs, mask)
+        return outputs
+
+
+def dropped(
+    axis: int,
+    length: int,
+    groups: Groups,
+    own: Callable[..., Any],
+    inputs: tf.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tf.Tensor:
+    """Returns the outputs of a dropout layer whose inputs are parts.
+
+    All devices draw what the layer draws for the whole inputs, and each takes
+    its part of it. So the numbers are those of whole inputs.
+
+    Args:
+        axis: The axis along which inputs are split, from the end.
+        length: Its whole length.
+        groups: The devices that have the parts.
+        own: The layer's own `call`.
+        inputs: Its first argument.
+        *args: The others.
+        **kwargs: Those by name.
+    """
+    shape = tf.unstack(tf.shape(inputs))
+    shape[axis] = length
+    factors = own(tf.ones(tf.stack(shape), inputs.dtype), *args, **kwargs)
+    static = inputs.shape.as_list()
+    static[axis] = length
+    factors = tf.ensure_shape(factors, static)
+    return inputs * groups.own_part(factors, axis)

@@ -1,0 +1,491 @@
+"""Layers computed in parts, while a step is traced.
+
+    plan = split_model(model, strategy, example)   # weights are stored in parts
+    tensor = TensorParallel(model, strategy, plan)
+    with tensor.in_place():                        # around the steps of all
+        ...                                        # traces forward, backward
+
+A weight that is read outside of its layer, or by a layer that is not known, is
+gathered. Its gradient goes to the parts as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.state import Writes
+from mgpu_tf.engine.step_scope import StepScope
+from mgpu_tf.engine.tensor_parallel import structure
+from mgpu_tf.engine.tensor_parallel.forms import Form, dropped
+from mgpu_tf.engine.tensor_parallel.layout import published_layout
+from mgpu_tf.engine.tensor_parallel.linear import Linear, linear_layers
+from mgpu_tf.mesh import Split
+from mgpu_tf.strategies.collectives import Groups
+from mgpu_tf.strategies.fully_sharded import split_over
+from mgpu_tf.strategies.layout import Layout
+from mgpu_tf.strategies.sharded_variable import ShardedVariable
+
+_log = logging.getLogger("mgpu_tf")
+
+# Of what stays whole, the log names so many weights.
+_NAMED = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is computed in parts.
+
+    Attributes:
+        linear: The layers whose kernels are split.
+        structure: How they are computed.
+        over: The axis of the mesh of each, by identity.
+        dropouts: The layers that draw for parts, each with its axis from the
+            end, the length of that axis and the axis of the mesh.
+    """
+
+    linear: list[Linear]
+    structure: structure.Structure
+    over: dict[int, str]
+    dropouts: list[tuple[keras.layers.Layer, int, int, str]]
+
+
+def split_model(
+    model: keras.Model, strategy: tf.distribute.Strategy, example: Any
+) -> Plan:
+    """Splits the weights of a model, as the layout of its strategy says.
+
+    Args:
+        model: A built model, made in the strategy's scope.
+        strategy: The strategy.
+        example: The specs of a batch.
+
+    Raises:
+        ConfigurationError: The layout does not fit the model.
+    """
+    chooser = _Chooser(model, strategy)
+    linear = linear_layers(model)
+    dropouts = keras_internals.dropout_layers(model)
+    noted = [each.layer for each in linear.values()] + dropouts
+    passes = _passes(model, example, noted)
+    inside = set().union(*(one.inside for one in passes), chooser.shared)
+    linear = {key: each for key, each in linear.items() if key not in inside}
+    given, over = chooser.given(linear)
+    search = functools.partial(
+        structure.structure_of,
+        linear=linear,
+        choose=chooser.choose,
+        separate=lambda layer: over.get(layer, "tensor"),
+    )
+    found = search(passes, given=given)
+    stays = _outputs_in_parts(linear, found)
+    if stays:
+        # Code may have read a length that another device does not have.
+        again = _passes(model, example, noted, stays)
+        more = search(again, given=found.dims, gathered=found.gathered)
+        gathered = more.gathered if again else found.gathered | set(stays)
+        if gathered != found.gathered:
+            found = search(passes, given=given, gathered=gathered)
+    seen = {id(call.layer) for one in passes for call in one.calls.values()}
+    for key, each in linear.items():
+        if key not in seen:
+            found.gathered.add(key)
+            dim = chooser.choose(each, None)
+            if key not in found.dims and dim is not None:
+                found.dims[key] = dim
+    used = [linear[key] for key in found.dims]
+    splits = chooser.splits(found.dims, linear, over)
+    for variable, split in splits:
+        _store_in_parts(model, variable, split)
+    for optimizer in _built_optimizers(model):
+        keras_internals.index_again(optimizer)
+    _report(model, strategy, splits, found)
+    drawn = _dropouts(passes, found, dropouts, over)
+    return Plan(used, found, over, drawn)
+
+
+def _passes(
+    model: keras.Model,
+    example: Any,
+    noted: list[keras.layers.Layer],
+    unknown: dict[int, int] | None = None,
+) -> list[structure.Pass]:
+    try:
+        return structure.traced(model, example, noted, unknown)
+    except Exception as error:  # The author's code; the reason is theirs.
+        _log.warning(
+            "layout: outputs are gathered after each layer, since %s cannot "
+            "be traced to find which may stay split (%s: %s)",
+            model.name,
+            type(error).__name__,
+            " ".join(str(error).split()),
+        )
+        return []
+
+
+def _outputs_in_parts(
+    linear: dict[int, Linear], found: structure.Structure
+) -> dict[int, int]:
+    """Returns the layers whose outputs stay split, and along which axis."""
+    axes = {
+        key: linear[key].output_axis(dim)
+        for key, dim in found.dims.items()
+        if key not in found.gathered
+    }
+    return {key: axis for key, axis in axes.items() if axis is not None}
+
+
+class _Chooser:
+    """Decides along which dimensions weights are split."""
+
+    def __init__(
+        self, model: keras.Model, strategy: tf.distribute.Strategy
+    ) -> None:
+        self._model = model
+        self._mesh = strategy.mesh
+        self._smallest = strategy.smallest_split
+        layout: Layout = strategy.layout
+        self._by_structure = layout.is_auto and self._mesh.tensor > 1
+        if layout.is_auto:
+            published = published_layout(model)
+            if published is not None:
+                layout, self._by_structure = Layout(published), False
+        self._layout = layout
+        self.shared = _shared(model)
+
+    def given(
+        self, linear: dict[int, Linear]
+    ) -> tuple[dict[int, int], dict[int, str]]:
+        """Returns the dimensions of kernels that patterns name, and axes."""
+        dims, over = {}, {}
+        for key, each in linear.items():
+            found = self._named(each.kernel)
+            if found is not None and found.dim in each.dims:
+                dims[key], over[key] = found.dim, found.over
+        return dims, over
+
+    def _named(self, variable: keras.Variable) -> Split | None:
+        found = self._layout.split_of(variable)
+        if found is None:
+            return None
+        dim, axis = found
+        return self._possible(variable, dim, axis)
+
+    def _possible(
+        self, variable: keras.Variable, dim: int, axis: str, rows: bool = False
+    ) -> Split | None:
+        parts = self._mesh.length(axis)
+        length = variable.shape[dim]
+        rows = rows or id(variable) in self._tables
+        if parts == 1 or length < parts or (length % parts and not rows):
+            return None
+        return Split(tuple(variable.shape), parts, dim, axis)
+
+    @functools.cached_property
+    def _tables(self) -> set[int]:
+        """The tables of embeddings, whose rows need not divide exactly."""
+        return {
+            id(each.kernel)
+            for each in linear_layers(self._model).values()
+            if each.rows is not None
+        }
+
+    def choose(self, linear: Linear, axis: int | None) -> int | None:
+        """Returns the dimension of a kernel by structure; None to leave it."""
+        kernel = linear.kernel
+        convolution = hasattr(linear.layer, "kernel_size")
+        if (
+            not self._by_structure
+            or convolution
+            or math.prod(kernel.shape) < self._smallest
+        ):
+            return None
+        if axis is not None:
+            dims = [d for d in linear.dims if linear.input_axis(d) == axis]
+        elif linear.rows is not None:
+            dims = [linear.rows]
+        else:
+            dims = linear.output_dims
+        for dim in dims:
+            if self._possible(kernel, dim, "tensor") is not None:
+                return dim
+        return None
+
+    def splits(
+        self,
+        dims: dict[int, int],
+        linear: dict[int, Linear],
+        over: dict[int, str],
+    ) -> list[tuple[keras.Variable, Split]]:
+        """Returns the variables that are split, and how."""
+        found: dict[int, tuple[keras.Variable, Split]] = {}
+        for key, dim in dims.items():
+            each, axis = linear[key], over.get(key, "tensor")
+            split = self._possible(each.kernel, dim, axis)
+            assert split is not None
+            found[id(each.kernel)] = (each.kernel, split)
+            bias_dim = each.bias_dim(dim)
+            if self._by_structure and bias_dim is not None:
+                part = self._possible(each.bias, bias_dim, axis)
+                if part is not None:
+                    found[id(each.bias)] = (each.bias, part)
+        for variable in self._model.trainable_variables:
+            named = self._named(variable)
+            if id(variable) not in found and named is not None:
+                found[id(variable)] = (variable, named)
+        return list(found.values())
+
+
+def _shared(model: keras.Model) -> set[int]:
+    """Returns the layers whose kernel is that of another layer too."""
+    owners: dict[int, list[int]] = {}
+    for key, each in linear_layers(model).items():
+        owners.setdefault(id(each.kernel), []).append(key)
+    return {key for keys in owners.values() if len(keys) > 1 for key in keys}
+
+
+def _store_in_parts(
+    model: keras.Model, variable: keras.Variable, split: Split
+) -> None:
+    """Splits a weight, and what built optimizers keep for it."""
+    beside = [
+        kept
+        for optimizer in _built_optimizers(model)
+        for weight, kept in keras_internals.kept_for_weights(optimizer)
+        if weight is variable and tuple(kept.shape) == tuple(weight.shape)
+    ]
+    for each in (variable, *beside):
+        held = keras_internals.stored(each)
+        strategy = model.distribute_strategy
+        keras_internals.store_as(each, split_over(strategy, held, split))
+
+
+def _built_optimizers(
+    model: keras.Model,
+) -> list[keras.optimizers.Optimizer]:
+    return [
+        part
+        for optimizer in keras_internals.optimizers_of(model)
+        for part in keras_internals.parts(optimizer)
+        if part.built
+    ]
+
+
+def _report(
+    model: keras.Model,
+    strategy: tf.distribute.Strategy,
+    splits: list[tuple[keras.Variable, Split]],
+    found: structure.Structure,
+) -> None:
+    parted = {id(variable) for variable, _ in splits}
+    weights = model.trainable_variables
+    whole = [
+        variable.path
+        for variable in weights
+        if id(variable) not in parted
+        and len(variable.shape) > 1
+        and math.prod(variable.shape) >= strategy.smallest_split
+    ]
+    held = sum(math.prod(variable.shape) for variable, _ in splits)
+    total = sum(math.prod(variable.shape) for variable in weights) or 1
+    more = f" and {len(whole) - _NAMED} more" if len(whole) > _NAMED else ""
+    _log.info(
+        "layout: %d of %d weights are split, %.1f %% of the elements; %d "
+        "layers take parts from the layers before; whole on each device: %s%s",
+        len(parted),
+        len(weights),
+        100 * held / total,
+        len(found.arrives),
+        ", ".join(whole[:_NAMED]) or "small weights and vectors",
+        more,
+    )
+
+
+def _dropouts(
+    passes: list[structure.Pass],
+    found: structure.Structure,
+    layers: list[keras.layers.Layer],
+    over: dict[int, str],
+) -> list[tuple[keras.layers.Layer, int, int, str]]:
+    drawn = []
+    for layer in layers:
+        axis = found.dropouts.get(id(layer))
+        if axis is None:
+            continue
+        call = next(
+            call
+            for one in passes
+            for call in one.calls.values()
+            if call.layer is layer
+        )
+        length = int(call.inputs.shape[axis])
+        source = found.dropout_sources[id(layer)]
+        drawn.append((layer, axis, length, over.get(source, "tensor")))
+    return drawn
+
+
+class TensorParallel:
+    """Computes layers in parts.
+
+    Args:
+        model: A model whose weights are split.
+        strategy: Its strategy.
+        plan: From `split_model`.
+    """
+
+    def __init__(
+        self, model: keras.Model, strategy: tf.distribute.Strategy, plan: Plan
+    ) -> None:
+        mesh = strategy.mesh
+        self._groups = {
+            axis: Groups(strategy, mesh.groups(axis))
+            for axis in ("tensor", "data")
+        }
+        found = plan.structure
+        self.forms: dict[int, Form] = {}
+        for linear in plan.linear:
+            key = id(linear.layer)
+            axis = plan.over.get(key, "tensor")
+            self.forms[key] = Form(
+                linear,
+                found.dims[key],
+                self._groups[axis],
+                gathers=key in found.gathered,
+                arrives=key in found.arrives,
+                own_rows=axis == "data",
+            )
+        self._layers = [linear.layer for linear in plan.linear]
+        self._dropouts = {
+            id(layer): (axis, length, self._groups[over])
+            for layer, axis, length, over in plan.dropouts
+        }
+        self._drawing = [layer for layer, *_ in plan.dropouts]
+        self._variables = [
+            variable
+            for variable in model.trainable_variables
+            if keras_internals.is_split(variable)
+        ]
+        computed = {id(linear.kernel) for linear in plan.linear}
+        computed |= {id(linear.bias) for linear in plan.linear}
+        self._read_whole = [
+            variable
+            for variable in self._variables
+            if id(variable) not in computed
+        ]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Lets layers be computed so, while traced. Outside of replicas."""
+        arriving = [
+            layer for layer in self._layers if self.forms[id(layer)].arrives
+        ]
+        with (
+            keras_internals.calls_replaced(self._layers, self._call),
+            keras_internals.calls_replaced(self._drawing, self._drop),
+            keras_internals.inputs_unchecked(arriving),
+        ):
+            yield
+
+    # On a replica.
+
+    def sources(self) -> Writes:
+        """Returns the parts of this replica, to take gradients from."""
+        return [
+            (variable, keras_internals.stored(variable).here().read_value())
+            for variable in self._variables
+        ]
+
+    def join(
+        self, sources: Writes
+    ) -> Callable[[keras.Variable], tf.Tensor | None]:
+        """Returns a function that makes whole weights of parts.
+
+        Args:
+            sources: What gradients are taken from, if they are.
+        """
+        parts = {id(variable): source for variable, source in sources}
+
+        def joined(variable: keras.Variable) -> tf.Tensor | None:
+            if not keras_internals.is_split(variable):
+                return None
+            held: ShardedVariable = keras_internals.stored(variable)
+            part = parts.get(id(variable))
+            if part is None:
+                part = held.here().read_value()
+            split = held.split
+            groups = self._groups[split.over]
+            return groups.all_gather(part, split.dim or 0, split.length)
+
+        return joined
+
+    def given(
+        self, join: Callable[[keras.Variable], tf.Tensor | None]
+    ) -> Writes:
+        """Returns the weights that are read whole, by layers not known."""
+        return [(variable, join(variable)) for variable in self._read_whole]
+
+    def _call(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        inputs = args[0] if args else kwargs.pop("inputs")
+        return self.forms[id(layer)](
+            _part, _whole, _lent, own, inputs, *args[1:], **kwargs
+        )
+
+    def _drop(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return dropped(*self._dropouts[id(layer)], own, *args, **kwargs)
+
+
+def _part(variable: keras.Variable) -> tf.Tensor:
+    scope = keras_internals.stateless_scope()
+    if isinstance(scope, StepScope) and id(variable) in scope.sources:
+        return scope.sources[id(variable)]
+    return keras_internals.stored(variable).here().read_value()
+
+
+def _whole(variable: keras.Variable) -> tf.Tensor:
+    return tf.convert_to_tensor(variable.value)
+
+
+@contextlib.contextmanager
+def _lent(pairs: Writes) -> Iterator[None]:
+    """Gives weights other values for a while."""
+    scope = keras_internals.stateless_scope()
+    if not isinstance(scope, StepScope):
+        own = keras.StatelessScope()
+        own.state_mapping = {id(variable): value for variable, value in pairs}
+        with own:
+            yield
+        return
+    before = {
+        id(variable): scope.state_mapping.get(id(variable))
+        for variable, _ in pairs
+    }
+    scope.lend([v for v, _ in pairs], [value for _, value in pairs])
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                scope.state_mapping.pop(key, None)
+            else:
+                scope.state_mapping[key] = value

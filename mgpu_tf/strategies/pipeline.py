@@ -1,0 +1,113 @@
+"""Strategies whose replicas are pipelines: each stage of layers has a device.
+
+    create_model_parallel_strategy(data=2, pipeline=2, num_virtual_devices=4)
+
+    replica 0    CPU:0 -> CPU:1
+    replica 1    CPU:2 -> CPU:3
+
+A weight is stored where its stage computes, once for each replica, and what
+optimizers keep for it lies beside it. Until an engine has cut a model into
+stages, its weights are in the memory of the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import mirrored_strategy
+
+from mgpu_tf.mesh import Mesh
+from mgpu_tf.strategies.mirrored import MirroredStrategy
+
+_HOST = "/device:CPU:0"
+
+
+class PipelineStrategy(MirroredStrategy):
+    """`MirroredStrategy` whose replicas have a device for each stage.
+
+    Args:
+        devices: The names of the devices, those of a replica in a row.
+        mesh: Their axes.
+        micro_batches: Into how many parts the rows of a replica are cut.
+        schedule: `1f1b` or `gpipe`.
+        begins: The names of the layers at which the second and further
+            stages begin; None for stages by cost.
+        cross_device_ops: How replicas sum what no stage has to itself.
+
+    Attributes:
+        mesh: The axes.
+        micro_batches: Into how many parts the rows of a replica are cut.
+        schedule: The order of work.
+        begins: The names of layers at which stages begin, if any.
+    """
+
+    def __init__(
+        self,
+        devices: list[str],
+        mesh: Mesh,
+        micro_batches: int,
+        schedule: str,
+        begins: tuple[str, ...] | None,
+        cross_device_ops: tf.distribute.CrossDeviceOps | None,
+    ) -> None:
+        self.mesh = mesh
+        self.micro_batches = micro_batches
+        self.schedule = schedule
+        self.begins = begins
+        self._stage: int | None = None
+        self._names = devices
+        self._collective_key_base = next(self._groups)
+        tf.distribute.Strategy.__init__(
+            self,
+            _PipelineExtended(
+                self, devices[:: mesh.pipeline], cross_device_ops
+            ),
+        )
+
+    def devices_of(self, stage: int) -> list[str]:
+        """Returns the device of a stage on each replica."""
+        return self._names[stage :: self.mesh.pipeline]
+
+    @property
+    def stage_of_device(self) -> dict[str, int]:
+        """Returns the stage that each device computes."""
+        count = self.mesh.pipeline
+        return {name: place % count for place, name in enumerate(self._names)}
+
+    @contextlib.contextmanager
+    def placing(self, stage: int) -> Iterator[None]:
+        """Creates variables on the devices of a stage."""
+        before, self._stage = self._stage, stage
+        try:
+            yield
+        finally:
+            self._stage = before
+
+    @property
+    def stage(self) -> int | None:
+        """Returns the stage that variables are created for, if any."""
+        return self._stage
+
+
+class _Beside:
+    """Stands for a variable that others are created beside."""
+
+    def __init__(self, devices: list[str]) -> None:
+        self._devices = devices
+
+
+class _PipelineExtended(mirrored_strategy.MirroredExtended):
+    """Creates variables on the devices of a stage."""
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        strategy = self._container_strategy()
+        if kwargs.get("colocate_with") is None:
+            if strategy.stage is not None:
+                devices = strategy.devices_of(strategy.stage)
+                kwargs["colocate_with"] = _Beside(devices)
+            elif kwargs.get("trainable"):
+                kwargs["colocate_with"] = _Beside([_HOST] * strategy.mesh.data)
+        return super()._create_variable(next_creator, **kwargs)

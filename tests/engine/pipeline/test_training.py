@@ -1,0 +1,162 @@
+"""Training in stages against Keras's own `fit` on one device, in float64."""
+
+import keras
+import numpy as np
+import pytest
+
+import mgpu_tf
+from tests.engine.pipeline import models
+from tests.parity import cases
+from tests.tiers import tiered
+
+# 16 steps in 2 epochs; the last batch of each has 5 rows.
+EXAMPLES = 117
+BATCH = 16
+
+MODELS = {
+    "skip": models.skip,
+    "convolutions": models.convolutions,
+    "transformer": models.transformer,
+}
+ROWS = [
+    (model, optimizer, data, stages, micro_batches, schedule)
+    for model in MODELS
+    for optimizer in models.OPTIMIZERS
+    for data, stages in ((1, 2), (1, 3), (1, 4), (2, 2))
+    for micro_batches in (1, 4, 8)
+    for schedule in ("1f1b", "gpipe")
+]
+QUICK = [
+    ("skip", "momentum", 1, 4, 8, "1f1b"),
+    ("convolutions", "adam", 1, 3, 1, "gpipe"),
+    ("transformer", "adam", 1, 2, 4, "1f1b"),
+    ("transformer", "adamw", 2, 2, 4, "gpipe"),
+]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    cases.set_floatx("float64")
+    yield
+    cases.set_floatx("float32")
+
+
+def fit(build, strategy, **options):
+    """Trains as `stock` does; returns the trainer and the history."""
+    trainer = mgpu_tf.Trainer(build, strategy, seed=None, **options)
+    x, y = models.data_for(trainer.model, EXAMPLES)
+    history = trainer.fit(
+        x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0
+    )
+    return trainer, history.history
+
+
+_stock = {}
+
+
+def stock(model, optimizer):
+    """Keras's own result, computed once."""
+    if (model, optimizer) not in _stock:
+        built = models.compiled(MODELS[model], optimizer)()
+        x, y = models.data_for(built, EXAMPLES)
+        options = {"shuffle": False, "verbose": 0}
+        history = built.fit(x, y, BATCH, epochs=2, **options).history
+        scores = built.evaluate(x, y, BATCH, verbose=0)
+        predicted = built.predict(x, BATCH, verbose=0)
+        _stock[model, optimizer] = (
+            history,
+            state_of(built),
+            scores,
+            predicted,
+        )
+    return _stock[model, optimizer]
+
+
+def state_of(model):
+    variables = [*model.variables, *model.optimizer.variables]
+    return [variable.numpy() for variable in variables]
+
+
+def assert_close(found, expected, atol=1e-9):
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "data", "stages", "micro_batches", "schedule"),
+    tiered(ROWS, QUICK),
+)
+def test_as_on_one_device(
+    model, optimizer, data, stages, micro_batches, schedule
+):
+    strategy = mgpu_tf.create_model_parallel_strategy(
+        data=data,
+        pipeline=stages,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        num_virtual_devices=data * stages,
+    )
+    build = models.compiled(MODELS[model], optimizer)
+    trainer, history = fit(build, strategy)
+    curves, state, scores, predicted = stock(model, optimizer)
+    assert trainer.global_step == 16
+    for name, curve in curves.items():
+        np.testing.assert_allclose(history[name], curve, rtol=1e-9)
+    assert_close(state_of(trainer.model), state)
+    x, y = models.data_for(trainer.model, EXAMPLES)
+    found = trainer.evaluate(x, y, batch_size=BATCH, verbose=0)
+    np.testing.assert_allclose(found, scores, rtol=1e-9)
+    found = trainer.predict(x, batch_size=BATCH, verbose=0)
+    assert_close([found], [predicted])
+
+
+@pytest.mark.parametrize("model", [models.drops, models.normalizes])
+def test_micro_batches_are_as_replicas_are(model, strategies):
+    """Random numbers and statistics are those of three replicas."""
+    build = models.compiled(model, "momentum")
+    one_step = {"steps_per_execution": 1}
+    expected, curves = fit(build, strategies["mirrored_x3"], **one_step)
+    found, history = fit(build, strategies["pipeline_x2"], **one_step)
+    np.testing.assert_allclose(history["loss"], curves["loss"], rtol=1e-9)
+    assert_close(state_of(found.model), state_of(expected.model))
+
+
+def test_computed_again(strategies):
+    build = models.compiled(models.drops, "adam")
+    _, kept = fit(build, strategies["pipeline_x2"])
+    trainer, again = fit(build, strategies["pipeline_x2"], recompute="stages")
+    np.testing.assert_allclose(again["loss"], kept["loss"], rtol=1e-12)
+    del trainer
+
+
+class Draws(keras.layers.Layer):
+    """Draws from Keras's generator of unseeded draws."""
+
+    def call(self, x):
+        return x * (0.5 + keras.random.uniform((4,)))
+
+
+def unseeded():
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(4),
+            Draws(),
+            keras.layers.Dense(4),
+            Draws(),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def test_unseeded_draws_go_on_from_stage_to_stage():
+    strategy = mgpu_tf.create_model_parallel_strategy(
+        pipeline=2, micro_batches=1, num_virtual_devices=2
+    )
+    build = models.compiled(unseeded, "momentum")
+    keras.utils.set_random_seed(5)
+    expected, curves = fit(build, mgpu_tf.create_strategy("one_device"))
+    keras.utils.set_random_seed(5)
+    found, history = fit(build, strategy)
+    np.testing.assert_allclose(history["loss"], curves["loss"], rtol=1e-9)
+    assert_close(state_of(found.model), state_of(expected.model))

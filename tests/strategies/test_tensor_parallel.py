@@ -1,0 +1,148 @@
+"""Runs with layers in parts: saved, resumed, moved to another mesh, counted."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import mgpu_tf
+from tests.tiers import tiered
+
+TENSOR = ["tensor_x3", "data_2_tensor_2"]
+
+
+@pytest.fixture(params=tiered(TENSOR, ["data_2_tensor_2"]))
+def strategy(request, strategies):
+    return strategies[request.param]
+
+
+def build(rate=0.3):
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(12, activation="tanh"),
+            layers.Dropout(rate, seed=2),
+            layers.Dense(12, activation="tanh"),
+            layers.Dense(6),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"])
+    return model
+
+
+def plain():
+    return build(rate=0.0)
+
+
+def data(examples=50):
+    generator = np.random.default_rng(3)
+    x = generator.normal(size=(examples, 6)).astype("float32")
+    return x, x * 3
+
+
+def fit(trainer, epochs=2, **options):
+    x, y = data()
+    return trainer.fit(
+        x, y, batch_size=16, epochs=epochs, shuffle=False, verbose=0, **options
+    )
+
+
+def state_of(model):
+    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends a `fit` in the middle, as a failure would."""
+
+    def __init__(self, at):
+        super().__init__()
+        self._at = at
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self._at:
+            raise KeyboardInterrupt
+
+
+def test_resumed_bit_for_bit(strategy, tmp_path):
+    def saves(name):
+        return mgpu_tf.SaveOptions(str(tmp_path / name), save_every_steps=1)
+
+    whole = mgpu_tf.Trainer(build, strategy)
+    fit(whole, checkpoint=saves("whole"), callbacks=[Stop(at=None)])
+    broken = mgpu_tf.Trainer(build, strategy)
+    with pytest.raises(KeyboardInterrupt):
+        fit(broken, checkpoint=saves("broken"), callbacks=[Stop(at=2)])
+    resumed = mgpu_tf.Trainer(build, strategy)
+    fit(resumed, checkpoint=saves("broken"), callbacks=[Stop(at=None)])
+    assert resumed.global_step == whole.global_step == 8
+    for ours, theirs in zip(
+        state_of(resumed.model), state_of(whole.model), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("tensor_x3", "fsdp_x3"),
+        ("fsdp_x3", "data_2_tensor_2"),
+        ("data_2_tensor_2", "one_device"),
+        ("one_device", "tensor_x3"),
+        ("pipeline_x2", "data_2_tensor_2"),
+        ("tensor_x3", "data_2_pipeline_2"),
+    ],
+)
+def test_resumed_on_another_mesh(first, then, strategies, tmp_path):
+    whole = mgpu_tf.Trainer(plain, strategies[then])
+    fit(whole)
+    half = mgpu_tf.Trainer(plain, strategies[first])
+    fit(half, epochs=1, checkpoint_dir=str(tmp_path))
+    resumed = mgpu_tf.Trainer(plain, strategies[then])
+    fit(resumed, checkpoint_dir=str(tmp_path))
+    assert resumed.global_step == 8
+    for ours, theirs in zip(
+        state_of(resumed.model), state_of(whole.model), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_a_saved_model_is_an_ordinary_one(strategy, tmp_path):
+    trainer = mgpu_tf.Trainer(plain, strategy)
+    fit(trainer, epochs=1)
+    path = str(tmp_path / "model.keras")
+    trainer.save(path)
+    loaded = keras.models.load_model(path)
+    for ours, theirs in zip(
+        state_of(trainer.model), state_of(loaded), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    x, y = data()
+    assert loaded.evaluate(x, y, verbose=0) == pytest.approx(
+        trainer.evaluate(x, y, verbose=0), rel=1e-5
+    )
+
+    # A model whose optimizer is built already is split with its slots.
+    def again():
+        return keras.models.load_model(path)
+
+    resumed = mgpu_tf.Trainer(again, strategy)
+    fit(resumed, epochs=1)
+    loaded.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    for ours, theirs in zip(
+        state_of(resumed.model), state_of(loaded), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    _check_memory(resumed, strategy)
+
+
+def _check_memory(trainer, strategy):
+    """A device has its part of each split weight, and of two slots for it."""
+    split = 6 * 12 + 12 + 12 * 12 + 12 * 6 + 6
+    whole = sum(np.prod(w.shape) for w in trainer.model.weights) - split
+    parts = strategy.mesh.tensor
+    rows = trainer.memory().rows
+    assert len(rows) == strategy.mesh.size
+    for row in rows:
+        assert row.weights == pytest.approx(4 * (split / parts + whole), abs=16)
+        assert row.optimizer == pytest.approx(2 * row.weights, abs=64)
