@@ -196,9 +196,9 @@ cluster = ClusterConfig("worker", 1, worker=("a:1", "b:1"))
 watchdog.begin(cluster, WatchOptions({stall}, 0.0))
 heartbeat.mark("step")
 heartbeat.mark("step")
-print("ready", flush=True)
 
 def waits_here():
+    print("ready", flush=True)
     while True:
         time.sleep(0.1)
         {body}

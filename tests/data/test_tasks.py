@@ -52,7 +52,7 @@ def check(name, observed):
     assert moved == observed["trainable"]
 
 
-@pytest.mark.parametrize("name", tiered(list(tasks.PROGRAMS), ["pairs"]))
+@pytest.mark.parametrize("name", tiered(list(tasks.PROGRAMS), []))
 @pytest.mark.parametrize("column", [*columns.EVERY, *columns.SPLIT])
 def test_raw_text(column, name, strategies):
     check(name, tasks.observe(name, strategies[column]))

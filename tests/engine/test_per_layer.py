@@ -278,7 +278,6 @@ DRAWS = [
     for name in DRAWING
 ]
 QUICK_DRAWS = [
-    ("one_device", "one_device", "transformer_dropout"),
     ("fsdp_x3", "mirrored_x3", "assigning"),
     ("one_device", "one_device", "mixed"),
 ]
