@@ -116,12 +116,9 @@ def test_three_devices_have_the_numbers_of_one(name, strategies):
             assert share == pytest.approx(1 / 3, rel=0.05)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "name",
-    tiered(
-        ["momentum", "adamw", "accumulation", "regularizer", "transformer"],
-        ["adamw"],
-    ),
+    "name", ["momentum", "adamw", "accumulation", "regularizer", "transformer"]
 )
 def test_copies_of_parts(name, strategies):
     strategy = strategies["data_2_tensor_2"]
@@ -171,7 +168,8 @@ ROWS_OF_ALL = {
 }
 
 
-@pytest.mark.parametrize(("data", "tensor"), tiered([(3, 1), (2, 2)], [(3, 1)]))
+@pytest.mark.full
+@pytest.mark.parametrize(("data", "tensor"), [(3, 1), (2, 2)])
 def test_weights_split_over_the_data_axis(data, tensor):
     """Each device has its own rows; layers compute parts for the rows of all.
 

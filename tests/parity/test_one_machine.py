@@ -72,11 +72,8 @@ QUICK = [
     ("data_2_tensor_2", "accumulation_clipped"),
     ("zero1_x2", "accumulation_3_uneven"),
     ("zero1_x2", "constraint"),
-    ("pipeline_x2", "lamb"),
     ("pipeline_x2", "dict_inputs_two_outputs"),
-    ("data_2_pipeline_2", "embedding_clipnorm"),
     ("data_2_pipeline_2", "accumulation_clipped"),
-    ("data_2_pipeline_2", "mixed_float16"),
 ]
 
 
