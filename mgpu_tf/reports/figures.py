@@ -71,10 +71,12 @@ def draw_memory(tables: Mapping[str, MemoryTable], path: str) -> None:
     below = [0.0] * len(fullest)
     for part in ("weights", "optimizer", "other"):
         sizes = [getattr(row, part) / (1 << 20) for row in fullest]
-        axes.bar(list(tables), sizes, bottom=below, label=part)
+        axes.barh(list(tables), sizes, left=below, label=part)
         below = [b + size for b, size in zip(below, sizes, strict=True)]
-    axes.set_ylabel("MiB of variables on the fullest device")
-    axes.tick_params(axis="x", labelsize=7)
+    axes.invert_yaxis()
+    axes.margins(x=0.02)
+    axes.set_xlabel("MiB of variables on the fullest device")
+    axes.tick_params(axis="y", labelsize=7)
     axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -72,7 +72,6 @@ QUICK = [
     ("data_2_tensor_2", "accumulation_clipped"),
     ("zero1_x2", "accumulation_3_uneven"),
     ("zero1_x2", "constraint"),
-    ("pipeline_x2", "dict_inputs_two_outputs"),
     ("data_2_pipeline_2", "accumulation_clipped"),
 ]
 
