@@ -1,5 +1,7 @@
 """Training in stages against Keras's own `fit` on one device, in float64."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -18,14 +20,24 @@ MODELS = {
     "convolutions": models.convolutions,
     "transformer": models.transformer,
 }
-ROWS = [
-    (model, optimizer, data, stages, micro_batches, schedule)
-    for model in MODELS
-    for optimizer in models.OPTIMIZERS
-    for data, stages in ((1, 2), (1, 3), (1, 4), (2, 2))
-    for micro_batches in (1, 4, 8)
+MESHES = ((1, 2), (1, 3), (1, 4), (2, 2))
+ORDERS = [
+    (micro_batches, schedule)
+    for micro_batches in (4, 1, 8)
     for schedule in ("1f1b", "gpipe")
 ]
+# Each order on each mesh with one model, then each model with each optimizer
+# on each mesh, the orders in turn.
+ROWS = [
+    ("skip", "momentum", *mesh, *order) for mesh in MESHES for order in ORDERS
+]
+ROWS += [
+    (model, optimizer, *mesh, *ORDERS[number % len(ORDERS)])
+    for number, (model, optimizer, mesh) in enumerate(
+        itertools.product(MODELS, models.OPTIMIZERS, MESHES)
+    )
+]
+ROWS = list(dict.fromkeys(ROWS))
 QUICK = [
     ("skip", "momentum", 1, 3, 4, "1f1b"),
 ]
