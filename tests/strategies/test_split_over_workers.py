@@ -46,8 +46,9 @@ def observed(folders, request):
         if layout not in known:
             names = [n for n in split.JOBS if (layout, n) in wanted]
             workers, devices = LAYOUTS[layout]
+            # They make strategies of their own, on the cluster of another.
             known[layout] = clusters.run_jobs(
-                split, workers, folders[layout], names, devices
+                split, workers, folders[layout], names, devices, shared=False
             )
         return known[layout][job]
 
