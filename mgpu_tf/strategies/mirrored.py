@@ -31,6 +31,9 @@ SILENCE_SECONDS = 45.0
 
 _view = threading.local()
 
+# Apart from those of a process alone, which workers may have made more of.
+_groups_of_workers = itertools.count(start=1_000_000, step=1000)
+
 
 @contextlib.contextmanager
 def as_one_replica() -> Iterator[None]:
@@ -84,7 +87,14 @@ class MultiWorkerExtended(
     """TensorFlow fixes one CPU replica to a worker; this one has several.
 
     With GPUs TensorFlow counts the visible ones itself, and nothing differs.
+
+    A process may have several of these strategies. TensorFlow would connect
+    the workers once more for the second, and a worker that is ahead would
+    then wait for ever for what it had sent before.
     """
+
+    # TensorFlow asks for it, and connects where it is false.
+    _std_server_started = False
 
     def __init__(
         self,
@@ -97,6 +107,8 @@ class MultiWorkerExtended(
         super().__init__(
             strategy, cluster_resolver=resolver, communication_options=options
         )
+        if self._std_server_started:
+            MultiWorkerExtended._std_server_started = True
 
     def _initialize_local_devices(
         self,
@@ -153,6 +165,7 @@ class MultiWorkerMirroredStrategy(
         kind: type[MultiWorkerExtended] = MultiWorkerExtended,
     ) -> None:
         self.balance = balance or Balance()
+        self._collective_key_base = next(_groups_of_workers)
         if cluster is not None:
             _configure_heartbeats(cluster)
         with _created_first(cluster):
