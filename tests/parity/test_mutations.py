@@ -73,7 +73,7 @@ def lost_metric(patch):
 
 
 def same_dropout_mask(patch):
-    patch.setattr(state, "_SEED_STRIDE", 0)
+    patch.setattr(state, "SEED_STRIDE", 0)
 
 
 def accumulate_over_each_other(patch):
