@@ -108,7 +108,11 @@ class MultiWorkerExtended(
             strategy, cluster_resolver=resolver, communication_options=options
         )
         if self._std_server_started:
-            MultiWorkerExtended._std_server_started = True
+            self._connect_once()
+
+    @classmethod
+    def _connect_once(cls) -> None:
+        cls._std_server_started = True
 
     def _initialize_local_devices(
         self,
