@@ -24,8 +24,8 @@ setup: $(VENV)/.base
 demo: $(VENV)/.base
 	$(BIN)/python experiments/demo.py
 
-# More than cores, since some tests wait; a file shares what it starts.
-THREE := --numprocesses=3 --dist=loadfile
+# More than cores, since some tests wait. What starts clusters comes early.
+THREE := --numprocesses=3 --no-loadscope-reorder
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(THREE) $(ARGS)

@@ -1,7 +1,7 @@
 """The columns of tests that train: three replicas, and others in full.
 
-Two replicas hide what divides exactly, so three are what the default suite
-has; one device and two replicas are in the full one.
+Two replicas hide what divides exactly, so these tests have three. One device
+is in the full tier.
 """
 
 import pytest
@@ -9,7 +9,6 @@ import pytest
 EVERY = [
     "mirrored_x3",
     pytest.param("one_device", marks=pytest.mark.full),
-    pytest.param("mirrored_x2", marks=pytest.mark.full),
 ]
 
 # Strategies that split weights, in the full tier.

@@ -1,6 +1,7 @@
 """Fixtures of all tests: strategies on parts of the CPU, float64."""
 
 import os
+import pathlib
 import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -8,6 +9,25 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import pytest
 
 from tests import clusters, leftovers
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """A process takes whole files, and one takes all that share a cluster."""
+    from xdist.scheduler import LoadFileScheduling
+
+    root = pathlib.Path(clusters.ROOT)
+    sharing = {
+        str(path.relative_to(root))
+        for path in root.glob("tests/**/test_*.py")
+        if "clusters.run_jobs(" in path.read_text()
+    }
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "those that share a cluster" if file in sharing else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

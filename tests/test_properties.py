@@ -42,7 +42,7 @@ def trainer_of(strategies, name, steps):
 @settings(
     deadline=None,
     database=None,
-    max_examples=15,
+    max_examples=8,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )

@@ -15,3 +15,18 @@ def tiered(rows, quick):
         marks = () if row in quick else (full,)
         marked.append(pytest.param(*values, marks=marks))
     return marked
+
+
+def dealt(rows, columns, refused=()):
+    """Returns pairs of a column and a row: each row with one column, in turn.
+
+    `make parity` runs each row with each column.
+    """
+    pairs = []
+    for turn, row in enumerate(rows):
+        for skipped in range(len(columns)):
+            pair = columns[(turn + skipped) % len(columns)], row
+            if pair not in refused:
+                pairs.append(pair)
+                break
+    return pairs

@@ -185,9 +185,7 @@ def test_same_bits_whatever_the_data(data, run, strategies, tmp_path):
     assert_same_bits(run, strategy, tmp_path, [13], data=data)
 
 
-@pytest.mark.parametrize(
-    "name", tiered(list(OPTIMIZERS), ["accumulation_average_scaling"])
-)
+@pytest.mark.parametrize("name", tiered(list(OPTIMIZERS), []))
 def test_same_bits_whatever_the_optimizer(name, run, strategies, tmp_path):
     assert_same_bits(
         run,
@@ -269,6 +267,7 @@ def test_numbers_of_steps_change_no_bits(run, strategies, tmp_path):
     assert results[1:] == results[:1] * 2
 
 
+@pytest.mark.full
 def test_statistics_of_replicas_fix_the_pace(run, strategies, tmp_path):
     strategy = strategies["mirrored_x2"]
     assert_same_bits(run, strategy, tmp_path, [7], spe="auto")

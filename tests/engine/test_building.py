@@ -261,7 +261,8 @@ def padded(each_step):
     )
 
 
-@pytest.mark.parametrize("each_step", tiered([False, True], [True]))
+@pytest.mark.full
+@pytest.mark.parametrize("each_step", [False, True])
 def test_lengths_that_vary(each_step, strategies):
     def build():
         model = keras.Sequential(

@@ -256,7 +256,6 @@ CELLS = [
     (column, name) for name in PROGRAMS for column in ALONE.get(name, COLUMNS)
 ]
 QUICK = [
-    ("fsdp_x3", "language_model"),
     ("fsdp_x3", "convolution"),
     ("fsdp_x1", "penalized"),
 ]

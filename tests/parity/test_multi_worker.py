@@ -1,14 +1,15 @@
 """Real processes against Keras's own `fit` on one device.
 
-A slice of the matrix; `make parity` runs all of it. One cluster is started
-for each layout, and all of its rows run in it.
+A slice of the matrix. Of the rows of weights that are split over workers each
+runs in one layout, and a few in all. One cluster is started for each layout,
+and all of its rows run in it.
 """
 
 import pytest
 
 from tests import clusters
 from tests.parity import cases, judge, worker
-from tests.tiers import tiered
+from tests.tiers import dealt, tiered
 
 EVERYWHERE = [
     *(
@@ -106,8 +107,7 @@ MESHES = {
     "2_workers_x2_data_2_fsdp_2": "2,2,gradients",
     "3_workers_fsdp_3": "1,3,gradients",
 }
-ROWS |= dict.fromkeys(MESHES, _SPLIT)
-# What the default tests have of them.
+# What the default tests have of two workers, and the full tier of each layout.
 QUICK = [
     "adam_global_clipnorm",
     "last_batch_of_1",
@@ -116,6 +116,11 @@ QUICK = [
     "batch_norm_synchronized",
     "embedding_adam",
 ]
+_dealt = dealt([n for n in _SPLIT if n not in QUICK], list(MESHES))
+ROWS |= {
+    layout: [*QUICK, *(name for mesh, name in _dealt if mesh == layout)]
+    for layout in MESHES
+}
 LAYOUTS = {
     "2_workers": (2, 1),
     "2_workers_x2": (2, 2),

@@ -209,9 +209,7 @@ def test_resumed_bit_for_bit(strategy, tmp_path):
 
 @pytest.mark.parametrize(
     "onto",
-    tiered(
-        ["one_device", "mirrored_x3", *SPLITTING], ["mirrored_x3", "fsdp_x3"]
-    ),
+    tiered(["one_device", "mirrored_x3", *SPLITTING], ["mirrored_x3"]),
 )
 def test_resumed_on_another_mesh(onto, strategies, tmp_path):
     whole = mgpu_tf.Trainer(build, strategies[onto])

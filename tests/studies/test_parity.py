@@ -187,6 +187,7 @@ def test_a_slight_fault_is_no_noise(strategies):
     assert "Send" in line
 
 
+@pytest.mark.full
 def test_of_what_fails_in_float64(strategies):
     """A constant of another type, and a fault that float32 shows as well."""
 

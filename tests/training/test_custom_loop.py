@@ -74,6 +74,7 @@ def batches():
     return [(x[a : a + 8], y[a : a + 8]) for a in (0, 8, 15, 3, 17)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("column", columns.EVERY)
 def test_a_loop_is_that_of_one_device(column, strategies, tmp_path):
     keras.utils.set_random_seed(0)
