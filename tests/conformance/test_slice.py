@@ -37,7 +37,6 @@ QUICK = [
     ("mirrored_x3", "of one's own: a maximum"),
     ("mirrored_x3", "a transformer with clipping"),
     ("one_device", "Dropout"),
-    ("one_device", "own: a moving mean, not synchronized"),
 ]
 
 

@@ -5,8 +5,18 @@ import pytest
 
 from tests import clusters
 from tests.jobs import data_kinds
+from tests.tiers import tiered
 
 RELATIVE = 2e-6
+# What the default tests have of them.
+QUICK = [
+    "infinite_dataset",
+    "py_dataset_with_threads",
+    "generator",
+    "dataset_fn",
+    "ragged",
+    "records",
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +53,7 @@ def check(job, observed, reference):
         )
 
 
-@pytest.mark.parametrize("job", data_kinds.JOBS)
+@pytest.mark.parametrize("job", tiered(list(data_kinds.JOBS), QUICK))
 def test_mirrored(job, strategies, one_device, folder):
     observed = data_kinds.JOBS[job](strategies["mirrored_x2"], folder)
     check(job, observed, one_device(job))

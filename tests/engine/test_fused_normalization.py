@@ -255,7 +255,12 @@ PROGRAMS = {
     ("program", "column", "options"),
     [
         ("nested, and shared", "one_device", {}),
-        ("nested, and shared", "mirrored_x3", {"recompute": "layers"}),
+        pytest.param(
+            "nested, and shared",
+            "mirrored_x3",
+            {"recompute": "layers"},
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             "nested, and shared", "fsdp_x3", {}, marks=pytest.mark.full
         ),

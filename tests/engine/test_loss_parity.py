@@ -433,9 +433,7 @@ def run(trains, model, data):
 QUICK = [
     "ignore_class",
     "add_after_batch_normalization",
-    "compute_twice",
     "dict_result",
-    "masked_batch_normalization",
 ]
 
 

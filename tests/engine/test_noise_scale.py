@@ -8,6 +8,7 @@ import pytest
 
 import mgpu_tf
 from mgpu_tf.engine.noise_scale import DECAY
+from tests.tiers import tiered
 
 FEATURES = 5
 # Gradients are computed in float32.
@@ -145,7 +146,9 @@ class Watch(keras.callbacks.Callback):
         self.found.append((logs["gradient_square"], logs["gradient_variance"]))
 
 
-@pytest.mark.parametrize("column", ["mirrored_x2", "mirrored_x4"])
+@pytest.mark.parametrize(
+    "column", tiered(["mirrored_x2", "mirrored_x4"], ["mirrored_x4"])
+)
 def test_agrees_with_the_gradients_of_all_rows(column, strategies):
     """1,024 batches of frozen weights, against each row's own gradient."""
     rows, batch = 16384, 64
