@@ -8,7 +8,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
 
-from tests import clusters, leftovers
+from tests import clusters, columns, leftovers
 
 
 def pytest_xdist_make_scheduler(config, log):
@@ -36,52 +36,7 @@ def strategies():
 
     For every test, since the CPU can be split before the first op only.
     """
-    import mgpu_tf
-
-    return {
-        "mirrored_x4": mgpu_tf.create_mirrored_strategy(num_virtual_devices=4),
-        "mirrored_x2": mgpu_tf.create_mirrored_strategy(num_virtual_devices=2),
-        # Two replicas hide what divides exactly.
-        "mirrored_x3": mgpu_tf.create_mirrored_strategy(num_virtual_devices=3),
-        # Of the small weights of tests the large ones are split.
-        "fsdp_x3": mgpu_tf.create_model_parallel_strategy(
-            fsdp=3, num_virtual_devices=3, smallest_split=4
-        ),
-        "fsdp_x1": mgpu_tf.create_model_parallel_strategy(
-            fsdp=1, num_virtual_devices=1, smallest_split=4
-        ),
-        "data_2_fsdp_2": mgpu_tf.create_model_parallel_strategy(
-            data=2,
-            fsdp=2,
-            shard="gradients",
-            num_virtual_devices=4,
-            smallest_split=4,
-        ),
-        "zero1_x2": mgpu_tf.create_model_parallel_strategy(
-            fsdp=2, shard="optimizer", num_virtual_devices=2, smallest_split=4
-        ),
-        # Rows that do not divide by micro-batches, and fewer than them.
-        "pipeline_x2": mgpu_tf.create_model_parallel_strategy(
-            pipeline=2, micro_batches=3, num_virtual_devices=2
-        ),
-        "data_2_pipeline_2": mgpu_tf.create_model_parallel_strategy(
-            data=2,
-            pipeline=2,
-            micro_batches=2,
-            schedule="gpipe",
-            num_virtual_devices=4,
-        ),
-        "tensor_x3": mgpu_tf.create_model_parallel_strategy(
-            tensor=3, num_virtual_devices=3, smallest_split=4
-        ),
-        "data_2_tensor_2": mgpu_tf.create_model_parallel_strategy(
-            data=2, tensor=2, num_virtual_devices=4, smallest_split=4
-        ),
-        "one_device": mgpu_tf.create_one_device_strategy("CPU:0"),
-        "central_storage_x2": mgpu_tf.create_central_storage_strategy(
-            num_virtual_devices=2
-        ),
-    }
+    return columns.strategies()
 
 
 @pytest.fixture(autouse=True)

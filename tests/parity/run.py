@@ -37,10 +37,24 @@ MACHINE = (
     "central_storage_x2",
     "fsdp_x3",
     "data_2_fsdp_2",
+    "zero1_x2",
+    "tensor_x3",
+    "data_2_tensor_2",
     "pipeline_x2",
     "data_2_pipeline_2",
 )
 CLUSTERS = {"2_workers": (2, 1), "3_workers": (3, 1), "2_workers_x2": (2, 2)}
+# What the README shows of them.
+SHOWN = (
+    "one_device",
+    "mirrored_x3",
+    "central_storage_x2",
+    "2_workers",
+    "3_workers",
+    "fsdp_x3",
+    "tensor_x3",
+    "pipeline_x2",
+)
 FLOAT32 = "mirrored_x2_float32"
 CLUSTER_FLOAT32 = "2_workers_float32"
 COLUMNS = (*MACHINE, *CLUSTERS, FLOAT32, CLUSTER_FLOAT32)
@@ -99,37 +113,10 @@ GROUPS = {
 
 def main():
     quiet_import.import_tensorflow()
-    strategies = {
-        "mirrored_x4": mgpu_tf.create_mirrored_strategy(num_virtual_devices=4),
-        "mirrored_x3": mgpu_tf.create_mirrored_strategy(num_virtual_devices=3),
-        "mirrored_x2": mgpu_tf.create_mirrored_strategy(num_virtual_devices=2),
-        "central_storage_x2": mgpu_tf.create_central_storage_strategy(
-            num_virtual_devices=2
-        ),
-        "fsdp_x3": mgpu_tf.create_model_parallel_strategy(
-            fsdp=3, num_virtual_devices=3, smallest_split=4
-        ),
-        "data_2_fsdp_2": mgpu_tf.create_model_parallel_strategy(
-            data=2,
-            fsdp=2,
-            shard="gradients",
-            num_virtual_devices=4,
-            smallest_split=4,
-        ),
-        "pipeline_x2": mgpu_tf.create_model_parallel_strategy(
-            pipeline=2, micro_batches=3, num_virtual_devices=2
-        ),
-        "data_2_pipeline_2": mgpu_tf.create_model_parallel_strategy(
-            data=2,
-            pipeline=2,
-            micro_batches=2,
-            schedule="gpipe",
-            num_virtual_devices=4,
-        ),
-        "one_device": mgpu_tf.create_one_device_strategy("CPU:0"),
-    }
+    from tests import columns
     from tests.parity import cases
 
+    strategies = columns.strategies()
     ledger = _ledger()
     for name in cases.CASES:
         for column in MACHINE:
@@ -300,14 +287,14 @@ def _write_tables(ledger):
         head,
         "",
         "| float64, largest difference from one device | "
-        + " | ".join((*MACHINE, *CLUSTERS))
+        + " | ".join(SHOWN)
         + " |",
-        "|---|" + "---|" * len((*MACHINE, *CLUSTERS)),
+        "|---|" + "---|" * len(SHOWN),
     ]
     for title, names in GROUPS.items():
         worst = [
             _worst([ledger["rows"][n].get(column) for n in names.split()])
-            for column in (*MACHINE, *CLUSTERS)
+            for column in SHOWN
         ]
         lines.append(f"| {title} | " + " | ".join(worst) + " |")
     text = README.read_text()
