@@ -28,7 +28,6 @@ from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.per_layer import LayerByLayer
-from mgpu_tf.engine.rows import summed_rows
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.synchronous.engine import (
     SynchronousEngine,
@@ -38,6 +37,7 @@ from mgpu_tf.engine.synchronous.parts import cut, gathered, scattered
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel, split_model
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.optimizers.lazy_adam import LazyAdam, summed_rows
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
@@ -54,6 +54,7 @@ ELEMENTWISE = (
     keras.optimizers.Adadelta,
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
+    LazyAdam,
 )
 
 
