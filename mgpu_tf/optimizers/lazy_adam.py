@@ -53,8 +53,7 @@ class LazyAdam(keras.optimizers.Adam):
 
     References:
         D. P. Kingma, J. Ba: Adam: A Method for Stochastic Optimization, 2014,
-        arXiv 1412.6980. PyTorch's `SparseAdam` computes the same, with its
-        epsilon multiplied by sqrt(1 - b2^t).
+        arXiv 1412.6980. PyTorch's `SparseAdam` has the same formula.
     """
 
     def __init__(
@@ -89,9 +88,7 @@ class LazyAdam(keras.optimizers.Adam):
         self._write(momentum, moment, rows.indices)
         self._write(velocity, square, rows.indices)
         if self.amsgrad:
-            largest, held = self._rows(
-                self._velocity_hats[place], rows.indices
-            )
+            largest, held = self._rows(self._velocity_hats[place], rows.indices)
             square = tf.maximum(held, square)
             self._write(largest, square, rows.indices)
         # Keras takes its betas through float32.
