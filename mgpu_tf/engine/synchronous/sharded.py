@@ -123,6 +123,8 @@ class ShardedEngine(SynchronousEngine):
         if self._strategy.splits_later and self._parts is None:
             plan = split_model(self._model, self._strategy, source.example())
             self._parts = TensorParallel(self._model, self._strategy, plan)
+            if self._parts.tables and self._model.optimizer is not None:
+                _check_not_lazy(self._model.optimizer, self._parts.tables)
 
     def _tensor(self) -> TensorParallel | None:
         return self._parts
@@ -575,6 +577,22 @@ def refresh(variables: list[keras.Variable]) -> None:
             variable.refresh_here(value)
 
     copied[0].distribute_strategy.run(on_replica)
+
+
+def _check_not_lazy(
+    optimizer: keras.optimizers.Optimizer, tables: list[str]
+) -> None:
+    """Refuses what tells rows that were looked up from rows of zeros."""
+    if any(
+        isinstance(part, LazyAdam)
+        for part in keras_internals.parts(unwrap(optimizer)[1])
+    ):
+        raise ConfigurationError(
+            "LazyAdam updates the rows that a batch has looked up, and a "
+            "device with a part of a vocabulary does not tell them apart. "
+            f"Received: LazyAdam with {tables[0]} split by its rows. Use Adam, "
+            "or 'fsdp' or 'mirrored'."
+        )
 
 
 def _check_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
