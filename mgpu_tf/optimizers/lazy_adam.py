@@ -44,31 +44,31 @@ class LazyAdam(keras.optimizers.Adam):
 
     Args:
         *args: As for `keras.optimizers.Adam`.
-        gradient_accumulation_steps: Not taken: the sum of several gradients
-            is dense.
-        **options: As for `keras.optimizers.Adam`.
+        **options: As for `keras.optimizers.Adam`, without those by which
+            Keras makes gradients dense: `gradient_accumulation_steps` and
+            `global_clipnorm`.
 
     Raises:
-        ConfigurationError: `gradient_accumulation_steps` was given.
+        ConfigurationError: One of these was given.
 
     References:
         D. P. Kingma, J. Ba: Adam: A Method for Stochastic Optimization, 2014,
         arXiv 1412.6980. PyTorch's `SparseAdam` has the same formula.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        gradient_accumulation_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        if gradient_accumulation_steps is not None:
-            raise ConfigurationError(
-                "LazyAdam updates the rows of one batch, and sums of several "
-                "gradients are dense. Received: gradient_accumulation_steps="
-                f"{gradient_accumulation_steps}. Use a larger batch, or Adam."
-            )
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        for name, remedy in (
+            ("gradient_accumulation_steps", "a larger batch"),
+            ("global_clipnorm", "clipnorm or clipvalue"),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                raise ConfigurationError(
+                    f"LazyAdam updates the rows of a batch, and {name} makes "
+                    f"gradients dense. Received: {name}={value}. Use {remedy}, "
+                    "or Adam."
+                )
 
     def update_step(
         self, gradient: Any, variable: Any, learning_rate: Any

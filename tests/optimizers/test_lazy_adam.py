@@ -92,9 +92,14 @@ def test_it_is_adam_where_each_row_is_looked_up_once():
     np.testing.assert_array_equal(lazy_dense, adam_dense)
 
 
-def test_accumulation_is_refused():
-    with pytest.raises(ConfigurationError, match="sums of several gradients"):
-        LazyAdam(0.1, gradient_accumulation_steps=2)
+@pytest.mark.parametrize(
+    "options", [{"gradient_accumulation_steps": 2}, {"global_clipnorm": 1.0}]
+)
+def test_what_makes_gradients_dense_is_refused(options):
+    [name] = options
+    with pytest.raises(ConfigurationError, match=f"{name} makes") as error:
+        LazyAdam(0.1, **options)
+    assert "\n" not in str(error.value)
 
 
 def test_saved_and_loaded_in_plain_keras(tmp_path):

@@ -124,10 +124,8 @@ class Kernels:
     ) -> None:
         rows = isinstance(gradient, tf.IndexedSlices)
         update = optimizers.update_of(optimizer, rows=rows)
-        weight = None
-        if update is not None:
-            weight = optimizers.weight_of(optimizer, gradient, variable, rate)
-        if weight is None:
+        weight = optimizers.weight_of(optimizer, gradient, variable, rate)
+        if update is None or weight is None:
             own(gradient, variable, rate)
             return
         update(optimizer, weight)
