@@ -21,6 +21,7 @@ from keras.src.losses import loss as keras_loss
 from keras.src.utils.python_utils import is_default
 
 from mgpu_tf.layers import ShardedEmbedding
+from mgpu_tf.optimizers.lazy_adam import LazyAdam
 from mgpu_tf.strategies.registry import kind_of
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
 
@@ -29,9 +30,11 @@ _SLOTS: dict[type, tuple[str, ...]] = {
     keras.optimizers.SGD: ("momentums",),
     keras.optimizers.Adam: ("_momentums", "_velocities", "_velocity_hats"),
     keras.optimizers.AdamW: ("_momentums", "_velocities", "_velocity_hats"),
+    LazyAdam: ("_momentums", "_velocities", "_velocity_hats"),
     keras.optimizers.Adamax: ("_m", "_u"),
     keras.optimizers.Nadam: ("_momentums", "_velocities"),
     keras.optimizers.RMSprop: ("_velocities", "_momentums"),
+    keras.optimizers.Adagrad: ("_accumulators",),
     keras.optimizers.Adadelta: (
         "_accumulated_grads",
         "_accumulated_delta_vars",
@@ -720,6 +723,15 @@ def kernel_of(layer: keras.layers.Layer) -> keras.Variable:
     if isinstance(layer, keras.layers.Embedding):
         return layer._embeddings
     return layer._kernel
+
+
+def is_plain_table(layer: keras.layers.Embedding) -> bool:
+    """Returns whether an embedding's rows are those of its one weight."""
+    return bool(
+        layer.built
+        and not layer.lora_enabled
+        and layer.quantization_mode is None
+    )
 
 
 def dropout_layers(model: keras.Model) -> list[keras.layers.Layer]:

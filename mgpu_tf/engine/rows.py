@@ -23,6 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from mgpu_tf.optimizers.lazy_adam import summed_rows
 from mgpu_tf.options import StepOptions
 
 # Between processes rows travel in blocks of 64, 256, 1024 ... rows, each its
@@ -214,15 +215,6 @@ class RowGather:
             tf.boolean_mask(indices, held),
             slices.dense_shape,
         )
-
-
-def summed_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Returns a gradient with one row for each index: the sum of its rows."""
-    indices, places = tf.unique(slices.indices)
-    values = tf.math.unsorted_segment_sum(
-        slices.values, places, tf.shape(indices)[0]
-    )
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def _padded(rows: tf.Tensor, size: int) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Optimizers by name, LARS, and what large batches need.
+"""Optimizers by name, LARS, LazyAdam, and what large batches need.
 
 optimizer = mgpu_tf.optimizers.LARS(4.0, momentum=0.9, weight_decay=1e-4)
 rate = mgpu_tf.optimizers.scale_learning_rate(0.1, 256, 8192)
@@ -13,11 +13,13 @@ from mgpu_tf.optimizers.large_batch import (
     scale_learning_rate,
 )
 from mgpu_tf.optimizers.lars import LARS
+from mgpu_tf.optimizers.lazy_adam import LazyAdam
 from mgpu_tf.optimizers.named import create_optimizer
 
 __all__ = [
     "LARS",
     "LargeBatchRecipe",
+    "LazyAdam",
     "SmoothedCrossentropy",
     "create_optimizer",
     "large_batch_recipe",

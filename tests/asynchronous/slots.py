@@ -297,6 +297,7 @@ TEXT = {
     "adamw": lambda: o.AdamW(0.05, weight_decay=0.1),
     "rmsprop": lambda: o.RMSprop(0.05),
     "adagrad": lambda: o.Adagrad(0.05),
+    "lazy_adam": lambda: mgpu_tf.optimizers.LazyAdam(0.05),
     "clipnorm": lambda: o.Adam(0.05, clipnorm=0.05),
     "global_clipnorm": lambda: o.Adam(0.05, global_clipnorm=0.05),
 }

@@ -48,6 +48,96 @@ def test_as_keras(name, strategies):
     assert result.largest_difference(reference) < 1e-12
 
 
+ROWS, WIDTH = 1013, 5
+
+
+def table_model(optimizer):
+    normal = keras.initializers.RandomNormal
+
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((4,), dtype="int32"),
+                keras.layers.Embedding(
+                    ROWS, WIDTH, normal(seed=1), mask_zero=True
+                ),
+                keras.layers.GlobalAveragePooling1D(),
+                keras.layers.Dense(1, kernel_initializer=normal(seed=2)),
+            ]
+        )
+        model.compile(optimizer(), "mse")
+        return model
+
+    return build
+
+
+def graphs_of(trainer):
+    """The graphs of a step, of its branches and loops too."""
+    for key, function in trainer._distributed.engine._functions.items():
+        if key[0] == "train":
+            for concrete in function._list_all_concrete_functions():
+                yield concrete.graph
+                for name in concrete.graph._functions:
+                    yield concrete.graph._get_function(name).graph
+
+
+def whole_tables(trainer):
+    """The operations of a step that make as much as a table."""
+    return {
+        op.type
+        for graph in graphs_of(trainer)
+        for op in graph.get_operations()
+        for made in op.outputs
+        if made.shape.rank == 2 and made.shape[0] == ROWS
+    }
+
+
+LARGE = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, clipnorm=0.1),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "lazy_adam": lambda: mgpu_tf.optimizers.LazyAdam(0.05, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("column", "name"),
+    tiered(
+        [
+            (column, name)
+            for column in ("one_device", "mirrored_x3", "central_storage_x2")
+            for name in LARGE
+        ],
+        [("mirrored_x3", "adagrad"), ("mirrored_x3", "lazy_adam")],
+    ),
+)
+def test_a_step_makes_no_whole_table(column, name, strategies):
+    """And its numbers are those of Keras, which does."""
+    random = np.random.default_rng(0)
+    x = random.integers(0, ROWS, (55, 4))
+    x[::3] = x[0]
+    x[-1] = -1  # The last row of the table.
+    y = random.normal(size=(55, 1))
+    fitted = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
+    trainer = mgpu_tf.Trainer(table_model(LARGE[name]), strategies[column])
+    trainer.fit(x, y, **fitted)
+    assert trainer.fused["Embedding"] == 1
+    assert whole_tables(trainer) == set()
+    alone = table_model(LARGE[name])()
+    start = alone.weights[0].numpy()
+    alone.fit(x, y, **fitted)
+    ours = [*trainer.model.weights, *trainer.model.optimizer.variables]
+    theirs = [*alone.weights, *alone.optimizer.variables]
+    for mine, wanted in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(
+            mine.numpy(), wanted.numpy(), rtol=0, atol=1e-13
+        )
+    looked_up = np.unique(x % ROWS)
+    others = np.setdiff1d(np.arange(ROWS), looked_up)
+    table = trainer.model.weights[0].numpy()
+    np.testing.assert_array_equal(table[others], start[others])
+    assert np.all(table[looked_up] != start[looked_up])
+
+
 def summed_alone(x, y):
     """Adam by hand on the gradient of the loss, dense: one step."""
     keras.utils.set_random_seed(0)

@@ -290,7 +290,7 @@ def test_a_call_with_a_mask_stays_with_keras(strategies):
     x = np.random.default_rng(0).integers(0, 9, (20, 5))
     y = np.zeros((20, 2), "float32")
     trainer, _ = trained(strategies["one_device"], masked, "fused", x, y)
-    assert trainer.fused == {"SGD": 1}
+    assert trainer.fused == {"Embedding": 1, "SGD": 1}
 
 
 def test_the_model_is_left_as_it_is(strategies, caplog):

@@ -169,6 +169,15 @@ def test_on_several_replicas(column, name, float64, strategies):
     assert max(difference for _, difference in found) <= 1e-14
 
 
+def test_rows_are_updated_where_keras_leaves_the_others_alone():
+    assert optimizers.update_of(o.Adagrad(), rows=True) is not None
+    # Keras divides rows that were never looked up by zero.
+    assert optimizers.update_of(o.Adagrad(epsilon=0.0), rows=True) is None
+    # Keras decays all rows.
+    for make in FUSED.values():
+        assert optimizers.update_of(make(), rows=True) is None
+
+
 @pytest.mark.parametrize("name", AS_KERAS)
 def test_what_no_operation_computes_stays_with_keras(name):
     assert optimizers.update_of(AS_KERAS[name]()) is None
@@ -261,7 +270,8 @@ def test_around_the_update_all_is_as_before(column, make, float64, strategies):
         held = [*trainer.model.weights, *optimizer.variables]
         found.append([variable.numpy() for variable in held])
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        expected = {type(inner).__name__: 1} if kernels == "fused" else {}
+        fused = {"Embedding": 1, type(inner).__name__: 1}
+        expected = fused if kernels == "fused" else {}
         assert trainer.fused == expected
     for one, other in zip(*found, strict=True):
         assert relative(one, other) <= 1e-13

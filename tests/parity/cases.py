@@ -485,6 +485,7 @@ CASES = {
             "adam": lambda: keras.optimizers.Adam(0.05),
             "rmsprop": lambda: keras.optimizers.RMSprop(0.05, momentum=0.9),
             "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+            "lazy_adam": lambda: mgpu_tf.optimizers.LazyAdam(0.05),
             "clipnorm": adam(clipnorm=0.01),
             "global_clipnorm": adam(global_clipnorm=0.1),
             "accumulation": adam(gradient_accumulation_steps=2),

@@ -82,6 +82,10 @@ REFUSED = (
         }.items()
     }
     | {
+        (column, "embedding_lazy_adam"): "split by its rows"
+        for column in ("tensor_x3", "data_2_tensor_2")
+    }
+    | {
         (column, name): rule
         for column in ("pipeline_x2", "data_2_pipeline_2")
         for name, rule in {

@@ -25,6 +25,8 @@ ELSEWHERE = [
     "mask",
     "auc",
     "embedding_adam",
+    "embedding_adagrad",
+    "embedding_lazy_adam",
     *(f"last_batch_of_{extra}" for extra in range(1, 6)),
 ]
 ALL_SPLIT = ["accumulation_clipped", "ema_overwrite", "mixed_float16"]

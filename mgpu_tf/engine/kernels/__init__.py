@@ -24,7 +24,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.kernels import normalization, optimizers
+from mgpu_tf.engine.kernels import lookups, normalization, optimizers
 from mgpu_tf.strategies.registry import kind_of
 
 _log = logging.getLogger("mgpu_tf")
@@ -75,14 +75,17 @@ class Kernels:
         layers = [
             layer
             for layer in keras_internals.layers_of(self._model)
-            if normalization.is_same(layer, self._replicas)
+            if (
+                normalization.is_same(layer, self._replicas)
+                or lookups.is_same(layer)
+            )
             and keras_internals.is_unpatched(layer, "call", "_moments")
         ]
         updated = [
             part
             for optimizer in keras_internals.optimizers_of(self._model)
             for part in keras_internals.parts(optimizer)
-            if optimizers.update_of(part) is not None
+            if optimizers.is_fused(part)
             and keras_internals.is_unpatched(part, "update_step")
         ]
         with (
@@ -105,7 +108,8 @@ class Kernels:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        outputs, fused = normalization.call(layer, own, *args, **kwargs)
+        form = lookups if lookups.is_same(layer) else normalization
+        outputs, fused = form.call(layer, own, *args, **kwargs)
         if fused:
             self._replaced[id(layer)] = layer
         return outputs
@@ -118,7 +122,8 @@ class Kernels:
         variable: Any,
         rate: Any,
     ) -> None:
-        update = optimizers.update_of(optimizer)
+        rows = isinstance(gradient, tf.IndexedSlices)
+        update = optimizers.update_of(optimizer, rows=rows)
         weight = optimizers.weight_of(optimizer, gradient, variable, rate)
         if update is None or weight is None:
             own(gradient, variable, rate)

@@ -10,6 +10,10 @@ Keras converts some settings to float32 before it takes them as float64. Those
 are converted in the same way here, so in float64 the results are the same up
 to rounding.
 
+Gradients of embeddings have a table of their own. TensorFlow's sparse
+operations decay only the rows that were looked up, where Keras decays all. So
+only what Keras leaves alone in other rows is there.
+
 In float32 `ResourceApplyAdam` takes `1 - beta_2` of a rounded beta, where Keras
 rounds the difference. Velocities differ by 1.3e-5 of their value.
 """
@@ -24,6 +28,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.optimizers.lazy_adam import LazyAdam
 
 Update = Callable[[Any, tf.Tensor], None]
 
@@ -37,13 +42,13 @@ class Weight:
     Attributes:
         handle: Of the variable.
         slots: Handles of what the optimizer keeps for it.
-        gradient: Dense, of the type of the variable.
+        gradient: Dense or rows, of the type of the variable.
         rate: The learning rate, of the type of the variable.
     """
 
     handle: tf.Tensor
     slots: list[tf.Tensor]
-    gradient: tf.Tensor
+    gradient: Any
     rate: tf.Tensor
 
     def cast(self, value: Any) -> tf.Tensor:
@@ -59,16 +64,26 @@ class Weight:
         return self.cast(beta) ** self.cast(optimizer.iterations + 1)
 
 
-def update_of(optimizer: keras.optimizers.Optimizer) -> Update | None:
+def is_fused(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether some gradients are applied in fused form."""
+    return any(
+        update_of(optimizer, rows=rows) is not None for rows in (False, True)
+    )
+
+
+def update_of(
+    optimizer: keras.optimizers.Optimizer, *, rows: bool = False
+) -> Update | None:
     """Returns what updates a weight in fused form, None where nothing does.
 
     Args:
         optimizer: An optimizer of Keras, of exactly its class.
+        rows: Whether the gradient has rows of an embedding, or is dense.
 
     Returns:
         A function of the optimizer and a `Weight`.
     """
-    row = TABLE.get(type(optimizer))
+    row = (ROWS if rows else TABLE).get(type(optimizer))
     if row is None or not row.is_same(optimizer):
         return None
     return row.update
@@ -82,16 +97,13 @@ def weight_of(
 ) -> Weight | None:
     """Returns a weight with its slots, None where no fused form takes it.
 
-    Gradients of embeddings stay with Keras: TensorFlow's sparse operations
-    decay only the rows that were looked up.
-
     Args:
         optimizer: Its optimizer.
         gradient: Its gradient.
         variable: TensorFlow's variable, as an update has it.
         rate: The learning rate.
     """
-    if not tf.is_tensor(gradient) or isinstance(gradient, tf.IndexedSlices):
+    if not tf.is_tensor(gradient):
         return None
     slots = keras_internals.slots(optimizer, variable)
     dtype = variable.dtype
@@ -248,10 +260,32 @@ def _ftrl(optimizer: Any, weight: Weight) -> None:
     )
 
 
+def _adagrad_rows(optimizer: Any, weight: Weight) -> None:
+    """Keras takes the root of all rows; only these are used."""
+    [accumulator] = weight.slots
+    rows = {"indices": weight.gradient.indices}
+    tf.raw_ops.ResourceScatterAdd(
+        resource=accumulator,
+        updates=tf.square(weight.gradient.values),
+        **rows,
+    )
+    squares = tf.raw_ops.ResourceGather(
+        resource=accumulator, dtype=weight.gradient.dtype, **rows
+    )
+    tf.raw_ops.ResourceScatterSub(
+        resource=weight.handle,
+        updates=weight.rate
+        * weight.gradient.values
+        / tf.sqrt(squares + weight.exact(optimizer.epsilon)),
+        **rows,
+    )
+
+
 TABLE: dict[type[keras.optimizers.Optimizer], Row] = {
     keras.optimizers.SGD: Row(_sgd),
     keras.optimizers.Adam: Row(_adam),
     keras.optimizers.AdamW: Row(_adam),
+    LazyAdam: Row(_adam),
     keras.optimizers.Adamax: Row(_adamax),
     keras.optimizers.Nadam: Row(_nadam),
     # TensorFlow's operation keeps a momentum, Keras none where it is zero. A
@@ -261,4 +295,9 @@ TABLE: dict[type[keras.optimizers.Optimizer], Row] = {
     ),
     keras.optimizers.Adadelta: Row(_adadelta),
     keras.optimizers.Ftrl: Row(_ftrl),
+}
+
+ROWS: dict[type[keras.optimizers.Optimizer], Row] = {
+    # Without an epsilon Keras divides rows that were never looked up by zero.
+    keras.optimizers.Adagrad: Row(_adagrad_rows, lambda o: o.epsilon > 0),
 }

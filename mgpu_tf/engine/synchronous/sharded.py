@@ -28,7 +28,6 @@ from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.per_layer import LayerByLayer
-from mgpu_tf.engine.rows import summed_rows
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.synchronous.engine import (
     SynchronousEngine,
@@ -38,6 +37,7 @@ from mgpu_tf.engine.synchronous.parts import cut, gathered, scattered
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel, split_model
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.optimizers.lazy_adam import LazyAdam, summed_rows
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
@@ -54,6 +54,7 @@ ELEMENTWISE = (
     keras.optimizers.Adadelta,
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
+    LazyAdam,
 )
 
 
@@ -122,6 +123,8 @@ class ShardedEngine(SynchronousEngine):
         if self._strategy.splits_later and self._parts is None:
             plan = split_model(self._model, self._strategy, source.example())
             self._parts = TensorParallel(self._model, self._strategy, plan)
+            if self._parts.tables and self._model.optimizer is not None:
+                _check_not_lazy(self._model.optimizer, self._parts.tables)
 
     def _tensor(self) -> TensorParallel | None:
         return self._parts
@@ -574,6 +577,22 @@ def refresh(variables: list[keras.Variable]) -> None:
             variable.refresh_here(value)
 
     copied[0].distribute_strategy.run(on_replica)
+
+
+def _check_not_lazy(
+    optimizer: keras.optimizers.Optimizer, tables: list[str]
+) -> None:
+    """Refuses what tells rows that were looked up from rows of zeros."""
+    if any(
+        isinstance(part, LazyAdam)
+        for part in keras_internals.parts(unwrap(optimizer)[1])
+    ):
+        raise ConfigurationError(
+            "LazyAdam updates the rows that a batch has looked up, and a "
+            "device with a part of a vocabulary does not tell them apart. "
+            f"Received: LazyAdam with {tables[0]} split by its rows. Use Adam, "
+            "or 'fsdp' or 'mirrored'."
+        )
 
 
 def _check_elementwise(optimizer: keras.optimizers.Optimizer) -> None:

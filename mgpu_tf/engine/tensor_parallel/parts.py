@@ -382,6 +382,15 @@ class TensorParallel:
             if id(variable) not in computed
         ]
 
+    @property
+    def tables(self) -> list[str]:
+        """The paths of the embeddings that are split by their rows."""
+        return [
+            form.linear.kernel.path
+            for form in self.forms.values()
+            if form.linear.rows is not None and form.dim == form.linear.rows
+        ]
+
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Lets layers be computed so, while traced. Outside of replicas."""
