@@ -29,7 +29,10 @@ This module does not import TensorFlow.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from mgpu_tf.errors import ConfigurationError
 
@@ -249,3 +252,159 @@ class Split:
         if self.by_rows:
             return (after - first, self.shape[1])
         return (after - first,)
+
+    def region(self, part: int) -> Region:
+        """Returns the elements of a part."""
+        first, after = self.bounds(part)
+        if self.dim is not None:
+            inner = math.prod(self.shape[self.dim + 1 :])
+            return Region(
+                first * inner,
+                (after - first) * inner,
+                self.length * inner,
+                math.prod(self.shape[: self.dim]),
+            )
+        inner = self.shape[1] if self.by_rows else 1
+        return Region(first * inner, (after - first) * inner)
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Some elements of an array, counted as they lie in memory.
+
+        a matrix of shape (4, 6)
+
+        rows 1 and 2        Region(6, 12)           6-17
+        columns 3 to 5      Region(3, 3, 6, 4)      3-5 | 9-11 | 15-17 | 21-23
+
+    Attributes:
+        first: The first element.
+        length: The elements of a run.
+        stride: From the first element of a run to that of the next.
+        runs: The number of runs.
+    """
+
+    first: int
+    length: int
+    stride: int = 0
+    runs: int = 1
+
+    @property
+    def size(self) -> int:
+        """Returns the number of elements."""
+        return self.length * self.runs
+
+    @property
+    def grain(self) -> int:
+        """Returns the fewest elements that it can be cut into."""
+        return 1 if self.runs == 1 else self.length
+
+    def cut(self, begin: int, end: int) -> Region:
+        """Returns a range of its elements.
+
+        Args:
+            begin: The first of them, counted in this region. It is divided
+                by `grain`.
+            end: The one after the last, likewise.
+        """
+        if self.runs == 1:
+            return Region(self.first + begin, end - begin)
+        runs = range(begin // self.length, end // self.length)
+        first = self.first + runs.start * self.stride
+        return Region(first, self.length, self.stride, len(runs))
+
+    def overlaps(self, other: Region) -> Iterator[tuple[int, int, int]]:
+        """Yields the runs of elements that are in both regions.
+
+        Args:
+            other: Of the same array.
+
+        Yields:
+            The place of the run here, its place there, and its length.
+        """
+        if self == other:
+            yield 0, 0, self.size
+            return
+        stride = other.stride or 1
+        for run in range(self.runs):
+            begin = self.first + run * self.stride
+            end = begin + self.length
+            near = (begin - other.first - other.length) // stride + 1
+            for there in range(max(near, 0), other.runs):
+                first = other.first + there * other.stride
+                if first >= end:
+                    break
+                low, high = max(begin, first), min(end, first + other.length)
+                if low < high:
+                    yield (
+                        run * self.length + low - begin,
+                        there * other.length + low - first,
+                        high - low,
+                    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A region of an array, with its elements.
+
+    Attributes:
+        name: The name of the array.
+        dtype: Name of its type, such as "float32".
+        itemsize: The bytes of an element.
+        shape: The shape of the whole array.
+        region: Which elements these are.
+        chunks: Returns their little-endian bytes in parts, none of them
+            large, in the order of the region, as buffers.
+    """
+
+    name: str
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    region: Region
+    chunks: Callable[[], Iterable[Any]]
+
+    def held(self) -> Piece:
+        """Returns a copy with the elements in memory."""
+        data = bytearray().join(self.chunks())
+        return dataclasses.replace(self, chunks=lambda: [data])
+
+
+Shares = list[tuple[int, int, Region]]
+
+
+def shares(regions: Sequence[tuple[Region, int]], count: int) -> list[Shares]:
+    """Divides regions evenly among a number of processes.
+
+        shares([(Region(0, 6), 4), (Region(0, 2), 4)], 2)
+        [[(0, 0, Region(0, 4))], [(0, 4, Region(4, 2)), (1, 0, Region(0, 2))]]
+
+    Args:
+        regions: Each with the bytes of an element.
+        count: The number of processes.
+
+    Returns:
+        For each process the numbers of regions, and what of them is its own:
+        the place in the region where it begins, and its elements.
+    """
+    total = sum(region.size * itemsize for region, itemsize in regions)
+    found: list[Shares] = [[] for _ in range(count)]
+    before = 0
+    for number, (region, itemsize) in enumerate(regions):
+        if not region.size:
+            found[0].append((number, 0, region))
+            continue
+        grain = region.grain * itemsize
+        parts = region.size // region.grain
+        cuts = [
+            min(max(total * k // count - before, 0) // grain, parts)
+            for k in range(1, count)
+        ]
+        cuts = [0, *cuts, parts]
+        for process, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            if begin < end:
+                first, after = begin * region.grain, end * region.grain
+                own = region.cut(first, after)
+                found[process].append((number, first, own))
+        before += region.size * itemsize
+    return found

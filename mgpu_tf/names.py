@@ -37,6 +37,7 @@ LEARNING_RATE_RULES = ("linear", "sqrt", "none")
 LEARNING_RATE_DECAYS = ("constant", "cosine")
 ON_NAN = ("ignore", "stop")
 RESUME = ("auto", "always", "never")
+SNAPSHOT_IN = ("file", "memory")
 MODELS = ("mlp", "cnn", "resnet", "transformer")
 DATASETS = ("digits", "tabular", "images")
 # Models of `keras.applications`, by Keras's names.

@@ -31,6 +31,7 @@ from mgpu_tf.names import (
     RECOMPUTE,
     RESUME,
     SHARDS,
+    SNAPSHOT_IN,
     Devices,
     Shares,
 )
@@ -369,6 +370,14 @@ class SaveOptions:
         "always: fail if there is no checkpoint. never: fail if there is a "
         "checkpoint.",
         RESUME,
+    )
+    snapshot_in: str = option(
+        "file",
+        "file: training waits until the state is written to the files, but not "
+        "until it is on the disk; no copy is in memory. memory: training waits "
+        "until the process has a copy in its memory. For a folder to which "
+        "writing is slow.",
+        SNAPSHOT_IN,
     )
 
     def __post_init__(self) -> None:

@@ -65,6 +65,7 @@ VALUES = {
     "save_every_steps": 20,
     "save_every_seconds": 1.5,
     "keep_checkpoints": 9,
+    "snapshot_in": "memory",
     "resume": "always",
     "stall_timeout_seconds": 60.5,
     "first_step_seconds": 0.0,

@@ -23,6 +23,8 @@ from mgpu_tf.reports.report import known
 _PROGRESS = "progress"
 _TOTALS = "recovery.json"
 _OWNER = "owner"
+# How late a shared file system may show a file.
+SEEN_SECONDS = 60.0
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -64,6 +66,11 @@ class Owner:
         self._mine = f"{uuid.uuid4().hex} {who}\n"
         self._checked = 0.0
         self._taken = False
+
+    @property
+    def shown(self) -> str:
+        """Returns how the file of the owner begins, "" before `take`."""
+        return self._mine.partition(" ")[0] if self._taken else ""
 
     def take(self) -> None:
         """Makes this run the owner.
@@ -107,6 +114,31 @@ class Owner:
                 "This run writes nothing more there and ends; give each run "
                 "its own folder."
             )
+
+
+def not_seen(folder: str, shown: str, seconds: float = SEEN_SECONDS) -> str:
+    """Returns why a process cannot write to the folder of another's run.
+
+    Args:
+        folder: Where checkpoints are kept.
+        shown: How the file of the owner begins.
+        seconds: How long to look for it: a file system that machines share
+            may tell late.
+
+    Returns:
+        What is wrong, "" for nothing.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError, ValueError):
+            path = os.path.join(folder, _OWNER)
+            with open(path, encoding="utf-8") as file:
+                if file.read().startswith(shown):
+                    break
+        if time.monotonic() > end:
+            return "does not see"
+        time.sleep(0.1)
+    return "" if os.access(folder, os.W_OK | os.X_OK) else "cannot write to"
 
 
 class Progress:

@@ -1,9 +1,9 @@
 """What a `fit` is made of between two executions, as values, and back.
 
 run = RunState(trainer, engine, callbacks, first_epoch=0)
-run.load(state, arrays)        # from a checkpoint: the position
+run.load((state, stored))      # from a checkpoint: the position
 run.restore()                  # ... and all the rest, where it belongs
-step, state, arrays = run.capture()
+step, state, pieces = run.capture()
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -26,7 +26,9 @@ from mgpu_tf.checkpoints.callback_state import (
 )
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import NO_VOTES, Engine, Logs, Votes
+from mgpu_tf.engine.snapshot import Stored
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.mesh import Piece
 from mgpu_tf.runtime import determinism
 
 _log = logging.getLogger("mgpu_tf")
@@ -37,7 +39,6 @@ OPTIMIZERS = "optimizers of the model"
 KINDS = (LAYERS, OPTIMIZERS)
 
 State = dict[str, Any]
-Arrays = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,16 +137,17 @@ class RunState:
         self.first_epoch = first_epoch
         self._snapshot = engine.snapshot()
         self._before: list[State] = []
-        self._loaded: tuple[State, Arrays] | None = None
+        self._loaded: tuple[State, Stored] | None = None
         self.position = Position(epoch=first_epoch)
         self.resumed = False
         self.stopped = False
 
-    def load(self, found: tuple[State, Arrays] | None) -> None:
+    def load(self, found: tuple[State, Stored] | None) -> None:
         """Takes the position from a checkpoint, and keeps the rest.
 
         Args:
-            found: State and arrays from `capture`; None changes nothing.
+            found: A state from `capture`, and the variables of its
+                checkpoint; None changes nothing.
 
         Raises:
             ConfigurationError: It is the checkpoint of other data, or of
@@ -238,15 +240,12 @@ class RunState:
             last_logs=logs,
         )
 
-    def capture(self, *, keep: bool = True) -> tuple[int, State, Arrays]:
-        """Copies the state; every worker of a cluster has to call it.
-
-        Args:
-            keep: Whether this worker keeps the variables.
+    def capture(self) -> tuple[int, State, Iterator[Piece]]:
+        """Returns the state at this moment.
 
         Returns:
             The global step, what JSON can hold besides arrays in the state
-            of callbacks, and the variables by name.
+            of callbacks, and what this worker writes of the variables.
         """
         counts, position = self._counts, self.position
         strategy = self._model.distribute_strategy
@@ -281,12 +280,12 @@ class RunState:
             "environment": determinism.environment(),
             "variables": self._snapshot.paths(),
         }
-        return counts.global_step, state, self._snapshot.take(keep=keep)
+        return counts.global_step, state, self._snapshot.pieces()
 
-    def _restore(self, state: State, arrays: Arrays) -> None:
+    def _restore(self, state: State, stored: Stored) -> None:
         self._loaded = None
         determinism.warn_of_other_environment(state["environment"])
-        self._snapshot.put(arrays)
+        self._snapshot.put(stored)
         counts = self._counts
         counts.global_step = state["global_step"]
         counts.examples_seen = state["examples_seen"]

@@ -1,10 +1,9 @@
 """When a run saves its state, in the background, and where it resumes.
 
-The step thread copies the state between two executions; a thread of its own
-writes it. All workers take part in the copy, since some of the state is
-spread over them, and so they agree on when: a worker whose clock or whose
-SIGTERM asks for a save says so in the next execution, which sums what all
-workers say.
+The step thread hands the state to the system between two executions; a thread
+of its own brings it to the disk (`writer`). Each worker writes a part, and so
+they agree on when: a worker whose clock or whose SIGTERM asks for a save says
+so in the next execution, which sums what all workers say.
 """
 
 from __future__ import annotations
@@ -18,19 +17,22 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
-import tensorflow as tf
-
 from mgpu_tf.checkpoints import store
-from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
-from mgpu_tf.checkpoints.recovery import Owner, Progress, Recovery
+from mgpu_tf.checkpoints.recovery import Owner, Progress, Recovery, not_seen
+from mgpu_tf.checkpoints.writer import (
+    Variables,
+    Writer,
+    read_state,
+    told_of,
+)
 from mgpu_tf.cluster import heartbeat
 from mgpu_tf.engine.base import NO_VOTES, Votes
 from mgpu_tf.errors import ConfigurationError, Preempted
 from mgpu_tf.folders import make_folder
+from mgpu_tf.mesh import Piece
 from mgpu_tf.options import SaveOptions
 from mgpu_tf.reports.goodput import Goodput, Meter
 from mgpu_tf.reports.report import known
@@ -39,7 +41,7 @@ from mgpu_tf.strategies.peers import Peers
 _log = logging.getLogger("mgpu_tf")
 
 State = dict[str, Any]
-Arrays = dict[str, np.ndarray]
+Found = tuple[State, Variables]
 
 
 class Saver:
@@ -54,7 +56,7 @@ class Saver:
         self.recovery = Recovery()
         self.saves = 0
 
-    def find(self) -> tuple[State, Arrays] | None:
+    def find(self) -> Found | None:
         """Returns the state to go on from, None for the beginning."""
         return None
 
@@ -101,9 +103,9 @@ class CheckpointSaver(Saver):
     Args:
         options: Where and when.
         peers: The workers, who have to agree.
-        is_chief: Whether this process writes.
-        capture: Returns the state at this moment; called on all workers,
-            with whether this one keeps it.
+        is_chief: Whether this process decides, and writes the manifest.
+        capture: Returns the state at this moment: the step, what JSON can
+            hold, and what this worker writes of the variables.
         meter: Knows where the time of the run has gone; goes on with it.
         lost_workers: Returns how many workers were lost so far.
     """
@@ -114,7 +116,7 @@ class CheckpointSaver(Saver):
         peers: Peers,
         *,
         is_chief: bool,
-        capture: Callable[[bool], tuple[int, State, Arrays]],
+        capture: Callable[[], tuple[int, State, Iterable[Piece]]],
         meter: Meter,
         lost_workers: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -125,7 +127,8 @@ class CheckpointSaver(Saver):
         self._capture, self._lost_workers = capture, lost_workers
         self._meter = meter
         self._progress: Progress | None = None
-        self._writer: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
+        self._writer: Writer
         self._failed: Exception | None = None
         self._owner = Owner(options.folder)
         self._last_save = time.monotonic()
@@ -133,35 +136,112 @@ class CheckpointSaver(Saver):
         self._saved = False
         self._preempted = False
 
-    def find(self) -> tuple[State, Arrays] | None:
+    def find(self) -> Found | None:
         """Returns the state to go on from, None for the beginning.
 
         Raises:
-            ConfigurationError: `resume` asks for what is not there.
+            ConfigurationError: `resume` asks for what is not there, or a
+                worker does not see the folder.
         """
         folder, resume = self._options.folder, self._options.resume
-        step = -1
         if self._is_chief:
             make_folder("checkpoint_dir", folder, writes=False)
             self._take(folder)
-            entry = store.newest(folder, _warn_of_broken)
-            step = -1 if entry is None else entry.step
-        step = self._peers.of_first(step)
-        if step < 0 and resume == "always":
+        self._meet(folder)
+        stored = self._newest(folder)
+        if stored is None and resume == "always":
             raise ConfigurationError(
                 "resume='always' needs a usable checkpoint. Received: "
                 f"checkpoint_dir={folder!r} without one. Use resume='auto'."
             )
-        if step >= 0 and resume == "never":
+        if stored is not None and resume == "never":
             raise ConfigurationError(
                 "resume='never' needs a checkpoint_dir without checkpoints. "
-                f"Received: {folder!r} with one of step {step}. Use another "
-                "folder, or resume='auto'."
+                f"Received: {folder!r} with one of step {stored.step}. Use "
+                "another folder, or resume='auto'."
             )
-        found = None if step < 0 else self._read(step)
+        found = None
+        if stored is not None:
+            found = read_state(stored), Variables(stored)
+            self._saved = True
         if self._is_chief:
-            self._begin(max(step, 0), {} if found is None else found[0])
+            step = 0 if stored is None else stored.step
+            self._begin(step, {} if found is None else found[0])
         return found
+
+    def _meet(self, folder: str) -> None:
+        """Checks that all workers see the folder, and makes the writer.
+
+        Raises:
+            ConfigurationError: A worker does not.
+        """
+        peers = self._peers
+        shown = str(peers.of_all(self._owner.shown)[0])
+        wrong = not_seen(folder, shown) if shown else ""
+        for worker, told in enumerate(peers.of_all(wrong)):
+            if told:
+                raise ConfigurationError(
+                    "checkpoint_dir must be a folder that every worker sees "
+                    f"and can write to. Received: {folder!r}, which worker "
+                    f"{worker} {told}. Use a folder that all machines mount."
+                )
+        self._writer = Writer(
+            folder,
+            peers.token(),
+            peers.worker,
+            peers.num_workers,
+            in_memory=self._options.snapshot_in == "memory",
+            check=self._owner.check,
+        )
+
+    def _newest(self, folder: str) -> store.Stored | None:
+        """Returns the newest checkpoint that is whole.
+
+        To check it, each worker reads some of its files to their end.
+        """
+        below = sys.maxsize
+        while True:
+            known = store.entries(folder, thorough=False)
+            step = self._candidate(known, below) if self._is_chief else -1
+            step = self._peers.of_first(step)
+            if step < 0:
+                return None
+            stored, wrong = self._checked(known, step)
+            told = [text for text in self._peers.of_all(wrong) if text]
+            if not told and stored is not None:
+                if self._is_chief:
+                    _log.info("resumed at step %d from %s", step, stored.path)
+                return stored
+            if self._is_chief:
+                _warn_of_broken(told[0])
+            below = step
+
+    def _candidate(self, known: list[store.Entry], below: int) -> int:
+        for entry in reversed(known):
+            if entry.step >= below:
+                continue
+            if not entry.problem:
+                return entry.step
+            _warn_of_broken(entry.problem)
+        return -1
+
+    def _checked(
+        self, known: list[store.Entry], step: int
+    ) -> tuple[store.Stored | None, str]:
+        """Returns a checkpoint, and what is wrong with this worker's share."""
+        paths = {entry.step: entry.path for entry in known}
+        if step not in paths:
+            raise ConfigurationError(
+                "checkpoint_dir must be a folder that every worker sees. "
+                f"Received: {self._options.folder!r}, where the chief has a "
+                f"checkpoint of step {step} and this worker has none."
+            )
+        try:
+            stored = store.Stored(paths[step])
+            stored.check(self._peers.worker, self._peers.num_workers)
+        except store.CheckpointError as error:
+            return None, str(error)
+        return stored, ""
 
     def _take(self, folder: str) -> None:
         """Ends the writing of an earlier run that may still be there."""
@@ -188,23 +268,6 @@ class CheckpointSaver(Saver):
                 since = max(since, progress.since)
             before = Goodput(**known(Goodput, state.get("goodput", {})))
             self._meter.resume(before, since, restarted=progress.restarted)
-
-    def _read(self, step: int) -> tuple[State, Arrays]:
-        names = {
-            entry.step: entry.path
-            for entry in store.entries(self._options.folder, thorough=False)
-        }
-        if step not in names:
-            raise ConfigurationError(
-                "checkpoint_dir must be a folder that every worker sees. "
-                f"Received: {self._options.folder!r}, where the chief has a "
-                f"checkpoint of step {step} and this worker has none."
-            )
-        found = read_state(names[step])
-        if self._is_chief:
-            _log.info("resumed at step %d from %s", step, names[step])
-        self._saved = True
-        return found
 
     def room(self, step: int, wanted: int) -> int:
         """Returns how many of the wanted steps may run before a save."""
@@ -270,8 +333,9 @@ class CheckpointSaver(Saver):
         finally:
             if main:
                 signal.signal(signal.SIGTERM, before)
-            if self._writer is not None:
-                self._writer.join()
+            if self._thread is not None:
+                self._writer.end_soon()
+                self._thread.join()
 
     def _note(self, number: int, frame: object) -> None:
         del number, frame
@@ -279,129 +343,45 @@ class CheckpointSaver(Saver):
 
     @property
     def _writing(self) -> bool:
-        return self._writer is not None and self._writer.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
     def _save(self) -> None:
-        """Copies the state, and has it written in the background."""
+        """Takes the state, and has it brought to the disk in the background."""
         with self._meter.phase("save"), heartbeat.at(heartbeat.SAVE):
-            if self._writer is not None:
-                self._writer.join()
-            step, state, arrays = self._capture(self._is_chief)
+            if self._thread is not None:
+                self._thread.join()
+            step, state, pieces = self._capture()
+            self._writer.begin(step, pieces)
         if self._is_chief:
             state["saved_at"] = time.time()
             state["goodput"] = dataclasses.asdict(self._meter.goodput())
-            self._writer = threading.Thread(
-                target=self._write, args=(step, state, arrays)
-            )
-            self._writer.start()
+        self._thread = threading.Thread(target=self._finish, args=(step, state))
+        self._thread.start()
         self._last_save = time.monotonic()
         self._saved = True
         self.saves += 1
 
-    def _write(self, step: int, state: State, arrays: Arrays) -> None:
-        options = self._options
+    def _finish(self, step: int, state: State) -> None:
         try:
-            write_state(
-                options.folder,
-                step,
-                state,
-                arrays,
-                options.keep_checkpoints,
-                self._owner.check,
-            )
+            self._writer.finish(state, self._options.keep_checkpoints)
             self._failed = None
         except Exception as error:
             # Told now, and raised by the thread that trains at the end.
             self._failed = error
-            reason = getattr(error, "strerror", None) or repr(error)
             _log.warning(
                 "the checkpoint of step %d was not written (%s); the one "
                 "before stays usable",
                 step,
-                reason,
+                told_of(error),
             )
 
     def _flush(self) -> None:
         with self._meter.phase("save"), heartbeat.at(heartbeat.SAVE):
-            if self._writer is not None:
-                self._writer.join()
+            if self._thread is not None:
+                self._thread.join()
         if self._failed is not None:
             raise self._failed
 
 
-def write_state(
-    folder: str,
-    step: int,
-    state: State,
-    arrays: Arrays,
-    keep: int,
-    check: Callable[[], None] = lambda: None,
-) -> None:
-    """Writes a checkpoint, and deletes all but the newest.
-
-    Args:
-        folder: Where checkpoints are kept.
-        step: The global step.
-        state: The state of the run, with arrays anywhere in it.
-        arrays: The variables by name.
-        keep: How many checkpoints to keep.
-        check: Raises where this run may no longer write there.
-
-    Raises:
-        OSError: The disk is full or the folder cannot be written.
-    """
-    every = {f"variables/{name}": array for name, array in arrays.items()}
-
-    def keep_apart(array: np.ndarray) -> str:
-        name = f"callbacks/{len(every):05d}"
-        every[name] = array
-        return name
-
-    state = without_arrays(state, keep_apart)
-    stored = {name: _to_stored(array) for name, array in every.items()}
-    check()
-    store.write(folder, step, state, stored)
-    check()
-    store.prune(folder, keep)
-
-
-def read_state(path: str) -> tuple[State, Arrays]:
-    """Reads a checkpoint.
-
-    Args:
-        path: Its folder.
-
-    Returns:
-        The state of the run, and the variables by name.
-
-    Raises:
-        CheckpointError: It is broken.
-    """
-    state, stored = store.read(path)
-    arrays = {name: _from_stored(array) for name, array in stored.items()}
-    return with_arrays(state, arrays), {
-        name.removeprefix("variables/"): array
-        for name, array in arrays.items()
-        if name.startswith("variables/")
-    }
-
-
-def _warn_of_broken(entry: store.Entry) -> None:
-    _log.warning("refused a broken checkpoint: %s", entry.problem)
-
-
-def _to_stored(array: np.ndarray) -> store.Array:
-    """Returns an array as little-endian bytes."""
-    shape, name = array.shape, array.dtype.name
-    flat = np.ascontiguousarray(array).reshape(-1)
-    if sys.byteorder == "big":
-        flat = flat.byteswap()
-    return store.Array(name, shape, flat.view(np.uint8).data)
-
-
-def _from_stored(array: store.Array) -> np.ndarray:
-    dtype = np.dtype(tf.as_dtype(array.dtype).as_numpy_dtype)
-    flat = np.frombuffer(array.data, np.uint8).view(dtype)
-    if sys.byteorder == "big":
-        flat = flat.byteswap()
-    return flat.reshape(array.shape)
+def _warn_of_broken(problem: str) -> None:
+    _log.warning("refused a broken checkpoint: %s", problem)

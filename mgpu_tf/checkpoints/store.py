@@ -1,15 +1,19 @@
 """A folder of checkpoints: written whole or not at all, checked when read.
 
-    write("run/checkpoints", step=120, state={"epoch": 3}, arrays=arrays)
+    write("run/checkpoints", step=120, state={"epoch": 3}, pieces=pieces)
     entry = newest("run/checkpoints")       # skips what is broken
-    state, arrays = read(entry.path)
+    stored = Stored(entry.path)
+    stored.state, stored.arrays             # what it holds
+    stored.read("weights", region)          # the bytes of a part of an array
 
     run/checkpoints/step-0000000120/manifest.json   what it holds, checksums
-                                    arrays.bin      the bytes, one after other
+                                    arrays-0.bin    what process 0 has written
+                                    arrays-1.bin    what process 1 has written
 
-A checkpoint is written under another name and renamed when all of it is on
-the disk, so a kill or a full disk leaves the ones before as they were. This
-module does not import TensorFlow, Keras or NumPy.
+Each process writes a `Part`: its pieces of arrays, one after other. When the
+parts of all processes are on the disk, one of them calls `commit`. Until then
+the checkpoint has another name, so a kill or a full disk leaves the ones
+before as they were. This module does not import TensorFlow, Keras or NumPy.
 """
 
 from __future__ import annotations
@@ -18,15 +22,20 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import itertools
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
 from mgpu_tf.folders import not_through_links
+from mgpu_tf.mesh import Piece, Region
 
-FORMAT = 1
+FORMAT = 2
+# Of format 1, one file had all arrays, each whole.
+READABLE = (1, 2)
 MANIFEST = "manifest.json"
 ARRAYS = "arrays.bin"
 
@@ -41,17 +50,15 @@ class CheckpointError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array as it is stored.
+    """An array of a checkpoint.
 
     Attributes:
         dtype: Name of the type, such as "float32".
         shape: Its shape.
-        data: Its elements as C-contiguous little-endian bytes.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,19 +104,194 @@ class Entry:
         return ", ".join(words)
 
 
-def write(
-    folder: str,
-    step: int,
-    state: Mapping[str, Any],
-    arrays: Mapping[str, Array],
-) -> str:
-    """Writes a checkpoint; one of the same step is replaced.
+class Part:
+    """What one process writes of a checkpoint.
 
     Args:
         folder: Where checkpoints are kept; made where it is missing.
         step: The global step.
+        token: A word that all processes of the run share, and no other run.
+        process: The number of this process.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+
+    def __init__(
+        self, folder: str, step: int, token: str = "0", process: int = 0
+    ) -> None:
+        self._folder = unfinished(folder, step, token)
+        os.makedirs(self._folder, exist_ok=True)
+        self._process = process
+        self._name = f"arrays-{process}.bin"
+        self._path = os.path.join(self._folder, self._name)
+        self._file = _open(self._path, "wb")
+        self._arrays: dict[str, dict[str, Any]] = {}
+        self._bytes = 0
+
+    def add(self, piece: Piece) -> None:
+        """Writes a piece, as far as the system's own memory.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        entry = self._arrays.setdefault(
+            piece.name,
+            {
+                "name": piece.name,
+                "dtype": piece.dtype,
+                "itemsize": piece.itemsize,
+                "shape": list(piece.shape),
+                "pieces": [],
+            },
+        )
+        region = dataclasses.astuple(piece.region)
+        entry["pieces"].append([self._process, self._bytes, *region])
+        for chunk in piece.chunks():
+            self._file.write(chunk)
+            self._bytes += memoryview(chunk).nbytes
+
+    def end(self) -> dict[str, Any]:
+        """Brings all of it to the disk.
+
+        Returns:
+            What `commit` has to know of it.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+        digest = hashlib.sha256()
+        with _open(self._path, "rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+        return {
+            "file": {
+                "name": self._name,
+                "bytes": self._bytes,
+                "sha256": digest.hexdigest(),
+            },
+            "arrays": list(self._arrays.values()),
+        }
+
+    def leave(self, found: Mapping[str, Any]) -> None:
+        """Leaves for another process what `end` has returned."""
+        path = _note(self._folder, self._process)
+        with _open(path + ".new", "wb") as file:
+            file.write(json.dumps(found).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(path + ".new", path)
+
+    def close(self) -> None:
+        """Closes the file, whatever became of it."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def drop(self, reason: str) -> None:
+        """Gives up, and tells so to the process that would commit."""
+        self.close()
+        with contextlib.suppress(OSError):
+            # What tells so needs a place on a disk that may be full.
+            os.truncate(self._path, 0)
+            self.leave({"failed": reason})
+
+
+def left(
+    folder: str, step: int, token: str, process: int
+) -> dict[str, Any] | None:
+    """Returns what another process has left of its part, None if nothing yet.
+
+    Args:
+        folder: Where checkpoints are kept.
+        step: The global step.
+        token: As for `Part`.
+        process: The number of the other process.
+
+    Raises:
+        CheckpointError: The process could not write its part.
+    """
+    try:
+        path = _note(unfinished(folder, step, token), process)
+        with _open(path, "rb") as file:
+            found = dict(json.load(file))
+    except FileNotFoundError:
+        return None
+    if "failed" in found:
+        raise CheckpointError(f"process {process}: {found['failed']}")
+    return found
+
+
+def commit(
+    folder: str,
+    step: int,
+    token: str,
+    state: Mapping[str, Any],
+    parts: Iterable[Mapping[str, Any]],
+) -> str:
+    """Makes a checkpoint of parts; one of the same step is replaced.
+
+    Args:
+        folder: Where checkpoints are kept.
+        step: The global step.
+        token: As for `Part`.
         state: What JSON can hold.
-        arrays: By name.
+        parts: What `Part.end` has returned in each process, in the order of
+            the processes.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        CheckpointError: The file of a process is not seen from here.
+        OSError: The disk is full or the folder cannot be written.
+    """
+    path = os.path.join(folder, f"{_PREFIX}{step:010d}")
+    place = unfinished(folder, step, token)
+    files = [dict(part["file"]) for part in parts]
+    arrays: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for array in part["arrays"]:
+            known = arrays.setdefault(array["name"], array | {"pieces": []})
+            known["pieces"] = known["pieces"] + array["pieces"]
+    body = {
+        "format": FORMAT,
+        "step": step,
+        "bytes": sum(file["bytes"] for file in files),
+        "files": files,
+        "arrays": list(arrays.values()),
+        "state": dict(state),
+    }
+    for number, file in enumerate(files):
+        _check_size(place, file)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(_note(place, number))
+    _write_manifest(place, body)
+    _sync(place)
+    replaced = _replace(place, path)
+    _sync(folder)
+    if replaced:
+        shutil.rmtree(replaced, ignore_errors=True)
+    return path
+
+
+def write(
+    folder: str,
+    step: int,
+    state: Mapping[str, Any],
+    pieces: Iterable[Piece],
+    token: str = "0",
+) -> str:
+    """Writes a checkpoint that one process has all of.
+
+    Args:
+        folder: Where checkpoints are kept; made where it is missing.
+        step: The global step; a checkpoint of the same step is replaced.
+        state: What JSON can hold.
+        pieces: Together, the arrays.
+        token: As for `Part`.
 
     Returns:
         The path of the checkpoint.
@@ -118,59 +300,116 @@ def write(
         OSError: The disk is full or the folder cannot be written; nothing
             of this checkpoint is left then.
     """
-    os.makedirs(folder, exist_ok=True)
-    name = f"{_PREFIX}{step:010d}"
-    path = os.path.join(folder, name)
-    unfinished = os.path.join(folder, _UNFINISHED + name)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    os.mkdir(unfinished)
     try:
-        index, digest = _write_arrays(unfinished, arrays)
-        body = {
-            "format": FORMAT,
-            "step": step,
-            "bytes": sum(entry["bytes"] for entry in index),
-            "sha256": digest,
-            "arrays": index,
-            "state": dict(state),
-        }
-        _write_manifest(unfinished, body)
-        _sync(unfinished)
-        replaced = _replace(unfinished, path)
+        part = Part(folder, step, token)
+        with contextlib.closing(part):
+            for piece in pieces:
+                part.add(piece)
+            found = part.end()
+        return commit(folder, step, token, state, [found])
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        abandon(folder, step, token)
         raise
-    _sync(folder)
-    if replaced:
-        shutil.rmtree(replaced, ignore_errors=True)
-    return path
 
 
-def read(path: str) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Reads a checkpoint and checks every byte of it.
+def abandon(folder: str, step: int, token: str) -> None:
+    """Deletes what was written of a checkpoint that is not committed."""
+    shutil.rmtree(unfinished(folder, step, token), ignore_errors=True)
+
+
+def unfinished(folder: str, step: int, token: str) -> str:
+    """Returns the path of a checkpoint that is being written."""
+    return os.path.join(folder, f"{_UNFINISHED}{_PREFIX}{step:010d}-{token}")
+
+
+class Stored:
+    """A checkpoint that is read by parts.
 
     Args:
         path: Its folder.
 
-    Returns:
-        The state, and the arrays by name.
+    Attributes:
+        path: Its folder.
+        step: The global step.
+        state: What JSON can hold.
+        arrays: The arrays by name.
 
     Raises:
         CheckpointError: It is broken.
     """
-    manifest = _read_manifest(path)
-    data = bytearray()
-    _check_arrays(path, manifest, data.extend)
-    view = memoryview(data)
-    arrays = {
-        entry["name"]: Array(
-            entry["dtype"],
-            tuple(entry["shape"]),
-            view[entry["offset"] : entry["offset"] + entry["bytes"]],
-        )
-        for entry in manifest["arrays"]
-    }
-    return manifest["state"], arrays
+
+    def __init__(self, path: str) -> None:
+        manifest = _read_manifest(path)
+        self.path = path
+        self.step = int(manifest["step"])
+        self._files = _files(manifest)
+        self._entries = {
+            entry["name"]: entry for entry in map(_whole, manifest["arrays"])
+        }
+        for file in self._files:
+            _check_size(path, file)
+        self.state: dict[str, Any] = manifest["state"]
+        self.arrays = {
+            name: Array(entry["dtype"], tuple(entry["shape"]))
+            for name, entry in self._entries.items()
+        }
+
+    def check(self, place: int = 0, of: int = 1) -> None:
+        """Reads files whole, and compares their checksums.
+
+        Args:
+            place: The number of this process.
+            of: The number of processes that share the work.
+
+        Raises:
+            CheckpointError: A file was changed.
+        """
+        for file in self._files[place::of]:
+            _check_file(self.path, file)
+
+    def read(self, name: str, region: Region | None = None) -> bytearray:
+        """Reads elements of an array.
+
+        Args:
+            name: The name of the array.
+            region: Which elements; all by default.
+
+        Returns:
+            Their little-endian bytes, in the order of the region.
+
+        Raises:
+            CheckpointError: They cannot be read, or are not all there.
+        """
+        entry = self._entries[name]
+        size = int(entry["itemsize"])
+        region = region or Region(0, math.prod(entry["shape"]))
+        data, filled = bytearray(region.size * size), 0
+        view = memoryview(data)
+        for number, offset, *numbers in entry["pieces"]:
+            runs = region.overlaps(Region(*numbers))
+            first = next(runs, None)
+            if first is None:
+                continue
+            with self._opened(number) as file:
+                for here, there, length in itertools.chain([first], runs):
+                    file.seek(offset + there * size)
+                    part = view[here * size : (here + length) * size]
+                    filled += file.readinto(part)  # type: ignore[attr-defined]
+        if filled != len(data):
+            raise CheckpointError(
+                f"{os.path.basename(self.path)}: {name} has {filled} bytes "
+                f"of {len(data)}"
+            )
+        return data
+
+    @contextlib.contextmanager
+    def _opened(self, number: int) -> Iterator[IO[bytes]]:
+        name = self._files[number]["name"]
+        try:
+            with _open(os.path.join(self.path, name), "rb") as file:
+                yield file
+        except OSError as error:
+            raise _unreadable(self.path, name, error) from None
 
 
 def entries(folder: str, *, thorough: bool = True) -> list[Entry]:
@@ -220,7 +459,7 @@ def newest(
     return None
 
 
-def prune(folder: str, keep: int) -> list[str]:
+def prune(folder: str, keep: int, token: str | None = None) -> list[str]:
     """Deletes all but the newest checkpoints that are whole.
 
     Broken ones that are older than the newest whole one go too, and what a
@@ -229,6 +468,8 @@ def prune(folder: str, keep: int) -> list[str]:
     Args:
         folder: Where checkpoints are kept. Nobody else may be writing there.
         keep: How many to keep, 1 or more.
+        token: The word of the run that is writing there, if there is one.
+            What is unfinished of it stays.
 
     Returns:
         The names of what was deleted.
@@ -244,6 +485,7 @@ def prune(folder: str, keep: int) -> list[str]:
             os.path.join(folder, name)
             for name in os.listdir(folder)
             if name.startswith(_UNFINISHED)
+            and not (token and name.endswith(f"-{token}"))
         ]
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
@@ -255,28 +497,32 @@ def _open(path: str, mode: str) -> IO[bytes]:
     return open(path, mode, opener=not_through_links)
 
 
-def _write_arrays(
-    folder: str, arrays: Mapping[str, Array]
-) -> tuple[list[dict[str, Any]], str]:
-    index, offset, digest = [], 0, hashlib.sha256()
-    with _open(os.path.join(folder, ARRAYS), "wb") as file:
-        for name, array in arrays.items():
-            data = array.data.cast("B") if array.data.nbytes else b""
-            digest.update(data)
-            file.write(data)
-            index.append(
-                {
-                    "name": name,
-                    "dtype": array.dtype,
-                    "shape": list(array.shape),
-                    "offset": offset,
-                    "bytes": len(data),
-                }
-            )
-            offset += len(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return index, digest.hexdigest()
+def _note(folder: str, process: int) -> str:
+    return os.path.join(folder, f"arrays-{process}.json")
+
+
+def _files(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the files of a checkpoint, with their sizes and checksums."""
+    if manifest["format"] > 1:
+        return list(manifest["files"])
+    size, digest = manifest["bytes"], manifest["sha256"]
+    return [{"name": ARRAYS, "bytes": size, "sha256": digest}]
+
+
+def _whole(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns an array of a manifest; of format 1, it is one piece."""
+    if "pieces" in entry:
+        return entry
+    count = math.prod(entry["shape"])
+    pieces = [[0, entry["offset"], *dataclasses.astuple(Region(0, count))]]
+    itemsize = entry["bytes"] // max(count, 1)
+    return entry | {"itemsize": itemsize, "pieces": pieces}
+
+
+def _unreadable(path: str, name: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{os.path.basename(path)}: {name} cannot be read ({error.strerror})"
+    )
 
 
 def _write_manifest(folder: str, body: dict[str, Any]) -> None:
@@ -316,10 +562,8 @@ def _entry(path: str, step: int, thorough: bool) -> Entry:
     manifest: dict[str, Any] = {}
     try:
         manifest = _read_manifest(path)
-        if thorough:
-            _check_arrays(path, manifest, lambda _: None)
-        else:
-            _check_size(path, manifest)
+        for file in _files(manifest):
+            (_check_file if thorough else _check_size)(path, file)
     except CheckpointError as error:
         return Entry(path, step, str(error), manifest)
     return Entry(path, step, "", manifest)
@@ -332,50 +576,41 @@ def _read_manifest(path: str) -> dict[str, Any]:
             body = json.load(file)
         digest = body.pop("manifest_sha256")
     except OSError as error:
-        raise CheckpointError(
-            f"{name}: {MANIFEST} cannot be read ({error.strerror})"
-        ) from None
+        raise _unreadable(path, MANIFEST, error) from None
     except (ValueError, AttributeError, KeyError, TypeError):
         raise CheckpointError(f"{name}: {MANIFEST} is not whole") from None
     if digest != _digest(body):
         raise CheckpointError(f"{name}: {MANIFEST} was changed")
-    if body["format"] != FORMAT:
+    if body["format"] not in READABLE:
         raise CheckpointError(
-            f"{name}: format {body['format']}, this program reads {FORMAT}"
+            f"{name}: format {body['format']}, this program reads "
+            f"{' and '.join(map(str, READABLE))}"
         )
-    return body
+    return dict(body)
 
 
-def _check_size(path: str, manifest: Mapping[str, Any]) -> None:
-    name = os.path.basename(path)
+def _check_size(path: str, file: Mapping[str, Any]) -> None:
+    name = file["name"]
     try:
-        size = os.path.getsize(os.path.join(path, ARRAYS))
+        size = os.path.getsize(os.path.join(path, name))
     except OSError as error:
+        raise _unreadable(path, name, error) from None
+    if size != file["bytes"]:
         raise CheckpointError(
-            f"{name}: {ARRAYS} cannot be read ({error.strerror})"
-        ) from None
-    if size != manifest["bytes"]:
-        raise CheckpointError(
-            f"{name}: {ARRAYS} has {size} bytes of {manifest['bytes']}"
+            f"{os.path.basename(path)}: {name} has {size} bytes of "
+            f"{file['bytes']}"
         )
 
 
-def _check_arrays(
-    path: str,
-    manifest: Mapping[str, Any],
-    take: Callable[[bytes], None],
-) -> None:
-    """Reads all bytes, hands them on, and compares their checksum."""
-    _check_size(path, manifest)
-    name, digest = os.path.basename(path), hashlib.sha256()
+def _check_file(path: str, file: Mapping[str, Any]) -> None:
+    """Reads all bytes of a file, and compares their checksum."""
+    _check_size(path, file)
+    name, digest = file["name"], hashlib.sha256()
     try:
-        with _open(os.path.join(path, ARRAYS), "rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
+        with _open(os.path.join(path, name), "rb") as opened:
+            while chunk := opened.read(_CHUNK_BYTES):
                 digest.update(chunk)
-                take(chunk)
     except OSError as error:
-        raise CheckpointError(
-            f"{name}: {ARRAYS} cannot be read ({error.strerror})"
-        ) from None
-    if digest.hexdigest() != manifest["sha256"]:
-        raise CheckpointError(f"{name}: {ARRAYS} was changed")
+        raise _unreadable(path, name, error) from None
+    if digest.hexdigest() != file["sha256"]:
+        raise CheckpointError(f"{os.path.basename(path)}: {name} was changed")

@@ -1,27 +1,58 @@
-"""All variables of a run as arrays, and back, on any number of replicas.
+"""All variables of a run as pieces of arrays, and back, on any mesh.
 
-Most variables are the same on every replica and are stored once. Of metrics
-and of accumulated gradients each replica has its own value, and all of them
-are stored, so that a run of as many replicas goes on bit for bit:
+    pieces = snapshot.pieces()           # what this process writes
+    snapshot.put(stored)                 # reads what this process holds
+
+Most variables are the same on every replica and are stored once; the processes
+divide them evenly. A part of a split variable is stored by the processes that
+hold it. Of metrics and of accumulated gradients each replica has its own
+value, and all of them are stored, so that a run of as many replicas goes on
+bit for bit:
 
     sums     only their sum matters      on another number of replicas the
                                          first gets it, the others zero
     alike    they are the same           all get it
+
+No value is sent between processes, and none is copied as a whole: a piece is
+read from the device in chunks, and a process reads from a checkpoint one
+variable after another.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from mgpu_tf.engine import keras_internals
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.mesh import Piece, Region, shares
+from mgpu_tf.strategies.registry import topology_of
+from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.topology import LocalReplicas
 
-Arrays = dict[str, np.ndarray]
+Layouts = Mapping[str, tuple[str, tuple[int, ...]]]
+
+# What is copied from a device at once.
+CHUNK_BYTES = 1 << 23
+
+
+class Stored(Protocol):
+    """Variables that can be read by parts."""
+
+    @property
+    def arrays(self) -> Layouts:
+        """Returns type and shape of each by its name."""
+
+    def read(self, name: str, region: Region) -> np.ndarray:
+        """Returns some elements of a variable, `[region.size]`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +92,40 @@ class Variables:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+    """A part of a variable that some processes hold.
+
+    Attributes:
+        name: The name of the array in a checkpoint.
+        dtype: Its type.
+        shape: Its shape.
+        region: Which elements of it these are.
+        holders: The processes that hold them.
+        held: The variable with these elements, if this process holds them.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    region: Region
+    holders: tuple[int, ...]
+    held: Any
+
+    def piece(self, region: Region, begin: int) -> Piece:
+        """Returns some of its elements.
+
+        Args:
+            region: Which elements of the array they are.
+            begin: Which element of the unit is the first of them.
+        """
+        itemsize = tf.as_dtype(self.dtype).size
+        chunks = functools.partial(_chunks, self.held, begin, region.size)
+        return Piece(
+            self.name, self.dtype, itemsize, self.shape, region, chunks
+        )
+
+
 class Snapshot:
     """Takes and puts back the values of variables.
 
@@ -79,9 +144,8 @@ class Snapshot:
     ) -> None:
         self._variables = variables
         self._strategy = strategy
+        self._stored_once = stored_once
         self._rows = 1 if stored_once else strategy.num_replicas_in_sync
-        self._gather: Callable[[], list[tf.Tensor]] | None = None
-        self._scatter: Callable[[Any], None] | None = None
         self._prepare: Callable[[], None] | None = None
 
     def before_taking(self, prepare: Callable[[], None]) -> Snapshot:
@@ -89,42 +153,54 @@ class Snapshot:
         self._prepare = prepare
         return self
 
-    def take(self, *, keep: bool = True) -> Arrays:
-        """Copies all values; every worker of a cluster has to call it.
+    def pieces(self) -> Iterator[Piece]:
+        """Yields what this process writes of a checkpoint.
 
-        Args:
-            keep: Whether this worker keeps them; without, it only takes
-                part, and holds one variable at a time.
-
-        Returns:
-            Arrays by name. Those of which replicas have their own have a
-            first axis for the replicas.
+        Together the processes write each element once. Elements are read
+        from the devices when a piece is asked for its chunks.
         """
         if self._prepare is not None:
             self._prepare()
-        arrays: Arrays = {}
-        for i, variable in enumerate(self.shared):
-            value = keras.ops.convert_to_numpy(variable)
-            if keep:
-                arrays[_name("shared", i)] = np.array(value)
-        own = dict(self._take_own())
-        return arrays | own if keep else {}
+        me = self._process
+        alike: dict[tuple[int, ...], list[_Unit]] = {}
+        for unit in self._units():
+            alike.setdefault(unit.holders, []).append(unit)
+        for holders, units in alike.items():
+            if me not in holders:
+                continue
+            regions = [
+                (unit.region, tf.as_dtype(unit.dtype).size) for unit in units
+            ]
+            mine = shares(regions, len(holders))[holders.index(me)]
+            for number, begin, region in mine:
+                yield units[number].piece(region, begin)
 
-    def put(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Writes values; every worker of a cluster has to call it.
+    def held(self) -> Held:
+        """Returns a copy in memory of all that this process holds."""
+        if self._prepare is not None:
+            self._prepare()
+        return Held(
+            unit.piece(unit.region, 0)
+            for unit in self._units()
+            if self._process in unit.holders
+        )
+
+    def put(self, stored: Stored) -> None:
+        """Reads and writes what this process holds.
 
         Args:
-            arrays: From `take`, on any number of replicas.
+            stored: From `pieces` of all processes, on any mesh, or `held`.
 
         Raises:
             ConfigurationError: They are of another model or optimizer.
         """
-        arrays = self._of_this_layout(arrays)
-        self._check(arrays)
+        stored = self._of_this_layout(stored)
+        self._check(stored.arrays)
         with self._strategy.scope():
             for i, variable in enumerate(self.shared):
-                variable.assign(arrays[_name("shared", i)])
-        self._put_own(arrays)
+                self._put_shared(variable, stored, _name("shared", i))
+            for name, variable in self._own(stored.arrays):
+                self._put_own(variable, stored, name)
 
     def paths(self) -> dict[str, str]:
         """Returns the paths of the variables by their names here."""
@@ -139,8 +215,18 @@ class Snapshot:
         """The variables that are the same on every replica."""
         return self._variables.shared
 
+    @functools.cached_property
+    def _local(self) -> LocalReplicas:
+        if self._stored_once:
+            return LocalReplicas(0, 1, 1)
+        return topology_of(self._strategy).local
+
+    @property
+    def _process(self) -> int:
+        return self._local.process
+
     def _own(
-        self, arrays: Mapping[str, np.ndarray] | None = None
+        self, arrays: Layouts | None = None
     ) -> list[tuple[str, keras.Variable]]:
         """Returns the variables of which replicas have their own values.
 
@@ -155,113 +241,149 @@ class Snapshot:
             named.append((_name(kind, i), variable))
         return named
 
-    def _take_own(self) -> list[tuple[str, np.ndarray]]:
-        own = self._own()
-        if self._rows == 1:
-            return [
-                (name, np.array(keras.ops.convert_to_numpy(v))[np.newaxis])
-                for name, v in own
-            ]
-        if not own:
-            return []
-        if self._gather is None:
-            self._gather = tf.function(self._gathered, autograph=False)
-        return [
-            (name, _from_bits(rows.numpy(), variable))
-            for (name, variable), rows in zip(own, self._gather(), strict=True)
-        ]
+    def _units(self) -> Iterator[_Unit]:
+        """Yields all parts of all variables, alike on all processes."""
+        for i, variable in enumerate(self.shared):
+            yield from self._shared_units(_name("shared", i), variable)
+        for name, variable in self._own():
+            yield from self._own_units(name, variable)
 
-    def _gathered(self) -> list[tf.Tensor]:
-        every = self._strategy.run(self._gather_on_replica)
-        return [
-            self._strategy.experimental_local_results(rows)[0] for rows in every
-        ]
-
-    def _gather_on_replica(self) -> list[tf.Tensor]:
-        """Puts this replica's values, as bits, into its row among zeros."""
-        context = tf.distribute.get_replica_context()
-        row = tf.one_hot(
-            context.replica_id_in_sync_group, self._rows, dtype=tf.int64
-        )
-        rows = [
-            tf.tensordot(row, _to_bits(tf.convert_to_tensor(v.value)), axes=0)
-            for _, v in self._own()
-        ]
-        flat = tf.concat([tf.reshape(r, [-1]) for r in rows], 0)
-        flat = context.all_reduce("sum", flat)
-        parts = tf.split(flat, [r.shape.num_elements() for r in rows])
-        return [
-            tf.reshape(part, r.shape)
-            for part, r in zip(parts, rows, strict=True)
-        ]
-
-    def _put_own(self, arrays: Mapping[str, np.ndarray]) -> None:
-        own = self._own(arrays)
-        if not own:
+    def _shared_units(
+        self, name: str, variable: keras.Variable
+    ) -> Iterator[_Unit]:
+        held, shape = keras_internals.stored(variable), tuple(variable.shape)
+        if not isinstance(held, ShardedVariable):
+            everyone = tuple(range(self._local.num_processes))
+            begin = 0
+            for part in self._copies(variable)[0]:
+                size = part.shape.num_elements()
+                region = Region(begin, size)
+                begin += size
+                yield _Unit(name, variable.dtype, shape, region, everyone, part)
             return
-        spread = [self._spread(name, arrays[name]) for name, _ in own]
-        if self._rows == 1:
-            with self._strategy.scope():
-                for (_, variable), rows in zip(own, spread, strict=True):
-                    variable.assign(rows[0])
+        for rank in range(held.split.parts):
+            replicas = held.mesh.of_rank(held.split.over, rank)
+            holders = {r // self._local.count for r in replicas}
+            mine = [r for r in replicas if self._is_here(r)]
+            yield _Unit(
+                name,
+                variable.dtype,
+                shape,
+                held.split.region(rank),
+                tuple(sorted(holders)),
+                held.values[mine[0] - self._local.first] if mine else None,
+            )
+
+    def _own_units(
+        self, name: str, variable: keras.Variable
+    ) -> Iterator[_Unit]:
+        size = math.prod(variable.shape)
+        for replica in range(self._rows):
+            held = None
+            if self._is_here(replica):
+                place = replica - self._local.first
+                (held,) = self._copies(variable)[place]
+            yield _Unit(
+                name,
+                variable.dtype,
+                (self._rows, *variable.shape),
+                Region(replica * size, size),
+                (replica // self._local.count,),
+                held,
+            )
+
+    def _is_here(self, replica: int) -> bool:
+        return 0 <= replica - self._local.first < self._local.count
+
+    def _copies(self, variable: keras.Variable) -> list[list[Any]]:
+        """Returns the copies of a variable here, each in parts by rows."""
+        held = keras_internals.stored(variable)
+        copies = self._strategy.experimental_local_results(held)
+        # A table on parameter servers has parts.
+        return [list(getattr(copy, "variables", [copy])) for copy in copies]
+
+    def _put_shared(
+        self, variable: keras.Variable, stored: Stored, name: str
+    ) -> None:
+        held = keras_internals.stored(variable)
+        if isinstance(held, ShardedVariable):
+            for place, part in enumerate(held.values):
+                rank = held.rank(self._local.first + place)
+                read = stored.read(name, held.split.region(rank))
+                _assign(part, read)
+            held.put_by_parts()
             return
-        if self._scatter is None:
-            self._scatter = tf.function(self._scattered, autograph=False)
-        self._scatter([tf.convert_to_tensor(rows) for rows in spread])
+        size = math.prod(variable.shape)
+        self._assign(variable, stored.read(name, Region(0, size)))
 
-    def _scattered(self, rows: list[tf.Tensor]) -> None:
-        self._strategy.run(self._scatter_on_replica, args=(rows,))
+    def _assign(self, variable: keras.Variable, value: np.ndarray) -> None:
+        """Writes a value to all copies that this process has."""
+        if self._stored_once:
+            variable.assign(value.reshape(variable.shape))
+            return
+        for (copy,) in self._copies(variable):
+            _assign(copy, value)
 
-    def _scatter_on_replica(self, rows: list[tf.Tensor]) -> None:
-        context = tf.distribute.get_replica_context()
-        for (_, variable), values in zip(self._own(), rows, strict=True):
-            variable.assign(values[context.replica_id_in_sync_group])
+    def _put_own(
+        self, variable: keras.Variable, stored: Stored, name: str
+    ) -> None:
+        for place in range(self._local.count):
+            replica = self._local.first + place
+            value = self._row(variable, stored, name, replica)
+            if self._stored_once:
+                self._assign(variable, value)
+            else:
+                _assign(self._copies(variable)[place][0], value)
 
-    def _spread(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Fits the values of other replicas to those that there are."""
-        if len(rows) == self._rows:
-            return rows
-        spread = np.zeros([self._rows, *rows.shape[1:]], rows.dtype)
-        if name.startswith("sums"):
-            spread[0] = rows.sum(axis=0, dtype=rows.dtype)
-        else:
-            spread[:] = rows[0]
-        return spread
+    def _row(
+        self, variable: keras.Variable, stored: Stored, name: str, replica: int
+    ) -> np.ndarray:
+        """Returns the value of a replica, from those of any number."""
+        size = math.prod(variable.shape)
+        dtype, (rows, *_) = stored.arrays[name]
 
-    def _of_this_layout(
-        self, arrays: Mapping[str, np.ndarray]
-    ) -> Mapping[str, np.ndarray]:
-        """Returns arrays in which state that is alike is stored once.
+        def row(number: int) -> np.ndarray:
+            return stored.read(name, Region(number * size, size))
+
+        if rows == self._rows:
+            return row(replica)
+        if not name.startswith("sums"):
+            return row(0)
+        if replica:
+            return np.zeros(size, tf.as_dtype(dtype).as_numpy_dtype)
+        total = np.array(row(0))
+        for number in range(1, rows):
+            total += row(number)
+        return total
+
+    def _of_this_layout(self, stored: Stored) -> Stored:
+        """Returns variables of which state that is alike is stored once.
 
         Older checkpoints have "means", of which every replica's was stored.
         """
-        if not any(name.startswith("means/") for name in arrays):
-            return arrays
+        if not any(name.startswith("means/") for name in stored.arrays):
+            return stored
         means = {id(v): i for i, v in enumerate(self._variables.once_means)}
         others = [v for v in self.shared if id(v) not in means]
         places = {id(v): _name("shared", i) for i, v in enumerate(others)}
         places |= {key: _name("means", i) for key, i in means.items()}
-        found = {n: rows for n, rows in arrays.items() if n[:5] == "sums/"}
+        names = {n: n for n in stored.arrays if n[:5] == "sums/"}
         for i, variable in enumerate(self.shared):
-            array = arrays.get(places[id(variable)])
-            if array is None:
-                continue
-            if id(variable) in means:
-                array = _mean_row(array)
-            found[_name("shared", i)] = array
-        return found
+            if places[id(variable)] in stored.arrays:
+                names[_name("shared", i)] = places[id(variable)]
+        return _Older(stored, names)
 
-    def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def _check(self, arrays: Layouts) -> None:
         own = [
             *((_name("shared", i), v, 0) for i, v in enumerate(self.shared)),
             *((name, v, 1) for name, v in self._own(arrays)),
         ]
         for name, variable, axes in own:
-            array = arrays.get(name)
             wanted = (tuple(variable.shape), variable.dtype)
             found = None
-            if array is not None:
-                found = (tuple(array.shape[axes:]), array.dtype.name)
+            if name in arrays:
+                dtype, shape = arrays[name]
+                found = (tuple(shape[axes:]), dtype)
             if found != wanted:
                 raise ConfigurationError(
                     "A run resumes with the model, optimizer and metrics of "
@@ -278,6 +400,109 @@ class Snapshot:
             )
 
 
+class Held:
+    """Variables in memory.
+
+    Args:
+        pieces: What they are made of.
+
+    Attributes:
+        arrays: Type and shape of each by its name.
+    """
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._pieces: dict[str, list[tuple[Region, np.ndarray]]] = {}
+        self.arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for piece in pieces:
+            dtype = tf.as_dtype(piece.dtype).as_numpy_dtype
+            data = bytearray().join(piece.chunks())
+            elements = _swapped(np.frombuffer(data, dtype))
+            self.arrays[piece.name] = (piece.dtype, piece.shape)
+            known = self._pieces.setdefault(piece.name, [])
+            known.append((piece.region, elements))
+
+    def read(self, name: str, region: Region) -> np.ndarray:
+        """Returns some elements of a variable, `[region.size]`."""
+        dtype, _ = self.arrays[name]
+        found = np.empty(region.size, tf.as_dtype(dtype).as_numpy_dtype)
+        for held, elements in self._pieces[name]:
+            for here, there, length in region.overlaps(held):
+                found[here : here + length] = elements[there : there + length]
+        return found
+
+
+class _Older:
+    """Variables of a checkpoint by the names that they have today.
+
+    Args:
+        stored: The checkpoint.
+        names: Its names by those of today.
+    """
+
+    def __init__(self, stored: Stored, names: Mapping[str, str]) -> None:
+        self._stored, self._names = stored, names
+        self.arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, older in names.items():
+            dtype, shape = stored.arrays[older]
+            of_rows = older.startswith("means/")
+            self.arrays[name] = (dtype, shape[1:] if of_rows else shape)
+
+    def read(self, name: str, region: Region) -> np.ndarray:
+        """Returns some elements of a variable, `[region.size]`."""
+        older = self._names[name]
+        if not older.startswith("means/"):
+            return self._stored.read(older, region)
+        _, shape = self._stored.arrays[older]
+        every = self._stored.read(older, Region(0, math.prod(shape)))
+        mean = _mean_row(every.reshape(shape)).reshape(-1)
+        whole = Region(0, mean.size)
+        found = np.empty(region.size, mean.dtype)
+        for here, there, length in region.overlaps(whole):
+            found[here : here + length] = mean[there : there + length]
+        return found
+
+
+def _chunks(held: Any, begin: int, size: int) -> Iterator[Any]:
+    """Yields the bytes of some elements of a variable."""
+    step = CHUNK_BYTES // held.dtype.size
+    with tf.device(held.device):
+        flat = tf.reshape(held.read_value(), [-1])
+    if size and _is_on_host(held):
+        with tf.device(held.device):
+            data = memoryview(tf.bitcast(flat, tf.uint8)).cast("B")
+        itemsize = held.dtype.size
+        for first in range(begin, begin + size, step):
+            last = min(first + step, begin + size)
+            yield data[first * itemsize : last * itemsize]
+        return
+    for first in range(begin, begin + size, step):
+        last = min(first + step, begin + size)
+        with tf.device(held.device):
+            chunk = flat[first:last]
+        yield _swapped(chunk.numpy()).view(np.uint8).data
+
+
+def _is_on_host(held: tf.Variable) -> bool:
+    """Whether this process can read the bytes of a variable in place."""
+    spec = tf.DeviceSpec.from_string(held.device)
+    return (
+        spec.device_type == "CPU"
+        and spec.job != "ps"
+        and not held.dtype.is_bool
+        and sys.byteorder == "little"
+    )
+
+
+def _assign(held: tf.Variable, value: np.ndarray) -> None:
+    with tf.device(held.device):
+        held.assign(tf.constant(value.reshape(held.shape)))
+
+
+def _swapped(array: np.ndarray) -> np.ndarray:
+    """Returns an array with its bytes as in a checkpoint, or back."""
+    return array.byteswap() if sys.byteorder == "big" else array
+
+
 def _name(kind: str, index: int) -> str:
     return f"{kind}/{index:05d}"
 
@@ -286,19 +511,3 @@ def _mean_row(rows: np.ndarray) -> np.ndarray:
     if all(np.array_equal(row, rows[0]) for row in rows):
         return rows[0]
     return rows.mean(axis=0, dtype=rows.dtype)
-
-
-def _to_bits(value: tf.Tensor) -> tf.Tensor:
-    """Returns the bits as int64, of which a sum with zeros changes none."""
-    if value.dtype.is_integer or value.dtype.is_bool:
-        return tf.cast(value, tf.int64)
-    integer = {2: tf.int16, 4: tf.int32, 8: tf.int64}[value.dtype.size]
-    return tf.cast(tf.bitcast(value, integer), tf.int64)
-
-
-def _from_bits(bits: np.ndarray, variable: keras.Variable) -> np.ndarray:
-    dtype = tf.as_dtype(variable.dtype)
-    if dtype.is_integer or dtype.is_bool:
-        return bits.astype(dtype.as_numpy_dtype)
-    integer = {2: np.int16, 4: np.int32, 8: np.int64}[dtype.size]
-    return bits.astype(integer).view(dtype.as_numpy_dtype)

@@ -72,7 +72,7 @@ def batch_of(source: Source, index: int) -> BatchTrace:
 def undone(engine: Engine) -> Iterator[None]:
     """Puts back all that training changes."""
     snapshot = engine.snapshot()
-    before = snapshot.take()
+    before = snapshot.held()
     engine.reset_metrics()
     try:
         yield

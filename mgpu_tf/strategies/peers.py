@@ -27,6 +27,7 @@ import hashlib
 import itertools
 import json
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -102,6 +103,20 @@ class Peers:
     def alone(self) -> bool:
         """Returns whether there is no other process."""
         return self._workers == 1
+
+    @property
+    def worker(self) -> int:
+        """Returns the number of this process, from 0."""
+        return self._worker
+
+    @property
+    def num_workers(self) -> int:
+        """Returns how many processes there are."""
+        return self._workers
+
+    def token(self) -> str:
+        """Returns a new word that all workers share, and nobody else."""
+        return str(self.of_all(uuid.uuid4().hex[:12])[0])
 
     # Calls.
 

@@ -241,6 +241,10 @@ class ShardedVariable(values.MirroredVariable):
         data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         self.assigned = f"{before}{zlib.crc32(data.data):08x}"[-80:]
 
+    def put_by_parts(self) -> None:
+        """Notes that all processes have assigned parts of one value."""
+        self.assigned = "parts"
+
     def _write_parts(self, method: str, every: Sequence[tf.Tensor]) -> None:
         for replica, (part, value) in enumerate(
             zip(self.values, every, strict=True), self._first

@@ -38,12 +38,13 @@ import tensorflow as tf
 
 from mgpu_tf.checkpoints import store
 from mgpu_tf.checkpoints.run_state import generators, restore_generators
-from mgpu_tf.checkpoints.saver import read_state, write_state
+from mgpu_tf.checkpoints.writer import Variables, Writer, read_state
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.base import Engine, Logs
 from mgpu_tf.errors import ConfigurationError, check_integer
 from mgpu_tf.options import StepOptions
 from mgpu_tf.runtime import determinism
+from mgpu_tf.strategies.peers import Peers
 from mgpu_tf.strategies.registry import kind_of, strategy_from
 from mgpu_tf.training.data_errors import explained
 from mgpu_tf.training.distributed_model import DistributedModel
@@ -150,12 +151,16 @@ class Loop:
             "generators": generators(),
             "environment": determinism.environment(),
         }
-        arrays = self._engine().snapshot().take()
-        distributed.write(
-            "Loop.save",
-            folder,
-            lambda: write_state(folder, self.global_step, state, arrays, keep),
-        )
+        snapshot = self._engine().snapshot()
+
+        def write(peers: Peers) -> None:
+            writer = Writer(
+                folder, peers.token(), peers.worker, peers.num_workers
+            )
+            writer.begin(self.global_step, snapshot.pieces())
+            writer.finish(state, keep)
+
+        distributed.write_together("Loop.save", folder, write)
 
     def restore(self, folder: str) -> dict[str, Any] | None:
         """Restores the newest usable checkpoint.
@@ -175,14 +180,15 @@ class Loop:
             path = self._newest(folder)
             if path is None:
                 return None
-            state, arrays = read_state(path)
+            stored = store.Stored(path)
+            state = read_state(stored)
             if "loop" not in state:
                 raise ConfigurationError(
                     "A loop goes on from what Loop.save has written. "
                     f"Received: {path}, of a fit(). Use another folder."
                 )
             determinism.warn_of_other_environment(state["environment"])
-            self._engine().snapshot().put(arrays)
+            self._engine().snapshot().put(Variables(stored))
         self.global_step = state["global_step"]
         restore_generators(state["generators"])
         return dict(state["loop"])

@@ -247,6 +247,25 @@ class DistributedModel:
                     _write(name, path, write)
             self.peers.any(False)
 
+    def write_together(
+        self, name: str, path: str, write: Callable[[Peers], None]
+    ) -> None:
+        """Writes what each worker has its own part of.
+
+        Args:
+            name: The method that was called.
+            path: What it was called with.
+            write: Writes the part of this worker; called on all of them.
+
+        Raises:
+            ConfigurationError: The part cannot be written.
+        """
+        with self.peers.together(name):
+            self.peers.compare({"path": str(path)})
+            check_local("path", str(path))
+            _write(name, path, lambda: write(self.peers))
+            self.peers.any(False)
+
     def hooks(
         self,
         callbacks: list[keras.callbacks.Callback],

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 import keras
 
 from mgpu_tf.checkpoints import store
-from mgpu_tf.checkpoints.saver import Arrays, State, read_state
+from mgpu_tf.checkpoints.run_state import State
+from mgpu_tf.checkpoints.writer import Variables, read_state
 from mgpu_tf.engine.base import Engine, Logs
+from mgpu_tf.engine.snapshot import Snapshot
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import SaveOptions
 
@@ -50,8 +52,7 @@ def follow(
     snapshot = Engine.snapshot(engine)
     history = keras.callbacks.History()
     history.on_train_begin()
-    for state, arrays in _states(saving.folder, epochs):
-        snapshot.put(arrays)
+    for state in _states(saving.folder, epochs, snapshot):
         scores = evaluate()
         told = ", ".join(
             f"{name} {value:.4f}" for name, value in scores.items()
@@ -64,8 +65,8 @@ def follow(
     return history
 
 
-def _states(folder: str, epochs: int) -> Iterator[tuple[State, Arrays]]:
-    """Yields the newest checkpoint whenever there is another, to the last."""
+def _states(folder: str, epochs: int, snapshot: Snapshot) -> Iterator[State]:
+    """Loads the newest checkpoint whenever there is another, to the last."""
     seen = -1
     while True:
         entry = store.newest(folder)
@@ -73,10 +74,12 @@ def _states(folder: str, epochs: int) -> Iterator[tuple[State, Arrays]]:
             time.sleep(_POLL_SECONDS)
             continue
         try:
-            state, arrays = read_state(entry.path)
+            stored = store.Stored(entry.path)
+            state = read_state(stored)
+            snapshot.put(Variables(stored))
         except (store.CheckpointError, OSError):  # Pruned meanwhile.
             continue
         seen = entry.step
-        yield state, arrays
+        yield state
         if state["position"]["epoch"] >= epochs or state["stopped"]:
             return

@@ -191,7 +191,7 @@ class Training:
             options,
             self._distributed.peers,
             is_chief=self._distributed.is_chief,
-            capture=lambda keep: self._run.capture(keep=keep),
+            capture=self._run.capture,
             meter=self._totals.meter,
             lost_workers=lambda: lost_workers(self._distributed.strategy),
         )

@@ -327,35 +327,42 @@ def test_broken_ones_are_refused(run, strategies, tmp_path, caplog):
     control = run(strategy, tmp_path / "control")
     run(strategy, tmp_path / "broken", until=13)
     for step, start in ((12, b""), (8, b"x")):
-        path = tmp_path / "broken" / f"step-{step:010d}" / "arrays.bin"
+        path = tmp_path / "broken" / f"step-{step:010d}" / "arrays-0.bin"
         data = path.read_bytes()
         path.write_bytes(start + data[1:] if start else b"")
     (tmp_path / "broken" / ".unfinished-step-0000000016").mkdir()
     with caplog.at_level(logging.WARNING, "mgpu_tf"):
         assert run(strategy, tmp_path / "broken") == control
     refused = [r.getMessage() for r in caplog.records if "refused" in r.msg]
-    assert "step-0000000012: arrays.bin has 0 bytes" in refused[0]
-    assert "step-0000000008: arrays.bin was changed" in refused[1]
+    assert "step-0000000012: arrays-0.bin has 0 bytes" in refused[0]
+    assert "step-0000000008: arrays-0.bin was changed" in refused[1]
     assert run.trainer.recovery.lost_steps == 15 - 4
 
 
 def test_a_full_disk_leaves_the_one_before(
     run, strategies, tmp_path, caplog, monkeypatch
 ):
-    written = []
-    write = store.write
+    written, torn = [], []
+    commit = store.commit
 
-    def full(folder, step, *rest):
-        if step == 8:
-            raise OSError(28, "No space left on device")
+    class Full(store.Part):
+        def add(self, piece):
+            if "step-0000000008" in self._path:
+                raise OSError(28, "No space left on device")
+            super().add(piece)
+
+    def committed(folder, step, *rest):
         written.append(step)
-        return write(folder, step, *rest)
+        torn.extend(n for n in os.listdir(folder) if "step-0000000008" in n)
+        return commit(folder, step, *rest)
 
-    monkeypatch.setattr(store, "write", full)
+    monkeypatch.setattr(store, "Part", Full)
+    monkeypatch.setattr(store, "commit", committed)
     with caplog.at_level(logging.WARNING, "mgpu_tf"):
         run(strategies["one_device"], tmp_path)
     assert "step 8 was not written (No space left" in caplog.text
-    assert 4 in written and 12 in written
+    assert 4 in written and 8 not in written and 12 in written
+    assert not torn
 
 
 def test_a_write_that_fails_otherwise_is_no_success(
@@ -364,7 +371,7 @@ def test_a_write_that_fails_otherwise_is_no_success(
     def broken(*given):
         raise RuntimeError("of the writing thread")
 
-    monkeypatch.setattr(store, "write", broken)
+    monkeypatch.setattr(store, "commit", broken)
     with pytest.raises(RuntimeError, match="of the writing thread"):
         run(strategies["one_device"], tmp_path)
     assert "was not written (RuntimeError(" in caplog.text

@@ -1,6 +1,7 @@
 """The folder of checkpoints: whole or not at all, checked when read."""
 
 import json
+import math
 import os
 import pathlib
 import resource
@@ -11,17 +12,23 @@ import sys
 import pytest
 
 from mgpu_tf.checkpoints import store
-from mgpu_tf.checkpoints.store import Array, CheckpointError
+from mgpu_tf.checkpoints.store import CheckpointError, Part, Stored
+from mgpu_tf.mesh import Piece, Region
 from tests import clusters
+
+
+def piece(name, dtype, itemsize, shape, data, region=None):
+    region = region or Region(0, math.prod(shape))
+    return Piece(name, dtype, itemsize, shape, region, lambda: [data])
 
 
 def arrays(value=1, count=1000):
     data = bytes([value]) * (4 * count)
-    return {
-        "weights": Array("float32", (count,), memoryview(data)),
-        "nothing": Array("float32", (0, 3), memoryview(b"")),
-        "scalar": Array("int64", (), memoryview(bytes(8))),
-    }
+    return [
+        piece("weights", "float32", 4, (count,), data),
+        piece("nothing", "float32", 4, (0, 3), b""),
+        piece("scalar", "int64", 8, (), bytes(8)),
+    ]
 
 
 def save(folder, *steps):
@@ -35,14 +42,12 @@ def names(folder):
 
 def test_what_is_written_is_read(tmp_path):
     path = store.write(str(tmp_path), 7, {"epoch": 3}, arrays())
-    state, read = store.read(path)
-    assert state == {"epoch": 3}
-    for name, array in arrays().items():
-        assert (read[name].dtype, read[name].shape) == (
-            array.dtype,
-            array.shape,
-        )
-        assert bytes(read[name].data) == bytes(array.data)
+    stored = Stored(path)
+    assert (stored.state, stored.step) == ({"epoch": 3}, 7)
+    for array in arrays():
+        found = stored.arrays[array.name]
+        assert (found.dtype, found.shape) == (array.dtype, array.shape)
+        assert stored.read(array.name) == b"".join(array.chunks())
     (entry,) = store.entries(str(tmp_path))
     assert (entry.step, entry.problem, entry.bytes) == (7, "", 4008)
 
@@ -61,12 +66,12 @@ def test_a_folder_that_is_missing(tmp_path):
 
 
 def truncate(path):
-    with open(path / "arrays.bin", "r+b") as file:
+    with open(path / "arrays-0.bin", "r+b") as file:
         file.truncate(100)
 
 
 def change(path):
-    with open(path / "arrays.bin", "r+b") as file:
+    with open(path / "arrays-0.bin", "r+b") as file:
         file.seek(2000)
         file.write(b"\xff")
 
@@ -76,7 +81,7 @@ def lose_manifest(path):
 
 
 def lose_arrays(path):
-    (path / "arrays.bin").unlink()
+    (path / "arrays-0.bin").unlink()
 
 
 def half_manifest(path):
@@ -97,10 +102,10 @@ def not_an_object(path):
 @pytest.mark.parametrize(
     ("damage", "how"),
     [
-        (truncate, "arrays.bin has 100 bytes of 4008"),
-        (change, "arrays.bin was changed"),
+        (truncate, "arrays-0.bin has 100 bytes of 4008"),
+        (change, "arrays-0.bin was changed"),
         (lose_manifest, "manifest.json cannot be read (No such file"),
-        (lose_arrays, "arrays.bin cannot be read (No such file"),
+        (lose_arrays, "arrays-0.bin cannot be read (No such file"),
         (half_manifest, "manifest.json is not whole"),
         (change_manifest, "manifest.json was changed"),
         (not_an_object, "manifest.json is not whole"),
@@ -115,14 +120,14 @@ def test_a_broken_one_is_refused_by_name(damage, how, tmp_path):
     (refused,) = broken
     assert refused.problem.startswith(f"step-0000000002: {how}")
     with pytest.raises(CheckpointError, match="step-0000000002: "):
-        store.read(refused.path)
+        Stored(refused.path).check()
 
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "FORMAT", 3)
     save(tmp_path, 1)
-    monkeypatch.setattr(store, "FORMAT", 2)
     (entry,) = store.entries(str(tmp_path))
-    assert "format 1, this program reads 2" in entry.problem
+    assert "format 3, this program reads 1 and 2" in entry.problem
 
 
 def test_a_file_that_cannot_grow_leaves_the_one_before(tmp_path):
@@ -144,10 +149,11 @@ def test_killed_in_the_middle_of_writing(tmp_path):
     code = """
 import sys
 from mgpu_tf.checkpoints import store
-data = memoryview(bytes(1 << 21))
-array = {"w": store.Array("uint8", (1 << 21,), data)}
+from mgpu_tf.mesh import Piece, Region
+data, size = bytes(1 << 21), 1 << 21
+piece = Piece("w", "uint8", 1, (size,), Region(0, size), lambda: [data])
 for step in range(1, 10**6):
-    store.write(sys.argv[1], step, {}, array)
+    store.write(sys.argv[1], step, {}, [piece])
     store.prune(sys.argv[1], 2)
     print(step, flush=True)
 """
@@ -212,7 +218,7 @@ def test_one_of_the_same_step_is_replaced(tmp_path):
     save(tmp_path, 1, 2)
     truncate(tmp_path / "step-0000000002")
     store.write(str(tmp_path), 2, {"again": True}, arrays())
-    assert store.read(str(tmp_path / "step-0000000002"))[0]["again"]
+    assert Stored(str(tmp_path / "step-0000000002")).state["again"]
     assert sorted(os.listdir(tmp_path)) == [
         "step-0000000001",
         "step-0000000002",
@@ -240,11 +246,98 @@ def test_prune_keeps_the_newest_whole_ones(tmp_path):
     assert (tmp_path / "notes.txt").exists()
 
 
-@pytest.mark.parametrize("name", [store.MANIFEST, store.ARRAYS])
+@pytest.mark.parametrize("name", [store.MANIFEST, "arrays-0.bin"])
 def test_a_file_that_is_a_link_is_refused(name, tmp_path):
-    path = pathlib.Path(store.write(str(tmp_path), 1, {}, {}))
+    path = pathlib.Path(store.write(str(tmp_path), 1, {}, []))
     other = tmp_path / "other"
     (path / name).rename(other)
     (path / name).symlink_to(other)
     with pytest.raises(store.CheckpointError, match=f"{name} cannot be read"):
-        store.read(str(path))
+        Stored(str(path)).check()
+
+
+def matrix_by(*regions):
+    """A matrix of 6 x 4 bytes, its regions written by a process each."""
+    whole = bytes(range(24))
+    return [
+        piece("m", "uint8", 1, (6, 4), elements(whole, region), region)
+        for region in regions
+    ]
+
+
+def elements(data, region):
+    return b"".join(
+        data[first : first + region.length]
+        for run in range(region.runs)
+        for first in [region.first + run * region.stride]
+    )
+
+
+ROWS = (Region(0, 8), Region(8, 16))
+COLUMNS = (Region(0, 3, 4, 6), Region(3, 1, 4, 6))
+
+
+def write_parts(folder, pieces, token="t"):
+    parts = [
+        Part(str(folder), 1, token, number) for number in range(len(pieces))
+    ]
+    for part, own in zip(parts, pieces, strict=True):
+        part.add(own)
+    for part in parts[1:]:
+        part.leave(part.end())
+    return [parts[0].end()] + [
+        store.left(str(folder), 1, token, number)
+        for number in range(1, len(parts))
+    ]
+
+
+@pytest.mark.parametrize("written", [ROWS, COLUMNS, (Region(0, 24),)])
+def test_any_region_is_read_from_any_others(written, tmp_path):
+    found = write_parts(tmp_path, matrix_by(*written))
+    path = store.commit(str(tmp_path), 1, "t", {}, found)
+    stored = Stored(path)
+    whole = bytes(range(24))
+    assert stored.read("m") == whole
+    for wanted in (*ROWS, *COLUMNS, Region(5, 1), Region(1, 2, 4, 3)):
+        assert stored.read("m", wanted) == elements(whole, wanted)
+    files = {f"arrays-{number}.bin" for number in range(len(written))}
+    assert set(os.listdir(path)) == {"manifest.json"} | files
+    for place in range(2):
+        stored.check(place, 2)
+    # Each process checks files of its own.
+    with open(os.path.join(path, "arrays-0.bin"), "r+b") as file:
+        file.write(b"\xff")
+    stored.check(1, 2)
+    with pytest.raises(CheckpointError, match=r"arrays-0\.bin was changed"):
+        stored.check(0, 2)
+
+
+def test_a_part_that_is_missing_is_found(tmp_path):
+    found = write_parts(tmp_path, matrix_by(*ROWS))
+    path = store.commit(str(tmp_path), 1, "t", {}, found[:1])
+    assert Stored(path).read("m", ROWS[0])
+    with pytest.raises(CheckpointError, match="m has 8 bytes of 24"):
+        Stored(path).read("m")
+
+
+def test_nothing_is_committed_without_the_files_of_all(tmp_path):
+    save(tmp_path, 0)
+    found = write_parts(tmp_path, matrix_by(*ROWS))
+    os.remove(tmp_path / ".unfinished-step-0000000001-t" / "arrays-1.bin")
+    with pytest.raises(CheckpointError, match=r"arrays-1\.bin cannot be read"):
+        store.commit(str(tmp_path), 1, "t", {}, found)
+    assert store.newest(str(tmp_path)).step == 0
+
+
+def test_a_part_that_failed_is_told(tmp_path):
+    assert store.left(str(tmp_path), 1, "t", 1) is None
+    part = Part(str(tmp_path), 1, "t", 1)
+    part.add(arrays()[0])
+    part.drop("No space left on device")
+    with pytest.raises(CheckpointError, match="process 1: No space left on"):
+        store.left(str(tmp_path), 1, "t", 1)
+    # A run that still writes keeps what it has not finished.
+    store.prune(str(tmp_path), 1, "t")
+    assert len(os.listdir(tmp_path)) == 1
+    store.prune(str(tmp_path), 1, "another")
+    assert not os.listdir(tmp_path)

@@ -12,6 +12,7 @@ from mgpu_tf.checkpoints import store
 from mgpu_tf.commands import train
 from mgpu_tf.launch import local
 from mgpu_tf.launch.policy import RestartPolicy
+from mgpu_tf.mesh import Piece, Region
 from mgpu_tf.options import WatchOptions
 from tests import clusters
 
@@ -374,23 +375,23 @@ def test_launch_passes_on(calls):
 
 
 def test_checkpoints_are_listed_checked_and_pruned(tmp_path, capsys):
-    array = {"w": store.Array("uint8", (4,), memoryview(b"abcd"))}
+    piece = Piece("w", "uint8", 1, (4,), Region(0, 4), lambda: [b"abcd"])
     state = {
         "position": {"epoch": 2, "step": 7},
         "num_replicas": 4,
         "saved_at": 0.0,
     }
     for step in (5, 10, 15):
-        store.write(str(tmp_path), step, state, array)
+        store.write(str(tmp_path), step, state, [piece])
     assert cli.main(["checkpoints", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert "ok      step-0000000015, 0.0 MB, epoch 2 step 7, 4 rep" in lines[2]
-    (tmp_path / "step-0000000015" / "arrays.bin").write_bytes(b"abcx")
+    (tmp_path / "step-0000000015" / "arrays-0.bin").write_bytes(b"abcx")
     assert cli.main(["checkpoints", str(tmp_path), "--keep=2"]) == 1
     assert capsys.readouterr().out.splitlines()[::2] == [
         "deleted step-0000000005",
-        "BROKEN  step-0000000015: arrays.bin was changed",
+        "BROKEN  step-0000000015: arrays-0.bin was changed",
     ]
 
 

@@ -12,8 +12,12 @@ from keras import layers
 
 import mgpu_tf
 from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.writer import Variables as StoredVariables
+from mgpu_tf.checkpoints.writer import Writer
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.reports.report import weights_sha256
+from mgpu_tf.strategies.peers import Peers
 from mgpu_tf.strategies.registry import topology_of
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
 from tests.parity import cases
@@ -272,6 +276,63 @@ def checkpointed(given, folder):
     }
 
 
+WEIGHTS = {
+    "matrix": np.arange(70, dtype="float64").reshape(14, 5),
+    "vector": np.arange(9, dtype="float32"),
+    "count": np.int64(2**60 + 1),
+}
+
+
+def made_of(strategy, weights):
+    with strategy.scope():
+        return [
+            keras.Variable(w, dtype=w.dtype.name, trainable=w.ndim > 0)
+            for w in weights
+        ]
+
+
+def in_parts(given, folder):
+    """What each process writes of a checkpoint, and reads of it."""
+    found = {}
+    for name, strategy in (("split", strategy_of(given)), ("whole", given)):
+        path = os.path.join(folder, f"parts-{name}")
+        snapshot = snapshot_of(made_of(strategy, WEIGHTS.values()), strategy)
+        peers = Peers(strategy)
+        with peers.together("save"):
+            writer = Writer(
+                path, peers.token(), peers.worker, peers.num_workers
+            )
+            writer.begin(1, snapshot.pieces())
+            writer.finish({}, 3)
+            peers.any(False)
+        stored = Counted(store.Stored(store.newest(path).path))
+        others = made_of(strategy, map(np.zeros_like, WEIGHTS.values()))
+        snapshot_of(others, strategy).put(stored)
+        found[name] = {
+            "read": stored.bytes,
+            "equal": [
+                bool(np.array_equal(keras.ops.convert_to_numpy(v), w))
+                for v, w in zip(others, WEIGHTS.values(), strict=True)
+            ],
+        }
+    return found
+
+
+def snapshot_of(variables, strategy):
+    return Snapshot(Variables.of(variables), strategy, stored_once=False)
+
+
+class Counted(StoredVariables):
+    """Counts the bytes that are read."""
+
+    bytes = 0
+
+    def read(self, name, region):
+        found = super().read(name, region)
+        self.bytes += found.nbytes
+        return found
+
+
 def bytes_on_the_wire(given, folder):
     """What a replica receives in a step, against an all-reduce of all."""
     del folder
@@ -327,7 +388,15 @@ def kinds(given, folder):
 
 JOBS = {
     job.__name__: job
-    for job in (kinds, stored, saved, mistakes, checkpointed, bytes_on_the_wire)
+    for job in (
+        kinds,
+        stored,
+        saved,
+        in_parts,
+        mistakes,
+        checkpointed,
+        bytes_on_the_wire,
+    )
 }
 JOBS |= {row: trained(row) for row in ROWS}
 # It ends the cluster.

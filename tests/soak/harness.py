@@ -23,8 +23,8 @@ WORKERS = {
     "2_workers_fsdp": 2,
 }
 
-# What is killed, and when: a task between two steps; a task while the chief
-# writes a checkpoint; the supervisor; or all are told to end by SIGTERM; or a
+# What is killed, and when: a task between two steps; a task while a
+# checkpoint is written; the supervisor; or all are told to end by SIGTERM; or a
 # task is stopped, for good or for PAUSE_SECONDS.
 KINDS = ("step", "save", "supervisor", "preempt", "stop", "pause")
 STALL_SECONDS = 50

@@ -19,7 +19,7 @@ from tests.soak.run import run_job
 @pytest.mark.parametrize(
     ("strategy", "faults"),
     [
-        ("mirrored", [Fault("step", worker=0, step=61)]),
+        ("mirrored", [Fault("save", worker=0, step=61)]),
         pytest.param(
             "2_workers",
             [
@@ -32,8 +32,8 @@ from tests.soak.run import run_job
         pytest.param(
             "2_workers_fsdp",
             [
-                Fault("step", worker=1, step=22),
-                Fault("save", worker=0, step=58),
+                Fault("step", worker=0, step=22),
+                Fault("save", worker=1, step=58),
             ],
             marks=pytest.mark.full,
         ),
@@ -56,7 +56,9 @@ def test_killed_and_the_same_bits(strategy, faults):
     assert (control.restarts, control.lost_steps) == (0, 0)
     ended = [fault for fault in faults if fault.kind != "pause"]
     assert result.restarts == len(ended)
-    assert 0 < result.lost_steps < len(faults) * 2 * SAVE_EVERY_STEPS
+    assert result.lost_steps < len(faults) * 2 * SAVE_EVERY_STEPS
+    if any(fault.kind != "save" for fault in faults):
+        assert result.lost_steps > 0
 
 
 @pytest.mark.full

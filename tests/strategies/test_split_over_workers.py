@@ -105,6 +105,38 @@ def test_files_have_the_ordinary_layout(layout, job, observed, folders):
             np.testing.assert_array_equal(ours, theirs)
 
 
+@by_layout("in_parts", ["2_workers", "2_workers_x2"], quick=["2_workers"])
+def test_each_process_writes_and_reads_its_share(
+    layout, job, observed, folders, strategies
+):
+    every = observed(layout, job)
+    total = sum(weight.nbytes for weight in split.WEIGHTS.values())
+    for name in ("split", "whole"):
+        assert all(all(worker[name]["equal"]) for worker in every)
+        path = store.newest(os.path.join(folders[layout], f"parts-{name}")).path
+        sizes = [
+            os.path.getsize(os.path.join(path, f"arrays-{worker}.bin"))
+            for worker in range(2)
+        ]
+        # Together each byte once, and each process as much as the other.
+        assert sum(sizes) == total
+        assert max(sizes) <= total / 2 + 8 * 5
+        # Anything else reads them.
+        other = strategies["fsdp_x3"]
+        zeros = map(np.zeros_like, split.WEIGHTS.values())
+        read = split.made_of(other, zeros)
+        stored = split.StoredVariables(store.Stored(path))
+        split.snapshot_of(read, other).put(stored)
+        for variable, wanted in zip(read, split.WEIGHTS.values(), strict=True):
+            np.testing.assert_array_equal(
+                keras.ops.convert_to_numpy(variable), wanted
+            )
+    assert {worker["whole"]["read"] for worker in every} == {total}
+    # The count is not split.
+    read = sum(worker["split"]["read"] for worker in every)
+    assert read == total + 8 * (len(every) - 1)
+
+
 @by_layout("mistakes", ["2_workers", "2_workers_x2"])
 def test_mistakes_are_told_and_the_cluster_goes_on(layout, job, observed):
     workers, devices = LAYOUTS[layout]

@@ -1,0 +1,250 @@
+"""One process's share in writing the checkpoints of a run.
+
+    writer = Writer("run/checkpoints", token, process=0, processes=2)
+    writer.begin(step, snapshot.pieces())     # the state may change from here
+    writer.finish(state, keep=3)              # on a thread of its own
+
+`begin` hands the bytes to the system, one part of a variable after another, so
+that the process holds no copy of its state. `finish` waits for the disk. Each
+process then says that its part is there. The first one waits for the others,
+writes the manifest, and gives the checkpoint its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.mesh import Piece, Region
+
+State = dict[str, Any]
+
+_VARIABLES = "variables/"
+# How long the first process waits for the parts of the others, and how long
+# where the run has failed meanwhile.
+WAIT_SECONDS = 600.0
+_ENDING_SECONDS = 10.0
+_LOOK_SECONDS = 0.02
+
+
+class Writer:
+    """Writes the part of one process, and on the first all the rest.
+
+    Args:
+        folder: Where checkpoints are kept; every process must see it.
+        token: A word that all processes of the run share, and no other run.
+        process: The number of this process.
+        processes: How many there are.
+        in_memory: Whether `begin` copies the pieces and leaves the writing
+            to `finish`.
+        check: Raises where this run may no longer write there.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        token: str,
+        process: int = 0,
+        processes: int = 1,
+        *,
+        in_memory: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._folder, self._token = folder, token
+        self._process, self._processes = process, processes
+        self._in_memory = in_memory
+        self._check = check
+        self._ending = threading.Event()
+        self._step = 0
+        self._part: store.Part | None = None
+        self._left: list[Piece] = []
+        self._failed: Exception | None = None
+
+    def begin(self, step: int, pieces: Iterable[Piece]) -> None:
+        """Takes what the state is now; raises nothing, `finish` does.
+
+        Args:
+            step: The global step.
+            pieces: What this process writes of the variables.
+        """
+        self._step, self._left = step, []
+        self._part = self._failed = None
+        try:
+            self._check()
+            self._part = store.Part(
+                self._folder, step, self._token, self._process
+            )
+            for piece in pieces:
+                if self._in_memory:
+                    self._left.append(piece.held())
+                else:
+                    self._add(piece)
+        except Exception as error:
+            self._failed = error
+
+    def finish(self, state: Mapping[str, Any], keep: int) -> None:
+        """Waits for the disk; on the first process, for all of them.
+
+        Args:
+            state: The state of the run, with arrays anywhere in it. The first
+                process writes it.
+            keep: How many checkpoints to keep.
+
+        Raises:
+            OSError: The disk is full or the folder cannot be written.
+            CheckpointError: Another process could not write its part.
+            ConfigurationError: The part of another process is not seen here.
+        """
+        try:
+            self._finish(state, keep)
+        except BaseException as error:
+            if self._process == 0:
+                store.abandon(self._folder, self._step, self._token)
+            elif self._part is not None:
+                self._part.drop(told_of(error))
+            raise
+        finally:
+            self._left = []
+            if self._part is not None:
+                self._part.close()
+
+    def _finish(self, state: Mapping[str, Any], keep: int) -> None:
+        if self._failed is not None:
+            raise self._failed
+        assert self._part is not None
+        for piece in self._left:
+            self._add(piece)
+        if self._process:
+            self._part.leave(self._part.end())
+            return
+        arrays: list[np.ndarray] = []
+
+        def keep_apart(array: np.ndarray) -> str:
+            arrays.append(array)
+            return _callbacks(len(arrays) - 1)
+
+        state = without_arrays(dict(state), keep_apart)
+        for number, array in enumerate(arrays):
+            self._part.add(piece_of(_callbacks(number), array))
+        mine = self._part.end()
+        others = [self._left_by(k) for k in range(1, self._processes)]
+        self._check()
+        store.commit(
+            self._folder, self._step, self._token, state, [mine, *others]
+        )
+        self._check()
+        store.prune(self._folder, keep, self._token)
+
+    def end_soon(self) -> None:
+        """Waits no longer for processes that may have ended."""
+        self._ending.set()
+
+    def _add(self, piece: Piece) -> None:
+        assert self._part is not None
+        name = _VARIABLES + piece.name
+        self._part.add(dataclasses.replace(piece, name=name))
+
+    def _left_by(self, process: int) -> dict[str, Any]:
+        """Waits for the part of another process."""
+        began = time.monotonic()
+        while True:
+            found = store.left(self._folder, self._step, self._token, process)
+            if found is not None:
+                return found
+            limit = WAIT_SECONDS
+            if self._ending.is_set():
+                limit = _ENDING_SECONDS
+            if time.monotonic() - began > limit:
+                raise ConfigurationError(
+                    "checkpoint_dir must be a folder that every worker sees. "
+                    f"Received: {self._folder!r}, where worker 0 has not seen "
+                    f"the part of worker {process} after {limit:.0f} seconds. "
+                    "Use a folder that all machines mount."
+                )
+            time.sleep(_LOOK_SECONDS)
+
+
+def told_of(error: BaseException) -> str:
+    """Returns why a checkpoint was not written, in a few words."""
+    reason = getattr(error, "strerror", None)
+    if reason is None and isinstance(error, ValueError):
+        reason = str(error)
+    return str(reason or repr(error))
+
+
+def _callbacks(number: int) -> str:
+    return f"callbacks/{number:05d}"
+
+
+def piece_of(name: str, array: np.ndarray) -> Piece:
+    """Returns a whole array as a piece."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if sys.byteorder == "big":
+        flat = flat.byteswap()
+    data = flat.view(np.uint8).data
+    return Piece(
+        name,
+        array.dtype.name,
+        array.dtype.itemsize,
+        array.shape,
+        Region(0, array.size),
+        lambda: [data],
+    )
+
+
+class Variables:
+    """The variables of a checkpoint, read by parts.
+
+    Args:
+        stored: The checkpoint.
+
+    Attributes:
+        arrays: Type and shape of each by its name.
+    """
+
+    def __init__(self, stored: store.Stored) -> None:
+        self._stored = stored
+        self.arrays = {
+            name.removeprefix(_VARIABLES): (array.dtype, array.shape)
+            for name, array in stored.arrays.items()
+            if name.startswith(_VARIABLES)
+        }
+
+    def read(self, name: str, region: Region) -> np.ndarray:
+        """Returns some elements of a variable, `[region.size]`.
+
+        Raises:
+            CheckpointError: They cannot be read.
+        """
+        dtype, _ = self.arrays[name]
+        return _elements(self._stored.read(_VARIABLES + name, region), dtype)
+
+
+def read_state(stored: store.Stored) -> State:
+    """Returns the state of a run, with its arrays.
+
+    Raises:
+        CheckpointError: An array cannot be read.
+    """
+    arrays = {
+        name: _elements(stored.read(name), array.dtype).reshape(array.shape)
+        for name, array in stored.arrays.items()
+        if not name.startswith(_VARIABLES)
+    }
+    return dict(with_arrays(stored.state, arrays))
+
+
+def _elements(data: bytearray, dtype: str) -> np.ndarray:
+    kind = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
+    flat = np.frombuffer(data, np.uint8).view(kind)
+    return flat.byteswap() if sys.byteorder == "big" else flat
