@@ -105,6 +105,8 @@ MESHES = {
     "2_workers_x2_fsdp_4": "1,4,weights",
     "2_workers_x2_data_2_fsdp_2": "2,2,gradients",
     "3_workers_fsdp_3": "1,3,gradients",
+    "2_workers_x2_tensor_4": "1,1,weights,4",
+    "2_workers_x2_fsdp_2_tensor_2": "1,2,weights,2",
 }
 ROWS |= dict.fromkeys(MESHES, _SPLIT)
 # What the default tests have of them.
@@ -125,6 +127,8 @@ LAYOUTS = {
     "2_workers_x2_fsdp_4": (2, 2),
     "2_workers_x2_data_2_fsdp_2": (2, 2),
     "3_workers_fsdp_3": (3, 1),
+    "2_workers_x2_tensor_4": (2, 2),
+    "2_workers_x2_fsdp_2_tensor_2": (2, 2),
 }
 
 

@@ -35,6 +35,7 @@ SPLIT = (
     "data_2_pipeline_2",
     "tensor_x3",
     "data_2_tensor_2",
+    "fsdp_2_tensor_2",
 )
 SLICE = [
     *(("mirrored_x3", name) for name in cases.CASES),
@@ -70,6 +71,7 @@ QUICK = [
     ("data_2_fsdp_2", "accumulation_clipped"),
     ("data_2_fsdp_2", "ema_overwrite"),
     ("data_2_tensor_2", "accumulation_clipped"),
+    ("fsdp_2_tensor_2", "embedding_adam"),
     ("zero1_x2", "accumulation_3_uneven"),
     ("zero1_x2", "constraint"),
     ("data_2_pipeline_2", "accumulation_clipped"),
