@@ -276,8 +276,9 @@ class _Splitting:
         strategy = self._container_strategy()
         beside = kwargs.get("colocate_with")
         if strategy.splitting is not None:
-            value, split = kwargs["initial_value"], strategy.splitting
-            return self._split(next_creator, value, kwargs, split)
+            value = kwargs["initial_value"]
+            value = tf.convert_to_tensor(value() if callable(value) else value)
+            return self._split(next_creator, value, kwargs, strategy.splitting)
         if strategy.splits_later and beside is None:
             return self._not_split(next_creator, kwargs)
         if not _may_be_split(kwargs, beside, strategy.shard):
