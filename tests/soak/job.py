@@ -17,7 +17,6 @@ import mgpu_tf
 from mgpu_tf.reports.report import weights_sha256
 from tests.soak.harness import EPOCHS, SAVE_EVERY_STEPS
 
-
 MESHES = {
     "2_workers_tensor": {"tensor": 2},
     "data_2_tensor_2": {"data": 2, "tensor": 2, "num_virtual_devices": 4},
