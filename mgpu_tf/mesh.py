@@ -1,7 +1,8 @@
 """Which axes the devices of a strategy form, and how a variable is split.
 
     mesh = Mesh(data=2, fsdp=4)          # 8 devices
-    mesh.fsdp_rank(5), mesh.group(5)     # 1, [4, 5, 6, 7]
+    mesh.rank("fsdp", 5)                 # 1
+    mesh.along(["fsdp"], 5)              # [4, 5, 6, 7]
 
     replica    0  1  2  3    4  5  6  7
     data       0  0  0  0    1  1  1  1      each has its own rows of a batch
@@ -16,6 +17,12 @@ split over its members.
     data       0  0    1  1
     tensor     0  1    0  1                  these have the same rows, and each
                                              computes with its part of weights
+
+    mesh = Mesh(fsdp=2, tensor=2)        # 4 devices, 4 replicas
+
+    replica    0  1    2  3
+    fsdp       0  0    1  1                  each has its own rows of a batch
+    tensor     0  1    0  1                  each stores its own quarter
 
     mesh = Mesh(data=2, pipeline=2)      # 4 devices, 2 replicas
 
@@ -39,6 +46,9 @@ from mgpu_tf.errors import ConfigurationError
 # Micro-batches for each stage of a pipeline. Huang et al., "GPipe", NeurIPS
 # 2019, section 2, finds the time without work negligible from here on.
 MICRO_BATCHES = 4
+
+# The axes on which replicas have a place.
+REPLICA_AXES = ("data", "fsdp", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,18 +79,6 @@ class Mesh:
         """Returns the number of replicas."""
         return self.data * self.fsdp * self.tensor
 
-    def fsdp_rank(self, replica: int) -> int:
-        """Returns which part of the split weights a replica stores."""
-        return self.rank("fsdp", replica)
-
-    def group(self, replica: int) -> list[int]:
-        """Returns the replicas that together store one copy of the weights."""
-        return self.along("fsdp", replica)
-
-    def copies(self, rank: int) -> list[int]:
-        """Returns the replicas that store the same part of the weights."""
-        return self.of_rank("fsdp", rank)
-
     def length(self, axis: str) -> int:
         """Returns the size of an axis, such as `fsdp`."""
         return int(getattr(self, axis))
@@ -89,19 +87,21 @@ class Mesh:
         """Returns the place of a replica on `data`, `fsdp` or `tensor`."""
         return replica // self._step(axis) % self.length(axis)
 
-    def along(self, axis: str, replica: int) -> list[int]:
-        """Returns the replicas that differ from one on this axis only."""
-        step = self._step(axis)
-        first = replica - self.rank(axis, replica) * step
-        return [first + place * step for place in range(self.length(axis))]
+    def along(self, axes: Sequence[str], replica: int) -> list[int]:
+        """Returns the replicas that differ from one on these axes only."""
+        others = others_than(axes)
+        return [
+            each
+            for each in range(self.replicas)
+            if all(self.rank(a, each) == self.rank(a, replica) for a in others)
+        ]
 
-    def of_rank(self, axis: str, rank: int) -> list[int]:
-        """Returns the replicas at one place of an axis."""
-        return [r for r in range(self.replicas) if self.rank(axis, r) == rank]
-
-    def groups(self, axis: str) -> list[list[int]]:
-        """Returns all replicas, in groups that differ on this axis only."""
-        return [self.along(axis, replica) for replica in self.of_rank(axis, 0)]
+    def groups(self, axes: Sequence[str]) -> list[list[int]]:
+        """Returns all replicas, in groups that differ on these axes only."""
+        every = [self.along(axes, replica) for replica in range(self.replicas)]
+        return [
+            group for replica, group in enumerate(every) if group[0] == replica
+        ]
 
     def _step(self, axis: str) -> int:
         return {
@@ -117,6 +117,11 @@ class Mesh:
             for axis, length in others.items()
             if length > 1
         )
+
+
+def others_than(axes: Sequence[str]) -> tuple[str, ...]:
+    """Returns the axes of replicas that are not among some."""
+    return tuple(axis for axis in REPLICA_AXES if axis not in axes)
 
 
 def mesh_of(
@@ -149,7 +154,7 @@ def mesh_of(
     if data is None:
         data = total // (fsdp * within) or 1
     mesh = Mesh(data, fsdp, tensor, pipeline)
-    _check_together(mesh, workers)
+    _check_together(mesh, devices, workers)
     if mesh.size != total:
         there_are = f"{devices} devices"
         if workers > 1:
@@ -164,21 +169,29 @@ def mesh_of(
     return mesh
 
 
-def _check_together(mesh: Mesh, workers: int) -> None:
+def _check_together(mesh: Mesh, devices: int, workers: int) -> None:
     long = [
         f"{axis}={mesh.length(axis)}"
-        for axis in ("fsdp", "tensor", "pipeline")
+        for axis in ("fsdp", "tensor")
         if mesh.length(axis) > 1
     ]
-    if len(long) > 1:
+    if mesh.pipeline > 1 and long:
         raise ConfigurationError(
-            "The axes fsdp, tensor and pipeline do not go together. Received: "
-            f"{', '.join(long)}. Use data with one of them."
+            "The axis pipeline does not go with fsdp and tensor. Received: "
+            f"pipeline={mesh.pipeline}, {', '.join(long)}. Use data with it."
         )
-    if workers > 1 and mesh.tensor * mesh.pipeline > 1:
+    if workers > 1 and mesh.pipeline > 1:
         raise ConfigurationError(
-            "The axes tensor and pipeline are within one process. Received: "
-            f"{long[0]} with {workers} workers. Use fsdp, or one process."
+            "The axis pipeline is within one process. Received: "
+            f"pipeline={mesh.pipeline} with {workers} workers. Use fsdp or "
+            "tensor, or one process."
+        )
+    if workers > 1 and mesh.tensor % devices and devices % mesh.tensor:
+        raise ConfigurationError(
+            "The size of the tensor axis must divide the number of devices of "
+            "a worker, or be a multiple of it. Received: "
+            f"tensor={mesh.tensor} for {devices} devices of each worker. "
+            "Change tensor_parallel."
         )
 
 
@@ -205,19 +218,45 @@ class Split:
         shape (10, 8), 4 parts     rows 0-1 | 2-4 | 5-6 | 7-9
         shape (3, 3, 5, 7), 2      elements 0-156 | 157-314
 
-    With `dim` it is divided along that dimension.
+    With `dim` it is divided along that dimension. With `again`, each part is
+    divided once more, as above, over the fsdp axis.
+
+        shape (6, 8), 2 parts along dimension 1, again 3
+            (6, 4) of each part, and of these rows 0-1 | 2-3 | 4-5
 
     Attributes:
         shape: The shape of the whole variable.
         parts: The number of parts.
         dim: The dimension along which it is divided. None: see above.
         over: The axis of the mesh.
+        again: Into how many parts each part is divided once more.
     """
 
     shape: tuple[int, ...]
     parts: int
     dim: int | None = None
     over: str = "fsdp"
+    again: int = 1
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh over which it is divided."""
+        return (self.over,) if self.again == 1 else (self.over, "fsdp")
+
+    def inner(self, part: int) -> Split | None:
+        """Returns how what a replica computes with is divided over fsdp.
+
+        Args:
+            part: The rank of the replica on the axis `over`.
+
+        Returns:
+            None where it is not divided over fsdp.
+        """
+        if self.over == "fsdp":
+            return self
+        if self.again == 1:
+            return None
+        return Split(self.shape_of(part), self.again)
 
     @property
     def by_rows(self) -> bool:
@@ -267,6 +306,19 @@ class Split:
         inner = self.shape[1] if self.by_rows else 1
         return Region(first * inner, (after - first) * inner)
 
+    def regions(self, part: int, again: int = 0) -> list[Region]:
+        """Returns the elements that a replica stores, in their order.
+
+        Args:
+            part: Its rank on the axis `over`.
+            again: Its rank on the fsdp axis, where parts are divided again.
+        """
+        outer, inner = self.region(part), self.inner(part)
+        if self.again == 1 or inner is None:
+            return [outer]
+        own = inner.region(again)
+        return outer.within(own.first, own.first + own.size)
+
 
 @dataclasses.dataclass(frozen=True)
 class Region:
@@ -312,6 +364,28 @@ class Region:
         runs = range(begin // self.length, end // self.length)
         first = self.first + runs.start * self.stride
         return Region(first, self.length, self.stride, len(runs))
+
+    def within(self, begin: int, end: int) -> list[Region]:
+        """Returns any range of its elements, as up to three regions.
+
+        Args:
+            begin: The first of them, counted in this region.
+            end: The one after the last, likewise.
+        """
+        if self.runs == 1:
+            return [self.cut(begin, end)]
+        found = []
+        while begin < end:
+            run, place = divmod(begin, self.length)
+            after = end - end % self.length
+            if place or after <= begin:
+                after = min(end, (run + 1) * self.length)
+                first = self.first + run * self.stride + place
+                found.append(Region(first, after - begin))
+            else:
+                found.append(self.cut(begin, after))
+            begin = after
+        return found
 
     def overlaps(self, other: Region) -> Iterator[tuple[int, int, int]]:
         """Yields the runs of elements that are in both regions.

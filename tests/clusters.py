@@ -45,7 +45,8 @@ def run_parity_cases(
 ):
     """Runs cases on a cluster; their results are then in the folder.
 
-    With a mesh, "data,fsdp,shard", weights are split.
+    With a mesh, "data,fsdp,shard" or "data,fsdp,shard,tensor", weights are
+    split.
 
     Returns:
         For each case the set of weight hashes that the workers ended with.

@@ -65,6 +65,9 @@ def strategies():
         "data_2_tensor_2": mgpu_tf.create_model_parallel_strategy(
             data=2, tensor=2, num_virtual_devices=4, smallest_split=4
         ),
+        "fsdp_2_tensor_2": mgpu_tf.create_model_parallel_strategy(
+            fsdp=2, tensor=2, num_virtual_devices=4, smallest_split=4
+        ),
         "one_device": mgpu_tf.create_one_device_strategy("CPU:0"),
         "central_storage_x2": mgpu_tf.create_central_storage_strategy(
             num_virtual_devices=2

@@ -1,6 +1,7 @@
 """The axes of a mesh, and the parts of a variable."""
 
 import itertools
+import math
 
 import hypothesis
 import numpy as np
@@ -8,26 +9,50 @@ import pytest
 from hypothesis import strategies as st
 
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.mesh import Mesh, Split, mesh_of
+from mgpu_tf.mesh import Mesh, Split, mesh_of, others_than
 
 
 def test_axes():
     mesh = Mesh(data=2, fsdp=4)
     assert mesh.size == 8
-    assert [mesh.fsdp_rank(replica) for replica in range(8)] == [0, 1, 2, 3] * 2
-    assert mesh.group(5) == [4, 5, 6, 7]
-    assert mesh.copies(1) == [1, 5]
+    assert [mesh.rank("fsdp", replica) for replica in range(8)] == [
+        *range(4),
+        *range(4),
+    ]
+    assert mesh.along(["fsdp"], 5) == [4, 5, 6, 7]
+    assert mesh.along(["data"], 5) == [1, 5]
 
 
 def test_the_tensor_axis_changes_fastest():
     mesh = Mesh(data=2, tensor=3)
     assert [mesh.rank("tensor", r) for r in range(6)] == [0, 1, 2] * 2
     assert [mesh.rank("data", r) for r in range(6)] == [0, 0, 0, 1, 1, 1]
-    assert mesh.groups("tensor") == [[0, 1, 2], [3, 4, 5]]
-    assert mesh.groups("data") == [[0, 3], [1, 4], [2, 5]]
-    assert mesh.of_rank("tensor", 1) == [1, 4]
+    assert mesh.groups(["tensor"]) == [[0, 1, 2], [3, 4, 5]]
+    assert mesh.groups(["data"]) == [[0, 3], [1, 4], [2, 5]]
+    assert mesh.groups([]) == [[0], [1], [2], [3], [4], [5]]
     assert mesh_of(6, None, None, tensor=3) == mesh
     assert mesh_of(6, 2, None, tensor=3) == mesh
+
+
+def test_three_axes_of_replicas():
+    mesh = Mesh(data=2, fsdp=2, tensor=2)
+    assert mesh_of(8, None, 2, tensor=2) == mesh
+    assert mesh.groups(["tensor"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert mesh.groups(["fsdp"]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert mesh.groups(["fsdp", "tensor"]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert mesh.groups(["data"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert others_than(["tensor", "fsdp"]) == ("data",)
+
+
+def test_parts_that_are_split_again():
+    split = Split((6, 9), 2, dim=1, over="tensor", again=3)
+    assert split.axes == ("tensor", "fsdp")
+    inner = [split.inner(part) for part in range(2)]
+    assert [each.shape for each in inner] == [(6, 4), (6, 5)]
+    assert [inner[1].shape_of(part) for part in range(3)] == [(2, 5)] * 3
+    assert Split((6, 9), 2, dim=1, over="tensor").inner(0) is None
+    over_fsdp = Split((6, 9), 2)
+    assert over_fsdp.inner(1) == over_fsdp
 
 
 def test_a_split_along_a_dimension():
@@ -76,7 +101,7 @@ def test_the_devices_are_those_of_all_workers():
 def test_the_devices_of_a_stage_are_those_of_a_replica():
     mesh = Mesh(data=3, pipeline=2)
     assert (mesh.size, mesh.replicas) == (6, 3)
-    assert mesh.of_rank("data", 1) == [1]
+    assert mesh.groups(["data"]) == [[0, 1, 2]]
     assert mesh_of(6, None, None, pipeline=2) == mesh
     with pytest.raises(
         ConfigurationError,
@@ -85,20 +110,30 @@ def test_the_devices_of_a_stage_are_those_of_a_replica():
         mesh_of(6, 2, None, pipeline=2)
 
 
-@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
-def test_axes_within_one_process(axis):
-    with pytest.raises(ConfigurationError, match=f"{axis}=2 with 3 workers"):
-        mesh_of(2, None, None, **{axis: 2}, workers=3)
-
-
 @pytest.mark.parametrize(
-    "axes",
-    list(itertools.combinations(("fsdp", "tensor", "pipeline"), 2)),
+    ("devices", "tensor"), [(2, 2), (2, 1), (2, 3), (1, 6), (4, 2), (4, 6)]
 )
-def test_axes_that_do_not_go_together(axes):
-    received = ", ".join(f"{axis}=2" for axis in axes)
-    given = {"fsdp": None} | dict.fromkeys(axes, 2)
-    with pytest.raises(ConfigurationError, match=received):
+def test_tensor_over_workers(devices, tensor):
+    """Groups are in one worker, or have all devices of several."""
+    if devices % tensor and tensor % devices:
+        match = f"tensor={tensor} for {devices} devices of each worker"
+        with pytest.raises(ConfigurationError, match=match):
+            mesh_of(devices, None, None, tensor, workers=3)
+        return
+    workers = 6
+    mesh = mesh_of(devices, None, 1, tensor, workers=workers)
+    assert mesh == Mesh(devices * workers // tensor, tensor=tensor)
+
+
+def test_stages_are_within_one_process():
+    with pytest.raises(ConfigurationError, match="pipeline=2 with 3 workers"):
+        mesh_of(2, None, None, pipeline=2, workers=3)
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+def test_axes_that_do_not_go_together(axis):
+    given = {"fsdp": None} | {axis: 2, "pipeline": 2}
+    with pytest.raises(ConfigurationError, match=f"pipeline=2, {axis}=2"):
         mesh_of(4, None, **given)
 
 
@@ -119,3 +154,33 @@ def test_parts_are_all_of_a_variable(shape, parts):
     assert split.is_possible == (min(len(piece) for piece in pieces) > 0)
     lengths = [after - first for first, after in bounds]
     assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("again", [1, 2, 3])
+@pytest.mark.parametrize(
+    "shape", [(5,), (6, 8), (3, 5), (4, 3, 5), (2, 3, 1, 4)], ids=str
+)
+def test_regions_of_parts_of_parts(shape, again):
+    """Each element is in one part, and the order is that of the part."""
+    every = np.arange(math.prod(shape)).reshape(shape)
+    for dim, length in enumerate(shape):
+        for parts in range(1, min(3, length) + 1):
+            split = Split(shape, parts, dim, "tensor", again)
+            seen = []
+            for part, inner in itertools.product(range(parts), range(again)):
+                first, after = split.bounds(part)
+                own = every[(slice(None),) * dim + (slice(first, after),)]
+                divided = split.inner(part)
+                if divided is not None:
+                    if not divided.by_rows:
+                        own = own.reshape(-1)
+                    own = own[slice(*divided.bounds(inner))]
+                found = [
+                    region.first + run * region.stride + place
+                    for region in split.regions(part, inner)
+                    for run in range(region.runs)
+                    for place in range(region.length)
+                ]
+                assert found == list(own.reshape(-1))
+                seen += found
+            assert sorted(seen) == list(range(every.size))

@@ -104,10 +104,10 @@ def next_batch(
         else:
             unknown = tf.constant(-1, tf.int64)
             elements = []
-            for _ in range(local.count // local.same_rows):
+            for _ in range(local.count // local.same_rows_here):
                 batch = next(iterator)
                 element = (batch, batch_size(batch), unknown)
-                elements += [element] * local.same_rows
+                elements += [element] * local.same_rows_here
         return _for_replicas(strategy, lambda replica: elements[replica])
     batch = next(iterator)
     size = batch_size(batch)

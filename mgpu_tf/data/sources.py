@@ -358,11 +358,11 @@ def _sized(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 def repeated(dataset: tf.data.Dataset, local: LocalReplicas) -> tf.data.Dataset:
     """Gives replicas with the same rows an element each."""
-    if local.same_rows == 1:
+    if local.same_rows_here == 1:
         return dataset
     return dataset.flat_map(
         lambda *element: tf.data.Dataset.from_tensors(element).repeat(
-            local.same_rows
+            local.same_rows_here
         )
     )
 

@@ -7,11 +7,13 @@ small ones go together, for a reduction takes milliseconds whatever its size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from mgpu_tf.options import StepOptions
+from mgpu_tf.strategies.collectives import Groups
 from mgpu_tf.strategies.registry import topology_of
 
 # What a reduction costs anyway is worth about this number of bytes more in one.
@@ -63,25 +65,42 @@ class Reduction:
             the sum to that type, which for two workers is as exact as a sum
             in float32 that is sent back in it. The update itself is computed
             from the gradients' own type.
+        groups: Sums over the members of a group. Default: over all replicas.
     """
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, options: StepOptions
+        self,
+        strategy: tf.distribute.Strategy,
+        options: StepOptions,
+        groups: Groups | None = None,
     ) -> None:
+        self._groups = groups
         name = options.gradient_dtype
         self._dtype = tf.as_dtype(name) if name else None
         self._apart = topology_of(strategy).num_workers > 1
 
     def __call__(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums gradients. On a replica."""
+        if self._groups is not None and self._groups.size == 1:
+            return gradients
         sent = [self._sent(gradient) for gradient in gradients]
-        context = tf.distribute.get_replica_context()
-        reduce = _in_packs if self._apart else _at_once
-        summed = reduce(sent, context)
+        summed = self._summed(sent)
         return [
             tf.cast(value, gradient.dtype)
             for value, gradient in zip(summed, gradients, strict=True)
         ]
+
+    def _summed(self, sent: list[tf.Tensor]) -> list[tf.Tensor]:
+        context = tf.distribute.get_replica_context()
+        groups = self._groups
+        if self._apart:
+            all_reduce = functools.partial(context.all_reduce, "sum")
+            return _in_packs(
+                sent, all_reduce if groups is None else groups.all_reduce
+            )
+        if groups is not None:
+            return [groups.all_reduce(gradient) for gradient in sent]
+        return _at_once(sent, context)
 
     def _sent(self, gradient: tf.Tensor) -> tf.Tensor:
         if self._dtype is None or gradient.dtype.size <= self._dtype.size:
@@ -104,7 +123,7 @@ def _at_once(
 
 
 def _in_packs(
-    gradients: list[tf.Tensor], context: tf.distribute.ReplicaContext
+    gradients: list[tf.Tensor], all_reduce: Callable[[tf.Tensor], tf.Tensor]
 ) -> list[tf.Tensor]:
     summed = list(gradients)
     sizes = [
@@ -115,10 +134,10 @@ def _in_packs(
         for places in of_one_type(pack, gradients):
             parts = [gradients[place] for place in places]
             if len(parts) == 1:
-                summed[places[0]] = context.all_reduce("sum", parts[0])
+                summed[places[0]] = all_reduce(parts[0])
                 continue
             flat = tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
-            flat = context.all_reduce("sum", flat)
+            flat = all_reduce(flat)
             counts = [part.shape.num_elements() for part in parts]
             for place, part in zip(places, tf.split(flat, counts), strict=True):
                 summed[place] = tf.reshape(part, gradients[place].shape)

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from mgpu_tf.optimizers.lazy_adam import summed_rows
 from mgpu_tf.options import StepOptions
+from mgpu_tf.strategies.collectives import Groups
 
 # Between processes rows travel in blocks of 64, 256, 1024 ... rows, each its
 # own collective: one whose shape changes from step to step is an error in a
@@ -40,6 +41,8 @@ class RowGather:
         strategy: A synchronous strategy.
         options: Whether rows are summed, and what they are sent as.
         apart: Whether its replicas are in several processes.
+        groups: Gathers over the members of a group. Default: over all
+            replicas.
     """
 
     def __init__(
@@ -48,9 +51,14 @@ class RowGather:
         options: StepOptions,
         *,
         apart: bool,
+        groups: Groups | None = None,
     ) -> None:
         self._strategy = strategy
+        self._groups = groups
         self._replicas = strategy.num_replicas_in_sync
+        if groups is not None:
+            self._replicas = groups.size
+            apart = not groups.is_here
         self._sums = options.sums_rows
         name = options.gradient_dtype
         self._dtype = None if name is None else tf.as_dtype(name)
@@ -123,9 +131,12 @@ class RowGather:
         return [self._copied_rows(slices) for slices in gradients]
 
     def _copied_rows(self, slices: Any) -> Any:
-        parts = self._strategy.experimental_local_results(slices)
+        every = self._strategy.experimental_local_results(slices)
 
-        def joined(own: tf.IndexedSlices) -> tf.IndexedSlices:
+        def joined(place: int) -> tf.IndexedSlices:
+            own, parts = every[place], every
+            if self._groups is not None:
+                parts = [every[p] for p in self._groups.places(place)]
             with tf.device(own.values.device):
                 return tf.IndexedSlices(
                     tf.concat([part.values for part in parts], 0),
@@ -133,7 +144,7 @@ class RowGather:
                     own.dense_shape,
                 )
 
-        return self._for_replicas([joined(own) for own in parts])
+        return self._for_replicas([joined(p) for p in range(len(every))])
 
     def _for_replicas(self, every: list[tf.IndexedSlices]) -> Any:
         """Makes one value of those of the local replicas."""
@@ -155,14 +166,19 @@ class RowGather:
     def _lengths(self, gradients: list[tf.IndexedSlices]) -> tf.Tensor:
         """Returns the rows of every replica, `[gradients, replicas]`."""
         context = tf.distribute.get_replica_context()
+        rank = context.replica_id_in_sync_group
+        if self._groups is not None:
+            rank = self._groups.rank()
         mine = [
             tf.shape(slices.indices, out_type=tf.int64)[0]
             for slices in gradients
         ]
-        place = tf.one_hot(
-            context.replica_id_in_sync_group, self._replicas, dtype=tf.int64
+        placed = tf.stack(mine)[:, None] * tf.one_hot(
+            rank, self._replicas, dtype=tf.int64
         )
-        return context.all_reduce("sum", tf.stack(mine)[:, None] * place)
+        if self._groups is not None:
+            return self._groups.all_reduce(placed)
+        return context.all_reduce("sum", placed)
 
     def _in_block(self, slices: Any, lengths: tf.Tensor) -> Any:
         """Gathers in the smallest block that holds any replica's rows."""
@@ -203,11 +219,15 @@ class RowGather:
         self, slices: tf.IndexedSlices, lengths: tf.Tensor, size: tf.Tensor
     ) -> tf.IndexedSlices:
         static = int(tf.get_static_value(size))
-        context = tf.distribute.get_replica_context()
-        values, indices = context.all_gather(
-            [_padded(slices.values, static), _padded(slices.indices, static)],
-            axis=0,
-        )
+        padded = [
+            _padded(slices.values, static),
+            _padded(slices.indices, static),
+        ]
+        if self._groups is not None:
+            values, indices = map(self._groups.all_gather, padded)
+        else:
+            context = tf.distribute.get_replica_context()
+            values, indices = context.all_gather(padded, axis=0)
         number = tf.range(static * self._replicas, dtype=tf.int64)
         held = number % static < tf.gather(lengths, number // static)
         return tf.IndexedSlices(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -102,7 +103,8 @@ class _Unit:
         shape: Its shape.
         region: Which elements of it these are.
         holders: The processes that hold them.
-        held: The variable with these elements, if this process holds them.
+        held: A variable with these elements, if this process holds them.
+        begin: Which element of that variable is the first of them.
     """
 
     name: str
@@ -111,6 +113,7 @@ class _Unit:
     region: Region
     holders: tuple[int, ...]
     held: Any
+    begin: int = 0
 
     def piece(self, region: Region, begin: int) -> Piece:
         """Returns some of its elements.
@@ -120,7 +123,8 @@ class _Unit:
             begin: Which element of the unit is the first of them.
         """
         itemsize = tf.as_dtype(self.dtype).size
-        chunks = functools.partial(_chunks, self.held, begin, region.size)
+        first = self.begin + begin
+        chunks = functools.partial(_chunks, self.held, first, region.size)
         return Piece(
             self.name, self.dtype, itemsize, self.shape, region, chunks
         )
@@ -261,18 +265,31 @@ class Snapshot:
                 begin += size
                 yield _Unit(name, variable.dtype, shape, region, everyone, part)
             return
-        for rank in range(held.split.parts):
-            replicas = held.mesh.of_rank(held.split.over, rank)
+        mesh, split = held.mesh, held.split
+        for rank, again in itertools.product(
+            range(split.parts), range(split.again)
+        ):
+            replicas = [
+                r
+                for r in range(mesh.replicas)
+                if mesh.rank(split.over, r) == rank
+                and (split.again == 1 or mesh.rank("fsdp", r) == again)
+            ]
             holders = {r // self._local.count for r in replicas}
             mine = [r for r in replicas if self._is_here(r)]
-            yield _Unit(
-                name,
-                variable.dtype,
-                shape,
-                held.split.region(rank),
-                tuple(sorted(holders)),
-                held.values[mine[0] - self._local.first] if mine else None,
-            )
+            part = held.values[mine[0] - self._local.first] if mine else None
+            begin = 0
+            for region in split.regions(rank, again):
+                yield _Unit(
+                    name,
+                    variable.dtype,
+                    shape,
+                    region,
+                    tuple(sorted(holders)),
+                    part,
+                    begin,
+                )
+                begin += region.size
 
     def _own_units(
         self, name: str, variable: keras.Variable
@@ -308,9 +325,12 @@ class Snapshot:
         held = keras_internals.stored(variable)
         if isinstance(held, ShardedVariable):
             for place, part in enumerate(held.values):
-                rank = held.rank(self._local.first + place)
-                read = stored.read(name, held.split.region(rank))
-                _assign(part, read)
+                replica = self._local.first + place
+                regions = held.split.regions(
+                    held.rank(replica), held.mesh.rank("fsdp", replica)
+                )
+                read = [stored.read(name, region) for region in regions]
+                _assign(part, np.concatenate(read))
             held.put_by_parts()
             return
         size = math.prod(variable.shape)

@@ -38,6 +38,8 @@ from mgpu_tf.strategies.topology import synchronous_topology
 # Groups of TensorFlow's own strategies have small numbers.
 _FIRST_KEY = 1_000_000
 _TIMEOUT_SECONDS = 600.0
+# A prime, so that numbers of rows that are in use differ by no multiple of it.
+_SHAPES = 8191
 
 
 class Groups:
@@ -58,6 +60,7 @@ class Groups:
     Attributes:
         size: The members of a group.
         first: The first replica of this process.
+        is_here: Whether the members of each group are in one process.
 
     Raises:
         ConfigurationError: A replica is in no group, or in two, or groups
@@ -90,11 +93,12 @@ class Groups:
         self.first = local.first
         self._here = range(local.first, local.first + local.count)
         self._devices = strategy.extended.worker_devices
-        self._copies = communication == "auto" and all(
+        self.is_here = all(
             group[0] // local.count == member // local.count
             for group in self._members
             for member in group
         )
+        self._copies = communication == "auto" and self.is_here
         self._key = next(self._keys)
         self._calls = {replica: itertools.count() for replica in self._here}
         self._tokens: dict[int, tf.Variable] = {}
@@ -111,6 +115,15 @@ class Groups:
         """
         replica = _this_replica() if replica is None else replica
         return self._group(replica).index(replica)
+
+    def places(self, place: int) -> list[int]:
+        """Returns the members of a group, by their places in this process.
+
+        Args:
+            place: The place of one of them.
+        """
+        group = self._group(self.first + place)
+        return [member - self.first for member in group]
 
     def all_reduce(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the sum over the group. On a replica.
@@ -147,7 +160,9 @@ class Groups:
         @tf.custom_gradient
         def gathered(part: tf.Tensor) -> Any:
             whole = self._all_gather(part, axis, length)
-            return whole, lambda up: self.reduce_scatter(up, axis)
+            return whole, lambda up: self.reduce_scatter(
+                tf.convert_to_tensor(up), axis
+            )
 
         return gathered(part)
 
@@ -181,7 +196,7 @@ class Groups:
         if self._copies:
             return self._exchanged(value, self._sums)
         return tf.raw_ops.CollectiveReduceV2(
-            input=value, merge_op="Add", final_op="Id", **self._call()
+            input=value, merge_op="Add", final_op="Id", **self._call(value)
         )
 
     def _all_gather(self, part: tf.Tensor, axis: int, length: Any) -> tf.Tensor:
@@ -189,9 +204,8 @@ class Groups:
             return self._exchanged(part, lambda g: self._joins(g, axis))
         longest = -(-length // self.size)
         moved = _moved(part, axis, 0)
-        every = tf.raw_ops.CollectiveGatherV2(
-            input=_padded(moved, longest), **self._call()
-        )
+        sent = _padded(moved, longest)
+        every = tf.raw_ops.CollectiveGatherV2(input=sent, **self._call(sent))
         chunks = [
             every[rank * longest : rank * longest + high - low]
             for rank in range(self.size)
@@ -232,10 +246,12 @@ class Groups:
                 input=tf.concat(tf.unstack(chunks, self.size), 0),
                 merge_op="Add",
                 final_op="Id",
-                **self._call(),
+                **self._call(chunks),
             )
         # On CPUs the operation above ends all collectives of the process.
-        received = tf.raw_ops.CollectiveAllToAllV2(input=chunks, **self._call())
+        received = tf.raw_ops.CollectiveAllToAllV2(
+            input=chunks, **self._call(chunks)
+        )
         return tf.add_n(tf.unstack(received, self.size))
 
     @property
@@ -243,15 +259,19 @@ class Groups:
         on_gpu = all("GPU" in device for device in self._devices)
         return on_gpu and self._communication != "ring"
 
-    def _call(self) -> dict[str, Any]:
-        """Returns the arguments that each of TensorFlow's operations takes."""
+    def _call(self, value: tf.Tensor) -> dict[str, Any]:
+        """Returns the arguments that each of TensorFlow's operations takes.
+
+        Args:
+            value: What is sent.
+        """
         replica = _this_replica()
         group = self._group(replica)
         return {
             "group_size": self.size,
             "group_key": self._key + self._members.index(group),
             # One for each operation of a graph, the same on all members.
-            "instance_key": next(self._calls[replica]),
+            "instance_key": _instance(next(self._calls[replica]), value),
             "ordering_token": [self._tokens[replica].handle],
             "communication_hint": self._communication,
             "timeout_seconds": self._timeout_seconds,
@@ -324,6 +344,21 @@ class Groups:
 
     def _group(self, replica: int) -> list[int]:
         return next(group for group in self._members if replica in group)
+
+
+def _instance(call: int, value: tf.Tensor) -> Any:
+    """Returns the number of an operation, another for each shape of a value.
+
+    TensorFlow remembers the first shape of a number, and refuses others: such
+    as those of the last batch of an epoch, which may have fewer rows.
+    """
+    shape = value.shape.as_list()
+    unknown = [axis for axis, length in enumerate(shape) if length is None]
+    number = call % (2**31 // _SHAPES - 1) * _SHAPES
+    if not unknown:
+        return number
+    sizes = tf.gather(tf.shape(value, out_type=tf.int64), unknown)
+    return number + tf.cast(tf.reduce_prod(sizes) % _SHAPES, tf.int32)
 
 
 def _this_replica() -> int:

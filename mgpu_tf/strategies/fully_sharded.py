@@ -1,7 +1,7 @@
 """Strategies that split weights and optimizer state over devices (FSDP, ZeRO).
 
-Replicas compute on their own rows of a batch, as with MirroredStrategy. They
-differ in what they store:
+Replicas compute on their own rows of a batch, as with MirroredStrategy; those
+of a tensor axis on the same rows. They differ in what they store:
 
     shard         a device stores                            known as
     "weights"     a part of weights, gradients and slots     ZeRO-3, FSDP
@@ -30,7 +30,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.mesh import Mesh, Split
+from mgpu_tf.mesh import REPLICA_AXES, Mesh, Split
 from mgpu_tf.strategies.collectives import Groups
 from mgpu_tf.strategies.layout import Layout
 from mgpu_tf.strategies.mirrored import (
@@ -38,7 +38,10 @@ from mgpu_tf.strategies.mirrored import (
     MultiWorkerExtended,
     MultiWorkerMirroredStrategy,
 )
-from mgpu_tf.strategies.sharded_variable import ShardedVariable, part_of
+from mgpu_tf.strategies.sharded_variable import (
+    ShardedVariable,
+    stored_part,
+)
 from mgpu_tf.strategies.topology import Topology, synchronous_topology
 
 # To gather smaller weights costs more time than their memory is worth.
@@ -60,9 +63,6 @@ class SplittingStrategy:
             are weights of such layers.
         first_replica: The first replica of this process.
         is_apart: Whether several processes hold the replicas.
-        group: The replicas that together store a copy of the weights, where
-            several processes hold them.
-        copies: The replicas that store the same part, likewise.
         meeting: Returns a block that all workers enter together, to read.
     """
 
@@ -73,8 +73,6 @@ class SplittingStrategy:
     splitting: Split | None = None
     first_replica: int = 0
     is_apart: bool = False
-    group: Groups
-    copies: Groups
     meeting: Meeting = staticmethod(lambda name: contextlib.nullcontext())
 
     if TYPE_CHECKING:
@@ -117,10 +115,29 @@ class SplittingStrategy:
             context = tf.distribute.get_replica_context()
             replica = int(tf.get_static_value(context.replica_id_in_sync_group))
             part = tf.convert_to_tensor(parts[replica - self.first_replica])
-            return self.group.all_gather(part, 0, split.length)
+            return self.joined(split, part)
 
-        every = self.experimental_local_results(self.run(on_replica))
-        return tf.reshape(every[0], split.shape)
+        return self.experimental_local_results(self.run(on_replica))[0]
+
+    def along(self, *axes: str) -> Groups:
+        """Returns the groups of replicas that differ on these axes only."""
+        return self._groups_along[tuple(a for a in REPLICA_AXES if a in axes)]
+
+    def joined(self, split: Split, part: tf.Tensor) -> tf.Tensor:
+        """Returns a whole value of the parts of several replicas. On a replica.
+
+        Args:
+            split: How it is divided.
+            part: What this replica stores of it.
+        """
+        groups = self.along(split.over)
+        inner = split.inner(groups.rank())
+        if inner is not None:
+            part = self.along("fsdp").all_gather(part, 0, inner.length)
+            part = tf.reshape(part, inner.shape)
+        if split.over == "fsdp":
+            return part
+        return groups.all_gather(part, split.dim or 0, split.length)
 
     @contextlib.contextmanager
     def whole(
@@ -164,6 +181,16 @@ class SplittingStrategy:
         self.smallest_split = smallest_split
         self._readers: dict[Any, Any] = {}
 
+    def _group(self, communication: str = "auto") -> None:
+        """Makes the groups of replicas, the same in all processes."""
+        self._groups_along = {
+            axes: Groups(
+                self, self.mesh.groups(axes), communication=communication
+            )
+            for count in range(len(REPLICA_AXES) + 1)
+            for axes in itertools.combinations(REPLICA_AXES, count)
+        }
+
 
 class FullyShardedStrategy(SplittingStrategy, MirroredStrategy):
     """`MirroredStrategy` whose large weights are split over its devices.
@@ -192,6 +219,7 @@ class FullyShardedStrategy(SplittingStrategy, MirroredStrategy):
         tf.distribute.Strategy.__init__(
             self, _ShardedExtended(self, devices, cross_device_ops)
         )
+        self._group()
 
 
 class MultiWorkerFullyShardedStrategy(
@@ -207,6 +235,7 @@ class MultiWorkerFullyShardedStrategy(
         shard: What is split: `weights`, `gradients` or `optimizer`.
         communication: `auto`, `ring` or `nccl`.
         smallest_split: The elements of the smallest weight that is split.
+        layout: As for `FullyShardedStrategy`.
     """
 
     # A process may have several, over other meshes.
@@ -222,8 +251,9 @@ class MultiWorkerFullyShardedStrategy(
         shard: str,
         communication: str,
         smallest_split: int = SMALLEST_SPLIT,
+        layout: Any = "auto",
     ) -> None:
-        self._split_over(mesh, shard, smallest_split)
+        self._split_over(mesh, shard, smallest_split, layout)
         self._collective_key_base = next(self._bases)
         super().__init__(
             cluster,
@@ -233,10 +263,7 @@ class MultiWorkerFullyShardedStrategy(
         )
         self.is_apart = True
         self.first_replica = synchronous_topology(self).local.first
-        groups = [mesh.group(first) for first in range(0, mesh.size, mesh.fsdp)]
-        copies = [mesh.copies(rank) for rank in range(mesh.fsdp)]
-        self.group = Groups(self, groups, communication=communication)
-        self.copies = Groups(self, copies, communication=communication)
+        self._group(communication)
 
 
 class _Splitting:
@@ -249,8 +276,9 @@ class _Splitting:
         strategy = self._container_strategy()
         beside = kwargs.get("colocate_with")
         if strategy.splitting is not None:
-            value, split = kwargs["initial_value"], strategy.splitting
-            return self._split(next_creator, value, kwargs, split)
+            value = kwargs["initial_value"]
+            value = tf.convert_to_tensor(value() if callable(value) else value)
+            return self._split(next_creator, value, kwargs, strategy.splitting)
         if strategy.splits_later and beside is None:
             return self._not_split(next_creator, kwargs)
         if not _may_be_split(kwargs, beside, strategy.shard):
@@ -317,7 +345,7 @@ class _Splitting:
         keeps_whole = strategy.shard != "weights" and kwargs.get("trainable")
         for place in range(len(self._devices)):
             replica = strategy.first_replica + place
-            part = part_of(value, split, mesh.rank(split.over, replica))
+            part = stored_part(value, split, mesh, replica)
             suffix = f"/replica_{replica}" if place else ""
             # A slice of a tensor would keep all of it in memory.
             part = tf.raw_ops.DeepCopy(x=part)

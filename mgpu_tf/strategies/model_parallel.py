@@ -2,10 +2,10 @@
 
     create_model_parallel_strategy(data=2, fsdp=4)        weights in parts
     create_model_parallel_strategy(data=2, tensor=2)      layers in parts
+    create_model_parallel_strategy(fsdp=2, tensor=2)      both
     create_model_parallel_strategy(data=2, pipeline=2)    layers in stages
 
-One of the axes fsdp, tensor and pipeline goes with data; `mesh.mesh_of` refuses
-the others by name.
+All axes go with data; `mesh.mesh_of` refuses by name what does not go together.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mgpu_tf.strategies.fully_sharded import (
     FullyShardedStrategy,
     MultiWorkerFullyShardedStrategy,
 )
+from mgpu_tf.strategies.layout import Layout
 from mgpu_tf.strategies.pipeline import PipelineStrategy
 from mgpu_tf.strategies.synchronous import (
     collective_options,
@@ -125,7 +126,7 @@ def create_model_parallel_strategy(
         fsdp = 1
     mesh = mesh_of(len(names), data, fsdp, tensor, pipeline, workers)
     if layout != "auto":
-        _check_layout(layout, mesh, workers)
+        _check_layout(layout, mesh)
     if cluster is not None and workers > 1:
         watchdog.begin(cluster)
         with told_of_missing(cluster):
@@ -137,6 +138,7 @@ def create_model_parallel_strategy(
                 shard=shard,
                 communication=communication,
                 smallest_split=smallest_split,
+                layout=layout,
             )
     reducing = cross_device_ops(communication, names[::pipeline])
     if pipeline > 1:
@@ -153,12 +155,18 @@ def create_model_parallel_strategy(
     )
 
 
-def _check_layout(layout: Any, mesh: Mesh, workers: int) -> None:
-    if mesh.fsdp * mesh.pipeline * workers > 1:
+def _check_layout(layout: Any, mesh: Mesh) -> None:
+    if mesh.pipeline > 1:
         raise ConfigurationError(
-            "A layout goes with the tensor and the data axis of one process. "
-            f"Received: layout={layout!r} with {mesh} and workers={workers}. "
-            "Leave the layout out, or the others."
+            "A layout goes with the axes data, fsdp and tensor. Received: "
+            f"layout={layout!r} with {mesh}. Leave the layout out, or the "
+            "pipeline."
+        )
+    if mesh.fsdp > 1 and "data" in Layout(layout).names:
+        raise ConfigurationError(
+            "In a layout, 'batch' goes with the axes data and tensor. "
+            f"Received: layout={layout!r} with {mesh}. Name 'model', or use "
+            "fsdp=1."
         )
 
 

@@ -26,7 +26,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values
 
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.mesh import Mesh, Split
+from mgpu_tf.mesh import Mesh, Split, others_than
 
 
 class ShardedVariable(values.MirroredVariable):
@@ -105,23 +105,37 @@ class ShardedVariable(values.MirroredVariable):
         if not self._is_here(replica):
             part = self.values[replica - self._first]
             with tf.device(part.device):
-                joined = self._distribute_strategy.group.all_gather(
-                    part.read_value(), 0, self.split.length
+                return self._distribute_strategy.joined(
+                    self.split, part.read_value()
                 )
-            return tf.reshape(joined, self.split.shape)
-        parts = []
-        for member in self.mesh.along(self.split.over, replica):
-            part = self.values[member - self._first]
-            with tf.device(part.device):
-                parts.append(part.read_value())
-        if len(parts) == 1:
-            return tf.reshape(parts[0], self.split.shape)
-        joined = tf.concat(parts, self.split.dim or 0)
-        return tf.reshape(joined, self.split.shape)
+        over = self.split.over
+        parts = [
+            self._part_here(member)
+            for member in self.mesh.along([over], replica)
+        ]
+        if over == "fsdp" or len(parts) == 1:
+            return parts[0]
+        return tf.concat(parts, self.split.dim or 0)
+
+    def _part_here(self, replica: int) -> tf.Tensor:
+        """Returns what a replica computes with, of parts in this process."""
+        inner = self.inner(replica)
+        pieces = []
+        members = [replica]
+        if inner is not None:
+            members = self.mesh.along(["fsdp"], replica)
+        for member in members:
+            piece = self.values[member - self._first]
+            with tf.device(piece.device):
+                pieces.append(piece.read_value())
+        if inner is None:
+            return pieces[0]
+        joined = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
+        return tf.reshape(joined, inner.shape)
 
     def _is_here(self, replica: int) -> bool:
         """Whether this process holds all parts of a replica's group."""
-        group = self.mesh.along(self.split.over, replica)
+        group = self.mesh.along(self.split.axes, replica)
         last = self._first + len(self.values) - 1
         return self._first <= group[0] and group[-1] <= last
 
@@ -141,17 +155,20 @@ class ShardedVariable(values.MirroredVariable):
             value
         )
 
-    def rank(self, replica: int) -> int:
-        """Returns which part a replica stores."""
-        return self.mesh.rank(self.split.over, replica)
+    @property
+    def copies(self) -> int:
+        """Returns how many replicas store the same part."""
+        return len(self.mesh.along(others_than(self.split.axes), 0))
 
-    def copies(self, replica: int) -> list[int]:
-        """Returns the replicas that store the same part as one."""
-        return self.mesh.of_rank(self.split.over, self.rank(replica))
+    def inner(self, replica: int | None = None) -> Split | None:
+        """Returns how what a replica computes with is divided over fsdp.
 
-    def part_of(self, value: tf.Tensor, rank: int) -> tf.Tensor:
-        """Returns the part of a whole value that is stored at a rank."""
-        return part_of(value, self.split, rank)
+        Args:
+            replica: Its number. Default: this one, on a replica.
+        """
+        replica = self._replica() if replica is None else replica
+        replica = self._first if replica is None else replica
+        return self.split.inner(self.mesh.rank(self.split.over, replica))
 
     def here(self) -> tf.Variable:
         """Returns the part of this replica. In a replica or an update."""
@@ -249,7 +266,7 @@ class ShardedVariable(values.MirroredVariable):
         for replica, (part, value) in enumerate(
             zip(self.values, every, strict=True), self._first
         ):
-            kept = self.part_of(value, self.rank(replica))
+            kept = stored_part(value, self.split, self.mesh, replica)
             with tf.device(part.device):
                 getattr(part, method)(kept)
 
@@ -280,6 +297,18 @@ class ShardedVariable(values.MirroredVariable):
             "A sharded variable cannot be copied by copy.deepcopy. Received: "
             f"{self.name}. Copy its value: variable.numpy()."
         )
+
+
+def stored_part(
+    value: tf.Tensor, split: Split, mesh: Mesh, replica: int
+) -> tf.Tensor:
+    """Returns what a replica stores of a whole value."""
+    rank = mesh.rank(split.over, replica)
+    part = part_of(value, split, rank)
+    inner = split.inner(rank)
+    if inner is None or inner is split:
+        return part
+    return part_of(part, inner, mesh.rank("fsdp", replica))
 
 
 def part_of(value: tf.Tensor, split: Split, rank: int) -> tf.Tensor:

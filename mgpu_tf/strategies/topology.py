@@ -60,6 +60,16 @@ class LocalReplicas:
         """This process among them, from 0."""
         return self.first // self.count
 
+    @property
+    def same_rows_here(self) -> int:
+        """How many neighbours in this process get the same rows."""
+        return min(self.same_rows, self.count)
+
+    @property
+    def is_first_of_rows(self) -> bool:
+        """Whether no process before this one gets the same rows."""
+        return self.first % self.same_rows == 0
+
     def rows_of(self, size: Any, replica: Any) -> tuple[Any, Any]:
         """Returns the rows of a global batch that belong to a replica.
 
@@ -112,10 +122,14 @@ class Topology:
     is_chief: bool
 
     def input_context(self) -> tf.distribute.InputContext:
-        """Returns the place of this process's pipeline among all pipelines."""
+        """Returns the place of this process's pipeline among all pipelines.
+
+        Processes whose replicas get the same rows have the same pipeline.
+        """
+        step = max(self.local.count, self.local.same_rows)
         return tf.distribute.InputContext(
-            num_input_pipelines=self.local.num_processes,
-            input_pipeline_id=self.local.process,
+            num_input_pipelines=self.local.total // step,
+            input_pipeline_id=self.local.first // step,
             num_replicas_in_sync=self.local.ranges,
         )
 

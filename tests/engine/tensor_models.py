@@ -5,7 +5,8 @@ import numpy as np
 from keras import layers
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 24, 6, 12, 12
-ROWS, BATCH = 103, 16
+# 8 steps in an epoch, the last of 7 rows.
+ROWS, BATCH = 119, 16
 
 
 def compiled(model, optimizer, loss, **options):

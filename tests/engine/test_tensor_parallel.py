@@ -83,6 +83,10 @@ def shares(variables, mesh):
     ]
 
 
+# Of these models each split weight divides by four.
+QUARTERS = ["momentum", "adamw", "accumulation", "cnn", "transformer"]
+
+
 CASES = {
     "mlp": lambda: models.mlp(adam(global_clipnorm=0.5), rate=0.3),
     "momentum": lambda: models.mlp(keras.optimizers.SGD(0.02, momentum=0.9)),
@@ -116,17 +120,43 @@ def test_three_devices_have_the_numbers_of_one(name, strategies):
             assert share == pytest.approx(1 / 3, rel=0.05)
 
 
+def without_dropout(name):
+    if name == "transformer":  # Devices of other rows draw other masks.
+        return lambda: models.transformer(adam(global_clipnorm=0.5))
+    return CASES[name]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["momentum", "adamw", "accumulation", "regularizer", "transformer"]
 )
 def test_copies_of_parts(name, strategies):
     strategy = strategies["data_2_tensor_2"]
-    build = CASES[name]
-    if name == "transformer":  # Copies draw their own masks.
-        build = lambda: models.transformer(adam(global_clipnorm=0.5))  # noqa: E731
-    _, difference = compared(build, DATA.get(name, models.mlp_data)(), strategy)
+    data = DATA.get(name, models.mlp_data)()
+    _, difference = compared(without_dropout(name), data, strategy)
     assert difference < 1e-9
+
+
+@pytest.mark.parametrize("name", tiered(QUARTERS, ["adamw"]))
+def test_parts_of_parts(name, strategies):
+    """What the tensor axis splits, in quarters; what it leaves, in halves."""
+    strategy = strategies["fsdp_2_tensor_2"]
+    data = DATA.get(name, models.mlp_data)()
+    trainer, difference = compared(without_dropout(name), data, strategy)
+    assert difference < 1e-9
+    for variables in (
+        trainer.model.variables,
+        trainer.model.optimizer.variables,
+    ):
+        for axes, part in (("tensor", "fsdp"), 1 / 4), (("fsdp",), 1 / 2):
+            held = [
+                variable
+                for variable in variables
+                if isinstance(variable.value, ShardedVariable)
+                and variable.value.split.axes == axes
+            ]
+            for share in shares(held, strategy.mesh):
+                assert share == pytest.approx(part, rel=0.05)
 
 
 def split_paths(model):
@@ -173,14 +203,13 @@ ROWS_OF_ALL = {
 def test_weights_split_over_the_data_axis(data, tensor):
     """Each device has its own rows; layers compute parts for the rows of all.
 
-    The last batch of 7 rows leaves none of some sizes out; one of 1 row
-    leaves two devices without rows.
+    The last batch of 1 row leaves devices without rows.
     """
     x, y = models.mlp_data()
     strategy = strategy_of(data, tensor, layout=ROWS_OF_ALL)
     _, difference = compared(
         lambda: models.mlp(adam(global_clipnorm=0.5)),
-        (x[:97], y[:97]),
+        (x[:113], y[:113]),
         strategy,
     )
     assert difference < 1e-9
@@ -310,7 +339,14 @@ def test_backbones_of_keras_hub(name, strategies):
 
 
 WRONG = [
-    ({"tensor": 2, "fsdp": 2, "devices": 4}, "do not go together"),
+    (
+        {"tensor": 2, "pipeline": 2, "devices": 4},
+        "does not go with fsdp and tensor",
+    ),
+    (
+        {"fsdp": 2, "layout": {".*": (None, "batch")}},
+        "'batch' goes with the axes data and tensor",
+    ),
     ({"tensor": 3, "devices": 4}, "data=1 x fsdp=1 x tensor=3 = 3 for 4"),
     ({"tensor": 2, "shard": "optimizer"}, "shard goes with fsdp"),
     ({"tensor": 2, "layout": "columns"}, "layout must be 'auto', or a mapping"),

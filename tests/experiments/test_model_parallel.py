@@ -20,7 +20,7 @@ COMMANDS = [
 
 
 def test_the_page_has_commands():
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 11
 
 
 PLAN = [c for c in COMMANDS if c.startswith("mgpu-tf plan")]
@@ -38,7 +38,7 @@ def test_command(command, tmp_path):
 
 @pytest.mark.full
 def test_experiment(tmp_path):
-    [command] = [c for c in COMMANDS if c.startswith("python")]
+    [command] = [c for c in COMMANDS if "model_parallel.py" in c]
     done = clusters.run(
         [*shlex.split(command)[1:], f"--output_dir={tmp_path}", "--epochs=1"],
         cwd=ROOT,
@@ -55,3 +55,24 @@ def test_experiment(tmp_path):
         assert stored[name] < 0.6 * stored["one device, no budget"]
     assert (tmp_path / "memory.png").stat().st_size > 1000
     assert (tmp_path / "losses.png").stat().st_size > 1000
+
+
+@pytest.mark.full
+def test_one_weird_trick(tmp_path):
+    """The bytes of the graph are those of the formula, and mixed has least."""
+    [command] = [c for c in COMMANDS if "one_weird_trick.py" in c]
+    done = clusters.run(
+        [*shlex.split(command)[1:], f"--output_dir={tmp_path}", "--steps=2"],
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "one_weird_trick.json").read_text())
+    for found in results["small"].values():
+        assert found["counted"] == pytest.approx(found["formula"], rel=0.01)
+        assert found["difference"] < 1e-9
+    for sizes in (
+        {way: found["counted"] for way, found in results["small"].items()},
+        results["alexnet"],
+    ):
+        assert min(sizes, key=sizes.get) == "mixed"
+    assert (tmp_path / "one_weird_trick.png").stat().st_size > 1000

@@ -3,6 +3,7 @@
 A job makes a strategy of its own over a mesh, and the same in each process.
 """
 
+import functools
 import os
 
 import keras
@@ -20,13 +21,20 @@ from mgpu_tf.reports.report import weights_sha256
 from mgpu_tf.strategies.peers import Peers
 from mgpu_tf.strategies.registry import topology_of
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from tests.engine import tensor_models as models
 from tests.parity import cases
 from tests.strategies import test_bytes_between_devices as counted
 
 # 6 steps in each of 3 epochs; the last batch has 7 rows.
 EXAMPLES = 5 * cases.BATCH_SIZE + 7
-# (data, fsdp) by the replicas there are.
-MESHES = {2: [(1, 2)], 3: [(1, 3)], 4: [(1, 4), (2, 2)]}
+# (data, fsdp, tensor) by the replicas there are.
+MESHES = {2: [(1, 2, 1)], 3: [(1, 3, 1)], 4: [(1, 4, 1), (2, 2, 1)]}
+# Of layers in parts: in each process, and over processes.
+IN_PARTS = {
+    2: [(1, 1, 2)],
+    4: [(2, 1, 2), (1, 1, 4), (1, 2, 2)],
+    8: [(2, 2, 2)],
+}
 
 OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
@@ -75,6 +83,20 @@ def transformer(optimizer):
     return build
 
 
+def in_parts(model):
+    """Returns what builds a model with an optimizer of its own."""
+
+    def build(optimizer, **options):
+        return model(optimizer(0.02, epsilon=1e-3, **options))
+
+    return build
+
+
+def named(data):
+    x, y = data()
+    return {"x": x, "y": y}
+
+
 COMPILE = cases.CROSS_ENTROPY
 
 
@@ -96,13 +118,28 @@ ROWS = {
 }
 
 
-def strategy_of(given, mesh=None, shard="weights"):
+ROWS_IN_PARTS = {
+    f"parts_{name}": cases.Case(
+        functools.partial(model, keras.optimizers.Adam, global_clipnorm=0.5),
+        functools.partial(named, data),
+    )
+    for name, model, data in (
+        ("mlp", in_parts(models.mlp), models.mlp_data),
+        ("cnn", in_parts(models.cnn), models.cnn_data),
+        ("transformer", in_parts(models.transformer), models.transformer_data),
+    )
+}
+
+
+def strategy_of(given, mesh=None, shard="weights", **options):
     """Returns a strategy over the devices of the one that a job was given."""
     topology = topology_of(given)
-    data, fsdp = mesh or MESHES[topology.local.total][0]
+    data, fsdp, tensor = mesh or MESHES[topology.local.total][0]
     return mgpu_tf.create_model_parallel_strategy(
         data,
         fsdp,
+        tensor,
+        **options,
         shard=shard,
         num_virtual_devices=topology.local.count,
         # Of the small weights of tests the large ones are split.
@@ -110,22 +147,22 @@ def strategy_of(given, mesh=None, shard="weights"):
     )
 
 
-def result_file(folder, row, mesh, shard="weights"):
-    data, fsdp = mesh
-    return os.path.join(folder, f"{row}-{data}x{fsdp}-{shard}.npz")
+def result_file(folder, row, mesh):
+    sizes = "x".join(map(str, mesh))
+    return os.path.join(folder, f"{row}-{sizes}.npz")
 
 
-def trained(row, shard="weights"):
+def trained(row, case, meshes, **options):
     """Returns a job that trains a row on each mesh."""
 
     def job(given, folder):
         cases.set_floatx("float64")
         hashes = []
-        for mesh in MESHES[given.num_replicas_in_sync]:
-            result = cases.run(ROWS[row], strategy_of(given, mesh, shard))
+        for mesh in meshes[given.num_replicas_in_sync]:
+            result = cases.run(case, strategy_of(given, mesh, **options))
             hashes.append(weights_sha256(result.weights))
             if topology_of(given).is_chief:
-                result.save(result_file(folder, row, mesh, shard))
+                result.save(result_file(folder, row, mesh))
         cases.set_floatx("float32")
         return hashes
 
@@ -398,6 +435,21 @@ JOBS = {
         bytes_on_the_wire,
     )
 }
-JOBS |= {row: trained(row) for row in ROWS}
+# A case and its meshes, by the replicas there are.
+TRAINED = {row: (case, MESHES) for row, case in ROWS.items()}
+TRAINED |= {row: (case, IN_PARTS) for row, case in ROWS_IN_PARTS.items()}
+JOBS |= {row: trained(row, *each) for row, each in TRAINED.items()}
+TRAINED["parts_by_batch"] = (
+    ROWS_IN_PARTS["parts_mlp"],
+    {2: [(2, 1, 1)], 4: [(4, 1, 1), (2, 1, 2)]},
+)
+JOBS["parts_by_batch"] = trained(
+    "parts_by_batch",
+    *TRAINED["parts_by_batch"],
+    layout={
+        ".*dense[^/]*/kernel": (None, "batch"),
+        ".*dense[^/]*/bias": ("batch",),
+    },
+)
 # It ends the cluster.
 JOBS["alone"] = alone

@@ -71,6 +71,7 @@ REFUSED = (
             "zero1_x2",
             "tensor_x3",
             "data_2_tensor_2",
+            "fsdp_2_tensor_2",
         )
         for name, rule in {
             "lamb": "from that element alone",

@@ -110,6 +110,8 @@ MESHES = {
     "2_workers_x2_fsdp_4": "1,4,weights",
     "2_workers_x2_data_2_fsdp_2": "2,2,gradients",
     "3_workers_fsdp_3": "1,3,gradients",
+    "2_workers_x2_tensor_4": "1,1,weights,4",
+    "2_workers_x2_fsdp_2_tensor_2": "1,2,weights,2",
 }
 # What the default tests have of two workers, and the full tier of each layout.
 QUICK = [
@@ -134,6 +136,8 @@ LAYOUTS = {
     "2_workers_x2_fsdp_4": (2, 2),
     "2_workers_x2_data_2_fsdp_2": (2, 2),
     "3_workers_fsdp_3": (3, 1),
+    "2_workers_x2_tensor_4": (2, 2),
+    "2_workers_x2_fsdp_2_tensor_2": (2, 2),
 }
 
 

@@ -38,6 +38,7 @@ SPLIT = (
     "data_2_pipeline_2",
     "tensor_x3",
     "data_2_tensor_2",
+    "fsdp_2_tensor_2",
 )
 SLICE = [
     *(("mirrored_x3", name) for name in cases.CASES),
@@ -76,6 +77,7 @@ QUICK = [
     ("fsdp_x3", "loss_scale_overflow"),
     ("data_2_fsdp_2", "accumulation_clipped"),
     ("data_2_tensor_2", "accumulation_clipped"),
+    ("fsdp_2_tensor_2", "embedding_adam"),
     ("zero1_x2", "accumulation_3_uneven"),
     ("data_2_pipeline_2", "accumulation_clipped"),
 ]

@@ -26,10 +26,11 @@ def strategy_of(mesh, num_virtual_devices):
         return mgpu_tf.create_multi_worker_mirrored_strategy(
             num_virtual_devices=num_virtual_devices
         )
-    data, fsdp, shard = mesh.split(",")
+    data, fsdp, shard, *tensor = mesh.split(",")
     return mgpu_tf.create_model_parallel_strategy(
         int(data),
         int(fsdp),
+        *map(int, tensor),
         shard=shard,
         num_virtual_devices=num_virtual_devices,
         # Of the small weights of tests the large ones are split.
@@ -43,7 +44,7 @@ def main():
     parser.add_argument("--cases", required=True)
     parser.add_argument("--floatx", default="")
     parser.add_argument("--num_virtual_devices", type=int, default=1)
-    parser.add_argument("--mesh", default="", help="data,fsdp,shard")
+    parser.add_argument("--mesh", default="", help="data,fsdp,shard[,tensor]")
     arguments = parser.parse_args()
     quiet_import.import_tensorflow()
     strategy = strategy_of(arguments.mesh, arguments.num_virtual_devices)

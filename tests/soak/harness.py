@@ -21,6 +21,9 @@ WORKERS = {
     "2_workers": 2,
     "3_workers": 3,
     "2_workers_fsdp": 2,
+    "2_workers_tensor": 2,
+    "data_2_tensor_2": 1,
+    "data_2_pipeline_2": 1,
 }
 
 # What is killed, and when: a task between two steps; a task while a

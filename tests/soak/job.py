@@ -17,6 +17,12 @@ import mgpu_tf
 from mgpu_tf.reports.report import weights_sha256
 from tests.soak.harness import EPOCHS, SAVE_EVERY_STEPS
 
+MESHES = {
+    "2_workers_tensor": {"tensor": 2},
+    "data_2_tensor_2": {"data": 2, "tensor": 2, "num_virtual_devices": 4},
+    "data_2_pipeline_2": {"data": 2, "pipeline": 2, "num_virtual_devices": 4},
+}
+
 
 def build_model():
     model = keras.Sequential(
@@ -43,6 +49,10 @@ def main(folder, strategy_name):
         strategy = mgpu_tf.create_mirrored_strategy(num_virtual_devices=2)
     elif strategy_name == "2_workers_fsdp":
         strategy = mgpu_tf.create_strategy("fsdp")
+    elif strategy_name in MESHES:
+        strategy = mgpu_tf.create_model_parallel_strategy(
+            **MESHES[strategy_name]
+        )
     else:
         strategy = mgpu_tf.create_multi_worker_mirrored_strategy()
     generator = np.random.default_rng(0)

@@ -38,6 +38,30 @@ from tests.soak.run import run_job
             marks=pytest.mark.full,
         ),
         pytest.param(
+            "2_workers_tensor",
+            [
+                Fault("step", worker=1, step=37),
+                Fault("save", worker=0, step=91),
+            ],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "data_2_tensor_2",
+            [
+                Fault("step", worker=0, step=37),
+                Fault("save", worker=0, step=91),
+            ],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "data_2_pipeline_2",
+            [
+                Fault("step", worker=0, step=61),
+                Fault("save", worker=0, step=122),
+            ],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
             "2_workers",
             [
                 Fault("stop", worker=0, step=22),

@@ -168,7 +168,7 @@ def test_names():
     [
         (
             {"pipeline_parallel": 2, "fsdp_parallel": 2},
-            "do not go together",
+            "does not go with fsdp and tensor",
         ),
         (
             {"pipeline_parallel": 3, "data_parallel": 2},

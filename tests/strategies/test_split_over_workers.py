@@ -14,7 +14,13 @@ from tests.jobs import split
 from tests.parity import cases, judge
 from tests.tiers import tiered
 
-LAYOUTS = {"2_workers": (2, 1), "2_workers_x2": (2, 2), "3_workers": (3, 1)}
+LAYOUTS = {
+    "2_workers": (2, 1),
+    "2_workers_x2": (2, 2),
+    "2_workers_x4": (2, 4),
+    "3_workers": (3, 1),
+}
+OVER_FSDP = ["2_workers", "2_workers_x2", "3_workers"]
 
 
 def by_layout(job, layouts=("2_workers",), quick=()):
@@ -69,7 +75,7 @@ def test_by_name_from_the_environment(layout, job, observed):
         }
 
 
-@by_layout("stored", LAYOUTS, quick=["2_workers"])
+@by_layout("stored", OVER_FSDP, quick=["2_workers"])
 def test_each_process_stores_its_share(layout, job, observed):
     workers, devices = LAYOUTS[layout]
     every = observed(layout, job)
@@ -207,17 +213,26 @@ def test_no_more_bytes_than_an_all_reduce(layout, job, observed):
 @pytest.mark.parametrize(
     ("layout", "job"),
     tiered(
-        [(layout, row) for layout in LAYOUTS for row in split.ROWS],
-        [("2_workers", "mlp_adam")],
+        [
+            *((layout, row) for layout in OVER_FSDP for row in split.ROWS),
+            *(
+                (layout, row)
+                for layout in ("2_workers", "2_workers_x2")
+                for row in (*split.ROWS_IN_PARTS, "parts_by_batch")
+            ),
+            ("2_workers_x4", "parts_transformer"),
+        ],
+        [("2_workers", "mlp_adam"), ("2_workers", "parts_mlp")],
     ),
 )
 def test_the_numbers_of_one_device(layout, job, observed, folders, floatx_of):
     hashes = observed(layout, job)
     assert all(worker == hashes[0] for worker in hashes)
-    floatx_of(split.ROWS[job])
-    reference = cases.run_stock(split.ROWS[job])
+    case, meshes = split.TRAINED[job]
+    floatx_of(case)
+    reference = cases.run_stock(case)
     workers, devices = LAYOUTS[layout]
-    for mesh in split.MESHES[workers * devices]:
+    for mesh in meshes[workers * devices]:
         path = split.result_file(folders[layout], job, mesh)
         result = cases.Result.load(path)
         assert result.largest_difference(reference) < judge.FLOAT64

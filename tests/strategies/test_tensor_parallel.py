@@ -8,10 +8,10 @@ from keras import layers
 import mgpu_tf
 from tests.tiers import tiered
 
-TENSOR = ["tensor_x3", "data_2_tensor_2"]
+TENSOR = ["tensor_x3", "data_2_tensor_2", "fsdp_2_tensor_2"]
 
 
-@pytest.fixture(params=tiered(TENSOR, ["data_2_tensor_2"]))
+@pytest.fixture(params=tiered(TENSOR, ["fsdp_2_tensor_2"]))
 def strategy(request, strategies):
     return strategies[request.param]
 
@@ -91,6 +91,8 @@ def test_resumed_bit_for_bit(strategy, tmp_path):
         ("one_device", "tensor_x3"),
         ("pipeline_x2", "data_2_tensor_2"),
         ("tensor_x3", "data_2_pipeline_2"),
+        ("fsdp_2_tensor_2", "data_2_tensor_2"),
+        ("data_2_pipeline_2", "fsdp_2_tensor_2"),
     ],
 )
 def test_resumed_on_another_mesh(first, then, strategies, tmp_path):
@@ -138,11 +140,14 @@ def test_a_saved_model_is_an_ordinary_one(strategy, tmp_path):
 
 def _check_memory(trainer, strategy):
     """A device has its part of each split weight, and of two slots for it."""
-    split = 6 * 12 + 12 + 12 * 12 + 12 * 6 + 6
-    whole = sum(np.prod(w.shape) for w in trainer.model.weights) - split
-    parts = strategy.mesh.tensor
+    mesh = strategy.mesh
+    # Kernels and the first bias; the last bias; the bias that is added to sums.
+    parts = [(6 * 12 + 12 + 12 * 12 + 12 * 6, mesh.tensor * mesh.fsdp)]
+    parts += [(6, mesh.tensor), (12, mesh.fsdp)]
+    assert sum(p for p, _ in parts) == trainer.model.count_params()
+    stored = sum(size / devices for size, devices in parts)
     rows = trainer.memory().rows
-    assert len(rows) == strategy.mesh.size
+    assert len(rows) == mesh.size
     for row in rows:
-        assert row.weights == pytest.approx(4 * (split / parts + whole), abs=16)
+        assert row.weights == pytest.approx(4 * stored, abs=16)
         assert row.optimizer == pytest.approx(2 * row.weights, abs=64)

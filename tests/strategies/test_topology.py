@@ -72,6 +72,7 @@ def test_kinds(strategies):
         "data_2_pipeline_2": "model_parallel",
         "tensor_x3": "model_parallel",
         "data_2_tensor_2": "model_parallel",
+        "fsdp_2_tensor_2": "model_parallel",
     }
 
 

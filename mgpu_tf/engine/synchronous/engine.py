@@ -795,6 +795,7 @@ class SynchronousEngine(Engine):
         context = tf.distribute.get_replica_context()
         replica = tf.cast(context.replica_id_in_sync_group, tf.int64)
         first = replica % self._local.count == 0
+        first &= self._local.is_first_of_rows
         mine = tf.where(first, padded, tf.zeros_like(padded))
         return context.all_reduce("sum", mine)
 

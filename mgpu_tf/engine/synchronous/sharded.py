@@ -28,16 +28,19 @@ from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.per_layer import LayerByLayer
+from mgpu_tf.engine.reduction import Reduction
+from mgpu_tf.engine.rows import RowGather
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.synchronous.engine import (
     SynchronousEngine,
     refuse_stages,
 )
-from mgpu_tf.engine.synchronous.parts import cut, gathered, scattered
+from mgpu_tf.engine.synchronous.parts import computed, cut, scattered
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel, split_model
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.optimizers.lazy_adam import LazyAdam, summed_rows
+from mgpu_tf.mesh import others_than
+from mgpu_tf.optimizers.lazy_adam import LazyAdam
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
@@ -252,7 +255,7 @@ class ShardedUpdate(Update):
         self._are_alike = False
         if strategy.shard != "optimizer":
             self._reduces_first = True
-        self._sums_rows = options.sums_rows
+        self._options = options
         name = options.gradient_dtype
         self._dtype = tf.as_dtype(name) if name else None
 
@@ -264,9 +267,8 @@ class ShardedUpdate(Update):
         variables: list[keras.Variable],
         alike: list[bool],
     ) -> Gradients:
-        parted = [_is_computed_in_parts(v) for v in variables]
-        if any(parted) or self._mesh.tensor > 1:
-            return self._summed_parts(gradients, variables, alike, parted)
+        if self._strategy.splits_later:
+            return self._summed_by_axes(gradients, variables, alike)
         split = [keras_internals.is_split(v) for v in variables]
         sparse = [
             isinstance(self._first(g), tf.IndexedSlices) for g in gradients
@@ -311,99 +313,129 @@ class ShardedUpdate(Update):
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
 
-    def _summed_parts(
+    def _summed_by_axes(
         self,
         gradients: Gradients,
         variables: list[keras.Variable],
         alike: list[bool],
-        parted: list[bool],
     ) -> Gradients:
-        """Sums where gradients of split weights are of parts already.
+        """Sums where gradients are of what a replica computes with.
 
-        Such a one is summed over the replicas that store the same part. The
-        rows of other embeddings are summed first where replicas have the same
-        rows of a batch, since one device has each of them once.
+        Such a one is of a part, where a layer is computed in parts. It is
+        summed over the replicas that compute with the same part, and each
+        gets what it stores of it.
         """
-        whole = [not each for each in parted]
-        others = [
-            self._rows_once(gradient)
-            if isinstance(self._first(gradient), tf.IndexedSlices)
-            else gradient
-            for gradient in itertools.compress(gradients, whole)
+        places: dict[tuple[str, ...], list[int]] = {}
+        for place, variable in enumerate(variables):
+            axes: tuple[str, ...] = ()
+            if keras_internals.is_split(variable):
+                axes = keras_internals.stored(variable).split.axes
+            places.setdefault(axes, []).append(place)
+        received = list(gradients)
+        for axes, some in places.items():
+            found = self._of_axes(
+                axes,
+                [gradients[place] for place in some],
+                [variables[place] for place in some],
+                [alike[place] for place in some],
+            )
+            for place, value in zip(some, found, strict=True):
+                received[place] = value
+        return received
+
+    def _of_axes(
+        self,
+        axes: tuple[str, ...],
+        gradients: Gradients,
+        variables: list[keras.Variable],
+        alike: list[bool],
+    ) -> Gradients:
+        """Sums gradients of weights that are split over the same axes."""
+        sparse = [
+            isinstance(self._first(g), tf.IndexedSlices) for g in gradients
         ]
-        summed = iter(
-            super()._summed(
-                others,
-                list(itertools.compress(variables, whole)),
-                list(itertools.compress(alike, whole)),
+        dense = [not each for each in sparse]
+        rows = iter(
+            self._rows_of_axes(
+                axes,
+                list(itertools.compress(gradients, sparse)),
+                list(itertools.compress(variables, sparse)),
+                list(itertools.compress(alike, sparse)),
             )
         )
+        sums = iter(
+            self._dense_of_axes(
+                axes,
+                list(itertools.compress(gradients, dense)),
+                list(itertools.compress(variables, dense)),
+            )
+        )
+        return [next(rows) if each else next(sums) for each in sparse]
+
+    def _dense_of_axes(
+        self,
+        axes: tuple[str, ...],
+        gradients: Gradients,
+        variables: list[keras.Variable],
+    ) -> Gradients:
+        if not gradients or not axes:
+            return super()._summed(
+                gradients, variables, [False] * len(gradients)
+            )
+        held = [keras_internals.stored(variable) for variable in variables]
+        copies = self._strategy.along(*others_than(axes))
+        reduction = Reduction(self._strategy, self._options, copies)
+
+        def summed(gradients: Gradients) -> Gradients:
+            if "fsdp" in axes:
+                return scattered(gradients, held, self._dtype)
+            # Where the rows of a batch are not known, shapes may not be.
+            return reduction(
+                [
+                    tf.ensure_shape(gradient, variable.here().shape)
+                    for gradient, variable in zip(gradients, held, strict=True)
+                ]
+            )
+
+        return self._strategy.run(summed, args=(gradients,))
+
+    def _rows_of_axes(
+        self,
+        axes: tuple[str, ...],
+        gradients: Gradients,
+        variables: list[keras.Variable],
+        alike: list[bool],
+    ) -> Gradients:
+        """Gathers rows of embeddings; each row of a batch counts once."""
+        same = [*(axis for axis in axes if axis != "fsdp"), "tensor"]
+        if "tensor" not in axes and self._mesh.tensor > 1:
+            gradients = [self._rows_once(gradient) for gradient in gradients]
+        gather = RowGather(
+            self._strategy,
+            self._options,
+            apart=False,
+            groups=self._strategy.along(*others_than(same)),
+        )
+        every = gather(gradients, alike)
+        if "fsdp" not in axes:
+            return every
         return [
-            self._of_copies(gradient, variable.value)
-            if is_part
-            else next(summed)
-            for gradient, variable, is_part in zip(
-                gradients, variables, parted, strict=True
-            )
+            self._own_rows(slices, variable)
+            for slices, variable in zip(every, variables, strict=True)
         ]
-
-    def _of_copies(self, gradient: Any, variable: ShardedVariable) -> Any:
-        """Sums the gradient of a part over the replicas that store it."""
-        every = self._strategy.experimental_local_results(gradient)
-        found = []
-        for replica in range(self._mesh.size):
-            copies = variable.copies(replica)
-            with tf.device(variable.values[replica].device):
-                if len(copies) == 1:
-                    found.append(self._alone(every[replica]))
-                elif isinstance(every[replica], tf.IndexedSlices):
-                    found.append(self._joined([every[c] for c in copies]))
-                elif replica != copies[0]:
-                    found.append(tf.identity(found[copies[0]]))
-                else:
-                    found.append(
-                        tf.add_n([self._rounded(every[c]) for c in copies])
-                    )
-        return self._strategy.experimental_distribute_values_from_function(
-            lambda context: found[context.replica_id_in_sync_group]
-        )
-
-    def _alone(self, gradient: Any) -> Any:
-        if isinstance(gradient, tf.IndexedSlices) and self._sums_rows:
-            return summed_rows(gradient)
-        return gradient
-
-    def _joined(self, parts: list[tf.IndexedSlices]) -> tf.IndexedSlices:
-        joined = tf.IndexedSlices(
-            tf.concat([self._rounded(part.values) for part in parts], 0),
-            tf.concat([part.indices for part in parts], 0),
-            parts[0].dense_shape,
-        )
-        return self._alone(joined)
-
-    def _rounded(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns a tensor as it is sent with `gradient_dtype`."""
-        if self._dtype is None or self._dtype.size >= value.dtype.size:
-            return value
-        return tf.cast(tf.cast(value, self._dtype), value.dtype)
 
     def _rows_once(self, slices: Any) -> Any:
-        """Gives the first of replicas with the same rows all of their sum."""
-        tensor = self._mesh.tensor
-        every = self._strategy.experimental_local_results(slices)
-        found: list[Any] = []
-        for replica, own in enumerate(every):
-            with tf.device(own.values.device):
-                if replica % tensor:
-                    kept, indices = own.values[:0], own.indices[:0]
-                else:
-                    same = every[replica : replica + tensor]
-                    kept = tf.add_n([each.values for each in same])
-                    indices = own.indices
-                found.append(tf.IndexedSlices(kept, indices, own.dense_shape))
-        return self._strategy.experimental_distribute_values_from_function(
-            lambda context: found[context.replica_id_in_sync_group]
-        )
+        """Sums the rows of replicas that have the same rows of a batch."""
+        groups = self._strategy.along("tensor")
+
+        def once(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+            return tf.IndexedSlices(
+                groups.all_reduce(slices.values),
+                slices.indices,
+                slices.dense_shape,
+            )
+
+        return self._strategy.run(once, args=(slices,))
 
     def _scattered(self, gradient: Any, variable: ShardedVariable) -> Any:
         """Gives each replica the sum of its part of a dense gradient.
@@ -415,17 +447,16 @@ class ShardedUpdate(Update):
         every = self._strategy.experimental_local_results(gradient)
         parts: list[tf.Tensor] = [None] * mesh.size
         for replica in range(mesh.size):
-            rank = mesh.fsdp_rank(replica)
+            rank = mesh.rank("fsdp", replica)
             with tf.device(variable.values[replica].device):
                 parts[replica] = tf.add_n(
                     [
                         self._sent(every[member], variable, rank, member)
-                        for member in mesh.group(replica)
+                        for member in mesh.along(["fsdp"], replica)
                     ]
                 )
         if mesh.data > 1:
-            for rank in range(mesh.fsdp):
-                copies = mesh.copies(rank)
+            for copies in mesh.groups(["data"]):
                 for replica in copies:
                     with tf.device(variable.values[replica].device):
                         parts[replica] = tf.identity(
@@ -446,29 +477,28 @@ class ShardedUpdate(Update):
     ) -> tf.Tensor:
         """Returns the part of a rank, cut on the device that computed it."""
         with tf.device(variable.values[member].device):
-            part = cut(gradient, variable, rank, self._dtype)
+            part = cut(gradient, variable.split, rank, self._dtype)
         return tf.cast(part, gradient.dtype)
 
     def _own_rows(self, slices: Any, variable: keras.Variable) -> Any:
         """Keeps of the rows of all replicas those that a replica stores."""
-        split = variable.value.split
-        if not split.by_rows:
+        held = keras_internals.stored(variable)
+        if not held.inner(0).by_rows:
             raise ConfigurationError(
                 "Rows are looked up in a matrix where weights are split. "
-                f"Received: {variable.path} of shape {split.shape}. Reshape "
-                "the weight to a matrix, or use 'mirrored'."
+                f"Received: {variable.path} of shape {held.split.shape}. "
+                "Reshape the weight to a matrix, or use 'mirrored'."
             )
 
         def kept(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-            context = tf.distribute.get_replica_context()
-            replica = tf.get_static_value(context.replica_id_in_sync_group)
-            first, after = split.bounds(self._mesh.fsdp_rank(int(replica)))
+            inner = held.inner()
+            first, after = inner.bounds(self._strategy.along("fsdp").rank())
             indices = slices.indices
             mine = (indices >= first) & (indices < after)
             return tf.IndexedSlices(
                 tf.boolean_mask(slices.values, mine),
                 tf.boolean_mask(indices, mine) - first,
-                tf.constant([after - first, split.shape[1]], indices.dtype),
+                tf.constant([after - first, inner.shape[1]], indices.dtype),
             )
 
         return self._strategy.run(kept, args=(slices,))
@@ -524,7 +554,7 @@ class ShardedUpdate(Update):
         own = [
             tf.cast(tf.reduce_sum(tf.square(values(gradient))), wide)
             / (
-                len(keras_internals.stored(variable).copies(0))
+                keras_internals.stored(variable).copies
                 if keras_internals.is_split(variable)
                 else self._mesh.size
             )
@@ -539,12 +569,6 @@ class ShardedUpdate(Update):
             sums.value.here() if keras_internals.is_split(sums) else sums
             for sums in super()._accumulators()
         ]
-
-
-def _is_computed_in_parts(variable: keras.Variable) -> bool:
-    """Whether each replica computes with its part of a weight alone."""
-    held = keras_internals.stored(variable)
-    return isinstance(held, ShardedVariable) and held.split.dim is not None
 
 
 def _sees_all_rows(variable: keras.Variable) -> bool:
@@ -573,7 +597,7 @@ def refresh(variables: list[keras.Variable]) -> None:
         return
 
     def on_replica() -> None:
-        for variable, value in zip(copied, gathered(copied), strict=True):
+        for variable, value in zip(copied, computed(copied), strict=True):
             variable.refresh_here(value)
 
     copied[0].distribute_strategy.run(on_replica)

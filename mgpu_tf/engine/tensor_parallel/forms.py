@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.contributions import current_share
 from mgpu_tf.engine.tensor_parallel.linear import Linear
 from mgpu_tf.strategies.collectives import Groups
 
@@ -67,7 +68,7 @@ class Form:
             **kwargs: Those by name.
         """
         if self.own_rows and not self.arrives:
-            inputs = self.groups.all_gather(inputs)
+            inputs = self._rows_of_all(inputs)
         kernel = self.linear.kernel
         with lent([(kernel, part(kernel))]):
             if self.dim == self.linear.rows:
@@ -83,6 +84,26 @@ class Form:
         if self.linear.sums(self.dim):
             return self._summed(outputs, whole)
         return self._columns(outputs, part, whole)
+
+    def _rows_of_all(self, inputs: tf.Tensor) -> tf.Tensor:
+        """Returns the rows of all devices, in the order of the batch."""
+        rows = tf.shape(inputs)[0]
+        share = current_share()
+        if share is None:
+            total = self.groups.all_reduce(rows)
+        else:
+            total = tf.cast(share.total, rows.dtype)
+        rank, size = self.groups.rank(), self.groups.size
+        expected = total * (rank + 1) // size - total * rank // size
+        check = tf.debugging.assert_equal(
+            rows,
+            expected,
+            "A layer whose weights are split over the data axis takes one row "
+            "for each example.",
+        )
+        with tf.control_dependencies([check]):
+            inputs = tf.identity(inputs)
+        return self.groups.all_gather(inputs, 0, total)
 
     def _columns(
         self, outputs: tf.Tensor, part: Read, whole: Read

@@ -25,12 +25,12 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.step_scope import StepScope
+from mgpu_tf.engine.synchronous.parts import computed
 from mgpu_tf.engine.tensor_parallel import structure
 from mgpu_tf.engine.tensor_parallel.forms import Form, dropped
 from mgpu_tf.engine.tensor_parallel.layout import published_layout
 from mgpu_tf.engine.tensor_parallel.linear import Linear, linear_layers
 from mgpu_tf.mesh import Split
-from mgpu_tf.strategies.collectives import Groups
 from mgpu_tf.strategies.fully_sharded import split_over
 from mgpu_tf.strategies.layout import Layout
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
@@ -226,7 +226,11 @@ class _Chooser:
         linear: dict[int, Linear],
         over: dict[int, str],
     ) -> list[tuple[keras.Variable, Split]]:
-        """Returns the variables that are split, and how."""
+        """Returns the variables that are split, and how.
+
+        What is split over the tensor axis is split over the fsdp axis again,
+        and what it leaves over that axis alone, where it is large enough.
+        """
         found: dict[int, tuple[keras.Variable, Split]] = {}
         for key, dim in dims.items():
             each, axis = linear[key], over.get(key, "tensor")
@@ -242,7 +246,28 @@ class _Chooser:
             named = self._named(variable)
             if id(variable) not in found and named is not None:
                 found[id(variable)] = (variable, named)
+        for variable in self._model.trainable_variables:
+            _, split = found.get(id(variable), (variable, None))
+            split = self._over_fsdp(variable, split)
+            if split is not None:
+                found[id(variable)] = (variable, split)
         return list(found.values())
+
+    def _over_fsdp(
+        self, variable: keras.Variable, split: Split | None
+    ) -> Split | None:
+        """Returns a split that also divides over the fsdp axis, if it can."""
+        fsdp = self._mesh.fsdp
+        shapes = [tuple(variable.shape)]
+        if split is not None:
+            shapes = [split.shape_of(part) for part in range(split.parts)]
+        inner = [Split(shape, fsdp) for shape in shapes]
+        large = all(math.prod(each.shape) >= self._smallest for each in inner)
+        if fsdp == 1 or not large or not all(s.is_possible for s in inner):
+            return split
+        if split is None:
+            return inner[0]
+        return dataclasses.replace(split, again=fsdp)
 
 
 def _shared(model: keras.Model) -> set[int]:
@@ -345,10 +370,8 @@ class TensorParallel:
     def __init__(
         self, model: keras.Model, strategy: tf.distribute.Strategy, plan: Plan
     ) -> None:
-        mesh = strategy.mesh
         self._groups = {
-            axis: Groups(strategy, mesh.groups(axis))
-            for axis in ("tensor", "data")
+            axis: strategy.along(axis) for axis in ("tensor", "data")
         }
         found = plan.structure
         self.forms: dict[int, Form] = {}
@@ -408,10 +431,10 @@ class TensorParallel:
 
     def sources(self) -> Writes:
         """Returns the parts of this replica, to take gradients from."""
-        return [
-            (variable, keras_internals.stored(variable).here().read_value())
-            for variable in self._variables
+        held = [
+            keras_internals.stored(variable) for variable in self._variables
         ]
+        return list(zip(self._variables, computed(held), strict=True))
 
     def join(
         self, sources: Writes
@@ -429,8 +452,10 @@ class TensorParallel:
             held: ShardedVariable = keras_internals.stored(variable)
             part = parts.get(id(variable))
             if part is None:
-                part = held.here().read_value()
+                [part] = computed([held])
             split = held.split
+            if split.over == "fsdp":
+                return part
             groups = self._groups[split.over]
             return groups.all_gather(part, split.dim or 0, split.length)
 
@@ -468,7 +493,7 @@ def _part(variable: keras.Variable) -> tf.Tensor:
     scope = keras_internals.stateless_scope()
     if isinstance(scope, StepScope) and id(variable) in scope.sources:
         return scope.sources[id(variable)]
-    return keras_internals.stored(variable).here().read_value()
+    return computed([keras_internals.stored(variable)])[0]
 
 
 def _whole(variable: keras.Variable) -> tf.Tensor:
