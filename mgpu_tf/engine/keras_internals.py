@@ -1136,6 +1136,7 @@ def engine_order(
     optimizer: keras.optimizers.Optimizer,
     sent: Callable[[list[Any], list[Any]], list[Any]] | None = None,
     clipped: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
+    moved: Callable[[Any, list[Any], list[Any]], bool] | None = None,
 ) -> Iterator[None]:
     """Makes an optimizer clip, apply and average only, while traced.
 
@@ -1162,7 +1163,10 @@ def engine_order(
             if sent is not None:
                 gradients = sent(gradients, variables)
             part._apply_weight_decay(variables)
-            part._backend_update_step(gradients, variables, part.learning_rate)
+            if moved is None or not moved(part, gradients, variables):
+                part._backend_update_step(
+                    gradients, variables, part.learning_rate
+                )
             if part.use_ema:
                 update_averages(part)
 
