@@ -91,7 +91,5 @@ def test_others_are_refused_by_name(kind, strategies):
     with pytest.raises(
         mgpu_tf.ConfigurationError, match=rf"ByNorms.*{kind.__name__}.*Lamb"
     ) as error:
-        mgpu_tf.Trainer(
-            lambda: build_with(kind(0.1)), strategies["fsdp_x3"]
-        )
+        mgpu_tf.Trainer(lambda: build_with(kind(0.1)), strategies["fsdp_x3"])
     assert "\n" not in str(error.value)
