@@ -17,8 +17,8 @@ from mgpu_tf.optimizers.lars import LARS
 from mgpu_tf.optimizers.named import create_optimizer
 
 __all__ = [
-    "ByNorms",
     "LARS",
+    "ByNorms",
     "LargeBatchRecipe",
     "Norms",
     "SmoothedCrossentropy",
