@@ -144,8 +144,6 @@ JOBS = {
     "tiny": Job((20,), 100, (64,), global_batch=100),
     "cnn": Job((32, 32, 3), 64, (32, 64, 128), convolution=True),
     "mlp": Job((784,), 128, (1024,) * 4),
-    # Of the same size, whatever the number of processes.
-    "mlp_split": Job((784,), 0, (1024,) * 4, global_batch=256),
     "mlp_adam": Job((784,), 128, (1024,) * 4, optimizer="adam"),
     "resnet20": Job((32, 32, 3), 64, (), network="resnet20"),
     "transformer": Job(

@@ -16,7 +16,6 @@ _LOOP = f"{_HERE}.tensorflow_loop"
 _FIT = f"{_HERE}.keras_fit"
 _TRAINER = f"{_HERE}.trainer"
 _DDP = f"{_HERE}.torch_ddp"
-_SHARDED = f"{_HERE}.torch_sharded"
 _JAX = f"{_HERE}.keras_jax"
 _READING = f"{_HERE}.reading"
 _COORDINATOR = f"{_HERE}.coordinator_loop"
@@ -295,53 +294,6 @@ def _asynchronous(workers: int) -> Benchmark:
     )
 
 
-def _model_parallel(workers: int) -> Benchmark:
-    """Meshes of two devices, of one process or of two, beside PyTorch.
-
-    PyTorch has a process for each device.
-    """
-    copies = "mirrored" if workers == 1 else "multi_worker_mirrored"
-    meshes: dict[str, dict] = {
-        "data_2": {"strategy": copies},
-        "fsdp_2": {"strategy": "fsdp"},
-        "fsdp_2_optimizer": {
-            "strategy": "fsdp",
-            "mesh": {"shard": "optimizer"},
-        },
-    }
-    if workers == 1:
-        for axis in ("tensor", "pipeline"):
-            meshes[f"{axis}_2"] = {
-                "strategy": "model_parallel",
-                "mesh": {f"{axis}_parallel": 2},
-            }
-    replicas = {"replicas": 2} if workers == 1 else {}
-    ours = tuple(
-        Contestant(name, _TRAINER, {**replicas, **options}, workers=workers)
-        for name, options in meshes.items()
-    )
-    theirs = (
-        Contestant("ddp", _DDP, workers=2),
-        Contestant("torch_fsdp2", _SHARDED, {"kind": "fsdp2"}, workers=2),
-        Contestant("torch_zero1", _SHARDED, {"kind": "zero1"}, workers=2),
-    )
-    aim = 1.0 if workers == 2 else None
-    return Benchmark(
-        "model_parallel/"
-        + ("one_process" if workers == 1 else f"{workers}_workers"),
-        "mlp_split",
-        (*ours, *theirs),
-        (
-            *(Ratio(name, "data_2") for name in list(meshes)[1:]),
-            Ratio("data_2", "ddp", aim),
-            Ratio("fsdp_2", "torch_fsdp2", aim),
-            Ratio("fsdp_2_optimizer", "torch_zero1", aim),
-        ),
-        pinned=workers == 2,
-        burst_seconds=2.0,
-    )
-
-
 BENCHMARKS = (
     _step_overhead(1),
     _step_overhead(2),
@@ -354,8 +306,6 @@ BENCHMARKS = (
     _compute_bound(),
     _communication_bound(2),
     _communication_bound(3),
-    _model_parallel(1),
-    _model_parallel(2),
     _asynchronous(1),
     _asynchronous(2),
     _asynchronous(3),

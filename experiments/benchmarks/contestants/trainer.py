@@ -16,10 +16,7 @@ def create(place) -> TrainerFit:
 
 
 class TrainerFit:
-    """Options: `strategy`, `replicas`, `mesh`, `clock`, those of `Trainer`.
-
-    `mesh` has further options of the strategy.
-    """
+    """Options: `strategy`, `replicas`, `clock`, and those of `Trainer`."""
 
     EPOCHS = 2
 
@@ -30,9 +27,7 @@ class TrainerFit:
         replicas = options.pop("replicas", None)
         self._clock = options.pop("clock", "wall")
         job = JOBS[place.job]
-        strategy = mgpu_tf.create_strategy(
-            name, num_virtual_devices=replicas, **options.pop("mesh", {})
-        )
+        strategy = mgpu_tf.create_strategy(name, num_virtual_devices=replicas)
         self._data = datasets.for_fit(job, place.workers)
         self._trainer = mgpu_tf.Trainer(
             lambda: tensorflow_model.build(job), strategy, **options
