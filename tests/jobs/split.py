@@ -28,7 +28,6 @@ OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.3),
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.02),
-    "lamb": lambda: keras.optimizers.Lamb(0.01, clipnorm=0.3),
 }
 
 
@@ -90,8 +89,6 @@ ROWS = {
         ("transformer", transformer, sentences),
     )
     for optimizer in OPTIMIZERS
-    # The norms of all kinds of weights are in one of the models.
-    if name == "mlp" or optimizer != "lamb"
 }
 
 
