@@ -109,10 +109,6 @@ class ShardedVariable(values.MirroredVariable):
                     part.read_value(), 0, self.split.length
                 )
             return tf.reshape(joined, self.split.shape)
-        with tf.name_scope("gathered"):
-            return self._gathered_here(replica)
-
-    def _gathered_here(self, replica: int) -> tf.Tensor:
         parts = []
         for member in self.mesh.along(self.split.over, replica):
             part = self.values[member - self._first]
