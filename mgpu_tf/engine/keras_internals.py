@@ -425,6 +425,19 @@ def slots(
     return [every[place].value for every in kept if every]
 
 
+def moments_of_lamb(
+    optimizer: keras.optimizers.Lamb, variable: tf.Variable
+) -> tuple[keras.Variable, keras.Variable]:
+    """Returns the mean and the mean square that Lamb keeps for a weight.
+
+    Args:
+        optimizer: A Lamb.
+        variable: A weight, as an update has it.
+    """
+    place = optimizer._get_variable_index(variable)
+    return optimizer._momentums[place], optimizer._velocities[place]
+
+
 def product_of_momentums(
     optimizer: keras.optimizers.Nadam,
 ) -> keras.Variable:

@@ -38,8 +38,9 @@ from mgpu_tf.engine.synchronous.engine import (
 from mgpu_tf.engine.synchronous.parts import cut, gathered, scattered
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel, split_model
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
+from mgpu_tf.engine.whole_norms import two_steps
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.optimizers.by_norms import Norms, two_steps
+from mgpu_tf.optimizers.by_norms import Norms
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
