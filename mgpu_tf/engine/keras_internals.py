@@ -428,6 +428,19 @@ def slots(
     return [every[place].value for every in kept if every]
 
 
+def moments_of_lamb(
+    optimizer: keras.optimizers.Lamb, variable: tf.Variable
+) -> tuple[keras.Variable, keras.Variable]:
+    """Returns the mean and the mean square that Lamb keeps for a weight.
+
+    Args:
+        optimizer: A Lamb.
+        variable: A weight, as an update has it.
+    """
+    place = optimizer._get_variable_index(variable)
+    return optimizer._momentums[place], optimizer._velocities[place]
+
+
 def product_of_momentums(
     optimizer: keras.optimizers.Nadam,
 ) -> keras.Variable:
@@ -1148,6 +1161,7 @@ def engine_order(
     optimizer: keras.optimizers.Optimizer,
     sent: Callable[[list[Any], list[Any]], list[Any]] | None = None,
     clipped: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
+    moved: Callable[[Any, list[Any], list[Any]], bool] | None = None,
 ) -> Iterator[None]:
     """Makes an optimizer clip, apply and average only, while traced.
 
@@ -1174,7 +1188,10 @@ def engine_order(
             if sent is not None:
                 gradients = sent(gradients, variables)
             part._apply_weight_decay(variables)
-            part._backend_update_step(gradients, variables, part.learning_rate)
+            if moved is None or not moved(part, gradients, variables):
+                part._backend_update_step(
+                    gradients, variables, part.learning_rate
+                )
             if part.use_ema:
                 update_averages(part)
 

@@ -6,6 +6,7 @@ rate = mgpu_tf.optimizers.scale_learning_rate(0.1, 256, 8192)
 
 from __future__ import annotations
 
+from mgpu_tf.optimizers.by_norms import ByNorms, Norms
 from mgpu_tf.optimizers.large_batch import (
     LargeBatchRecipe,
     SmoothedCrossentropy,
@@ -18,8 +19,10 @@ from mgpu_tf.optimizers.named import create_optimizer
 
 __all__ = [
     "LARS",
+    "ByNorms",
     "LargeBatchRecipe",
     "LazyAdam",
+    "Norms",
     "SmoothedCrossentropy",
     "create_optimizer",
     "large_batch_recipe",

@@ -3,8 +3,7 @@
     optimizer = LARS(learning_rate=4.0, momentum=0.9, weight_decay=1e-4)
     model.compile(optimizer, "sparse_categorical_crossentropy")
 
-Keras has no LARS. This one needs nothing of this package: it works in Keras's
-own `fit` too.
+Keras has no LARS. This one works in Keras's own `fit` too.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ import keras
 from keras import ops
 
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.optimizers.by_norms import ByNorms, Norms
 
 # Biases, and the scale and offset of normalizations, by parts of their names.
 EXCLUDED = ("bias", "gamma", "beta")
 
 
 @keras.saving.register_keras_serializable("mgpu_tf")
-class LARS(keras.optimizers.Optimizer):
+class LARS(ByNorms):
     """SGD with momentum and layer-wise adaptive rates (LARS).
 
     For a weight w with gradient g, weight decay b, momentum m, trust
@@ -126,19 +126,21 @@ class LARS(keras.optimizers.Optimizer):
                 variables, "momentum"
             )
 
-    def update_step(
-        self, gradient: Any, variable: Any, learning_rate: Any
+    def direction(self, gradient: Any, variable: Any) -> Any:
+        """Returns the gradient, with the rows of one index added up."""
+        return ops.cast(ops.convert_to_tensor(gradient), variable.dtype)
+
+    def move(
+        self, direction: Any, variable: Any, learning_rate: Any, norms: Norms
     ) -> None:
         """Updates one weight."""
         rate = ops.cast(learning_rate, variable.dtype)
-        # The rows of an index of an embedding are added up.
-        gradient = ops.cast(ops.convert_to_tensor(gradient), variable.dtype)
-        weight = ops.convert_to_tensor(variable)
-        step = rate * gradient
+        step = rate * direction
         if self._use_weight_decay(variable):
             decay = self.weight_decay or 0.0
-            ratio = self._ratio(ops.norm(weight), ops.norm(gradient), decay)
-            step = rate * ratio * (gradient + decay * weight)
+            ratio = self._ratio(norms.weight, norms.direction, decay)
+            weight = ops.convert_to_tensor(variable)
+            step = rate * ratio * (direction + decay * weight)
         if not self.momentum:
             self.assign_sub(variable, step)
             return
@@ -158,7 +160,7 @@ class LARS(keras.optimizers.Optimizer):
         return ops.where(there, ratio, ops.ones_like(ratio))
 
     def _apply_weight_decay(self, variables: list[Any]) -> None:
-        """Does nothing: the decay is part of the gradient in `update_step`."""
+        """Does nothing: the decay is part of the gradient in `move`."""
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments that make the same optimizer."""

@@ -74,9 +74,6 @@ REFUSED = (
             "fsdp_2_tensor_2",
         )
         for name, rule in {
-            "lamb": "from that element alone",
-            "lars": "from that element alone",
-            "lars_nesterov": "from that element alone",
             "muon": "from that element alone",
             "own_train_step": "of one's own",
             "own_train_step_clipped": "of one's own",

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -38,8 +39,10 @@ from mgpu_tf.engine.synchronous.engine import (
 from mgpu_tf.engine.synchronous.parts import computed, cut, scattered
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel, split_model
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
+from mgpu_tf.engine.whole_norms import two_steps
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import others_than
+from mgpu_tf.optimizers.by_norms import Norms
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
@@ -517,7 +520,7 @@ class ShardedUpdate(Update):
 
     def _in_order(self) -> contextlib.AbstractContextManager[None]:
         return keras_internals.engine_order(
-            self._optimizer, clipped=self._clipped
+            self._optimizer, clipped=self._clipped, moved=self._moved
         )
 
     # On a replica.
@@ -550,18 +553,107 @@ class ShardedUpdate(Update):
         self, gradients: Gradients, variables: list[keras.Variable]
     ) -> tf.Tensor:
         """Returns the squared norm of each whole gradient, `[gradients]`."""
-        wide = max((values(g).dtype for g in gradients), key=lambda d: d.size)
+        return self._of_all_parts(
+            [tf.reduce_sum(tf.square(values(each))) for each in gradients],
+            variables,
+        )
+
+    def _of_all_parts(
+        self, sums: list[tf.Tensor], variables: list[keras.Variable]
+    ) -> tf.Tensor:
+        """Sums scalars of what replicas store over all parts, `[sums]`.
+
+        Each is divided by the replicas that have it.
+        """
+        wide = max((each.dtype for each in sums), key=lambda d: d.size)
         own = [
-            tf.cast(tf.reduce_sum(tf.square(values(gradient))), wide)
+            tf.cast(each, wide)
             / (
                 keras_internals.stored(variable).copies
                 if keras_internals.is_split(variable)
                 else self._mesh.size
             )
-            for gradient, variable in zip(gradients, variables, strict=True)
+            for each, variable in zip(sums, variables, strict=True)
         ]
         context = tf.distribute.get_replica_context()
         return context.all_reduce("sum", tf.stack(own))
+
+    def _moved(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Gradients,
+        variables: list[keras.Variable],
+    ) -> bool:
+        """Updates weights by norms of whole ones; whether it has done so."""
+        steps = two_steps(optimizer)
+        if steps is None or not gradients:
+            return False
+
+        def begin(part: tf.Variable, gradient: Any) -> tuple[tf.Tensor, ...]:
+            direction = steps.direction(gradient, part)
+            return (
+                direction,
+                tf.reduce_sum(tf.square(tf.convert_to_tensor(part))),
+                tf.reduce_sum(tf.square(direction)),
+            )
+
+        def end(
+            part: tf.Variable, direction: tf.Tensor, *squares: tf.Tensor
+        ) -> tuple[()]:
+            norms = [tf.sqrt(tf.cast(each, part.dtype)) for each in squares]
+            rate = optimizer.learning_rate
+            steps.move(direction, part, rate, Norms(*norms))
+            return ()
+
+        begun = self._on_parts(begin, variables, [(g,) for g in gradients])
+        directions, weights, lengths = zip(*begun, strict=True)
+        squares = self._of_all_parts(
+            [*weights, *lengths], [*variables, *variables]
+        )
+        every = zip(*map(tf.unstack, tf.split(squares, 2)), strict=True)
+        self._on_parts(
+            end,
+            variables,
+            [(d, *s) for d, s in zip(directions, every, strict=True)],
+        )
+        return True
+
+    def _on_parts(
+        self,
+        function: Callable[..., tuple[Any, ...]],
+        variables: list[keras.Variable],
+        arguments: list[tuple[Any, ...]],
+    ) -> list[list[Any]]:
+        """Calls a function as updates are: with what a replica stores.
+
+        Args:
+            function: Takes what is stored of a variable, and its arguments.
+            variables: For each a call is made.
+            arguments: Of each call, those of this replica.
+
+        Returns:
+            What the calls on this replica returned.
+        """
+
+        def update(strategy: Any, arguments: list[tuple[Any, ...]]) -> Any:
+            every = [
+                strategy.extended.update(
+                    variable.value, function, args=own, group=False
+                )
+                for variable, own in zip(variables, arguments, strict=True)
+            ]
+
+            def of_replica(context: Any) -> list[list[Any]]:
+                place = context.replica_id_in_sync_group
+                place -= strategy.first_replica
+                return [[local[place] for local in each] for each in every]
+
+            return strategy.experimental_distribute_values_from_function(
+                of_replica
+            )
+
+        context = tf.distribute.get_replica_context()
+        return context.merge_call(update, args=(arguments,))
 
     def _accumulators(self) -> list[Any]:
         """Returns the sums of gradients: of a split weight, this replica's."""
@@ -621,13 +713,14 @@ def _check_not_lazy(
 
 def _check_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
     for part in keras_internals.parts(unwrap(optimizer)[1]):
-        wraps = hasattr(part, "optimizers")
+        if hasattr(part, "optimizers") or two_steps(part) is not None:
+            continue
         own = type(part).update_step
-        if not wraps and all(own is not k.update_step for k in ELEMENTWISE):
+        if all(own is not kind.update_step for kind in ELEMENTWISE):
             names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
             raise ConfigurationError(
                 "Where weights are split, an optimizer must compute each "
-                "element of a weight from that element alone. Received: "
-                f"{type(part).__name__}. Use one of {names}, or the strategy "
-                "'mirrored'."
+                "element of a weight from that element alone, or be a "
+                f"ByNorms. Received: {type(part).__name__}. Use one of "
+                f"{names}, Lamb, LARS, or the strategy 'mirrored'."
             )

@@ -1,0 +1,108 @@
+"""What the code of model parallelism refuses, and what its page lists."""
+
+import ast
+import pathlib
+
+import pytest
+
+import mgpu_tf
+
+PACKAGE = pathlib.Path(mgpu_tf.__file__).parent
+PAGE = PACKAGE.parent / "docs" / "model_parallel.md"
+MODULES = [
+    "engine/synchronous/sharded.py",
+    "strategies/sharded_variable.py",
+    "engine/tensor_parallel/parts.py",
+    "engine/tensor_parallel/structure.py",
+    "engine/pipeline/engine.py",
+    "engine/pipeline/step.py",
+    "engine/pipeline/split.py",
+]
+
+
+def rules():
+    """The rule of each error that the modules raise."""
+    for module in MODULES:
+        tree = ast.parse((PACKAGE / module).read_text())
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "id", "") == "ConfigurationError"
+                and node.args
+            ):
+                yield "".join(texts(node.args[0])).split(" Received:")[0]
+
+
+def texts(node):
+    for each in getattr(node, "values", [node]):
+        yield each.value if isinstance(each, ast.Constant) else "{}"
+
+
+# The rule -> how the page has it, under "What is refused".
+LISTED = {
+    "Where weights are split, an optimizer must compute each element of a "
+    "weight from that element alone, or be a ByNorms.": "Muon",
+    "A {} of one's own, or a Loop, needs whole weights on each device.": (
+        "`mgpu_tf.Loop`"
+    ),
+    "noise_scale needs whole weights on each device.": "`noise_scale`",
+    "TensorFlow's own checkpoints and SavedModel do not know sharded "
+    "variables.": "`tf.train.Checkpoint`",
+    "A sharded variable cannot be copied by copy.deepcopy.": "`copy.deepcopy`",
+    "Rows of a sharded variable are written by its optimizer only.": (
+        "Writes to rows"
+    ),
+    "Rows are looked up in a matrix where weights are split.": "Row lookups",
+    "Weights that are split over several processes are gathered in graphs.": (
+        "`run_eagerly=True`"
+    ),
+    "A trace runs one operation after another, and gathers of weights wait "
+    "for each other.": "`trainer.trace`",
+    "recompute does not go with layers that are computed in parts.": (
+        "`recompute`"
+    ),
+    "A pipeline needs a functional or Sequential model, whose layers it can "
+    "cut into stages.": "Subclassed models",
+    "A pipeline computes the step of a model in stages, and goes with Keras's "
+    "own methods.": "an overridden `train_step`",
+    "A pipeline needs a layer for each stage, and a shared weight within one "
+    "stage.": "Fewer layers than stages",
+    "A weight that several layers share must be in one stage.": (
+        "two uses of a shared weight"
+    ),
+    "A pipeline divides a loss by what it knows before the first "
+    "micro-batch.": "divided by the sum of masks",
+    "A pipeline normalizes each micro-batch by itself.": "`synchronized=True`",
+    "A recurrent layer with stateful=True keeps a state for each row of a "
+    "batch, which a pipeline cuts into micro-batches.": "stateful recurrent",
+    "A pipeline cuts batches, so a model must take any number of rows.": (
+        "a batch size of their own"
+    ),
+    "A layer of a pipeline cannot assign its own weights.": (
+        "assign their own weights"
+    ),
+    "A stage of a pipeline reads the weights of its own layers.": (
+        "a layer in another stage"
+    ),
+    "A trace goes with strategies whose replicas have one device.": (
+        "`trainer.trace`"
+    ),
+    "noise_scale needs all gradients on each device.": "`noise_scale`",
+    "A pipeline computes stages again, not layers.": '`recompute="layers"`',
+}
+# Mistakes in an argument, which its help explains.
+ARGUMENTS = {
+    "pipeline_stages must be names of layers.",
+    "pipeline_stages must name layers in the order in which they run, without "
+    "the first.",
+}
+
+
+def test_every_refusal_is_known():
+    assert set(rules()) == set(LISTED) | ARGUMENTS
+
+
+@pytest.mark.parametrize("rule", LISTED)
+def test_it_is_on_the_page(rule):
+    section = PAGE.read_text().split("## What is refused")[1].split("\n## ")[0]
+    assert LISTED[rule] in " ".join(section.split())
