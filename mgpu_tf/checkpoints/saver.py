@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from mgpu_tf.checkpoints import store
 from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
+from mgpu_tf.checkpoints.interval import Interval
 from mgpu_tf.checkpoints.recovery import Owner, Progress, Recovery
 from mgpu_tf.cluster import heartbeat
 from mgpu_tf.engine.base import NO_VOTES, Votes
@@ -82,6 +83,9 @@ class Saver:
             Preempted: The workers were told to end, and have saved.
         """
 
+    def begin(self) -> None:
+        """Saves the beginning of a run that has no checkpoint."""
+
     def finish(self) -> None:
         """Saves the end of the run, and waits until it is on the disk.
 
@@ -129,6 +133,7 @@ class CheckpointSaver(Saver):
         self._failed: Exception | None = None
         self._owner = Owner(options.folder)
         self._last_save = time.monotonic()
+        self._interval = Interval(options.mean_hours_between_failures)
         self._due_at = math.inf
         self._saved = False
         self._preempted = False
@@ -216,7 +221,7 @@ class CheckpointSaver(Saver):
 
     def votes(self) -> Votes:
         """Returns what this worker asks for."""
-        every = self._options.save_every_seconds
+        every = self._every_seconds()
         due = (
             every is not None
             and self._is_chief
@@ -224,6 +229,18 @@ class CheckpointSaver(Saver):
             and not self._writing
         )
         return Votes(save=due, end=self._preempted)
+
+    def _every_seconds(self) -> float | None:
+        """Returns the seconds from a save to the next; None for no limit."""
+        if self._options.save_every is None:
+            return self._options.save_every_seconds
+        hours = self._meter.goodput().wall_seconds / 3600
+        return self._interval.seconds(hours, self.recovery.restarts)
+
+    def begin(self) -> None:
+        """Saves the beginning of a run that has no checkpoint."""
+        if not self._saved:
+            self._save()
 
     def boundary(
         self, step: int, votes: Votes, *, epoch_ends: bool = False
@@ -237,6 +254,7 @@ class CheckpointSaver(Saver):
         by_epoch = (
             options.save_every_steps is None
             and options.save_every_seconds is None
+            and options.save_every is None
         )
         due = votes.save or votes.end
         # Later where an update of several steps had to end first.
@@ -283,10 +301,12 @@ class CheckpointSaver(Saver):
 
     def _save(self) -> None:
         """Copies the state, and has it written in the background."""
+        began = time.perf_counter()
         with self._meter.phase("save"), heartbeat.at(heartbeat.SAVE):
             if self._writer is not None:
                 self._writer.join()
             step, state, arrays = self._capture(self._is_chief)
+        self._interval.note(time.perf_counter() - began)
         if self._is_chief:
             state["saved_at"] = time.time()
             state["goodput"] = dataclasses.asdict(self._meter.goodput())

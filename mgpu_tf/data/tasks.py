@@ -13,6 +13,7 @@ class.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -154,6 +155,12 @@ class PreprocessedSource(BatchSource):
             ) from error
         structures.check_batched(spec)
         self._spec = structures.specs_of_elements(spec)
+
+    def anew(self) -> Source:
+        """Returns the source anew, preprocessed."""
+        again = copy.copy(self)
+        again._source = self._source.anew()
+        return again
 
     def batches(self, index: Any) -> tf.data.Dataset:
         """Returns the batches of pass `index`, preprocessed."""
