@@ -18,13 +18,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import step_losses, store
 from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
 from mgpu_tf.checkpoints.interval import Interval
 from mgpu_tf.checkpoints.recovery import Owner, Progress, Recovery
@@ -85,6 +85,9 @@ class Saver:
 
     def begin(self) -> None:
         """Saves the beginning of a run that has no checkpoint."""
+
+    def record(self, first: int, losses: Sequence[float]) -> None:
+        """Keeps the losses of steps, the first of which has this number."""
 
     def finish(self) -> None:
         """Saves the end of the run, and waits until it is on the disk.
@@ -241,6 +244,13 @@ class CheckpointSaver(Saver):
         """Saves the beginning of a run that has no checkpoint."""
         if not self._saved:
             self._save()
+
+    def record(self, first: int, losses: Sequence[float]) -> None:
+        """Keeps the losses of steps, for a replay."""
+        if self._is_chief:
+            # The run does not need them.
+            with contextlib.suppress(OSError):
+                step_losses.write(self._options.folder, first, losses)
 
     def boundary(
         self, step: int, votes: Votes, *, epoch_ends: bool = False

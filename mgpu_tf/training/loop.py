@@ -132,12 +132,22 @@ class Training:
         self._pace = distributed.pace(callbacks, exact=saving is not None)
         self._stops_together = peers.any(bool(callbacks))
         self._hooks = distributed.hooks(
-            callbacks + callbacks_lib.histograms(callbacks, engine.staleness),
+            self._watched_by(callbacks)
+            + callbacks_lib.histograms(callbacks, engine.staleness),
             verbose,
             numbers.epochs,
             numbers.steps_per_epoch or source.steps,
             training=True,
         )
+
+    def _watched_by(
+        self, callbacks: list[keras.callbacks.Callback]
+    ) -> list[keras.callbacks.Callback]:
+        """Returns the callbacks that are called."""
+        return callbacks
+
+    def _begins(self, step: int) -> None:
+        """Is called before an execution, with the steps done so far."""
 
     def run(self) -> keras.callbacks.History:
         """Trains to the end.
@@ -285,6 +295,7 @@ class Training:
 
         def train(wanted: int) -> Execution:
             step = self._totals.global_step
+            self._begins(step)
             votes = self._saver.votes()
             left = wanted if limit is None else limit - at.step
             ahead = self._saver.room(step, left)
@@ -384,6 +395,7 @@ class Training:
                     f"loss {loss} in steps {step + 1} to {step + done.steps}"
                 )
             return
+        self._saver.record(step + 1, done.watched.losses.tolist())
         bad = done.watched.first_bad(options.max_loss)
         if bad < 0:
             return

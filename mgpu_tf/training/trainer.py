@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -63,6 +63,14 @@ from mgpu_tf.training.callbacks import Callbacks
 from mgpu_tf.training.data_errors import explained
 from mgpu_tf.training.distributed_model import BuildModel, DistributedModel
 from mgpu_tf.training.evaluator import follow
+from mgpu_tf.training.replay import (
+    FOUND,
+    Replay,
+    asked,
+    left_out_before,
+    options_of,
+    replay,
+)
 from mgpu_tf.training.totals import Totals
 
 _log = logging.getLogger("mgpu_tf")
@@ -144,7 +152,7 @@ class Trainer:
             strategy_from(strategy),
             seed=seed,
             steps_per_execution=steps_per_execution,
-            options=made_of(StepOptions, options, "Trainer"),
+            options=options_of(made_of(StepOptions, options, "Trainer")),
         )
         self._profiler = profiler or Profiler(0, 0, None)
         self._totals = Totals()
@@ -328,6 +336,11 @@ class Trainer:
             before = [remembered(callback) for callback in hooks]
             self._totals.left_out.clear()
             self._totals.slow.clear()
+            step = asked()
+            if step is not None and saving is not None:
+                self._replay(
+                    step, saving, source, validation, numbers, hooks, verbose
+                )
             if self._distributed.options.on_nan == "restore":
                 check_restores(source, saving)
             while True:
@@ -695,6 +708,41 @@ class Trainer:
                 return loop.evaluate(distributed, feed, steps, hooks)
 
         return follow(engine, saving, evaluate, numbers.epochs)
+
+    def _replay(
+        self,
+        step: int,
+        saving: SaveOptions,
+        source: data_lib.Source,
+        *arguments: Any,
+    ) -> NoReturn:
+        """Replays a step, prints the verdict and ends the process."""
+        validation, numbers, hooks, verbose = arguments
+        before = [remembered(callback) for callback in hooks]
+        left_out = left_out_before(saving.folder, step)
+
+        def training(looks: bool, source: data_lib.Source) -> Replay:
+            for callback, values in zip(hooks, before, strict=True):
+                remind(callback, values)
+            self._totals.left_out[:] = left_out
+            return Replay(
+                step,
+                looks,
+                self._distributed,
+                self._totals,
+                source,
+                validation,
+                numbers,
+                hooks,
+                verbose,
+                saving,
+                self._profiler,
+            )
+
+        blamed, reason = replay(step, saving.folder, source, training)
+        if self._distributed.is_chief:
+            print(f"replay of step {step}: {blamed or 'no fault'} ({reason})")
+        raise SystemExit(FOUND if blamed else 0)
 
     def _leave_out(
         self, batch: LeftOut, saving: SaveOptions | None

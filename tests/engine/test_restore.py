@@ -120,3 +120,162 @@ def test_the_weights_are_those_without_the_batch(
     (batch,) = trainer.left_out
     assert (batch.epoch, batch.batch, batch.step) == (1, BAD + 1, BAD + 1)
     assert batch.loss == "nan"
+
+
+def shuffled(bad_rows=(SIZE * BAD + 5,)):
+    """Returns a dataset that comes in a new order in each iteration."""
+    x, y = numbers(())
+    for row in bad_rows:
+        x[row] = np.nan
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    return dataset.shuffle(ROWS, seed=4).batch(SIZE)
+
+
+@pytest.mark.full
+def test_a_shuffled_dataset_is_read_again_in_its_orders(
+    strategies, tmp_path, float64
+):
+    # The bad row comes once in each epoch.
+    trainer = fit(strategies["mirrored_x3"], tmp_path, shuffled(), epochs=2)
+    dataset, model = shuffled(), build()
+    for _ in range(2):
+        for x, y in dataset:
+            if np.isfinite(x).all():
+                model.train_on_batch(x, y)
+    same(trainer, model)
+    assert [batch.epoch for batch in trainer.left_out] == [1, 2]
+
+
+def test_a_dataset_anew_begins_as_in_a_new_process():
+    dataset = shuffled(())
+
+    def read(dataset):
+        return [x.numpy().tolist() for x, _ in dataset]
+
+    first, second = read(dataset), read(dataset)
+    again = order.anew(dataset)
+    assert first != second
+    assert (read(again), read(again)) == (first, second)
+
+
+class Seen(keras.callbacks.Callback):
+    """Knows something from the beginning, and adds to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.losses.append(logs["loss"])
+
+
+@pytest.mark.full
+def test_runs_repeat_and_callbacks_go_back(strategies, tmp_path):
+    ends = []
+    for run in ("one", "two"):
+        seen = Seen()
+        trainer = mgpu_tf.Trainer(
+            build,
+            strategies["mirrored_x3"],
+            on_nan="restore",
+            max_restores=4,
+        )
+        history = trainer.fit(
+            *numbers((3, 7)),
+            batch_size=SIZE,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[seen],
+            checkpoint_dir=str(tmp_path / run),
+        )
+        assert seen.losses == history.history["loss"]
+        assert len(seen.losses) == 2
+        ends.append(
+            [v.tobytes() for v in trainer.model.get_weights()] + seen.losses
+        )
+        assert trainer.recovery.restarts == 4
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.full
+def test_a_run_that_is_resumed_knows_what_it_has_left_out(strategies, tmp_path):
+    strategy = strategies["one_device"]
+    first = fit(strategy, tmp_path, epochs=1)
+    then = fit(strategy, tmp_path, numbers((BAD,)), epochs=2)
+    assert [b.epoch for b in first.left_out] == [1]
+    assert [b.epoch for b in then.left_out] == [1, 2]
+    with pytest.raises(mgpu_tf.DivergedError, match="At most 2 batches"):
+        fit(strategy, tmp_path, numbers((BAD,)), epochs=3, max_restores=2)
+
+
+def test_too_many_and_too_large(strategies, tmp_path):
+    strategy = strategies["one_device"]
+    with pytest.raises(
+        mgpu_tf.DivergedError,
+        match=r"At most 1 batches.*loss nan in step 5 \(epoch 1, batch 6\), "
+        "after the batches of steps 3",
+    ):
+        fit(strategy, tmp_path / "a", numbers((2, 5)), max_restores=1)
+    x, y = numbers(())
+    y[SIZE * BAD] = 50.0
+    trainer = fit(strategy, tmp_path / "b", (x, y), max_loss=20.0)
+    assert [batch.batch for batch in trainer.left_out] == [BAD + 1]
+    with pytest.raises(
+        mgpu_tf.DivergedError, match=r"at most max_loss=20.*loss \d+.* step 7"
+    ):
+        fit(strategy, tmp_path / "c", (x, y), max_loss=20.0, on_nan="stop")
+
+
+@pytest.mark.full
+def test_a_finite_loss_whose_gradient_is_not(strategies, tmp_path, float64):
+    """The batch that breaks the weights is left out, not the one after it."""
+    x, y = numbers(())
+
+    def loss(targets, outputs):
+        # Finite everywhere; its gradient is not where the target is 9.
+        far = keras.ops.where(targets == 9, outputs * 0, outputs * 0 + 1)
+        return keras.ops.square(outputs - targets) + keras.ops.sqrt(far)
+
+    def build_it():
+        model = build()
+        model.compile("sgd", loss)
+        return model
+
+    y[SIZE * BAD] = 9
+    trainer = mgpu_tf.Trainer(
+        build_it, strategies["mirrored_x3"], on_nan="restore"
+    )
+    trainer.fit(
+        *(x, y),
+        batch_size=SIZE,
+        shuffle=False,
+        verbose=0,
+        checkpoint=mgpu_tf.SaveOptions(str(tmp_path), save_every_steps=1),
+    )
+    assert [batch.batch for batch in trainer.left_out] == [BAD + 1]
+    assert all(np.isfinite(w).all() for w in trainer.model.get_weights())
+
+
+def generator():
+    x, y = numbers()
+    for batch in range(STEPS):
+        rows = slice(SIZE * batch, SIZE * (batch + 1))
+        yield x[rows], y[rows]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"checkpoint_dir": None}, "goes back to a checkpoint"),
+        ({"data": generator}, "a generator, which can be read once"),
+    ],
+    ids=["folder", "generator"],
+)
+def test_what_cannot_go_back_is_refused(change, words, strategies, tmp_path):
+    trainer = mgpu_tf.Trainer(build, strategies["one_device"], on_nan="restore")
+    data = (change["data"](),) if "data" in change else numbers()
+    folder = change.get("checkpoint_dir", str(tmp_path))
+    with pytest.raises(mgpu_tf.ConfigurationError, match=words) as error:
+        trainer.fit(*data, checkpoint_dir=folder, verbose=0)
+    assert "\n" not in str(error.value)
