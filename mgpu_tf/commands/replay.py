@@ -8,9 +8,7 @@ from absl import flags
 
 from mgpu_tf.commands.arguments import Call
 from mgpu_tf.errors import ConfigurationError
-
-# Read by `mgpu_tf.training.replay`.
-STEP = "MGPU_TF_REPLAY"
+from mgpu_tf.launch.job import REPLAY
 
 USAGE = """mgpu-tf replay --step=N -- COMMAND
 
@@ -51,7 +49,7 @@ def run(call: Call) -> int:
             "replay needs the step to repeat. Received: no --step. Write "
             "mgpu-tf replay --step=N -- COMMAND."
         )
-    told = {**os.environ, STEP: str(call.values.step)}
+    told = {**os.environ, REPLAY: str(call.values.step)}
     try:
         os.execvpe(command[0], command, told)
     except OSError as error:

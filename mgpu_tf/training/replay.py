@@ -29,6 +29,7 @@ from mgpu_tf.checkpoints.saver import Arrays, Saver, State, read_state
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import Execution
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.launch.job import REPLAY
 from mgpu_tf.options import SaveOptions, StepOptions
 from mgpu_tf.reports.report import LeftOut
 from mgpu_tf.strategies.peers import Peers
@@ -36,8 +37,7 @@ from mgpu_tf.strategies.registry import topology_of
 from mgpu_tf.training import callbacks as callbacks_lib
 from mgpu_tf.training.loop import Training
 
-# The step to replay, as `mgpu_tf.commands.replay` tells it.
-STEP = "MGPU_TF_REPLAY"
+# The exit status of a replay that blames something.
 FOUND = 1
 
 
@@ -47,12 +47,12 @@ def asked() -> int | None:
     Raises:
         ConfigurationError: The environment has no step from 1 on.
     """
-    text = os.environ.get(STEP)
+    text = os.environ.get(REPLAY)
     if text is None:
         return None
     if not text.isdecimal() or not int(text):
         raise ConfigurationError(
-            f"{STEP} must be the number of a step, from 1. Received: {text!r}."
+            f"{REPLAY} must be the number of a step, from 1. Received: {text!r}."
         )
     return int(text)
 

@@ -6,10 +6,11 @@ import pytest
 
 import mgpu_tf
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.training import replay as replay_lib
+from mgpu_tf.launch.job import REPLAY
+from tests.tiers import tiered
 
 ROWS, SIZE = 48, 8
-STEP = 5  # Of the six steps of an epoch; the fourth has a checkpoint.
+STEP = 5  # Of the six steps of an epoch; every second has a checkpoint.
 
 
 class Logarithm(keras.layers.Layer):
@@ -48,7 +49,7 @@ class Flip(keras.callbacks.Callback):
         self._times = times
 
     def on_train_batch_end(self, batch, logs=None):
-        if batch != STEP - 2 or not self._times:
+        if batch != STEP - 1 or not self._times:
             return
         self._times.pop()
         kernel = self.model.get_layer("first").kernel
@@ -73,46 +74,55 @@ def fit(strategy, folder, data, model=None, flips=(), on_nan="ignore"):
 
 def told(monkeypatch, capsys, *arguments, step=STEP, **options):
     """Returns the status of a replay, and what it prints."""
-    monkeypatch.setenv(replay_lib.STEP, str(step))
+    monkeypatch.setenv(REPLAY, str(step))
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         fit(*arguments, **options)
-    monkeypatch.delenv(replay_lib.STEP)
+    monkeypatch.delenv(REPLAY)
     return ended.value.code, capsys.readouterr().out
 
 
-def test_data_model_and_hardware(strategies, tmp_path, monkeypatch, capsys):
-    strategy = strategies["mirrored_x3"]
-
-    def replayed(name, *arguments, **options):
-        return told(
-            *(monkeypatch, capsys, strategy, tmp_path / name),
-            *arguments,
-            **options,
-        )
-
-    good, (x, y) = numbers(), numbers()
+def test_data_at_fault(strategies, tmp_path, monkeypatch, capsys):
+    strategy, (x, y) = strategies["mirrored_x3"], numbers()
     x[SIZE * (STEP - 1) + 4] = np.inf
-    fit(strategy, tmp_path / "data", (x, y))
-    status, text = replayed("data", (x, y))
+    fit(strategy, tmp_path, (x, y))
+    files = sorted(str(path) for path in tmp_path.rglob("*"))
+    status, text = told(monkeypatch, capsys, strategy, tmp_path, (x, y))
     assert status == 1
     # Of the eight rows the second replica has 2, 3 and 4.
     assert text == (
         f"replay of step {STEP}: data (x, row 2 of replica 1, is not finite)\n"
     )
-    # A healthy run, from which the bits of a weight differ afterwards.
-    fit(strategy, tmp_path / "flip", good, flips=[1], on_nan="stop")
-    status, text = replayed("flip", good)
-    assert status == 1
-    assert f"step {STEP}: hardware (the run had loss" in text
-    status, text = replayed("flip", good, flips=[1])
-    assert f"hardware (two repeats of step {STEP} have loss" in text
-    fit(strategy, tmp_path / "good", good, on_nan="stop")
-    assert replayed("good", good) == (
-        0,
-        f"replay of step {STEP}: no fault (two repeats have the same bits, "
-        "all of them finite)\n",
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == files
+
+
+@pytest.mark.parametrize(
+    ("flips", "again", "words"),
+    tiered(
+        [
+            (1, 0, f"{STEP + 1}: hardware (the run had loss "),
+            (0, 1, f"{STEP + 1}: hardware (two repeats of step {STEP + 1} "),
+            (
+                *(0, 0),
+                f"{STEP + 1}: no fault (two repeats have the same bits, all "
+                "of them finite)\n",
+            ),
+        ],
+        [(1, 0, f"{STEP + 1}: hardware (the run had loss ")],
+    ),
+)
+def test_hardware_at_fault(
+    flips, again, words, strategies, tmp_path, monkeypatch, capsys
+):
+    strategy, data = strategies["one_device"], numbers()
+    fit(strategy, tmp_path, data, flips=[1] * flips, on_nan="stop")
+    status, text = told(
+        *(monkeypatch, capsys, strategy, tmp_path, data),
+        step=STEP + 1,
+        flips=[1] * again,
     )
+    assert text.startswith(f"replay of step {words}")
+    assert status == (1 if flips or again else 0)
 
 
 @pytest.mark.full
@@ -134,12 +144,12 @@ def test_a_replay_writes_nothing_and_needs_a_checkpoint(
     strategies, tmp_path, monkeypatch, capsys
 ):
     strategy, data = strategies["one_device"], numbers()
-    monkeypatch.setenv(replay_lib.STEP, "1")
+    monkeypatch.setenv(REPLAY, "1")
     with pytest.raises(ConfigurationError, match="of the steps: none") as error:
         fit(strategy, tmp_path / "none", data)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "none").exists()
     for wrong in ("0", "x", "-1"):
-        monkeypatch.setenv(replay_lib.STEP, wrong)
+        monkeypatch.setenv(REPLAY, wrong)
         with pytest.raises(ConfigurationError, match="number of a step"):
             fit(strategy, tmp_path / "none", data)
