@@ -52,7 +52,8 @@ def asked() -> int | None:
         return None
     if not text.isdecimal() or not int(text):
         raise ConfigurationError(
-            f"{REPLAY} must be the number of a step, from 1. Received: {text!r}."
+            f"{REPLAY} must be the number of a step, from 1. Received: "
+            f"{text!r}."
         )
     return int(text)
 
