@@ -13,7 +13,6 @@ class.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -137,7 +136,7 @@ class PreprocessedSource(BatchSource):
     def __init__(
         self, source: Source, preprocess: Preprocess, name: str
     ) -> None:
-        self._source = source
+        self._source, self._name = source, name
         # Traced once, and not again in every pass.
         self._preprocess = tf.function(preprocess)
         self.steps, self.endless = source.steps, source.endless
@@ -158,9 +157,9 @@ class PreprocessedSource(BatchSource):
 
     def anew(self) -> Source:
         """Returns the source anew, preprocessed."""
-        again = copy.copy(self)
-        again._source = self._source.anew()
-        return again
+        return PreprocessedSource(
+            self._source.anew(), self._preprocess, self._name
+        )
 
     def batches(self, index: Any) -> tf.data.Dataset:
         """Returns the batches of pass `index`, preprocessed."""

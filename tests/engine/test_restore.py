@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.data import order
+from tests.parity import cases
 from tests.tiers import tiered
 
 ROWS, SIZE = 96, 8
@@ -47,9 +48,9 @@ def alone(order):
 
 @pytest.fixture
 def float64():
-    keras.config.set_floatx("float64")
+    cases.set_floatx("float64")
     yield
-    keras.config.set_floatx("float32")
+    cases.set_floatx("float32")
 
 
 def fit(strategy, folder, data=None, epochs=1, every=4, **options):

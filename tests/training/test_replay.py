@@ -1,5 +1,7 @@
 """A replayed step: faults in data, model and hardware are told apart."""
 
+import collections
+
 import keras
 import numpy as np
 import pytest
@@ -46,7 +48,8 @@ class Flip(keras.callbacks.Callback):
 
     def __init__(self, times):
         super().__init__()
-        self._times = times
+        # A replay gives callbacks back what they were, but no deque.
+        self._times = collections.deque(times)
 
     def on_train_batch_end(self, batch, logs=None):
         if batch != STEP - 1 or not self._times:
