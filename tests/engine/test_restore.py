@@ -212,6 +212,7 @@ def test_a_run_that_is_resumed_knows_what_it_has_left_out(strategies, tmp_path):
         fit(strategy, tmp_path, numbers((BAD,)), epochs=3, max_restores=2)
 
 
+@pytest.mark.full
 def test_too_many_and_too_large(strategies, tmp_path):
     strategy = strategies["one_device"]
     with pytest.raises(

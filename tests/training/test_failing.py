@@ -7,6 +7,8 @@ import pytest
 from tests import clusters
 from tests.jobs import failing
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def two_workers(tmp_path_factory):

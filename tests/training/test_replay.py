@@ -85,6 +85,7 @@ def told(monkeypatch, capsys, *arguments, step=STEP, **options):
     return ended.value.code, capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_data_at_fault(strategies, tmp_path, monkeypatch, capsys):
     strategy, (x, y) = strategies["mirrored_x3"], numbers()
     x[SIZE * (STEP - 1) + 4] = np.inf
