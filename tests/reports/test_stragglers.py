@@ -27,6 +27,7 @@ def times(input=0.001, compute=0.05, step=0.1, best=None):
             [(1, "input"), (1, "compute")],
         ),
         # Less than half as long again, less than a fifth of a step, 5 ms.
+        ([times(compute=0.2), times(compute=0.25)], []),
         ([times(), times(compute=0.07)], []),
         ([times(), times(input=0.02)], []),
         ([times(step=0.004), times(step=0.004, input=0.005)], []),
