@@ -25,6 +25,7 @@ from mgpu_tf.commands import (
     parity,
     plan,
     ray,
+    replay,
     slurm,
     trace,
     train,
@@ -45,6 +46,7 @@ COMMANDS: dict[str, ModuleType] = {
     "plan": plan,
     "trace": trace,
     "checkpoints": checkpoints,
+    "replay": replay,
     "doctor": doctor,
     "slurm": slurm,
     "kubernetes": kubernetes,
@@ -63,6 +65,7 @@ Commands:
   plan         estimate the memory, hours and price of a training run
   trace        show what is where in each stage of a training run
   checkpoints  list, verify and prune the checkpoints of a run
+  replay       repeat a step of a run, and tell what is to blame for it
   doctor       check this machine and its cluster before a run
   slurm        print or submit a batch script for Slurm
   kubernetes   print the manifests of a job for Kubernetes

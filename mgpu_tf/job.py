@@ -176,6 +176,8 @@ def _reported(
         fused=trainer.fused,
         pipeline=None if plan is None else dataclasses.asdict(plan),
         suggested_batch_size=_suggested(trainer),
+        left_out=[dataclasses.asdict(batch) for batch in trainer.left_out],
+        slow=[dataclasses.asdict(worker) for worker in trainer.slow],
     )
     if config.output_dir is not None:
         trainer.save(os.path.join(config.output_dir, MODEL_FILE))

@@ -30,6 +30,7 @@ from mgpu_tf.names import (
     PIPELINE_SCHEDULES,
     RECOMPUTE,
     RESUME,
+    SAVE_EVERY,
     SHARDS,
     SNAPSHOT_IN,
     Devices,
@@ -194,8 +195,17 @@ class StepOptions:
     on_nan: str = option(
         "ignore",
         "What to do when the loss is no finite number. stop: end, and name "
-        "the step. ignore: go on, as Keras does.",
+        "the step. restore: go back to the last checkpoint, and leave out the "
+        "batch. ignore: go on, as Keras does.",
         ON_NAN,
+    )
+    max_restores: int = option(
+        3, "With on_nan=restore, leave out at most N batches of a run.", least=1
+    )
+    max_loss: float | None = option(
+        None,
+        "With on_nan=stop or restore, treat a step whose loss is above N like "
+        "one whose loss is no finite number.",
     )
 
     def __post_init__(self) -> None:
@@ -206,6 +216,14 @@ class StepOptions:
                 "model.compile."
             )
         check(self)
+        if self.max_loss is not None and not (
+            math.isfinite(self.max_loss) and self.on_nan != "ignore"
+        ):
+            raise ConfigurationError(
+                "max_loss must be finite, and needs on_nan='stop' or "
+                f"'restore'. Received: max_loss={self.max_loss}, "
+                f"on_nan={self.on_nan!r}."
+            )
 
     @property
     def sums_rows(self) -> bool:
@@ -363,6 +381,18 @@ class SaveOptions:
     save_every_seconds: float | None = option(
         None, "Save when N seconds have passed since the last save.", above=0.0
     )
+    save_every: str | None = option(
+        None,
+        "auto: choose how often to save from the measured cost of a save and "
+        "the rate of failures. Default: the other two options decide.",
+        SAVE_EVERY,
+    )
+    mean_hours_between_failures: float = option(
+        24.0,
+        "With save_every=auto, how often a failure is expected. The restarts "
+        "of the run correct it.",
+        above=0.0,
+    )
     keep_checkpoints: int = option(3, "Keep the N newest checkpoints.", least=1)
     resume: str = option(
         "auto",
@@ -382,11 +412,12 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.save_every_steps and self.save_every_seconds:
+        names = ("save_every", "save_every_steps", "save_every_seconds")
+        given = [name for name in names if getattr(self, name)]
+        if len(given) > 1:
             raise ConfigurationError(
-                "Give save_every_steps or save_every_seconds, not both. "
-                f"Received: {self.save_every_steps} and "
-                f"{self.save_every_seconds}."
+                f"Give {given[0]} or {given[1]}, not both. Received: "
+                f"{getattr(self, given[0])} and {getattr(self, given[1])}."
             )
         if self.checkpoint_dir is not None:
             return

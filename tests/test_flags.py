@@ -60,10 +60,14 @@ VALUES = {
     "noise_scale": True,
     "check_replicas_every": 7,
     "on_nan": "stop",
+    "max_restores": 5,
+    "max_loss": 1000.5,
     "profile": "10,5",
     "checkpoint_dir": "out=1/checkpoints",
     "save_every_steps": 20,
     "save_every_seconds": 1.5,
+    "save_every": "auto",
+    "mean_hours_between_failures": 6.5,
     "keep_checkpoints": 9,
     "snapshot_in": "memory",
     "resume": "always",
@@ -112,6 +116,7 @@ def test_value_arrives(name, value, values):
         "output_dir": "b",
         "model": "resnet",
         "base_batch": 8,
+        "on_nan": "stop",
     }
     chosen = others | {name: value}
     arguments = [f"--{name}={value}" for name, value in chosen.items()]
@@ -122,7 +127,8 @@ def test_value_arrives(name, value, values):
 
 def test_all_at_once(values):
     chosen = VALUES | {"strategy": "parameter_server"}
-    del chosen["devices"], chosen["save_every_seconds"], chosen["profile"]
+    del chosen["devices"], chosen["profile"]
+    del chosen["save_every_seconds"], chosen["save_every"]
     arguments = [f"--{name}={value}" for name, value in chosen.items()]
     assert parsed(values, *arguments) == RunConfig(**chosen)
 

@@ -69,7 +69,9 @@ LIGHT_ROOMS = {
 # The light modules of other rooms.
 LIGHT_MODULES = {
     "mgpu_tf.checkpoints",
+    "mgpu_tf.checkpoints.interval",
     "mgpu_tf.checkpoints.recovery",
+    "mgpu_tf.checkpoints.step_losses",
     "mgpu_tf.checkpoints.store",
     "mgpu_tf.reports",
     "mgpu_tf.reports.figures",
@@ -78,6 +80,7 @@ LIGHT_MODULES = {
     "mgpu_tf.reports.pipeline_trace",
     "mgpu_tf.reports.report",
     "mgpu_tf.reports.scaling",
+    "mgpu_tf.reports.stragglers",
     "mgpu_tf.reports.terminal",
     "mgpu_tf.reports.trace_html",
     "mgpu_tf.runtime",

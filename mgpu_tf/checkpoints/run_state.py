@@ -29,6 +29,7 @@ from mgpu_tf.engine.base import NO_VOTES, Engine, Logs, Votes
 from mgpu_tf.engine.snapshot import Stored
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Piece
+from mgpu_tf.reports.report import LeftOut
 from mgpu_tf.runtime import determinism
 
 _log = logging.getLogger("mgpu_tf")
@@ -79,6 +80,8 @@ class Position:
         votes: What workers asked for in the last execution.
         finished: The steps of each epoch since the run began.
         last_logs: The logs of the last of them.
+        left_out: The batches that are read and not trained on. They count
+            as steps of their epochs here.
     """
 
     epoch: int = 0
@@ -89,6 +92,24 @@ class Position:
     votes: Votes = NO_VOTES
     finished: list[int] = dataclasses.field(default_factory=list)
     last_logs: Logs = dataclasses.field(default_factory=dict)
+    left_out: list[LeftOut] = dataclasses.field(default_factory=list)
+
+    @property
+    def left_out_here(self) -> list[int]:
+        """The steps of this epoch that are left out, from the position on."""
+        return [step for step in self._left_out() if step >= self.step]
+
+    @property
+    def trained(self) -> int:
+        """The steps of this epoch that were done, without those left out."""
+        return self.step - sum(step < self.step for step in self._left_out())
+
+    def _left_out(self) -> list[int]:
+        return sorted(
+            batch.batch - 1
+            for batch in self.left_out
+            if batch.epoch == self.epoch + 1
+        )
 
 
 class Counts(Protocol):
@@ -167,6 +188,9 @@ class RunState:
         position = dict(state["position"])
         for name in ("logs", "last_logs"):
             position[name] = decode(position[name])
+        position["left_out"] = [
+            LeftOut(**batch) for batch in position.get("left_out", ())
+        ]
         self.position = Position(**position)
         self.first_epoch = state["first_epoch"]
         self.stopped = state["stopped"]
@@ -238,7 +262,18 @@ class RunState:
             votes=at.votes,
             finished=[*at.finished, at.step],
             last_logs=logs,
+            left_out=at.left_out,
         )
+
+    def leave_out(self, batches: Sequence[LeftOut]) -> list[LeftOut]:
+        """Leaves out batches besides those that the checkpoint names.
+
+        Returns:
+            All that are left out.
+        """
+        known = self.position.left_out
+        known += [batch for batch in batches if batch not in known]
+        return list(known)
 
     def capture(self) -> tuple[int, State, Iterator[Piece]]:
         """Returns the state at this moment.
@@ -259,6 +294,7 @@ class RunState:
                 "logs": encode(_plain(position.logs)),
                 "finished": list(position.finished),
                 "last_logs": encode(_plain(position.last_logs)),
+                "left_out": [vars(batch).copy() for batch in position.left_out],
             },
             "first_epoch": self.first_epoch,
             "data": self._data,

@@ -17,10 +17,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import step_losses, store
+from mgpu_tf.checkpoints.interval import Interval
 from mgpu_tf.checkpoints.recovery import Owner, Progress, Recovery, not_seen
 from mgpu_tf.checkpoints.writer import (
     Variables,
@@ -84,6 +85,12 @@ class Saver:
             Preempted: The workers were told to end, and have saved.
         """
 
+    def begin(self) -> None:
+        """Saves the beginning of a run that has no checkpoint."""
+
+    def record(self, first: int, losses: Sequence[float]) -> None:
+        """Keeps the losses of steps, the first of which has this number."""
+
     def finish(self) -> None:
         """Saves the end of the run, and waits until it is on the disk.
 
@@ -132,6 +139,7 @@ class CheckpointSaver(Saver):
         self._failed: Exception | None = None
         self._owner = Owner(options.folder)
         self._last_save = time.monotonic()
+        self._interval = Interval(options.mean_hours_between_failures)
         self._due_at = math.inf
         self._saved = False
         self._preempted = False
@@ -279,7 +287,7 @@ class CheckpointSaver(Saver):
 
     def votes(self) -> Votes:
         """Returns what this worker asks for."""
-        every = self._options.save_every_seconds
+        every = self._every_seconds()
         due = (
             every is not None
             and self._is_chief
@@ -287,6 +295,25 @@ class CheckpointSaver(Saver):
             and not self._writing
         )
         return Votes(save=due, end=self._preempted)
+
+    def _every_seconds(self) -> float | None:
+        """Returns the seconds from a save to the next; None for no limit."""
+        if self._options.save_every is None:
+            return self._options.save_every_seconds
+        hours = self._meter.goodput().wall_seconds / 3600
+        return self._interval.seconds(hours, self.recovery.restarts)
+
+    def begin(self) -> None:
+        """Saves the beginning of a run that has no checkpoint."""
+        if not self._saved:
+            self._save()
+
+    def record(self, first: int, losses: Sequence[float]) -> None:
+        """Keeps the losses of steps, for a replay."""
+        if self._is_chief:
+            # The run does not need them.
+            with contextlib.suppress(OSError):
+                step_losses.write(self._options.folder, first, losses)
 
     def boundary(
         self, step: int, votes: Votes, *, epoch_ends: bool = False
@@ -300,6 +327,7 @@ class CheckpointSaver(Saver):
         by_epoch = (
             options.save_every_steps is None
             and options.save_every_seconds is None
+            and options.save_every is None
         )
         due = votes.save or votes.end
         # Later where an update of several steps had to end first.
@@ -347,11 +375,13 @@ class CheckpointSaver(Saver):
 
     def _save(self) -> None:
         """Takes the state, and has it brought to the disk in the background."""
+        began = time.perf_counter()
         with self._meter.phase("save"), heartbeat.at(heartbeat.SAVE):
             if self._thread is not None:
                 self._thread.join()
             step, state, pieces = self._capture()
             self._writer.begin(step, pieces)
+        self._interval.note(time.perf_counter() - began)
         if self._is_chief:
             state["saved_at"] = time.time()
             state["goodput"] = dataclasses.asdict(self._meter.goodput())

@@ -12,7 +12,7 @@ from absl import flags
 from mgpu_tf import flags as run_flags
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.launch import local
-from mgpu_tf.launch.job import GRACE_SECONDS
+from mgpu_tf.launch.job import GRACE_SECONDS, REPLAY
 from mgpu_tf.launch.policy import RestartPolicy
 from mgpu_tf.options import WatchOptions
 
@@ -139,12 +139,13 @@ def supervision(
     values: flags.FlagValues, *, asynchronous: bool
 ) -> dict[str, Any]:
     """Returns the arguments of `local.launch` from these flags."""
+    again = REPLAY not in os.environ  # A replay is not started again.
     return {
         "grace_seconds": values.grace_seconds,
         "watch": run_flags.options(WatchOptions, values),
         "policy": RestartPolicy(
-            max_restarts=values.max_restarts,
-            min_workers=values.min_workers,
+            max_restarts=values.max_restarts if again else 0,
+            min_workers=values.min_workers if again else None,
             backoff_seconds=values.backoff_seconds,
             unit="task" if asynchronous else "job",
         ),

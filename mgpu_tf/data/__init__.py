@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.data.arrays import ArraySource, split_arrays
-from mgpu_tf.data.feed import Feed, distribute, next_batch
+from mgpu_tf.data.feed import Feed, distribute, drop, next_batch
 from mgpu_tf.data.indexed import RandomAccessSource
 from mgpu_tf.data.python import GeneratorSource, PyDatasetSource
 from mgpu_tf.data.sources import (
@@ -56,6 +56,7 @@ __all__ = [
     "arrays_of",
     "as_source",
     "distribute",
+    "drop",
     "is_task",
     "kept_order",
     "next_batch",

@@ -236,26 +236,42 @@ class Feed:
         self.resume(finished, 0)
 
     def _read(self, iterator: Any, steps: int) -> None:
-        """Reads global batches as training does, and drops them."""
-
-        def one(done: tf.Tensor) -> list[tf.Tensor]:
-            next_batch(iterator, self.source, self._strategy)
-            return [done + 1]
-
-        @tf.function(autograph=False)
-        def read(steps: tf.Tensor) -> tf.Tensor:
-            zero = tf.constant(0, tf.int64)
-            return tf.while_loop(
-                lambda done: done < steps, one, [zero], parallel_iterations=1
-            )
-
-        if steps:
-            read(tf.constant(steps, tf.int64))
+        drop(iterator, self.source, self._strategy, steps)
 
     def restart(self) -> None:
         """Forgets where an epoch that was cut short has stopped."""
         if self.source.repeats:
             self._iterator = None
+
+
+def drop(
+    iterator: Any,
+    source: Source,
+    strategy: tf.distribute.Strategy,
+    steps: int,
+) -> None:
+    """Reads global batches as training does, and drops them.
+
+    Args:
+        iterator: Of a dataset from `distribute`.
+        source: What was distributed.
+        strategy: Who reads it.
+        steps: The number of batches.
+    """
+
+    def one(done: tf.Tensor) -> list[tf.Tensor]:
+        next_batch(iterator, source, strategy)
+        return [done + 1]
+
+    @tf.function(autograph=False)
+    def read(steps: tf.Tensor) -> tf.Tensor:
+        zero = tf.constant(0, tf.int64)
+        return tf.while_loop(
+            lambda done: done < steps, one, [zero], parallel_iterations=1
+        )
+
+    if steps:
+        read(tf.constant(steps, tf.int64))
 
 
 def ended(source: Source) -> tuple[Any, tf.Tensor, tf.Tensor]:

@@ -48,6 +48,30 @@ def serialized(dataset: tf.data.Dataset) -> tf.Tensor:
     )
 
 
+def anew(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset whose first iteration is that of a new process.
+
+    The iterations of a shuffled dataset share a generator of seeds, which
+    goes on from one to the next. The copy has generators of its own.
+
+    Args:
+        dataset: Any dataset, read or not.
+
+    Raises:
+        tf.errors.OpError: TensorFlow cannot serialize its graph.
+    """
+    text = serialized(dataset).numpy()
+    graph = tf.compat.v1.GraphDef.FromString(text)
+    for node in graph.node:
+        handles = node.attr["value"].tensor.resource_handle_val
+        if any("SeedGenerator" in handle.name for handle in handles):
+            name = node.name
+            node.Clear()
+            node.name, node.op = name, "DummySeedGenerator"
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+    return tf.data.experimental.from_variant(variant, dataset.element_spec)
+
+
 def order_of(dataset: tf.data.Dataset) -> Order:
     """Reads the order of a dataset from its graph.
 

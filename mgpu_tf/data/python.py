@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from mgpu_tf.cluster import heartbeat
 from mgpu_tf.data import structures
-from mgpu_tf.data.sources import BatchSource
+from mgpu_tf.data.sources import BatchSource, Source
 from mgpu_tf.errors import ConfigurationError
 
 # Batches that tell which dimensions vary, such as padded lengths.
@@ -64,6 +64,22 @@ class PyDatasetSource(BatchSource):
         """Returns a hash of the targets of the first batch."""
         return self._fingerprint
 
+    @property
+    def kind(self) -> str:
+        """Returns in words what the data is."""
+        return (
+            f"{type(self._dataset).__name__}, a PyDataset that changes at the "
+            "end of a pass"
+        )
+
+    def anew(self) -> Source:
+        """Returns itself, if no pass changes the batches of the next."""
+        own, base = type(self._dataset), keras.utils.PyDataset
+        hooks = ("on_epoch_begin", "on_epoch_end")
+        if all(getattr(own, name) is getattr(base, name) for name in hooks):
+            return self
+        return super().anew()
+
     def _batches(self, index: Any) -> Iterator[Any]:
         dataset = self._dataset
         dataset.on_epoch_begin()
@@ -109,6 +125,11 @@ class GeneratorSource(BatchSource):
         self._spec = _common_spec(peeked)
         self._fingerprint = structures.targets_digest(peeked[0])
         self._rest = itertools.chain(peeked, map(_batch, iterator))
+
+    @property
+    def kind(self) -> str:
+        """Returns in words what the data is."""
+        return "a generator"
 
     def batches(self, index: Any) -> tf.data.Dataset:
         """Returns what is left of the iterator."""

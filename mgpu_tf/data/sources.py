@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from google.protobuf import message
 
 from mgpu_tf.data import structures
-from mgpu_tf.data.order import Order, order_of
+from mgpu_tf.data.order import Order, anew, order_of
 from mgpu_tf.data.structures import batch_size, whole
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.registry import topology_of
@@ -106,6 +107,25 @@ class Source(abc.ABC):
     def unrepeatable(self) -> str:
         """Returns why the order differs between processes; "" if not."""
         return ""
+
+    def anew(self) -> Source:
+        """Returns the same data, to be read again from its beginning.
+
+        Raises:
+            ConfigurationError: This process cannot read it again.
+        """
+        if self.seekable:
+            return self
+        raise ConfigurationError(
+            "on_nan='restore' reads data again from its beginning. Received: "
+            f"{self.kind}, which can be read once in a process. Pass arrays, "
+            "a RandomAccess or a tf.data.Dataset, or use on_nan='stop'."
+        )
+
+    @property
+    def kind(self) -> str:
+        """Returns in words what the data is."""
+        return "data of this kind"
 
     def rows(self) -> Rows | None:
         """Returns the arrays if batches are rows of arrays, else None."""
@@ -208,6 +228,18 @@ class DatasetSource(BatchSource):
         """Returns why the order differs between processes; "" if not."""
         return self.order.unrepeatable
 
+    def anew(self) -> Source:
+        """Returns the same dataset, its orders at their beginning."""
+        try:
+            return DatasetSource(anew(self._dataset))
+        except (tf.errors.OpError, message.DecodeError) as error:
+            raise ConfigurationError(
+                "on_nan='restore' reads data again from its beginning. "
+                "Received: a tf.data.Dataset whose graph TensorFlow cannot "
+                f"write ({type(error).__name__}). Pass arrays or a "
+                "RandomAccess, or use on_nan='stop'."
+            ) from None
+
     @functools.cached_property
     def order(self) -> Order:
         """Returns the order of the elements."""
@@ -236,7 +268,7 @@ class FunctionSource(BatchSource):
                 f"balance={str(balance)!r}. Leave balance out, or give a "
                 "dataset of global batches."
             )
-        self._dataset_fn = dataset_fn
+        self._dataset_fn, self._strategy = dataset_fn, strategy
         self._dataset = dataset_fn(topology_of(strategy).input_context())
         if not isinstance(self._dataset, tf.data.Dataset):
             raise ConfigurationError(
@@ -269,6 +301,10 @@ class FunctionSource(BatchSource):
     def example(self) -> Any:
         """Returns the spec of a batch."""
         return self._spec
+
+    def anew(self) -> Source:
+        """Returns what the function returns when it is called again."""
+        return FunctionSource(self._dataset_fn, self._strategy)
 
     def fingerprint(self) -> str:
         """Returns a constant: each worker has its own data."""
@@ -337,6 +373,10 @@ class MappedSource(Source):
     def unrepeatable(self) -> str:
         """Returns that of the source."""
         return self._source.unrepeatable
+
+    def anew(self) -> Source:
+        """Returns the source anew, mapped."""
+        return MappedSource(self._source.anew(), self._function)
 
     def length(self) -> str:
         """Returns that of the source."""

@@ -136,7 +136,7 @@ class PreprocessedSource(BatchSource):
     def __init__(
         self, source: Source, preprocess: Preprocess, name: str
     ) -> None:
-        self._source = source
+        self._source, self._name = source, name
         # Traced once, and not again in every pass.
         self._preprocess = tf.function(preprocess)
         self.steps, self.endless = source.steps, source.endless
@@ -154,6 +154,12 @@ class PreprocessedSource(BatchSource):
             ) from error
         structures.check_batched(spec)
         self._spec = structures.specs_of_elements(spec)
+
+    def anew(self) -> Source:
+        """Returns the source anew, preprocessed."""
+        return PreprocessedSource(
+            self._source.anew(), self._preprocess, self._name
+        )
 
     def batches(self, index: Any) -> tf.data.Dataset:
         """Returns the batches of pass `index`, preprocessed."""

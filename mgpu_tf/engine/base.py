@@ -22,6 +22,7 @@ from mgpu_tf.data import Source
 from mgpu_tf.engine import building, keras_internals
 from mgpu_tf.engine.kernels import Kernels
 from mgpu_tf.engine.snapshot import Snapshot, Variables
+from mgpu_tf.engine.step_watch import Watched
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_plan import PipelinePlan
@@ -60,11 +61,11 @@ class Execution:
         input_seconds: What this worker waited for data, where the engine
             can tell.
         traced: Whether the call traced or compiled, where it can tell.
-        bad_step: Index among its steps of the first after which the loss of
-            a replica of this worker was no finite number; -1 for none, or
-            where nobody asked.
+        watched: What was seen of each step; None where nobody asked.
         computing_seconds: What this worker took for the gradients of its own
-            rows, where shares are measured.
+            rows, where there are several workers or shares are measured.
+        sections: What this worker took in a step to get its rows, and to
+            compute their gradients, in seconds. None with one worker.
     """
 
     steps: int
@@ -74,8 +75,9 @@ class Execution:
     votes: Votes = NO_VOTES
     input_seconds: float = 0.0
     traced: bool = False
-    bad_step: int = -1
+    watched: Watched | None = None
     computing_seconds: float = 0.0
+    sections: tuple[float, float] | None = None
 
 
 class UnevenData(ConfigurationError):

@@ -23,6 +23,8 @@ from mgpu_tf.options import WatchOptions
 
 # Tells a process how often its job was started again.
 RESTARTS = "MGPU_TF_RESTARTS"
+# The step that a task replays, in place of its training.
+REPLAY = "MGPU_TF_REPLAY"
 
 EVALUATOR = "evaluator 0"
 STARTUP_SECONDS = 300.0

@@ -35,6 +35,13 @@ removed:
                         other_seconds
     fused               how many layers and optimizers ran as fused
                         operations, by class
+    left_out            the batches that on_nan="restore" has left out: epoch
+                        and batch (both from 1), step (the global step that it
+                        would have been), loss (a text such as "nan")
+    slow                the workers that were slower than the others: worker,
+                        section ("input" or "compute"), epoch (from 1), and
+                        the seconds in a step: seconds, others (the median of
+                        the others), best (in the worker's best epoch)
     pipeline            the stages of a pipeline: stages (the first layer of
                         each), parameters, micro_batches, schedule, bubble
                         (the part of the time without work) and live (the
@@ -82,6 +89,23 @@ class EpochReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """A batch that a run has left out.
+
+    Attributes:
+        epoch: Number of the epoch, from 1.
+        batch: Number of the batch in the epoch, from 1.
+        step: The global step that it would have been.
+        loss: The loss that it had, such as "nan".
+    """
+
+    epoch: int
+    batch: int
+    step: int
+    loss: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """The report of a run, with the fields of `report.json`."""
 
@@ -103,6 +127,8 @@ class Report:
     fused: dict[str, int] = dataclasses.field(default_factory=dict)
     suggested_batch_size: int | None = None
     pipeline: dict[str, Any] | None = None
+    left_out: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    slow: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def write(self, folder: str) -> str:
         """Writes `report.json`, whole or not at all.

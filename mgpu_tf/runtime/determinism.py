@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping
 
 import tensorflow as tf
@@ -63,6 +64,25 @@ def seconds() -> tf.Tensor:
     TensorFlow's deterministic operations cannot read a clock.
     """
     return tf.zeros([], tf.float64) if is_enabled() else tf.timestamp()
+
+
+def sampled_seconds(is_sampled: tf.Tensor) -> tf.Tensor:
+    """Returns the time in a graph, also if operations must repeat.
+
+    Python reads the clock then, which takes longer.
+
+    Args:
+        is_sampled: Whether to read the clock if operations must repeat. The
+            result is 0 otherwise.
+    """
+    if not is_enabled():
+        return tf.timestamp()
+    read = tf.cond(
+        is_sampled,
+        lambda: tf.numpy_function(lambda: time.time(), [], tf.float64),
+        lambda: tf.zeros([], tf.float64),
+    )
+    return tf.ensure_shape(read, [])
 
 
 def threads() -> dict[str, int]:

@@ -154,6 +154,21 @@ def check_repeats(numbers: FitNumbers, source: data_lib.Source) -> None:
     )
 
 
+def check_restores(source: data_lib.Source, saving: SaveOptions | None) -> None:
+    """Refuses a run that could not go back to a checkpoint.
+
+    Args:
+        source: The data.
+        saving: Where the run saves; None if it does not.
+    """
+    if saving is None:
+        raise ConfigurationError(
+            "on_nan='restore' goes back to a checkpoint. Received: no "
+            "checkpoint_dir. Pass one to fit()."
+        )
+    source.anew()
+
+
 def check_steps_per_execution(value: int | str) -> None:
     """Refuses what is no number of steps."""
     if value == "auto" or (is_integer(value) and int(value) >= 1):

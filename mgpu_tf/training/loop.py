@@ -33,8 +33,10 @@ from mgpu_tf.engine.base import DataFeed, Execution, Logs, UnevenData
 from mgpu_tf.errors import ConfigurationError, DivergedError
 from mgpu_tf.options import SaveOptions
 from mgpu_tf.reports.profiling import Profiler
+from mgpu_tf.reports.report import LeftOut
+from mgpu_tf.reports.stragglers import SectionTimes, slow_workers
 from mgpu_tf.runtime.determinism import enable_determinism
-from mgpu_tf.strategies.registry import lost_workers
+from mgpu_tf.strategies.registry import kind_of, lost_workers
 from mgpu_tf.strategies.topology import balance_of
 from mgpu_tf.training import callbacks as callbacks_lib
 from mgpu_tf.training.call_arguments import (
@@ -50,6 +52,18 @@ from mgpu_tf.training.pace import Pace
 from mgpu_tf.training.totals import Totals
 
 _log = logging.getLogger("mgpu_tf")
+
+
+class BadStep(Exception):
+    """A step whose batch is to be left out; the same on all workers.
+
+    Attributes:
+        batch: Which one it was.
+    """
+
+    def __init__(self, batch: LeftOut) -> None:
+        super().__init__(str(batch))
+        self.batch = batch
 
 
 class Training:
@@ -103,6 +117,7 @@ class Training:
         self._numbers = numbers
         self._profiler = profiler
         self._checked = -1
+        self._times = SectionTimes()
         self._engine = engine = distributed.prepare_training(source)
         self._run = RunState(
             totals,
@@ -117,12 +132,22 @@ class Training:
         self._pace = distributed.pace(callbacks, exact=saving is not None)
         self._stops_together = peers.any(bool(callbacks))
         self._hooks = distributed.hooks(
-            callbacks + callbacks_lib.histograms(callbacks, engine.staleness),
+            self._watched_by(callbacks)
+            + callbacks_lib.histograms(callbacks, engine.staleness),
             verbose,
             numbers.epochs,
             numbers.steps_per_epoch or source.steps,
             training=True,
         )
+
+    def _watched_by(
+        self, callbacks: list[keras.callbacks.Callback]
+    ) -> list[keras.callbacks.Callback]:
+        """Returns the callbacks that are called."""
+        return callbacks
+
+    def _begins(self, step: int) -> None:
+        """Is called before an execution, with the steps done so far."""
 
     def run(self) -> keras.callbacks.History:
         """Trains to the end.
@@ -131,10 +156,14 @@ class Training:
             Keras's `History`; of the whole run where it was resumed.
         """
         numbers, run, hooks = self._numbers, self._run, self._hooks
+        totals = self._totals
         run.load(self._saver.find())
+        totals.left_out[:] = run.leave_out(totals.left_out)
         self._model.stop_training = False
         hooks.on_train_begin()
         run.begin(keras_internals.take_restored_epoch(self._model))
+        if self._distributed.options.on_nan == "restore":
+            self._saver.begin()
         feed = self._engine.feed(
             self._source,
             run.first_epoch,
@@ -212,7 +241,20 @@ class Training:
                 )
             logs |= {f"val_{name}": v for name, v in scores.items()}
         self._totals.records.append(dataclasses.replace(record, logs=logs))
+        self._look_for_slow(epoch)
         hooks.on_epoch_end(epoch, logs)
+
+    def _look_for_slow(self, epoch: int) -> None:
+        """Names workers that are slower than the others, each once."""
+        peers, known = self._distributed.peers, self._totals.slow
+        if peers.alone or not kind_of(self._distributed.strategy).in_step:
+            return
+        named = {(slow.worker, slow.section) for slow in known}
+        for slow in slow_workers(peers.of_all(self._times.epoch()), epoch + 1):
+            if (slow.worker, slow.section) not in named:
+                known.append(slow)
+                if self._distributed.is_chief:
+                    _log.warning("%s", slow)
 
     def _ends_epoch(self) -> bool:
         """Saves where it is time to; returns whether the training ends."""
@@ -253,6 +295,7 @@ class Training:
 
         def train(wanted: int) -> Execution:
             step = self._totals.global_step
+            self._begins(step)
             votes = self._saver.votes()
             left = wanted if limit is None else limit - at.step
             ahead = self._saver.room(step, left)
@@ -270,12 +313,15 @@ class Training:
                 step + done.steps, done.steps, done.input_seconds
             )
             self._check_loss(done)
+            passed = time.perf_counter() - started
             self._totals.meter.execution(
-                time.perf_counter() - started,
+                passed,
                 done.steps,
                 done.input_seconds,
                 done.traced,
             )
+            if done.sections is not None and not done.traced:
+                self._times.note(done.sections, passed / done.steps)
             return self._count(done)
 
         def room(wanted: int) -> int:
@@ -283,7 +329,15 @@ class Training:
             every = self._distributed.options.check_replicas_every
             if every is not None:
                 wanted = min(wanted, every - step % every)
+            for bad in at.left_out_here[:1]:
+                wanted = min(wanted, bad - at.step)
             return self._profiler.room(step, self._saver.room(step, wanted))
+
+        def leave_out() -> None:
+            while at.step in at.left_out_here:
+                strategy = self._distributed.strategy
+                data_lib.drop(iterator, source, strategy, 1)
+                at.step += 1
 
         def between() -> None:
             self._check_replicas()
@@ -299,6 +353,7 @@ class Training:
             self._stopped,
             room,
             between,
+            leave_out,
         )
         rest = self._count(engine.finish(iterator))
         self._check_replicas()
@@ -307,7 +362,7 @@ class Training:
         if not at.step:
             raise ConfigurationError(NO_BATCH)
         return EpochRecord(
-            at.epoch, at.step, at.examples, at.seconds, at.logs | rest.logs
+            at.epoch, at.trained, at.examples, at.seconds, at.logs | rest.logs
         )
 
     def _check_replicas(self) -> None:
@@ -324,27 +379,39 @@ class Training:
             self._engine.check_replicas(step)
 
     def _check_loss(self, done: Execution) -> None:
-        """Ends the training where the loss is no finite number, if asked to.
+        """Ends the training at a loss that is not finite, if asked to.
 
         Raises:
-            DivergedError: It is not finite.
+            DivergedError: It is not finite, or above a bound.
+            BadStep: The same, where the batch is to be left out.
         """
-        loss = done.logs.get("loss", 0.0)
-        if self._distributed.options.on_nan == "ignore" or np.isfinite(loss):
+        options = self._distributed.options
+        if options.on_nan == "ignore":
             return
+        step, loss = self._totals.global_step, done.logs.get("loss", 0.0)
+        if done.watched is None:
+            if not np.isfinite(loss):
+                raise _diverged(
+                    f"loss {loss} in steps {step + 1} to {step + done.steps}"
+                )
+            return
+        self._saver.record(step + 1, done.watched.losses.tolist())
+        bad = done.watched.first_bad(options.max_loss)
+        if bad < 0:
+            return
+        step, loss = step + bad + 1, done.watched.losses[bad]
+        if options.on_nan == "restore":
+            at = self._run.position
+            batch = at.step + bad + 1
+            raise BadStep(LeftOut(at.epoch + 1, batch, step, f"{loss:.6g}"))
+        if np.isfinite(loss):
+            raise _diverged(f"loss {loss:.6g} in step {step}", options.max_loss)
         # It is the same loss on all workers, which all come here.
-        found = self._distributed.peers.of_all(done.bad_step)
-        bad = [(place, k) for k, place in enumerate(found) if place >= 0]
-        step = self._totals.global_step
-        where = f"in steps {step + 1} to {step + done.steps}"
-        if bad:
-            place, worker = min(bad)
-            where = f"since step {step + place + 1}, first on worker {worker}"
-        raise DivergedError(
-            f"The loss must stay finite. Received: loss {loss} {where}. Lower "
-            "the learning rate, or look for values in the data that are not "
-            "finite."
-        )
+        found = self._distributed.peers.of_all(done.watched.first_bad_here())
+        where = f"since step {step}"
+        if bad in found:
+            where += f", first on worker {found.index(bad)}"
+        raise _diverged(f"loss {loss} {where}")
 
     def _count(self, execution: Execution) -> Execution:
         self._totals.global_step += execution.steps
@@ -360,6 +427,14 @@ class Training:
                 model.stop_training
             )
         return bool(model.stop_training)
+
+
+def _diverged(received: str, bound: float | None = None) -> DivergedError:
+    least = "finite" if bound is None else f"at most max_loss={bound:g}"
+    return DivergedError(
+        f"The loss must stay {least}. Received: {received}. Lower the "
+        "learning rate, or look for values in the data that are not finite."
+    )
 
 
 def evaluate(
@@ -476,6 +551,7 @@ def run_steps(
     stopped: Callable[[], bool],
     room: Callable[[int], int] = lambda wanted: wanted,
     between: Callable[[], None] = lambda: None,
+    leave_out: Callable[[], None] = lambda: None,
 ) -> None:
     """Executes up to `limit` steps, or until the data ends.
 
@@ -490,9 +566,14 @@ def run_steps(
         room: Returns how many of the wanted steps may come next.
         between: Called between two executions, and so not after the last,
             which may have more to do before all is in order.
+        leave_out: Called before an execution; moves past batches that are
+            left out.
     """
     while limit is None or at.step < limit:
         started = time.perf_counter()
+        leave_out()
+        if at.step == limit:
+            break
         wanted = room(pace.steps)
         if limit is not None:
             wanted = min(wanted, limit - at.step)

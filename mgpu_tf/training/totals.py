@@ -10,6 +10,8 @@ import dataclasses
 from mgpu_tf.checkpoints.run_state import EpochRecord
 from mgpu_tf.checkpoints.saver import Saver
 from mgpu_tf.reports.goodput import Meter
+from mgpu_tf.reports.report import LeftOut
+from mgpu_tf.reports.stragglers import Slow
 
 
 @dataclasses.dataclass
@@ -22,6 +24,8 @@ class Totals:
         records: One `EpochRecord` for each epoch trained.
         saver: What saved in the last `fit`.
         meter: Where the time of the run went.
+        left_out: The batches that the last `fit` has left out.
+        slow: The workers that the last `fit` has found slow.
     """
 
     global_step: int = 0
@@ -29,3 +33,5 @@ class Totals:
     records: list[EpochRecord] = dataclasses.field(default_factory=list)
     saver: Saver = dataclasses.field(default_factory=Saver)
     meter: Meter = dataclasses.field(default_factory=Meter)
+    left_out: list[LeftOut] = dataclasses.field(default_factory=list)
+    slow: list[Slow] = dataclasses.field(default_factory=list)

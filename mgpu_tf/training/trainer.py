@@ -16,19 +16,20 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
 
 from mgpu_tf import data as data_lib
+from mgpu_tf.checkpoints.callback_state import remembered, remind
 from mgpu_tf.checkpoints.recovery import Recovery
 from mgpu_tf.checkpoints.run_state import EpochRecord
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import Logs
 from mgpu_tf.engine.storage import memory_of
 from mgpu_tf.engine.traced import excerpts
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, DivergedError
 from mgpu_tf.fields import made_of
 from mgpu_tf.folders import write_whole
 from mgpu_tf.options import SaveOptions, StepOptions
@@ -42,6 +43,8 @@ from mgpu_tf.reports.pipeline_trace import (
     share_of,
 )
 from mgpu_tf.reports.profiling import Profiler
+from mgpu_tf.reports.report import LeftOut
+from mgpu_tf.reports.stragglers import Slow
 from mgpu_tf.strategies.registry import kind_of, strategy_from
 from mgpu_tf.training import callbacks as callbacks_lib
 from mgpu_tf.training import loop
@@ -51,6 +54,7 @@ from mgpu_tf.training.call_arguments import (
     check_build_model,
     check_finite,
     check_repeats,
+    check_restores,
     check_steps_per_execution,
     saving_of,
     split_validation,
@@ -59,6 +63,14 @@ from mgpu_tf.training.callbacks import Callbacks
 from mgpu_tf.training.data_errors import explained
 from mgpu_tf.training.distributed_model import BuildModel, DistributedModel
 from mgpu_tf.training.evaluator import follow
+from mgpu_tf.training.replay import (
+    FOUND,
+    Replay,
+    asked,
+    left_out_before,
+    options_of,
+    replay,
+)
 from mgpu_tf.training.totals import Totals
 
 _log = logging.getLogger("mgpu_tf")
@@ -111,7 +123,12 @@ class Trainer:
             check_replicas_every: After every N steps, check that all replicas
                 hold the same weights and optimizer state, bit for bit.
             on_nan: "stop" ends `fit` with the step at which the loss was no
-                finite number first. "ignore" goes on, as Keras does.
+                finite number first. "restore" goes back to the last
+                checkpoint and leaves out the batch of the step. "ignore" goes
+                on, as Keras does.
+            max_restores: The number of batches that "restore" may leave out.
+            max_loss: With "stop" and "restore", treat a step whose loss is
+                above this number like one whose loss is no finite number.
 
     Raises:
         ConfigurationError: `build_model` does not return a compiled model that
@@ -135,7 +152,7 @@ class Trainer:
             strategy_from(strategy),
             seed=seed,
             steps_per_execution=steps_per_execution,
-            options=made_of(StepOptions, options, "Trainer"),
+            options=options_of(made_of(StepOptions, options, "Trainer")),
         )
         self._profiler = profiler or Profiler(0, 0, None)
         self._totals = Totals()
@@ -186,6 +203,16 @@ class Trainer:
     def recovery(self) -> Recovery:
         """Returns the cost of failures in the last `fit`, over restarts."""
         return self._totals.saver.recovery
+
+    @property
+    def left_out(self) -> list[LeftOut]:
+        """Returns the batches that `on_nan="restore"` has left out."""
+        return self._totals.left_out
+
+    @property
+    def slow(self) -> list[Slow]:
+        """Returns the workers that were found slow in the last `fit`."""
+        return self._totals.slow
 
     @property
     def goodput(self) -> Goodput:
@@ -305,6 +332,17 @@ class Trainer:
                 )
             if not kind_of(self.strategy).trains:
                 return self._follow(source, validation, numbers, saving)
+            hooks = callbacks_lib.as_list(callbacks)
+            before = [remembered(callback) for callback in hooks]
+            self._totals.left_out.clear()
+            self._totals.slow.clear()
+            step = asked()
+            if step is not None and saving is not None:
+                self._replay(
+                    step, saving, source, validation, numbers, hooks, verbose
+                )
+            if self._distributed.options.on_nan == "restore":
+                check_restores(source, saving)
             while True:
                 try:
                     with explained(source):
@@ -314,11 +352,16 @@ class Trainer:
                             source,
                             validation,
                             numbers,
-                            callbacks_lib.as_list(callbacks),
+                            hooks,
                             verbose,
                             saving,
                             self._profiler,
                         ).run()
+                except loop.BadStep as bad:
+                    saving = self._leave_out(bad.batch, saving)
+                    source = source.anew()
+                    for callback, values in zip(hooks, before, strict=True):
+                        remind(callback, values)
                 except tf.errors.OpError:
                     if not self._distributed.is_lost:
                         raise
@@ -665,6 +708,75 @@ class Trainer:
                 return loop.evaluate(distributed, feed, steps, hooks)
 
         return follow(engine, saving, evaluate, numbers.epochs)
+
+    def _replay(
+        self,
+        step: int,
+        saving: SaveOptions,
+        source: data_lib.Source,
+        *arguments: Any,
+    ) -> NoReturn:
+        """Replays a step, prints the verdict and ends the process."""
+        validation, numbers, hooks, verbose = arguments
+        before = [remembered(callback) for callback in hooks]
+        left_out = left_out_before(saving.folder, step)
+
+        def training(looks: bool, source: data_lib.Source) -> Replay:
+            for callback, values in zip(hooks, before, strict=True):
+                remind(callback, values)
+            self._totals.left_out[:] = left_out
+            return Replay(
+                step,
+                looks,
+                self._distributed,
+                self._totals,
+                source,
+                validation,
+                numbers,
+                hooks,
+                verbose,
+                saving,
+                self._profiler,
+            )
+
+        blamed, reason = replay(step, saving.folder, source, training)
+        if self._distributed.is_chief:
+            print(f"replay of step {step}: {blamed or 'no fault'} ({reason})")
+        raise SystemExit(FOUND if blamed else 0)
+
+    def _leave_out(
+        self, batch: LeftOut, saving: SaveOptions | None
+    ) -> SaveOptions:
+        """Notes that a batch is left out when the run goes back.
+
+        Returns:
+            The options that resume the run from its last checkpoint.
+
+        Raises:
+            DivergedError: As many batches as allowed were left out before.
+        """
+        assert saving is not None
+        known, most = self._totals.left_out, self._distributed.options
+        where = f"step {batch.step} (epoch {batch.epoch}, batch {batch.batch})"
+        if len(known) >= most.max_restores:
+            steps = ", ".join(str(one.step) for one in known)
+            raise DivergedError(
+                f"At most {most.max_restores} batches of a run are left out "
+                f"(max_restores). Received: loss {batch.loss} in {where}, "
+                f"after the batches of steps {steps}. Lower the learning rate, "
+                "or look for values in the data that are not finite."
+            )
+        known.append(batch)
+        if self._distributed.is_chief:
+            _log.warning(
+                "loss %s in %s: the run goes back to its last checkpoint and "
+                "leaves out this batch (%d of %d)",
+                batch.loss,
+                where,
+                len(known),
+                most.max_restores,
+            )
+        return dataclasses.replace(saving, resume="auto")
 
     def _begin_again(self, saving: SaveOptions | None) -> SaveOptions:
         """Creates strategy, model and engine again after a lost server.

@@ -496,6 +496,15 @@ def mistakes(strategy):
             found[name] = "nothing"
         except (ConfigurationError, tf.errors.OpError) as error:
             found[name] = f"{type(error).__name__}: {error}"[:300]
+    for name, options in (
+        ("restore", {"on_nan": "restore"}),
+        ("max_loss", {"on_nan": "stop", "max_loss": 3.0}),
+    ):
+        try:
+            mgpu_tf.Trainer(plain, strategy, **options)
+            found[name] = "nothing"
+        except ConfigurationError as error:
+            found[name] = f"{type(error).__name__}: {error}"[:300]
     # What came before does no harm.
     trainer = mgpu_tf.Trainer(plain, strategy)
     trainer.fit(*arrays(), batch_size=BATCH, verbose=0)

@@ -200,6 +200,8 @@ def test_a_callback_stops_within_an_epoch(three_workers):
         ("written weight", "may not write its own trainable weights"),
         ("unknown length", "needs steps_per_epoch"),
         ("label out of range", "ConfigurationError: Labels must be in [0, "),
+        ("restore", "ConfigurationError: Parameter servers apply the grad"),
+        ("max_loss", "max_loss=3.0. Use on_nan='stop' without max_loss"),
     ],
 )
 def test_mistakes_are_told(name, message, three_workers):

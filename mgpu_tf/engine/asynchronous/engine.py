@@ -105,6 +105,13 @@ class AsynchronousEngine(Engine):
                     f"{name} goes with synchronous strategies. Received: "
                     f"{name}={value!r} with parameter servers. Leave it out."
                 )
+        if options.on_nan == "restore" or options.max_loss is not None:
+            raise ConfigurationError(
+                "Parameter servers apply the gradients of a batch while others "
+                "are computed, so no batch can be left out. Received: "
+                f"on_nan={options.on_nan!r}, max_loss={options.max_loss}. Use "
+                "on_nan='stop' without max_loss."
+            )
         self._options = options
         self.strategy = strategy
         self.dispatcher = Dispatcher(strategy)

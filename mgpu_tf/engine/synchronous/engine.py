@@ -34,6 +34,7 @@ from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.engine.state import ReplicaState, Writes, state_for
 from mgpu_tf.engine.step import ReplicaStep, outputs_of
+from mgpu_tf.engine.step_watch import StepWatch, Watched
 from mgpu_tf.engine.synchronous.overridden_step import (
     NO_EXAMPLES,
     AuthorStep,
@@ -102,6 +103,7 @@ class SynchronousEngine(Engine):
         # When the gradients of the step that is traced were there, and what
         # this worker has computed since the shares were last chosen.
         self._computed: tf.Tensor | None = None
+        self._seconds: Callable[[], tf.Tensor] = determinism.seconds
         self._work = Work()
         self._loss: GlobalLoss
         self._state: ReplicaState
@@ -305,6 +307,15 @@ class SynchronousEngine(Engine):
         self._update = self._make_update()
         self._step = self._make_step()
         authored = keras_internals.overrides(self._model, "train_step")
+        for name in ("restore", "max_loss") if authored else ():
+            asked = self._options.on_nan == name
+            if asked or (name == "max_loss" and self._options.max_loss):
+                what = f"on_nan={name!r}" if asked else name
+                raise ConfigurationError(
+                    f"{what} goes with Keras's own train_step. Received: "
+                    f"{type(self._model).__name__}, which has its own. Use "
+                    "on_nan='stop'."
+                )
         if authored and self._options.recompute is not None:
             raise ConfigurationError(
                 "recompute goes with Keras's own train_step. Received: "
@@ -387,9 +398,9 @@ class SynchronousEngine(Engine):
             lambda *args: self._steps(step, source, *args),
         )
         notes = [seconds, float(votes.save), float(votes.end)]
-        traces = _traces(run)
+        traces, exact = _traces(run), determinism.is_enabled()
         try:
-            done, examples, waiting, ended, logs, means, first, bad = run(
+            done, examples, spent, ended, logs, means, first, watched = run(
                 iterator, tf.constant(steps, tf.int64), tf.constant(notes)
             )
         except tf.errors.InvalidArgumentError as error:
@@ -406,12 +417,22 @@ class SynchronousEngine(Engine):
             examples=int(examples),
             logs={name: _number(value) for name, value in logs.items()},
             seconds=float(means[0]),
-            input_seconds=float(waiting[0]),
-            computing_seconds=float(waiting[1]),
+            input_seconds=0.0 if exact else float(spent[0]),
+            computing_seconds=float(spent[1]),
+            sections=self._sections(spent, int(done)),
             traced=_traces(run) > traces,
-            bad_step=int(bad),
+            watched=Watched(*(t.numpy() for t in watched)) if watched else None,
             votes=Votes(save=float(means[1]) > 0, end=float(means[2]) > 0),
         )
+
+    def _sections(
+        self, spent: tf.Tensor, steps: int
+    ) -> tuple[float, float] | None:
+        """Returns the seconds for data and for gradients of a timed step."""
+        if self._local.num_processes == 1 or not steps:
+            return None
+        timed = 1 if determinism.is_enabled() else steps
+        return float(spent[0]) / timed, float(spent[1]) / timed
 
     def _step_of(self, kind: str) -> Callable[..., dict[str, tf.Tensor]]:
         """Returns the engine's step, or the one that the author wrote."""
@@ -467,19 +488,21 @@ class SynchronousEngine(Engine):
         authored = isinstance(step, AuthorStep)
 
         def once(
-            before_it: Any,
+            before_it: Any, number: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, Any]:
             """Runs a step.
 
             Args:
                 before_it: The logs of the step before, where there was one.
+                number: Its index in the execution.
 
             Returns:
                 Its count, its examples, the seconds that it waited for data
                 and those that it computed, on which workers the data has
                 ended, and its logs.
             """
-            before = determinism.seconds()
+            seconds = self._clock(number, steps)
+            before = seconds()
             with tf.control_dependencies([before]):
                 data, local, total = self._next(iterator, source)
             if not first:
@@ -492,11 +515,11 @@ class SynchronousEngine(Engine):
                 if leaf is not None
             ]
             with tf.control_dependencies(arrived):
-                began = determinism.seconds()
+                began = seconds()
             waited = began - before
 
             def timed() -> tuple[Any, tf.Tensor]:
-                self._computed = None
+                self._computed, self._seconds = None, seconds
                 logs = step(data, local, total)
                 if self._computed is None:
                     return logs, tf.zeros([], tf.float64)
@@ -528,8 +551,7 @@ class SynchronousEngine(Engine):
             spent = tf.stack([waited, busy])
             return count, count * total, spent, ended, logs
 
-        watches = self._options.on_nan != "ignore" and not authored
-        bad = tf.constant(-1, tf.int64)
+        watch = self._watch() if step == self._train_step else None
 
         def body(
             done: tf.Tensor,
@@ -537,33 +559,35 @@ class SynchronousEngine(Engine):
             waiting: tf.Tensor,
             ended: tf.Tensor,
             logs: Any,
-            bad: tf.Tensor,
-        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, Any, tf.Tensor]:
-            count, total, waited, ended, logs = once(logs)
+            rows: Any,
+        ) -> tuple[Any, ...]:
+            count, total, waited, ended, logs = once(logs, done)
             waiting += waited
-            if watches:
-                bad = tf.where((bad < 0) & self._is_bad(), done, bad)
-            return done + count, examples + total, waiting, ended, logs, bad
+            done += count
+            if watch is not None:
+                rows = watch.after(rows, done)
+            return done, examples + total, waiting, ended, logs, rows
 
         self._begin()
         before = self._strategy.run(
             lambda: self._state.begin(all_written=authored)
         )
         zero = tf.constant(0, tf.int64)
+        rows = zero if watch is None else watch.begin()
         begin: tuple[Any, ...]
         nobody = self._ended_on(source, tf.constant(1, tf.int64), ask=False)
         begin = (zero, zero, tf.zeros([2], tf.float64), nobody, {})
         if authored or self._returns_logs():
             # The first step stands alone: it tells what the others return.
-            begin = once(None)
-            if watches:
-                bad = tf.where(self._is_bad(), tf.zeros_like(bad), bad)
-        done, examples, waiting, ended, returned, bad = tf.while_loop(
+            begin = once(None, zero)
+            if watch is not None:
+                rows = watch.after(rows, begin[0])
+        done, examples, waiting, ended, returned, rows = tf.while_loop(
             lambda done, examples, waiting, ended, *_: (
                 (done < steps) & tf.reduce_all(ended == 0)
             ),
             body,
-            (*begin, bad),
+            (*begin, rows),
             parallel_iterations=1,
         )
         with tf.control_dependencies([done]):
@@ -580,22 +604,31 @@ class SynchronousEngine(Engine):
             logs = self._step.logs.whole(returned, state)
         # The rest of the graph cannot see what is within the loop.
         seen = first[0] if authored else None
-        return done, examples, waiting, ended, logs, mean_notes, seen, bad
+        watched = () if watch is None else watch.end(rows, done)
+        return done, examples, waiting, ended, logs, mean_notes, seen, watched
 
-    def _is_bad(self) -> tf.Tensor:
-        """Returns whether the loss of a replica here is no finite number."""
-        (tracker, *_) = self._model.metrics
-        of_loss = {id(variable) for variable in tracker.variables}
-        sums = [v for v in self._state.metrics if id(v) in of_loss]
+    def _watch(self) -> StepWatch | None:
+        """Returns what notes the loss of each step, where it is asked for."""
+        on_nan = self._options.on_nan
+        if on_nan == "ignore":
+            return None
+        weights = on_nan == "restore"
+        return StepWatch(self._model, self._strategy, weights=weights)
 
-        def on_replica() -> tf.Tensor:
-            finite = [tf.reduce_all(tf.math.is_finite(v.value)) for v in sums]
-            return ~tf.reduce_all(finite)
+    def _clock(
+        self, number: tf.Tensor, steps: tf.Tensor
+    ) -> Callable[[], tf.Tensor]:
+        """Returns what reads the time in a step.
 
-        bad = self._strategy.run(on_replica)
-        return tf.reduce_any(
-            tf.stack(self._strategy.experimental_local_results(bad))
-        )
+        Args:
+            number: The index of the step.
+            steps: How many there will be. If operations must repeat, only
+                the last of them is timed.
+        """
+        if self._local.num_processes == 1:
+            return determinism.seconds
+        is_last = tf.equal(number, steps - 1)
+        return lambda: determinism.sampled_seconds(is_last)
 
     def _begin(self) -> None:
         """Prepares weights to be read by replicas."""
@@ -652,7 +685,9 @@ class SynchronousEngine(Engine):
             gradients, logs = self._strategy.run(
                 self._replica_gradients, args=(data, local, total)
             )
-        if balance_of(self._strategy).measured:
+        if balance_of(self._strategy).measured or (
+            self._local.num_processes > 1
+        ):
             self._computed = self._time_of(gradients)
         if self._noise is not None:
             self._noise.observe(gradients, local, total)
@@ -672,7 +707,7 @@ class SynchronousEngine(Engine):
             if leaf is not None
         ]
         with tf.control_dependencies(own):
-            return determinism.seconds()
+            return self._seconds()
 
     def _evaluate_step(
         self, data: Any, local: Any, total: tf.Tensor
