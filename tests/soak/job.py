@@ -17,6 +17,23 @@ import mgpu_tf
 from mgpu_tf.reports.report import weights_sha256
 from tests.soak.harness import EPOCHS, SAVE_EVERY_STEPS
 
+STRATEGIES = {
+    "mirrored": lambda: mgpu_tf.create_mirrored_strategy(num_virtual_devices=2),
+    "2_workers": mgpu_tf.create_multi_worker_mirrored_strategy,
+    "3_workers": mgpu_tf.create_multi_worker_mirrored_strategy,
+    "2_workers_fsdp": lambda: mgpu_tf.create_strategy("fsdp"),
+    "fsdp": lambda: mgpu_tf.create_model_parallel_strategy(
+        fsdp=2, num_virtual_devices=2
+    ),
+    "tensor": lambda: mgpu_tf.create_model_parallel_strategy(
+        tensor=2, num_virtual_devices=2
+    ),
+    "pipeline": lambda: mgpu_tf.create_model_parallel_strategy(
+        pipeline=2, num_virtual_devices=2
+    ),
+    "parameter_server": mgpu_tf.create_parameter_server_strategy,
+}
+
 
 def build_model():
     model = keras.Sequential(
@@ -39,12 +56,7 @@ def build_model():
 
 def main(folder, strategy_name):
     mgpu_tf.enable_determinism()
-    if strategy_name == "mirrored":
-        strategy = mgpu_tf.create_mirrored_strategy(num_virtual_devices=2)
-    elif strategy_name == "2_workers_fsdp":
-        strategy = mgpu_tf.create_strategy("fsdp")
-    else:
-        strategy = mgpu_tf.create_multi_worker_mirrored_strategy()
+    strategy = STRATEGIES[strategy_name]()
     generator = np.random.default_rng(0)
     x = generator.normal(size=(750, 32)).astype("float32")
     y = generator.integers(0, 10, size=750)
