@@ -27,7 +27,7 @@ from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.engine.noise_scale import NAMES, SCALE
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import names_of
-from mgpu_tf.folders import make_folder
+from mgpu_tf.folders import keep_private, make_folder
 from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.models import create_model
 from mgpu_tf.models.normalization import synchronize_batch_normalization
@@ -81,6 +81,8 @@ def run(config: RunConfig, *, verbose: int | str = "auto") -> Report:
             cluster.
     """
     _check_cluster(config)
+    if config.private:
+        keep_private()
     if config.output_dir is not None:
         make_folder("output_dir", config.output_dir)
     if config.checkpoint_dir is not None:

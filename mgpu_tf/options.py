@@ -370,6 +370,11 @@ class SaveOptions:
         "checkpoint.",
         RESUME,
     )
+    private: bool = option(
+        False,
+        "Let only the owner read what the run writes: new folders get the "
+        "mode 0700, new files 0600. This is the umask of the process.",
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -383,7 +388,7 @@ class SaveOptions:
             return
         for field in dataclasses.fields(SaveOptions):
             value = getattr(self, field.name)
-            if value != field.default:
+            if value != field.default and field.name != "private":
                 raise ConfigurationError(
                     "Saving and resuming need checkpoint_dir. Received: "
                     f"{field.name}={value!r} without it."

@@ -14,6 +14,7 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.launch import local
 from mgpu_tf.launch.job import GRACE_SECONDS
 from mgpu_tf.launch.policy import RestartPolicy
+from mgpu_tf.names import ISOLATE
 from mgpu_tf.options import WatchOptions
 
 
@@ -131,6 +132,20 @@ def define_supervision(values: flags.FlagValues) -> None:
         "log_dir",
         None,
         "The folder for log files: one file for each process.",
+        flag_values=values,
+    )
+
+
+def define_isolation(values: flags.FlagValues) -> None:
+    """Defines the flag of commands that start processes on this machine."""
+    flags.DEFINE_enum(
+        "isolate",
+        "auto",
+        list(ISOLATE),
+        "Give the processes of this machine a network of their own, so that "
+        "nobody else reaches TensorFlow's ports. auto: where the kernel allows "
+        "it, and no argument names an address on the network. The processes "
+        "cannot download then.",
         flag_values=values,
     )
 

@@ -248,3 +248,16 @@ def test_a_file_that_is_a_link_is_refused(name, tmp_path):
     (path / name).symlink_to(other)
     with pytest.raises(store.CheckpointError, match=f"{name} cannot be read"):
         store.read(str(path))
+
+
+def test_a_checkpoint_that_is_a_link_is_refused(tmp_path):
+    path = pathlib.Path(store.write(str(tmp_path / "of-others"), 1, {}, {}))
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / path.name).symlink_to(path)
+    (entry,) = store.entries(str(folder))
+    assert "is a link" in entry.problem
+    # One of the same step takes its place, and leaves the other as it is.
+    store.write(str(folder), 1, {"own": True}, {})
+    assert store.read(str(folder / path.name))[0] == {"own": True}
+    assert store.read(str(path))[0] == {}

@@ -247,6 +247,8 @@ def options(**changes):
         "watch": WatchOptions(),
         "log_dir": None,
         "alone": False,
+        "isolate": "auto",
+        "needs": "",
     } | changes
 
 
@@ -368,6 +370,8 @@ def test_launch_passes_on(calls):
                 "policy": RestartPolicy(max_restarts=4, min_workers=2),
                 "watch": WatchOptions(60.0, 0.0),
                 "log_dir": None,
+                "isolate": "auto",
+                "needs": "",
             },
         )
     ]
