@@ -316,6 +316,14 @@ class WatchOptions:
         """Whether there is any limit."""
         return bool(self.stall_timeout_seconds or self.first_step_seconds)
 
+    def to_environment(self) -> dict[str, str]:
+        """Returns the variables of what is not the default."""
+        return {
+            f"MGPU_TF_{field.name.upper()}": str(getattr(self, field.name))
+            for field in dataclasses.fields(WatchOptions)
+            if getattr(self, field.name) != field.default
+        }
+
     @classmethod
     def from_environment(cls) -> WatchOptions:
         """Returns the options from variables such as

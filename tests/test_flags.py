@@ -66,6 +66,7 @@ VALUES = {
     "save_every_seconds": 1.5,
     "keep_checkpoints": 9,
     "resume": "always",
+    "private": True,
     "stall_timeout_seconds": 60.5,
     "first_step_seconds": 0.0,
 }

@@ -207,9 +207,7 @@ class Progress:
     def _read(self) -> tuple[int, int, float, float] | None:
         try:
             path = os.path.join(self._folder, _PROGRESS)
-            with open(
-                path, encoding="ascii", opener=not_through_links
-            ) as file:
+            with open(path, encoding="ascii", opener=not_through_links) as file:
                 step, lost_workers, began, since = file.read().split()
             return int(step), int(lost_workers), float(began), float(since)
         except (OSError, ValueError):
@@ -218,9 +216,7 @@ class Progress:
     def _totals(self) -> dict[str, Any]:
         try:
             path = os.path.join(self._folder, _TOTALS)
-            with open(
-                path, encoding="utf-8", opener=not_through_links
-            ) as file:
+            with open(path, encoding="utf-8", opener=not_through_links) as file:
                 values = json.load(file)
         except (OSError, ValueError):
             return {}

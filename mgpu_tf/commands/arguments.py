@@ -11,7 +11,7 @@ from absl import flags
 
 from mgpu_tf import flags as run_flags
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.launch import local
+from mgpu_tf.launch import isolation, local
 from mgpu_tf.launch.job import GRACE_SECONDS
 from mgpu_tf.launch.policy import RestartPolicy
 from mgpu_tf.names import ISOLATE
@@ -83,8 +83,18 @@ class Call:
             [sys.executable, *apart, "-m", "mgpu_tf", self.name, *self.given],
             num_workers,
             chief_has_terminal=True,
+            isolate=self.values.isolate,
+            needs=self._needs(),
             **options,
         )
+
+    def _needs(self) -> str:
+        """Returns what the command needs a network for, "" for nothing."""
+        values = self.values
+        data_dir = values.data_dir if "data_dir" in values else None
+        return isolation.download(
+            values.dataset, data_dir
+        ) or isolation.outside(self.given, os.environ)
 
 
 def check_evaluator(values: flags.FlagValues) -> None:

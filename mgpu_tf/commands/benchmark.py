@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.commands.arguments import Call
+from mgpu_tf.commands.arguments import Call, define_isolation
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.launch import local
 from mgpu_tf.names import MODELS
@@ -38,6 +38,7 @@ FIGURE = "scaling.png"
 
 def define(values: flags.FlagValues) -> None:
     """Defines the flags of the command."""
+    define_isolation(values)
     text, number, yes = (
         flags.DEFINE_string,
         flags.DEFINE_integer,
@@ -194,7 +195,7 @@ def _of_processes(values: flags.FlagValues, devices: list[int]) -> ScalingTable:
                 f"--repeats={values.repeats}",
                 f"--output_dir={folder}",
             ]
-            code = local.launch(command, count)
+            code = local.launch(command, count, isolate=values.isolate)
             if code:
                 sys.exit(code)
             points += ScalingTable.read(os.path.join(folder, JSON)).points

@@ -10,7 +10,7 @@ from absl import flags
 
 from mgpu_tf import flags as run_flags
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.commands.arguments import Call
+from mgpu_tf.commands.arguments import Call, define_isolation
 from mgpu_tf.config import RunConfig
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import SaveOptions
@@ -43,6 +43,7 @@ _WITHOUT = ("profile", "output_dir")
 def define(values: flags.FlagValues) -> None:
     """Defines the flags of a run, and where a trace is written."""
     run_flags.define(values)
+    define_isolation(values)
     for name, default in _DEFAULTS.items():
         values.set_default(name, default)
     for name, meaning in (

@@ -17,11 +17,8 @@ from mgpu_tf.commands.arguments import (
     supervision,
 )
 from mgpu_tf.config import RunConfig
-from mgpu_tf.launch import isolation
 from mgpu_tf.launch.job import RESTARTS
-from mgpu_tf.names import DATASETS
 from mgpu_tf.runtime import quiet_import
-from mgpu_tf.user_function import is_target
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -68,9 +65,6 @@ def run(call: Call) -> int:
             config.num_workers,
             num_ps=max(1, config.num_ps) if asynchronous else 0,
             alone=config.num_workers == 1 and not asynchronous,
-            isolate=values.isolate,
-            needs=_download(config)
-            or isolation.outside(call.given, os.environ),
             **options,
         )
     if cluster is not None and again:
@@ -80,16 +74,6 @@ def run(call: Call) -> int:
             cluster.source,
         )
     return _run(config)
-
-
-def _download(config: RunConfig) -> str:
-    """Returns the data set that TFDS has to download, "" for none."""
-    name = config.dataset.partition("/")[0].partition(":")[0]
-    if name in DATASETS or is_target(config.dataset):
-        return ""
-    folder = config.data_dir or os.environ.get("TFDS_DATA_DIR")
-    folder = os.path.expanduser(folder or "~/tensorflow_datasets")
-    return "" if os.path.isdir(os.path.join(folder, name)) else config.dataset
 
 
 def _run(config: RunConfig) -> int:

@@ -27,7 +27,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 from mgpu_tf.errors import PREEMPTED, ConfigurationError, unknown_name
-from mgpu_tf.names import ISOLATE
+from mgpu_tf.names import DATASETS, ISOLATE
+from mgpu_tf.user_function import is_target
 
 # <linux/sched.h>, <linux/sockios.h> and <linux/if.h>.
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
@@ -61,6 +62,21 @@ def outside(command: Sequence[str], environ: Mapping[str, str]) -> str:
         if found and not found[0].lower().endswith("file://"):
             return word
     return next((name for name in _SERVICES if environ.get(name)), "")
+
+
+def download(dataset: str, data_dir: str | None) -> str:
+    """Returns the data set that TFDS may have to download, "" for none.
+
+    Args:
+        dataset: As in `RunConfig`.
+        data_dir: Where prepared sets are kept; None for the folder of TFDS.
+    """
+    name = dataset.partition("/")[0].partition(":")[0]
+    if name in DATASETS or is_target(dataset):
+        return ""
+    folder = data_dir or os.environ.get("TFDS_DATA_DIR")
+    folder = os.path.expanduser(folder or "~/tensorflow_datasets")
+    return "" if os.path.isdir(os.path.join(folder, name)) else dataset
 
 
 @contextlib.contextmanager

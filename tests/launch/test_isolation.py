@@ -66,8 +66,10 @@ def test_who_reaches_the_tasks(flags, reached, tmp_path):
 def test_a_user_who_is_not_root():
     """In a user namespace, as the same user."""
     code = """
-import ctypes, fcntl, os, socket
-"".encode("ascii")  # Python's own files may be of root only.
+import codecs, ctypes, fcntl, os, socket
+# Python's own files may be of root only.
+for name in ("ascii", "idna", "utf-8"):
+    codecs.lookup(name)
 from mgpu_tf.launch.isolation import _own_network
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE, as after exec.
