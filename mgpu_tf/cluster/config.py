@@ -284,7 +284,8 @@ def _check_addresses(config: ClusterConfig) -> None:
                 raise ClusterError(
                     f"{config.source}: every task needs an address of its "
                     f"own. Received: {_shorten(address)} for "
-                    f"{seen[address]} and {where}. Give one of them another port."
+                    f"{seen[address]} and {where}. Give one of them another "
+                    "port."
                 )
             seen[address] = where
     for task_type in ("chief", "evaluator"):
