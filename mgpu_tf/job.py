@@ -48,6 +48,7 @@ from mgpu_tf.reports.report import (
     weights_sha256,
 )
 from mgpu_tf.runtime.determinism import enable_determinism
+from mgpu_tf.runtime.remote import check_reachable
 from mgpu_tf.strategies.registry import (
     create_with,
     is_chief,
@@ -393,8 +394,11 @@ def _check_own_compile(config: RunConfig) -> None:
 
 def _from_file(path: str, load: Callable[[str], Any]) -> Any:
     try:
+        check_reachable("initial_model", path)
         return load(path)
-    except (OSError, ValueError) as error:
+    except ConfigurationError:
+        raise
+    except (OSError, ValueError, tf.errors.OpError) as error:
         raise ConfigurationError(
             "initial_model must be a file that Keras saved, for this model. "
             f"Received: initial_model={path!r} "

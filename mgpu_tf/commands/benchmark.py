@@ -12,6 +12,7 @@ from absl import flags
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.commands.arguments import Call, define_isolation
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.folders import make_folder
 from mgpu_tf.launch import local
 from mgpu_tf.names import MODELS
 from mgpu_tf.reports.scaling import MEANING, ScalingPoint, ScalingTable
@@ -91,6 +92,8 @@ def run(call: Call) -> int:
     call.takes_flags_only()
     values = call.values
     devices = _check(values)
+    if values.output_dir is not None:
+        make_folder("output_dir", values.output_dir)
     cluster = ClusterConfig.from_environment()
     if cluster is not None:
         return _as_worker(values, cluster)
@@ -102,7 +105,6 @@ def run(call: Call) -> int:
     if values.output_dir is not None:
         from mgpu_tf.reports.figures import draw_scaling
 
-        os.makedirs(values.output_dir, exist_ok=True)
         table.write(os.path.join(values.output_dir, JSON))
         draw_scaling(table, os.path.join(values.output_dir, FIGURE))
     return 0

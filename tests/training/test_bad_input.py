@@ -115,6 +115,54 @@ COMMANDS = {
     "loss_is_nan": ("train --optimizer=sgd --learning_rate=1e30", "finite"),
     "output_is_a_file": ("train --output_dir=/dev/null", "/dev/null"),
     "data_is_a_file": ("train --data_dir=/dev/null/a", "/dev/null"),
+    "data_in_a_bucket": (
+        "train --data_dir=s3://bucket/data",
+        "File system scheme 's3' not implemented",
+    ),
+    "model_in_a_bucket": (
+        "train --initial_model=s3://bucket/model.keras",
+        "Mount s3://",
+    ),
+    "output_in_a_bucket": (
+        "train --output_dir=gs://bucket/run",
+        "Mount that storage",
+    ),
+    "checkpoints_in_a_bucket": (
+        "train --checkpoint_dir=gs://bucket/run",
+        "Mount that storage",
+    ),
+    "logs_in_a_bucket": (
+        "launch --num_workers=1 --log_dir=gs://bucket/logs -- true",
+        "Mount that storage",
+    ),
+    "table_in_a_bucket": (
+        "benchmark --output_dir=gs://bucket/table",
+        "Mount that storage",
+    ),
+    "trace_in_a_bucket": (
+        "trace --html=gs://bucket/trace.html",
+        "Mount that storage",
+    ),
+    "isolated_elsewhere": (
+        "launch --hosts=a,b --print --isolate=on -- true",
+        "--isolate=on with --hosts=a,b",
+    ),
+    "isolated_perhaps": (
+        "launch --num_workers=2 --isolate=maybe -- true",
+        "maybe",
+    ),
+    "stages_of_no_model": (
+        "train --strategy=model_parallel --num_virtual_devices=4 "
+        "--pipeline_parallel=2 --pipeline_stages=a,b,c",
+        "3 names",
+    ),
+    "mesh_of_others": (
+        "train --strategy=model_parallel --num_virtual_devices=4 "
+        "--tensor_parallel=3",
+        "for 4 devices",
+    ),
+    "stall_below_0": ("train --stall_timeout_seconds=-1", "-1"),
+    "stall_without_end": ("train --stall_timeout_seconds=inf", "inf"),
     "parity_of_nothing": (
         "parity --dataset=digits --model=tests.training.test_bad_input:nothing",
         "NoneType",
