@@ -40,9 +40,9 @@ def own_only(path: str, flags: int) -> int:
     """Opens a file, as `opener` of `open`; others may not read a new one.
 
     Raises:
-        OSError: The path is a link, or cannot be opened.
+        OSError: It cannot be opened.
     """
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    return os.open(path, flags, 0o600)
 
 
 def keep_private() -> None:
