@@ -218,6 +218,8 @@ class Job:
             torn = self._writing()
 
         def goes_on():
+            if self._supervisor.poll() == 0:
+                return True  # It struck after the last step.
             step, now_began = self._progress()
             alone = fault.kind == "pause" or self._servers
             return (alone or now_began > began) and step > at_step

@@ -9,6 +9,7 @@ any; on 2 quiet cores a fault costs 15 to 30 seconds. Expected last line:
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -189,7 +190,9 @@ def main():
     ledger = read(arguments.seed)
     while (have := totals(ledger)[0]) < arguments.faults:
         count = min(FAULTS_OF_A_JOB, arguments.faults - have)
-        strike(ledger, len(ledger["jobs"]), count)
+        known = {job["job"] for job in ledger["jobs"]}
+        index = next(i for i in itertools.count() if i not in known)
+        strike(ledger, index, count)
     write(ledger)
     print(last_line(ledger))
     faults, completed, right = totals(ledger)
