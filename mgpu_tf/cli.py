@@ -38,6 +38,8 @@ USAGE_ERROR = 2
 INTERRUPTED = 128 + signal.SIGINT
 NO_READER = 128 + signal.SIGPIPE
 
+_LONGEST_LINE = 2000
+
 COMMANDS: dict[str, ModuleType] = {
     "train": train,
     "launch": launch,
@@ -117,12 +119,21 @@ def _main(arguments: list[str]) -> int:
     try:
         return _run(arguments[0], arguments[1:])
     except (ConfigurationError, flags.Error) as error:
-        message = " ".join(str(error).split())
-        print(f"mgpu-tf: {message}", file=sys.stderr)
+        print(f"mgpu-tf: {_line(str(error))}", file=sys.stderr)
         return USAGE_ERROR
     except DivergedError as error:
         print(f"mgpu-tf: {error}", file=sys.stderr)
         return 1
+
+
+def _line(message: str) -> str:
+    """Returns a message as one line that can be read."""
+    line = " ".join(message.split())
+    cut = len(line) - _LONGEST_LINE
+    if cut <= 0:
+        return line
+    half = _LONGEST_LINE // 2
+    return f"{line[:half]} [... {cut} characters ...] {line[-half:]}"
 
 
 def _run(name: str, given: list[str]) -> int:
@@ -149,6 +160,12 @@ def _run(name: str, given: list[str]) -> int:
             raise
         raise ConfigurationError(
             f"{error}. Did you mean --{min(near, key=len)}?"
+        ) from None
+    except flags.Error:
+        raise
+    except ValueError as error:  # As of --noevaluator=1.
+        raise ConfigurationError(
+            f"{error}. Write --name or --noname, or --name=value."
         ) from None
     return command.run(Call(name, given, values, rest, after))
 

@@ -36,6 +36,23 @@ def not_through_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
+def own_only(path: str, flags: int) -> int:
+    """Opens a file, as `opener` of `open`; others may not read a new one.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    return os.open(path, flags, 0o600)
+
+
+def keep_private() -> None:
+    """Lets nobody else read what this process makes from now on.
+
+    New folders get the mode 0700 and new files 0600.
+    """
+    os.umask(0o077)
+
+
 def write_whole(path: str, write: Callable[[str], Any]) -> None:
     """Writes a file whole or not at all.
 
@@ -56,13 +73,17 @@ def write_whole(path: str, write: Callable[[str], Any]) -> None:
             os.remove(unfinished)
 
 
-def make_folder(name: str, path: str, *, writes: bool = True) -> None:
+def make_folder(
+    name: str, path: str, *, writes: bool = True, mode: int = 0o777
+) -> None:
     """Makes a folder where it is missing.
 
     Args:
         name: The argument or flag that it came from.
         path: Its path.
         writes: Whether this process will write there.
+        mode: The permissions of the folder, if it is made here; the umask
+            may take some away.
 
     Raises:
         ConfigurationError: It cannot be made or written, or is on another
@@ -70,7 +91,8 @@ def make_folder(name: str, path: str, *, writes: bool = True) -> None:
     """
     check_local(name, path)
     try:
-        os.makedirs(path, exist_ok=True)
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        os.makedirs(path, mode, exist_ok=True)
         if writes:
             # Root may write where the permissions say no, but not where the
             # file system is read-only or full.

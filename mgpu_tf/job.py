@@ -27,7 +27,7 @@ from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.engine.noise_scale import NAMES, SCALE
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import names_of
-from mgpu_tf.folders import make_folder
+from mgpu_tf.folders import keep_private, make_folder
 from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.models import create_model
 from mgpu_tf.models.normalization import synchronize_batch_normalization
@@ -48,6 +48,7 @@ from mgpu_tf.reports.report import (
     weights_sha256,
 )
 from mgpu_tf.runtime.determinism import enable_determinism
+from mgpu_tf.runtime.remote import check_reachable
 from mgpu_tf.strategies.registry import (
     create_with,
     is_chief,
@@ -81,6 +82,8 @@ def run(config: RunConfig, *, verbose: int | str = "auto") -> Report:
             cluster.
     """
     _check_cluster(config)
+    if config.private:
+        keep_private()
     if config.output_dir is not None:
         make_folder("output_dir", config.output_dir)
     if config.checkpoint_dir is not None:
@@ -393,8 +396,11 @@ def _check_own_compile(config: RunConfig) -> None:
 
 def _from_file(path: str, load: Callable[[str], Any]) -> Any:
     try:
+        check_reachable("initial_model", path)
         return load(path)
-    except (OSError, ValueError) as error:
+    except ConfigurationError:
+        raise
+    except (OSError, ValueError, tf.errors.OpError) as error:
         raise ConfigurationError(
             "initial_model must be a file that Keras saved, for this model. "
             f"Received: initial_model={path!r} "

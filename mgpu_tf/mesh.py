@@ -41,7 +41,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, check_integer
 
 # Micro-batches for each stage of a pipeline. Huang et al., "GPipe", NeurIPS
 # 2019, section 2, finds the time without work negligible from here on.
@@ -147,6 +147,9 @@ def mesh_of(
         ConfigurationError: The product is not the number of devices, or axes
             do not go together.
     """
+    for name, length in (("data_parallel", data), ("fsdp_parallel", fsdp)):
+        if length is not None:
+            check_integer(name, length, 1)
     total = devices * workers
     within = tensor * pipeline
     if fsdp is None:

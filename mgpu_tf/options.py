@@ -335,6 +335,14 @@ class WatchOptions:
         """Whether there is any limit."""
         return bool(self.stall_timeout_seconds or self.first_step_seconds)
 
+    def to_environment(self) -> dict[str, str]:
+        """Returns the variables of what is not the default."""
+        return {
+            f"MGPU_TF_{field.name.upper()}": str(getattr(self, field.name))
+            for field in dataclasses.fields(WatchOptions)
+            if getattr(self, field.name) != field.default
+        }
+
     @classmethod
     def from_environment(cls) -> WatchOptions:
         """Returns the options from variables such as
@@ -409,6 +417,11 @@ class SaveOptions:
         "writing is slow.",
         SNAPSHOT_IN,
     )
+    private: bool = option(
+        False,
+        "Let only the owner read what the run writes: new folders get the "
+        "mode 0700, new files 0600. This is the umask of the process.",
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -423,7 +436,7 @@ class SaveOptions:
             return
         for field in dataclasses.fields(SaveOptions):
             value = getattr(self, field.name)
-            if value != field.default:
+            if value != field.default and field.name != "private":
                 raise ConfigurationError(
                     "Saving and resuming need checkpoint_dir. Received: "
                     f"{field.name}={value!r} without it."

@@ -71,6 +71,7 @@ VALUES = {
     "keep_checkpoints": 9,
     "snapshot_in": "memory",
     "resume": "always",
+    "private": True,
     "stall_timeout_seconds": 60.5,
     "first_step_seconds": 0.0,
 }

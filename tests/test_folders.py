@@ -6,6 +6,7 @@ import pytest
 
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.folders import make_folder, write_whole
+from tests import clusters
 
 
 @pytest.mark.parametrize("path", ["/proc/none", "/sys", "/dev/null/a"])
@@ -40,3 +41,33 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     write("third")
     assert path.read_text() == "third"
     assert os.listdir(tmp_path) == ["model.keras"]
+
+
+def test_what_is_private_is_read_by_the_owner_only(tmp_path):
+    code = f"""
+import sys
+from mgpu_tf.folders import keep_private, make_folder
+keep_private()
+make_folder("output_dir", {str(tmp_path / "a" / "b")!r})
+open({str(tmp_path / "a" / "file")!r}, "w").close()
+"""
+    assert clusters.run(["-c", code]).returncode == 0
+    for name, mode in (("a", 0o700), ("a/b", 0o700), ("a/file", 0o600)):
+        assert (tmp_path / name).stat().st_mode & 0o777 == mode, name
+
+
+@pytest.mark.full
+def test_a_private_run_is_read_by_its_owner_only(tmp_path):
+    done = clusters.mgpu_tf(
+        *("train", "--epochs=1", "--steps_per_epoch=2", "--private"),
+        f"--checkpoint_dir={tmp_path / 'run' / 'checkpoints'}",
+        f"--output_dir={tmp_path / 'run' / 'out'}",
+    )
+    assert done.returncode == 0, done.stderr
+    made = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
+    assert {"model.keras", "report.json", "arrays.bin", "owner"} <= {
+        path.name for path in made
+    }
+    for path in made:
+        mode = 0o700 if path.is_dir() else 0o600
+        assert path.stat().st_mode & 0o777 == mode, path

@@ -102,7 +102,9 @@ class Owner:
             return
         self._checked = now
         try:
-            with open(self._path, encoding="utf-8") as file:
+            with open(
+                self._path, encoding="utf-8", opener=not_through_links
+            ) as file:
                 text = file.read()
         except (OSError, ValueError):
             return  # Of a file system that is away for a moment.
@@ -237,17 +239,17 @@ class Progress:
     def _read(self) -> tuple[int, int, float, float] | None:
         try:
             path = os.path.join(self._folder, _PROGRESS)
-            with open(path, encoding="ascii") as file:
+            with open(path, encoding="ascii", opener=not_through_links) as file:
                 step, lost_workers, began, since = file.read().split()
             return int(step), int(lost_workers), float(began), float(since)
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return None
 
     def _totals(self) -> dict[str, Any]:
         try:
             path = os.path.join(self._folder, _TOTALS)
-            with open(path, encoding="utf-8") as file:
+            with open(path, encoding="utf-8", opener=not_through_links) as file:
                 values = json.load(file)
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return {}
         return known(Recovery, values)

@@ -32,7 +32,7 @@ from mgpu_tf.checkpoints.writer import (
 from mgpu_tf.cluster import heartbeat
 from mgpu_tf.engine.base import NO_VOTES, Votes
 from mgpu_tf.errors import ConfigurationError, Preempted
-from mgpu_tf.folders import make_folder
+from mgpu_tf.folders import keep_private, make_folder
 from mgpu_tf.mesh import Piece
 from mgpu_tf.options import SaveOptions
 from mgpu_tf.reports.goodput import Goodput, Meter
@@ -128,6 +128,8 @@ class CheckpointSaver(Saver):
         lost_workers: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__()
+        if options.private:
+            keep_private()
         self._options = options
         self._peers = peers
         self._is_chief = is_chief

@@ -571,6 +571,8 @@ def _entry(path: str, step: int, thorough: bool) -> Entry:
 
 def _read_manifest(path: str) -> dict[str, Any]:
     name = os.path.basename(path)
+    if os.path.islink(path):
+        raise CheckpointError(f"{name}: is a link, which is not followed")
     try:
         with _open(os.path.join(path, MANIFEST), "rb") as file:
             body = json.load(file)

@@ -140,7 +140,8 @@ class ClusterConfig:
         for name, addresses in cluster.items():
             if name not in TASK_TYPES:
                 raise ClusterError(
-                    "TF_CONFIG: " + unknown_name("task type", name, TASK_TYPES)
+                    "TF_CONFIG: "
+                    + unknown_name("task type", _cut(name), TASK_TYPES)
                 )
             tasks[name] = _as_addresses(name, addresses)
         return cls._of(tasks, task, TF_CONFIG)
@@ -243,12 +244,12 @@ def _parse(text: str) -> tuple[dict[str, Any], tuple[str, int]]:
     if not isinstance(task_type, str):
         raise ClusterError(
             'TF_CONFIG: "task" must have a "type". Received: '
-            f"{config['task']!r}. Example: {_EXAMPLE}"
+            f"{_shorten(str(config['task']))}. Example: {_EXAMPLE}"
         )
     if isinstance(index, bool) or not isinstance(index, int):
         raise ClusterError(
             'TF_CONFIG: "task" must have an "index", an integer. Received: '
-            f"{config['task']!r}. Example: {_EXAMPLE}"
+            f"{_shorten(str(config['task']))}. Example: {_EXAMPLE}"
         )
     return config["cluster"], (task_type, index)
 
@@ -261,7 +262,8 @@ def _as_addresses(name: str, addresses: object) -> tuple[str, ...]:
     ):
         raise ClusterError(
             f"TF_CONFIG: the addresses of {name!r} must be a list of "
-            f'"host:port". Received: {addresses!r}. Example: {_EXAMPLE}'
+            f'"host:port". Received: {_shorten(str(addresses))}. '
+            f"Example: {_EXAMPLE}"
         )
     return tuple(addresses)
 
@@ -275,13 +277,15 @@ def _check_addresses(config: ClusterConfig) -> None:
             if match is None or not 0 < int(match[2]) < 65536:
                 raise ClusterError(
                     f'{config.source}: an address must be "host:port" with a '
-                    f"port of 1 to 65535. Received: {address!r} for {where}."
+                    f"port of 1 to 65535. Received: {_shorten(address)} for "
+                    f"{where}."
                 )
             if address in seen:
                 raise ClusterError(
                     f"{config.source}: every task needs an address of its "
-                    f"own. Received: {address!r} for {seen[address]} and "
-                    f"{where}. Give one of them another port."
+                    f"own. Received: {_shorten(address)} for "
+                    f"{seen[address]} and {where}. Give one of them another "
+                    "port."
                 )
             seen[address] = where
     for task_type in ("chief", "evaluator"):
@@ -297,7 +301,7 @@ def _check_task(config: ClusterConfig) -> None:
     if config.task_type not in TASK_TYPES:
         raise ClusterError(
             "TF_CONFIG: "
-            + unknown_name("task type", config.task_type, TASK_TYPES)
+            + unknown_name("task type", _cut(config.task_type), TASK_TYPES)
         )
     addresses = getattr(config, config.task_type)
     if not addresses:
@@ -312,5 +316,9 @@ def _check_task(config: ClusterConfig) -> None:
         )
 
 
-def _shorten(text: str, limit: int = 80) -> str:
-    return repr(text if len(text) <= limit else text[: limit - 3] + "...")
+def _shorten(text: str) -> str:
+    return repr(_cut(text))
+
+
+def _cut(text: str, limit: int = 80) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

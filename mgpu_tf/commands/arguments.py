@@ -11,9 +11,10 @@ from absl import flags
 
 from mgpu_tf import flags as run_flags
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.launch import local
+from mgpu_tf.launch import isolation, local
 from mgpu_tf.launch.job import GRACE_SECONDS, REPLAY
 from mgpu_tf.launch.policy import RestartPolicy
+from mgpu_tf.names import ISOLATE
 from mgpu_tf.options import WatchOptions
 
 
@@ -82,8 +83,18 @@ class Call:
             [sys.executable, *apart, "-m", "mgpu_tf", self.name, *self.given],
             num_workers,
             chief_has_terminal=True,
+            isolate=self.values.isolate,
+            needs=self._needs(),
             **options,
         )
+
+    def _needs(self) -> str:
+        """Returns what the command needs a network for, "" for nothing."""
+        values = self.values
+        data_dir = values.data_dir if "data_dir" in values else None
+        return isolation.download(
+            values.dataset, data_dir
+        ) or isolation.outside(self.given, os.environ)
 
 
 def check_evaluator(values: flags.FlagValues) -> None:
@@ -131,6 +142,20 @@ def define_supervision(values: flags.FlagValues) -> None:
         "log_dir",
         None,
         "The folder for log files: one file for each process.",
+        flag_values=values,
+    )
+
+
+def define_isolation(values: flags.FlagValues) -> None:
+    """Defines the flag of commands that start processes on this machine."""
+    flags.DEFINE_enum(
+        "isolate",
+        "auto",
+        list(ISOLATE),
+        "Give the processes of this machine a network of their own, so that "
+        "nobody else reaches TensorFlow's ports. auto: where the kernel allows "
+        "it, and no argument names an address on the network. The processes "
+        "cannot download then.",
         flag_values=values,
     )
 

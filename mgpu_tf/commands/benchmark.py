@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.commands.arguments import Call
+from mgpu_tf.commands.arguments import Call, define_isolation
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.folders import make_folder
 from mgpu_tf.launch import local
 from mgpu_tf.names import MODELS
 from mgpu_tf.reports.scaling import MEANING, ScalingPoint, ScalingTable
@@ -38,6 +39,7 @@ FIGURE = "scaling.png"
 
 def define(values: flags.FlagValues) -> None:
     """Defines the flags of the command."""
+    define_isolation(values)
     text, number, yes = (
         flags.DEFINE_string,
         flags.DEFINE_integer,
@@ -90,6 +92,8 @@ def run(call: Call) -> int:
     call.takes_flags_only()
     values = call.values
     devices = _check(values)
+    if values.output_dir is not None:
+        make_folder("output_dir", values.output_dir)
     cluster = ClusterConfig.from_environment()
     if cluster is not None:
         return _as_worker(values, cluster)
@@ -101,7 +105,6 @@ def run(call: Call) -> int:
     if values.output_dir is not None:
         from mgpu_tf.reports.figures import draw_scaling
 
-        os.makedirs(values.output_dir, exist_ok=True)
         table.write(os.path.join(values.output_dir, JSON))
         draw_scaling(table, os.path.join(values.output_dir, FIGURE))
     return 0
@@ -194,7 +197,7 @@ def _of_processes(values: flags.FlagValues, devices: list[int]) -> ScalingTable:
                 f"--repeats={values.repeats}",
                 f"--output_dir={folder}",
             ]
-            code = local.launch(command, count)
+            code = local.launch(command, count, isolate=values.isolate)
             if code:
                 sys.exit(code)
             points += ScalingTable.read(os.path.join(folder, JSON)).points

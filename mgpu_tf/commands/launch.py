@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from absl import flags
 
 from mgpu_tf import flags as run_flags
@@ -10,11 +12,12 @@ from mgpu_tf.cluster.place import DEFAULT_PORT
 from mgpu_tf.commands.arguments import (
     Call,
     check_evaluator,
+    define_isolation,
     define_supervision,
     supervision,
 )
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.launch import hosts, local, ssh
+from mgpu_tf.launch import hosts, isolation, local, ssh
 from mgpu_tf.launch.job import STARTUP_SECONDS, LaunchJob
 from mgpu_tf.options import WatchOptions
 
@@ -106,6 +109,7 @@ def define(values: flags.FlagValues) -> None:
     )
     run_flags.define(values, WatchOptions)
     define_supervision(values)
+    define_isolation(values)
 
 
 def run(call: Call) -> int:
@@ -135,6 +139,8 @@ def run(call: Call) -> int:
         num_ps=values.num_ps,
         evaluator=values.evaluator,
         startup_seconds=values.startup_seconds,
+        isolate=values.isolate,
+        needs=isolation.outside(command, os.environ),
         **supervision(values, asynchronous=values.num_ps > 0),
     )
 
@@ -148,6 +154,12 @@ def _elsewhere(values: flags.FlagValues, command: list[str]) -> int:
             "--hosts goes with one of --ssh, which starts the processes, and "
             "--print, which prints their commands. Received: "
             f"{_given(values)}. Write --hosts=host0,host1 --ssh."
+        )
+    if values.isolate == "on":
+        raise ConfigurationError(
+            "isolate=on goes with processes of this machine. Received: "
+            f"--isolate=on with --hosts={values.hosts}. Leave it out, and keep "
+            "the ports of the hosts behind a firewall."
         )
     names = values.hosts.split(",")
     workers = len(names) if values.num_workers is None else values.num_workers

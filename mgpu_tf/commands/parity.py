@@ -5,7 +5,7 @@ from __future__ import annotations
 from absl import flags
 
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.commands.arguments import Call
+from mgpu_tf.commands.arguments import Call, define_isolation
 from mgpu_tf.config import RunConfig
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.names import EMBEDDING_GRADIENTS
@@ -30,6 +30,7 @@ DIFFERENT = 1
 
 def define(values: flags.FlagValues) -> None:
     """Defines the flags."""
+    define_isolation(values)
     text, number = flags.DEFINE_string, flags.DEFINE_integer
     for define, name, default, meaning in (
         (

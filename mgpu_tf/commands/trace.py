@@ -10,9 +10,10 @@ from absl import flags
 
 from mgpu_tf import flags as run_flags
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.commands.arguments import Call
+from mgpu_tf.commands.arguments import Call, define_isolation
 from mgpu_tf.config import RunConfig
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.folders import check_local
 from mgpu_tf.options import SaveOptions
 from mgpu_tf.runtime import quiet_import
 
@@ -43,6 +44,7 @@ _WITHOUT = ("profile", "output_dir")
 def define(values: flags.FlagValues) -> None:
     """Defines the flags of a run, and where a trace is written."""
     run_flags.define(values)
+    define_isolation(values)
     for name, default in _DEFAULTS.items():
         values.set_default(name, default)
     for name, meaning in (
@@ -103,6 +105,7 @@ def _check_path(name: str, path: str | None) -> None:
     """Refuses a file that cannot be written, before anything is trained."""
     if path is None:
         return
+    check_local(name, path)
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder) or os.path.isdir(path) or not path:
         raise ConfigurationError(

@@ -10,7 +10,12 @@ from absl import flags
 from mgpu_tf import flags as run_flags
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.environments import ask_for_ps
-from mgpu_tf.commands.arguments import Call, define_supervision, supervision
+from mgpu_tf.commands.arguments import (
+    Call,
+    define_isolation,
+    define_supervision,
+    supervision,
+)
 from mgpu_tf.config import RunConfig
 from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.runtime import quiet_import
@@ -39,6 +44,7 @@ def define(values: flags.FlagValues) -> None:
     """Defines the flags of a run and of its supervision."""
     run_flags.define(values)
     define_supervision(values)
+    define_isolation(values)
 
 
 def run(call: Call) -> int:

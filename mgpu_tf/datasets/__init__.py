@@ -25,6 +25,7 @@ from mgpu_tf.datasets.files import by_file, records
 from mgpu_tf.datasets.image_folder import image_folder
 from mgpu_tf.datasets.record_index import indexed_records
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.runtime.remote import check_reachable, is_address
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -175,6 +176,8 @@ def load(
         ConfigurationError: The name is unknown, the set can neither be found
             nor made, or the folder cannot be written.
     """
+    if data_dir is not None:
+        check_reachable("data_dir", data_dir)
     base = name.partition("/")[0]
     if base == "images":
         from mgpu_tf.datasets.images import Images, side_of
@@ -298,6 +301,9 @@ def _not_writable(data_dir: str | None, error: OSError) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
+    if is_address(folder):
+        yield  # Such a file system locks nothing.
+        return
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, ".mgpu_tf.lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -133,6 +133,8 @@ class LaunchJob:
         if not self.alone:
             told[TF_CONFIG] = cluster.to_json()
         told[RESTARTS] = str(restarts)
+        # Of a task that no supervisor watches, as one on another machine.
+        told |= self.watch.to_environment()
         return told
 
 

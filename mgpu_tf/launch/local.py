@@ -27,7 +27,8 @@ from typing import Any
 from mgpu_tf.cluster import heartbeat, watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import PREEMPTED, ConfigurationError
-from mgpu_tf.folders import make_folder
+from mgpu_tf.folders import make_folder, own_only
+from mgpu_tf.launch import isolation
 from mgpu_tf.launch.guard import Guard
 from mgpu_tf.launch.job import EVALUATOR, LaunchJob
 from mgpu_tf.launch.machines import (
@@ -47,12 +48,22 @@ _POLL_SECONDS = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def launch(command: Sequence[str], num_workers: int, **options: Any) -> int:
+def launch(
+    command: Sequence[str],
+    num_workers: int,
+    *,
+    isolate: str = "off",
+    needs: str = "",
+    **options: Any,
+) -> int:
     """Runs a command as a cluster of processes on this machine.
 
     Args:
         command: The program and its arguments.
         num_workers: How many processes of task type `worker`.
+        isolate: Whether the tasks get a network of their own: `auto`, `on`
+            or `off`. See `isolation.isolated`.
+        needs: What the job needs a network for, "" for nothing known.
         **options: The other fields of `LaunchJob`.
 
     Returns:
@@ -71,7 +82,13 @@ def launch(command: Sequence[str], num_workers: int, **options: Any) -> int:
             f"One machine starts at most {MOST_TASKS} processes of a job. "
             f"Received: {job.num_tasks}. Ask for fewer workers."
         )
-    return supervise(job, ThisMachine(job))
+    if job.alone:
+        isolate = "off"  # It opens no port.
+    with isolation.isolated(isolate, needs) as alone:
+        status = supervise(job, ThisMachine(job))
+    if alone and isolate == "auto":
+        isolation.tell_of_failure(status)
+    return status
 
 
 def supervise(
@@ -93,7 +110,7 @@ def supervise(
         ConfigurationError: The command cannot be started there.
     """
     if job.log_dir is not None:
-        make_folder("log_dir", job.log_dir)
+        make_folder("log_dir", job.log_dir, mode=0o700)
     with Guard() as guard, _Supervisor(job, guard, machines) as supervisor:
         supervisor.on_failure = on_failure
         return supervisor.run()
@@ -327,7 +344,10 @@ class _Supervisor:
         if folder is None or not beats:
             return
         path = os.path.join(folder, f"last-steps-{self._restarts}.txt")
-        with contextlib.suppress(OSError), open(path, "w") as file:
+        with (
+            contextlib.suppress(OSError),
+            open(path, "w", opener=own_only) as file,
+        ):
             file.write(heartbeat.recorded(beats))
             self._say(f"what each task did last is in {path}")
 

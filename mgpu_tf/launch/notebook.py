@@ -22,7 +22,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mgpu_tf.errors import ConfigurationError, WorkerError
+from mgpu_tf.errors import ConfigurationError, WorkerError, unknown_name
+from mgpu_tf.fields import names_of
 from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.local import supervise
 from mgpu_tf.launch.machines import ThisMachine
@@ -65,6 +66,12 @@ def launch_from_notebook(
             output, a note has the lines before it.
         KeyboardInterrupt: The cell was interrupted; all tasks have ended.
     """
+    known = names_of(LaunchJob)
+    for name in options:
+        if name not in known:
+            raise ConfigurationError(
+                unknown_name("argument of launch_from_notebook", name, known)
+            )
     with tempfile.TemporaryDirectory(prefix="mgpu_tf-") as folder:
         command = _command(target, arguments, pathlib.Path(folder))
         job = LaunchJob(tuple(command), num_workers, **options)

@@ -24,6 +24,7 @@ from typing import IO
 
 from mgpu_tf.cluster import ports
 from mgpu_tf.errors import PREEMPTED, ConfigurationError
+from mgpu_tf.folders import own_only
 
 TAIL_LINES = 20
 
@@ -298,7 +299,7 @@ class _Log:
         if self._path is not None:
             now = datetime.datetime.now().isoformat(sep=" ", timespec="seconds")
             try:
-                self._file = open(self._path, "ab", 0, opener=_own)
+                self._file = open(self._path, "ab", 0, opener=own_only)
             except OSError as error:
                 self._tell(error)
             self.write(f"--- {self._label}, started {now}\n".encode())
@@ -327,11 +328,6 @@ class _Log:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
-
-
-def _own(path: str, flags: int) -> int:
-    """Opens a file that only this user may read."""
-    return os.open(path, flags, 0o600)
 
 
 def _signal_name(number: int) -> str:

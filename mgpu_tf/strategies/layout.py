@@ -11,7 +11,7 @@ dimensions. "model" is the tensor axis, "batch" the data axis.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -46,7 +46,7 @@ class Layout:
                 f"layout={patterns!r}."
             )
         self._axes = {
-            str(pattern): _axes(pattern, value)
+            _pattern(pattern): _axes(pattern, value)
             for pattern, value in patterns.items()
         }
 
@@ -59,6 +59,26 @@ class Layout:
             for name in axes
             if name is not None
         }
+
+    def check_used(self, paths: Sequence[str]) -> None:
+        """Refuses a pattern that matches none of a model's weights.
+
+        Args:
+            paths: The paths of the weights.
+
+        Raises:
+            ConfigurationError: There is such a pattern.
+        """
+        for pattern in self._axes:
+            if pattern in paths or any(
+                re.fullmatch(pattern, path) for path in paths
+            ):
+                continue
+            raise ConfigurationError(
+                "A pattern of the layout must match the whole path of a "
+                f"weight. Received: {pattern!r}, where the paths are such as "
+                f"{', '.join(paths[:3])}. Correct it, or leave it out."
+            )
 
     def split_of(self, variable: keras.Variable) -> tuple[int, str] | None:
         """Returns the dimension that is split and the axis of the mesh.
@@ -94,8 +114,21 @@ class Layout:
         return None
 
 
+def _pattern(pattern: Any) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ConfigurationError(
+            "A pattern of the layout must be a regular expression. Received: "
+            f"{pattern!r} ({error}). Write such as '.*ffn/kernel'."
+        ) from None
+    return str(pattern)
+
+
 def _axes(pattern: Any, value: Any) -> tuple[str | None, ...]:
-    axes = tuple(getattr(value, "axes", value) or ())
+    axes = getattr(value, "axes", value)
+    axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+    axes = tuple(axes)
     named = [axis for axis in axes if axis is not None]
     if any(axis not in AXES for axis in named) or len(named) > 1:
         raise ConfigurationError(

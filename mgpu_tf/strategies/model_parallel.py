@@ -107,7 +107,8 @@ def create_model_parallel_strategy(
         raise ConfigurationError(unknown_name("shard", shard, SHARDS))
     check_integer("tensor_parallel", tensor, 1)
     check_integer("pipeline_parallel", pipeline, 1)
-    begins = None if stages is None else tuple(stages)
+    check_integer("smallest_split", smallest_split, 0)
+    begins = None if stages is None else _names(stages)
     _check_stages(pipeline, micro_batches, schedule, begins)
     in_parts = tensor > 1 or layout != "auto"
     if shard != "weights" and (in_parts or pipeline > 1):
@@ -153,6 +154,15 @@ def create_model_parallel_strategy(
     return FullyShardedStrategy(
         names, mesh, shard, reducing, smallest_split, layout
     )
+
+
+def _names(stages: Any) -> tuple[str, ...]:
+    if not isinstance(stages, Sequence) or isinstance(stages, str):
+        raise ConfigurationError(
+            "stages must be a list of names of layers. Received: "
+            f"stages={stages!r}. Write stages=['dense_1']."
+        )
+    return tuple(stages)
 
 
 def _check_layout(layout: Any, mesh: Mesh) -> None:

@@ -76,6 +76,45 @@ def split_validation(
     return data_lib.split_arrays((x, y, sample_weight), fraction)
 
 
+def unpack_validation(data: Any) -> tuple[Any, Any, Any]:
+    """Returns the inputs, targets and weights of `validation_data`.
+
+    Raises:
+        ConfigurationError: It is a tuple or list of another length.
+    """
+    if isinstance(data, tuple | list) and len(data) not in (2, 3):
+        raise ConfigurationError(
+            "validation_data must be (x, y), (x, y, sample_weight), or a "
+            f"dataset. Received: a {type(data).__name__} of {len(data)}."
+        )
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+    return x, y, weight
+
+
+def check_evaluation(steps: Any) -> None:
+    """Refuses what is no number of steps.
+
+    Raises:
+        ConfigurationError: The number is below 1, or no integer.
+    """
+    if steps is not None:
+        check_integer("steps", steps, 1)
+
+
+def file_path(path: Any) -> str:
+    """Returns the path of a file.
+
+    Raises:
+        ConfigurationError: It is no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigurationError(
+            f"path must be a path. Received: path={path!r}. Write such as "
+            "'model.keras'."
+        )
+    return os.fspath(path)
+
+
 def fit_facts(
     source: data_lib.Source,
     validation: DataFeed | None,

@@ -379,6 +379,12 @@ def _write(name: str, path: str, write: Callable[[], Any]) -> None:
             f"{str(path)!r} ({error.strerror or error}). Make the "
             "folder, or give another path."
         ) from error
+    except ValueError as error:  # Such as another ending.
+        said = " ".join(str(error).split())
+        raise ConfigurationError(
+            f"{name} must be able to write its file. Received: {path!r}. "
+            f"Keras says: {said}"
+        ) from error
 
 
 def _seed_of(given: int | str | None) -> int | None:

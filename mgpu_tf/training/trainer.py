@@ -52,12 +52,15 @@ from mgpu_tf.training.call_arguments import (
     FitNumbers,
     by_batch,
     check_build_model,
+    check_evaluation,
     check_finite,
     check_repeats,
     check_restores,
     check_steps_per_execution,
+    file_path,
     saving_of,
     split_validation,
+    unpack_validation,
 )
 from mgpu_tf.training.callbacks import Callbacks
 from mgpu_tf.training.data_errors import explained
@@ -321,9 +324,7 @@ class Trainer:
             check_repeats(numbers, source)
             validation = None
             if validation_data is not None:
-                val_x, val_y, weight = keras.utils.unpack_x_y_sample_weight(
-                    validation_data
-                )
+                val_x, val_y, weight = unpack_validation(validation_data)
                 size = validation_batch_size or batch_size
                 if data_lib.is_batched(val_x):
                     size = None
@@ -397,6 +398,7 @@ class Trainer:
             ConfigurationError: An argument breaks a rule.
         """
         distributed = self._distributed
+        check_evaluation(steps)
         with distributed.peers.together("evaluate"):
             source = distributed.source(
                 x, y, sample_weight, batch_size, steps=steps
@@ -440,6 +442,7 @@ class Trainer:
             ConfigurationError: An argument breaks a rule.
         """
         distributed = self._distributed
+        check_evaluation(steps)
         with distributed.peers.together("predict"):
             source = distributed.source(x, batch_size=batch_size, steps=steps)
             if not source.totals_known:
@@ -553,7 +556,7 @@ class Trainer:
         options: dict[str, Any],
     ) -> None:
         """Has the chief write a file, whole or not at all."""
-        path = os.fspath(path)
+        path = file_path(path)
 
         def write() -> None:
             is_file = path.endswith((".keras", ".weights.h5"))

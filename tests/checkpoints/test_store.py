@@ -341,3 +341,16 @@ def test_a_part_that_failed_is_told(tmp_path):
     assert len(os.listdir(tmp_path)) == 1
     store.prune(str(tmp_path), 1, "another")
     assert not os.listdir(tmp_path)
+
+
+def test_a_checkpoint_that_is_a_link_is_refused(tmp_path):
+    path = pathlib.Path(store.write(str(tmp_path / "of-others"), 1, {}, []))
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / path.name).symlink_to(path)
+    (entry,) = store.entries(str(folder))
+    assert "is a link" in entry.problem
+    # One of the same step takes its place, and leaves the other as it is.
+    store.write(str(folder), 1, {"own": True}, [])
+    assert Stored(str(folder / path.name)).state == {"own": True}
+    assert Stored(str(path)).state == {}

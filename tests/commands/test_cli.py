@@ -10,7 +10,8 @@ import pytest
 from mgpu_tf import cli
 from mgpu_tf.checkpoints import store
 from mgpu_tf.commands import train
-from mgpu_tf.launch import local
+from mgpu_tf.launch import local, ray
+from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.policy import RestartPolicy
 from mgpu_tf.mesh import Piece, Region
 from mgpu_tf.options import WatchOptions
@@ -248,6 +249,8 @@ def options(**changes):
         "watch": WatchOptions(),
         "log_dir": None,
         "alone": False,
+        "isolate": "auto",
+        "needs": "",
     } | changes
 
 
@@ -350,6 +353,35 @@ def test_an_evaluator_needs_parameter_servers(calls, capsys):
     assert calls[0][3]["evaluator"] is True
 
 
+@pytest.mark.parametrize("bad", ["--noevaluator=1", "--noevaluator=x"])
+def test_a_switch_takes_no_value(bad, capsys):
+    arguments = ["launch", "--num_workers=2", bad, "--", "true"]
+    assert cli.main(arguments) == cli.USAGE_ERROR
+    assert "does not take an argument" in capsys.readouterr().err
+
+
+def test_a_long_mistake_is_cut(capsys):
+    assert cli.main(["train", "--seed=" + "x" * 100_000]) == cli.USAGE_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert len(line) < 2100
+    assert "characters ...]" in line
+
+
+def test_ray_is_told_when_to_give_up(monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        ray, "run", lambda *_, **options: given.append(options) or 0
+    )
+    flags = ["--num_workers=2", "--stall_timeout_seconds=60"]
+    assert cli.main(["ray", *flags, "--", "true"]) == 0
+    assert given[0]["watch"] == WatchOptions(60.0)
+    job = LaunchJob(("true",), 1, watch=given[0]["watch"])
+    (cluster,) = job.clusters(["a:1"])
+    told = job.environment(cluster, 0)
+    monkeypatch.setattr(os, "environ", told)
+    assert WatchOptions.from_environment() == WatchOptions(60.0)
+
+
 def test_launch_passes_on(calls):
     arguments = ["launch", "--num_workers=3", "--startup_seconds=2"]
     arguments += ["--max_restarts=4", "--min_workers=2"]
@@ -369,6 +401,8 @@ def test_launch_passes_on(calls):
                 "policy": RestartPolicy(max_restarts=4, min_workers=2),
                 "watch": WatchOptions(60.0, 0.0),
                 "log_dir": None,
+                "isolate": "auto",
+                "needs": "",
             },
         )
     ]

@@ -1,4 +1,5 @@
 import json
+import re
 
 import keras
 import numpy as np
@@ -18,6 +19,7 @@ from experiments.benchmarks.runner import (
 )
 from experiments.benchmarks.table import BENCHMARKS, Ratio
 from experiments.benchmarks.worker import Place
+from tests import clusters
 
 RATES = Rates(
     {"ours": [4.0, 6.0, 5.0], "theirs": [2.0, 2.0, 5.0]},
@@ -276,3 +278,12 @@ def test_both_pipelines_read_every_example():
     whole = by_hand.check(steps)
     assert own.check(steps) == pytest.approx(whole, rel=1e-9)
     assert own.check(steps - 1) != pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.full
+def test_what_watching_costs_is_measured():
+    done = clusters.run(
+        ["-m", "experiments.benchmarks.watching", "--rounds=2", "--steps=20"]
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"more by -?[\d.]+ %", done.stdout), done.stdout

@@ -204,7 +204,7 @@ if index == 1:
     wait_for("pid0", "pid2")
     sys.exit(7)
 """
-    done = launch(body + STAY, tmp_path, num_workers=3)
+    done = launch(body + STAY, tmp_path, "--isolate=off", num_workers=3)
     assert done.returncode == 7
     assert done.stderr == (
         "mgpu-tf launch: worker 1 failed with exit code 7; "
@@ -222,7 +222,7 @@ def test_success_of_one_ends_nothing(code, message, tmp_path):
 print("alone")
 sys.exit({code})
 """
-    done = launch(ENDS_AT_ONCE + body, tmp_path)
+    done = launch(ENDS_AT_ONCE + body, tmp_path, "--isolate=off")
     assert (done.returncode, done.stderr) == (code, message)
     assert done.stdout == "[worker 1] alone\n"
 

@@ -303,3 +303,22 @@ def test_a_log_is_its_owners(tmp_path):
     assert launch("", tmp_path, log_dir=str(tmp_path / "logs")) == 0
     path = tmp_path / "logs" / "worker-1.log"
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_coordinator_that_crashes_begins_again_alone(tmp_path, capfd):
+    """As by a fault in TensorFlow's own code; the others stay."""
+    body = """
+if name == "chief0":
+    wait_for("worker0.0", "ps0.0")
+    if attempt == 0:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    sys.exit()
+time.sleep(3600)
+"""
+    policy = {"max_restarts": 1, "unit": "task"}
+    options = {"num_ps": 1, "startup_seconds": 0.0}
+    assert launch(body, tmp_path, 1, policy=policy, **options) == 0
+    err = capfd.readouterr().err
+    assert "chief 0 failed with SIGSEGV; restart 1 of 1" in err
+    assert not (tmp_path / "worker0.1").exists()
+    assert not (tmp_path / "ps0.1").exists()

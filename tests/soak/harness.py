@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -16,22 +17,40 @@ STEPS_PER_EPOCH = 32
 SAVE_EVERY_STEPS = 5
 TOTAL_STEPS = EPOCHS * STEPS_PER_EPOCH
 
-WORKERS = {
-    "mirrored": 1,
-    "2_workers": 2,
-    "3_workers": 3,
-    "2_workers_fsdp": 2,
-    "2_workers_tensor": 2,
-    "data_2_tensor_2": 1,
-    "data_2_pipeline_2": 1,
+# The tasks of each strategy; the first is the chief.
+TASKS = {
+    "mirrored": ("worker-0",),
+    "2_workers": ("worker-0", "worker-1"),
+    "3_workers": ("worker-0", "worker-1", "worker-2"),
+    "2_workers_fsdp": ("worker-0", "worker-1"),
+    "2_workers_tensor": ("worker-0", "worker-1"),
+    "fsdp": ("worker-0",),
+    "data_2_tensor_2": ("worker-0",),
+    "data_2_pipeline_2": ("worker-0",),
+    "parameter_server": ("chief-0", "worker-0", "worker-1", "ps-0"),
 }
 
-# What is killed, and when: a task between two steps; a task while a
-# checkpoint is written; the supervisor; or all are told to end by SIGTERM; or a
-# task is stopped, for good or for PAUSE_SECONDS.
-KINDS = ("step", "save", "supervisor", "preempt", "stop", "pause")
-STALL_SECONDS = 50
-PAUSE_SECONDS = 20
+# What is done, and when: a task is killed between two steps; while the chief
+# writes a checkpoint; two tasks at once; the supervisor is killed; or all are
+# told to end by SIGTERM; a task is stopped, for good or for PAUSE_SECONDS; the
+# newest checkpoint is damaged, or the chief cannot write files for a while,
+# and then the chief is killed.
+KINDS = {
+    "step": 4,
+    "save": 3,
+    "two": 2,
+    "supervisor": 1,
+    "preempt": 1,
+    "stop": 1,
+    "pause": 1,
+    "damage": 2,
+    "full": 2,
+}
+STALL_SECONDS = 60
+PAUSE_SECONDS = 30
+
+# What the chief may write of a file on a full disk; its progress still fits.
+FULL_BYTES = 4096
 
 _RESULT = re.compile(
     r"^RESULT (?P<sha>\w{64}) (?P<step>\d+) (?P<restarts>\d+)"
@@ -42,11 +61,19 @@ _RESULT = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A fault: of what kind, in which worker, after which step."""
+    """A fault: of what kind, in which task, after which step."""
 
     kind: str
     worker: int
     step: int
+
+    def killed(self, tasks):
+        """Returns which of the tasks are killed."""
+        if self.kind in ("damage", "full"):
+            return [0]
+        if self.kind == "two":
+            return [self.worker, (self.worker + 1) % tasks]
+        return [self.worker]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +108,13 @@ class Job:
     """One job in a folder of its own.
 
     Args:
-        strategy: A name in `WORKERS`.
+        strategy: A name in `TASKS`.
         folder: An empty folder.
     """
 
     def __init__(self, strategy, folder):
         self._strategy = strategy
-        self._workers = WORKERS[strategy]
+        self._tasks = TASKS[strategy]
         self._checkpoints = os.path.join(folder, "checkpoints")
         self._logs = os.path.join(folder, "logs")
         self._output = os.path.join(folder, "output.txt")
@@ -106,7 +133,8 @@ class Job:
         finally:
             self._supervisor.kill()
             self._supervisor.wait()
-        results = [self._result(index) for index in range(self._workers)]
+        trained = self._tasks[: 1 if self._servers else None]
+        results = [self._result(task) for task in trained]
         assert len({found["sha"] for found in results}) == 1, results
         chief = results[0]
         return Result(
@@ -119,7 +147,12 @@ class Job:
             struck=struck,
         )
 
+    @property
+    def _servers(self):
+        return sum(task.startswith("ps-") for task in self._tasks)
+
     def _start(self):
+        workers = sum(task.startswith("worker-") for task in self._tasks)
         with open(self._output, "ab") as output:
             self._supervisor = subprocess.Popen(
                 [
@@ -127,7 +160,8 @@ class Job:
                     "-m",
                     "mgpu_tf",
                     "launch",
-                    f"--num_workers={self._workers}",
+                    f"--num_workers={workers}",
+                    f"--num_ps={self._servers}",
                     "--startup_seconds=0",
                     "--max_restarts=99",
                     f"--stall_timeout_seconds={STALL_SECONDS}",
@@ -152,7 +186,12 @@ class Job:
         self._until(lambda: self._progress()[0] >= fault.step)
         if fault.kind == "save":
             self._until(self._writing, pause=0.0)
-        pids = [self._pid(index) for index in range(self._workers)]
+        pids = [self._pid(task) for task in self._tasks]
+        if fault.kind == "damage":
+            self._damage()
+        if fault.kind == "full":
+            self._fill(pids[0])
+        struck = time.time()
         if fault.kind == "supervisor":
             self._supervisor.kill()
         elif fault.kind == "preempt":
@@ -160,8 +199,8 @@ class Job:
         elif fault.kind in ("stop", "pause"):
             os.kill(pids[fault.worker], signal.SIGSTOP)
         else:
-            os.kill(pids[fault.worker], signal.SIGKILL)
-        struck = time.time()
+            for index in fault.killed(len(pids)):
+                os.kill(pids[index], signal.SIGKILL)
         at_step, _ = self._progress()
         if fault.kind in ("supervisor", "preempt"):
             code = self._supervisor.wait(clusters.LIMIT_SECONDS)
@@ -173,18 +212,43 @@ class Job:
         elif fault.kind == "pause":
             time.sleep(PAUSE_SECONDS)
             at_step, torn = self._progress()[0], self._writing()
-            os.kill(pids[fault.worker], signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[fault.worker], signal.SIGCONT)
         else:
             self._until(lambda: not _runs(pids[fault.worker]))
             torn = self._writing()
 
         def goes_on():
+            if self._supervisor.poll() == 0:
+                return True  # It struck after the last step.
             step, now_began = self._progress()
-            again = now_began > began or fault.kind == "pause"
-            return again and step > at_step
+            alone = fault.kind == "pause" or self._servers
+            return (alone or now_began > began) and step > at_step
 
         self._until(goes_on)
         return Struck(at_step, torn, time.time() - struck)
+
+    def _damage(self):
+        """Changes a byte of the newest checkpoint."""
+        names = sorted(os.listdir(self._checkpoints))
+        steps = [name for name in names if name.startswith("step-")]
+        path = os.path.join(self._checkpoints, steps[-1], "arrays.bin")
+        # The oldest goes when a new one comes.
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(path, "r+b") as file,
+        ):
+            file.seek(100)
+            byte = file.read(1)[0]
+            file.seek(100)
+            file.write(bytes([byte ^ 1]))
+
+    def _fill(self, pid):
+        """Keeps the chief from writing checkpoints, as a full disk does."""
+        _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_BYTES, most))
+        step = self._progress()[0] + 2 * SAVE_EVERY_STEPS
+        self._until(lambda: self._progress()[0] >= min(step, TOTAL_STEPS - 3))
 
     def _until(self, condition, pause=0.002, watch=True):
         deadline = time.monotonic() + clusters.LIMIT_SECONDS
@@ -209,18 +273,16 @@ class Job:
             return any(name.startswith(".unfinished") for name in names)
         return False
 
-    def _log(self, index):
-        path = os.path.join(self._logs, f"worker-{index}.log")
+    def _log(self, task):
+        path = os.path.join(self._logs, f"{task}.log")
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
 
-    def _pid(self, index):
-        return int(
-            re.findall(r"^--- process (\d+)", self._log(index), re.M)[-1]
-        )
+    def _pid(self, task):
+        return int(re.findall(r"^--- process (\d+)", self._log(task), re.M)[-1])
 
-    def _result(self, index):
-        return list(_RESULT.finditer(self._log(index)))[-1]
+    def _result(self, task):
+        return list(_RESULT.finditer(self._log(task)))[-1]
 
     def _told(self):
         with open(self._output, encoding="utf-8", errors="replace") as file:
@@ -240,18 +302,26 @@ def faults_of(generator, strategy, count):
 
     Args:
         generator: A `random.Random`.
-        strategy: A name in `WORKERS`.
+        strategy: A name in `TASKS`.
         count: How many.
 
     Returns:
         The faults, by step.
     """
-    part = (TOTAL_STEPS - 2 * SAVE_EVERY_STEPS) / count
-    return [
-        Fault(
-            kind=generator.choices(KINDS, weights=(5, 3, 1, 1, 1, 1))[0],
-            worker=generator.randrange(WORKERS[strategy]),
-            step=int(part * (index + generator.uniform(0.2, 0.9))),
+    tasks = len(TASKS[strategy])
+    kinds = [kind for kind in KINDS if kind != "two" or tasks > 1]
+    weights = [KINDS[kind] for kind in kinds]
+    part = (TOTAL_STEPS - 4 * SAVE_EVERY_STEPS) / count
+
+    def drawn(index):
+        (kind,) = generator.choices(kinds, weights)
+        of_chief = kind in ("damage", "full")
+        return Fault(
+            kind,
+            worker=0 if of_chief else generator.randrange(tasks),
+            # After the second save, so that damage leaves one.
+            step=2 * SAVE_EVERY_STEPS
+            + int(part * (index + generator.uniform(0.2, 0.9))),
         )
-        for index in range(count)
-    ]
+
+    return [drawn(index) for index in range(count)]

@@ -17,10 +17,24 @@ import mgpu_tf
 from mgpu_tf.reports.report import weights_sha256
 from tests.soak.harness import EPOCHS, SAVE_EVERY_STEPS
 
-MESHES = {
-    "2_workers_tensor": {"tensor": 2},
-    "data_2_tensor_2": {"data": 2, "tensor": 2, "num_virtual_devices": 4},
-    "data_2_pipeline_2": {"data": 2, "pipeline": 2, "num_virtual_devices": 4},
+STRATEGIES = {
+    "mirrored": lambda: mgpu_tf.create_mirrored_strategy(num_virtual_devices=2),
+    "2_workers": mgpu_tf.create_multi_worker_mirrored_strategy,
+    "3_workers": mgpu_tf.create_multi_worker_mirrored_strategy,
+    "2_workers_fsdp": lambda: mgpu_tf.create_strategy("fsdp"),
+    "fsdp": lambda: mgpu_tf.create_model_parallel_strategy(
+        fsdp=2, num_virtual_devices=2
+    ),
+    "2_workers_tensor": lambda: mgpu_tf.create_model_parallel_strategy(
+        tensor=2
+    ),
+    "data_2_tensor_2": lambda: mgpu_tf.create_model_parallel_strategy(
+        data=2, tensor=2, num_virtual_devices=4
+    ),
+    "data_2_pipeline_2": lambda: mgpu_tf.create_model_parallel_strategy(
+        data=2, pipeline=2, num_virtual_devices=4
+    ),
+    "parameter_server": mgpu_tf.create_parameter_server_strategy,
 }
 
 
@@ -45,16 +59,7 @@ def build_model():
 
 def main(folder, strategy_name):
     mgpu_tf.enable_determinism()
-    if strategy_name == "mirrored":
-        strategy = mgpu_tf.create_mirrored_strategy(num_virtual_devices=2)
-    elif strategy_name == "2_workers_fsdp":
-        strategy = mgpu_tf.create_strategy("fsdp")
-    elif strategy_name in MESHES:
-        strategy = mgpu_tf.create_model_parallel_strategy(
-            **MESHES[strategy_name]
-        )
-    else:
-        strategy = mgpu_tf.create_multi_worker_mirrored_strategy()
+    strategy = STRATEGIES[strategy_name]()
     generator = np.random.default_rng(0)
     x = generator.normal(size=(750, 32)).astype("float32")
     y = generator.integers(0, 10, size=750)

@@ -1,14 +1,15 @@
-"""Kills jobs again and again, and compares their weights with controls.
+"""Breaks jobs again and again, and compares their weights with controls.
 
-    make soak FAULTS=30 SEED=1
+    make soak FAULTS=30 SEED=2
 
 Goes on from the ledger `docs/soak.json` where it has the same seed. Hardware:
 any; on 2 quiet cores a fault costs 15 to 30 seconds. Expected last line:
-"30 faults, 30 completed, 30 identical".
+"30 faults, 30 completed, 30 right".
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -18,9 +19,17 @@ import tempfile
 import time
 
 from tests import clusters
-from tests.soak.harness import WORKERS, Job, faults_of
+from tests.soak.harness import (
+    PAUSE_SECONDS,
+    TASKS,
+    TOTAL_STEPS,
+    Job,
+    faults_of,
+)
 
-FAULTS_OF_A_JOB = 5
+FAULTS_OF_A_JOB = 7
+# Its numbers depend on which worker was faster; its steps do not.
+ASYNCHRONOUS = "parameter_server"
 DOCS = os.path.join(clusters.ROOT, "docs")
 LEDGER = os.path.join(DOCS, "soak.json")
 TABLE = os.path.join(DOCS, "soak.md")
@@ -51,8 +60,10 @@ def write(ledger):
         file.write(table(ledger))
 
 
-def controls(ledger, strategy):
-    """Runs two without a fault; they must agree before anything is killed."""
+def control_of(ledger, strategy):
+    """Runs two without a fault; they must agree before anything is broken."""
+    if strategy == ASYNCHRONOUS:
+        return None
     known = ledger["controls"].setdefault(strategy, [])
     while len(known) < 2:
         result = run_job(strategy)
@@ -65,8 +76,8 @@ def controls(ledger, strategy):
 
 
 def strike(ledger, index, count):
-    strategy = list(WORKERS)[index % len(WORKERS)]
-    control = controls(ledger, strategy)
+    strategy = list(TASKS)[index % len(TASKS)]
+    control = control_of(ledger, strategy)
     generator = random.Random(f"{ledger['seed']}/{index}")
     faults = faults_of(generator, strategy, count)
     entry = {
@@ -86,15 +97,16 @@ def strike(ledger, index, count):
         del facts["struck"]
         entry |= facts | {
             "completed": True,
-            "identical": result.sha == control,
+            "right": result.step == TOTAL_STEPS
+            and control in (None, result.sha),
         }
     except AssertionError as error:
-        entry |= {"completed": False, "identical": False, "error": str(error)}
+        entry |= {"completed": False, "right": False, "error": str(error)}
     ledger["jobs"].append(entry)
     write(ledger)
     print(
         f"job {index}, {strategy}, {count} faults: "
-        + ("identical" if entry["identical"] else "NOT identical")
+        + ("right" if entry["right"] else "NOT right")
     )
 
 
@@ -104,12 +116,12 @@ def totals(ledger):
             len(job["faults"]) for job in ledger["jobs"] if job.get(name, True)
         )
 
-    return count("faults"), count("completed"), count("identical")
+    return count("faults"), count("completed"), count("right")
 
 
 def table(ledger):
     rows = []
-    for strategy in WORKERS:
+    for strategy in TASKS:
         jobs = [job for job in ledger["jobs"] if job["strategy"] == strategy]
         done = [job for job in jobs if job["completed"]]
         if not done:
@@ -127,7 +139,7 @@ def table(ledger):
             for job in done
             for f in job["faults"]
         )
-        same = sum(len(job["faults"]) for job in done if job["identical"])
+        same = sum(len(job["faults"]) for job in done if job["right"])
         lost = sum(job["lost_steps"] for job in done)
         rows.append(
             f"| {strategy} | {len(faults)} | {by_kind} | {same} | "
@@ -136,20 +148,25 @@ def table(ledger):
         )
     return "\n".join(
         [
-            "# Kills survived",
+            "# Faults survived",
             "",
             "By `make soak`; each fault is in [soak.json](soak.json). Kinds: "
-            "`step`, a task between two steps; `save`, a task while the chief "
-            "writes a checkpoint; `supervisor`, the supervisor, started again "
-            "by hand; `preempt`, SIGTERM to all, started again by hand. "
-            "Seconds run from the kill to the first step that had not been "
-            "done before, and from the start of the launcher to the first "
-            "step; no pause between restarts. The times are those of a "
-            "machine with other work: a cold start and the restarts of its "
-            "job met different loads.",
+            "`step`, a task is killed between two steps; `save`, while the "
+            "chief writes a checkpoint; `two`, two tasks at once; "
+            "`supervisor`, the supervisor is killed, and started again by "
+            "hand; `preempt`, SIGTERM to all, started again by hand; `stop`, "
+            f"a task is stopped for good; `pause`, for {PAUSE_SECONDS} "
+            "seconds; `damage`, a byte of the newest checkpoint is changed, "
+            "and the chief killed; `full`, the chief can write no checkpoint "
+            "for a while, and is killed then. A right end: all steps are "
+            "done, and all bits are those of a run without faults. With "
+            "parameter servers only the steps are compared. Seconds run from "
+            "the fault to the first step that had not been done before, and "
+            "from the start of the launcher to the first step; no pause "
+            "between restarts. The machine had other work.",
             "",
-            "| job | faults | kinds | identical | half-written checkpoints "
-            "left | steps done again | cold start, s (median) | kill to new "
+            "| job | faults | kinds | right ends | half-written checkpoints "
+            "left | steps done again | cold start, s (median) | fault to new "
             "step, s (median) | ratio of medians | worst ratio |",
             "|---|---|---|---|---|---|---|---|---|---|",
             *rows,
@@ -161,23 +178,25 @@ def table(ledger):
 
 
 def last_line(ledger):
-    faults, completed, identical = totals(ledger)
-    return f"{faults} faults, {completed} completed, {identical} identical"
+    faults, completed, right = totals(ledger)
+    return f"{faults} faults, {completed} completed, {right} right"
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=2)
     arguments = parser.parse_args()
     ledger = read(arguments.seed)
     while (have := totals(ledger)[0]) < arguments.faults:
         count = min(FAULTS_OF_A_JOB, arguments.faults - have)
-        strike(ledger, len(ledger["jobs"]), count)
+        known = {job["job"] for job in ledger["jobs"]}
+        index = next(i for i in itertools.count() if i not in known)
+        strike(ledger, index, count)
     write(ledger)
     print(last_line(ledger))
-    faults, completed, identical = totals(ledger)
-    sys.exit(0 if faults == completed == identical else 1)
+    faults, completed, right = totals(ledger)
+    sys.exit(0 if faults == completed == right else 1)
 
 
 if __name__ == "__main__":

@@ -115,6 +115,54 @@ COMMANDS = {
     "loss_is_nan": ("train --optimizer=sgd --learning_rate=1e30", "finite"),
     "output_is_a_file": ("train --output_dir=/dev/null", "/dev/null"),
     "data_is_a_file": ("train --data_dir=/dev/null/a", "/dev/null"),
+    "data_in_a_bucket": (
+        "train --data_dir=s3://bucket/data",
+        "File system scheme 's3' not implemented",
+    ),
+    "model_in_a_bucket": (
+        "train --initial_model=s3://bucket/model.keras",
+        "Mount s3://",
+    ),
+    "output_in_a_bucket": (
+        "train --output_dir=gs://bucket/run",
+        "Mount that storage",
+    ),
+    "checkpoints_in_a_bucket": (
+        "train --checkpoint_dir=gs://bucket/run",
+        "Mount that storage",
+    ),
+    "logs_in_a_bucket": (
+        "launch --num_workers=1 --log_dir=gs://bucket/logs -- true",
+        "Mount that storage",
+    ),
+    "table_in_a_bucket": (
+        "benchmark --output_dir=gs://bucket/table",
+        "Mount that storage",
+    ),
+    "trace_in_a_bucket": (
+        "trace --html=gs://bucket/trace.html",
+        "Mount that storage",
+    ),
+    "isolated_elsewhere": (
+        "launch --hosts=a,b --print --isolate=on -- true",
+        "--isolate=on with --hosts=a,b",
+    ),
+    "isolated_perhaps": (
+        "launch --num_workers=2 --isolate=maybe -- true",
+        "maybe",
+    ),
+    "stages_of_no_model": (
+        "train --strategy=model_parallel --num_virtual_devices=4 "
+        "--pipeline_parallel=2 --pipeline_stages=a,b,c",
+        "3 names",
+    ),
+    "mesh_of_others": (
+        "train --strategy=model_parallel --num_virtual_devices=4 "
+        "--tensor_parallel=3",
+        "for 4 devices",
+    ),
+    "stall_below_0": ("train --stall_timeout_seconds=-1", "-1"),
+    "stall_without_end": ("train --stall_timeout_seconds=inf", "inf"),
     "parity_of_nothing": (
         "parity --dataset=digits --model=tests.training.test_bad_input:nothing",
         "NoneType",
@@ -284,14 +332,190 @@ CALLS = {
         lambda t: t.predict(lambda context: dataset()),
         "dataset_fn",
     ),
+    "validation_of_inputs_alone": (
+        lambda t: in_fit(X, Y, validation_data=(X,))(t),
+        "a tuple of 1",
+    ),
+    "validation_of_four": (
+        lambda t: in_fit(X, Y, validation_data=[X, Y, Y, Y])(t),
+        "a list of 4",
+    ),
+    "evaluate_no_steps": (lambda t: t.evaluate(X, Y, steps=0), "steps=0"),
+    "predict_no_steps": (lambda t: t.predict(X, steps=-1), "steps=-1"),
+    "saved_without_an_ending": (
+        lambda t: t.save("/tmp/model"),
+        "filepath extension",
+    ),
+    "saved_to_nothing": (lambda t: t.save(None), "path=None"),
+    "saved_to_a_number": (lambda t: t.save_weights(5), "path=5"),
+    "numbered_by_no_batch": (
+        lambda t: in_fit(mgpu_tf.RandomAccess(Numbered()), batch_size=0)(t),
+        "batch_size=0",
+    ),
+    "numbered_by_text": (
+        lambda t: in_fit(mgpu_tf.RandomAccess(Numbered()), batch_size="2")(t),
+        "batch_size='2'",
+    ),
+    "numbered_without_examples": (
+        lambda t: in_fit(mgpu_tf.RandomAccess(Numbered(0)))(t),
+        "0",
+    ),
     "predict_another_shape": (
         lambda t: t.predict(X[:, :2], verbose=0),
         "fit the model",
     ),
 }
 
+
+class Numbered:
+    """Examples by their number."""
+
+    def __init__(self, examples=8):
+        self.examples = examples
+
+    def __len__(self):
+        return self.examples
+
+    def __getitem__(self, number):
+        return X[number], Y[number]
+
+
+def mesh(**options):
+    """Makes a strategy of a mesh of four devices."""
+    return lambda s: mgpu_tf.create_model_parallel_strategy(
+        num_virtual_devices=4, **options
+    )
+
+
+def named(name, **options):
+    return lambda s: mgpu_tf.create_strategy(
+        name, num_virtual_devices=2, **options
+    )
+
+
+def saving(**options):
+    return lambda s: mgpu_tf.SaveOptions("folder", **options)
+
+
+def training(**options):
+    return lambda s: mgpu_tf.Trainer(build, s, **options)
+
+
+def split_by(layout):
+    strategy = mgpu_tf.create_model_parallel_strategy(
+        data=2, tensor=2, layout=layout, num_virtual_devices=4
+    )
+    mgpu_tf.Trainer(build, strategy).fit(X, Y, verbose=0)
+
+
 # What is done without one.
 OTHERS = {
+    "mesh_of_none": (mesh(fsdp=0), "fsdp_parallel=0"),
+    "mesh_below_0": (mesh(data=-1), "data_parallel=-1"),
+    "mesh_of_a_half": (mesh(data=2.0, fsdp=2), "data_parallel=2.0"),
+    "mesh_of_true": (mesh(data=True), "data_parallel=True"),
+    "mesh_of_text": (mesh(data="2", fsdp=2), "data_parallel='2'"),
+    "mesh_too_large": (mesh(data=3, fsdp=2), "= 6 for 4 devices"),
+    "mesh_immense": (mesh(data=10**9, fsdp=10**9), "= 10000"),
+    "mesh_of_two_kinds": (mesh(fsdp=2, tensor=2), "fsdp=2, tensor=2"),
+    "mesh_of_parts_and_stages": (mesh(tensor=2, pipeline=2), "tensor=2, pip"),
+    "mesh_of_shards_and_stages": (mesh(fsdp=2, pipeline=2), "fsdp=2, pipe"),
+    "unknown_shard": (mesh(fsdp=4, shard="weight"), "Did you mean 'weights'"),
+    "no_shard": (mesh(fsdp=4, shard=None), "None"),
+    "split_below_0": (mesh(fsdp=4, smallest_split=-1), "smallest_split=-1"),
+    "split_of_text": (mesh(fsdp=4, smallest_split="big"), "'big'"),
+    "layout_of_a_number": (mesh(tensor=4, layout=5), "layout=5"),
+    "unknown_layout": (mesh(tensor=4, layout="atuo"), "'atuo'"),
+    "layout_of_a_list": (mesh(tensor=4, layout=["a"]), "['a']"),
+    "layout_of_no_pattern": (
+        mesh(tensor=4, layout={"(": (None, "model")}),
+        "unterminated subpattern",
+    ),
+    "layout_by_numbers": (mesh(tensor=4, layout={1: ("model",)}), "1 ("),
+    "layout_of_no_axis": (
+        mesh(tensor=4, layout={".*kernel": (None, "modl")}),
+        "'modl'",
+    ),
+    "layout_of_a_name": (
+        mesh(tensor=4, layout={".*kernel": "modl"}),
+        "('modl',)",
+    ),
+    "layout_of_nothing": (
+        lambda s: split_by({"dense/kernel": (None, "model")}),
+        "'dense/kernel', where the paths are such as sequential",
+    ),
+    "layout_of_three_dimensions": (
+        lambda s: split_by({".*kernel": (None, None, "model")}),
+        "shape (4, 3)",
+    ),
+    "stages_as_text": (mesh(pipeline=2, data=2, stages="b"), "stages='b'"),
+    "stages_as_a_number": (mesh(pipeline=2, data=2, stages=5), "stages=5"),
+    "stages_too_few": (mesh(pipeline=4, stages=["a"]), "1 names"),
+    "stages_too_many": (mesh(pipeline=8), "= 8 for 4 devices"),
+    "micro_batches_of_none": (
+        mesh(pipeline=2, data=2, micro_batches=0),
+        "micro_batches=0",
+    ),
+    "micro_batches_of_text": (
+        mesh(pipeline=2, data=2, micro_batches="3"),
+        "micro_batches='3'",
+    ),
+    "micro_batches_alone": (mesh(micro_batches=3), "pipeline_parallel=1"),
+    "unknown_schedule": (
+        mesh(pipeline=2, data=2, schedule="1f1"),
+        "Did you mean '1f1b'",
+    ),
+    "no_schedule": (mesh(pipeline=2, data=2, schedule=None), "None"),
+    "unknown_communication": (
+        mesh(fsdp=4, communication="fast"),
+        "'fast'",
+    ),
+    "balance_of_text": (named("mirrored", balance="fast"), "'fast'"),
+    "balance_of_none": (named("mirrored", balance=[0, 0]), "[0, 0]"),
+    "balance_below_0": (named("mirrored", balance=[2, -1]), "[2, -1]"),
+    "balance_of_others": (named("mirrored", balance=[1, 1, 1]), "for 2"),
+    "balance_of_parts": (named("mirrored", balance=[0.5, 0.5]), "0.5"),
+    "balance_of_a_dict": (named("mirrored", balance={"a": 1}), "{'a': 1}"),
+    "balance_of_one": (
+        lambda s: mgpu_tf.create_strategy("one_device", balance="2,1"),
+        "'one_device'",
+    ),
+    "option_of_no_strategy": (named("mirrored", virtual=2), "Did you mean"),
+    "no_strategy": (named(None), "None"),
+    "save_every_text": (saving(save_every_steps="5"), "'5'"),
+    "save_every_nan": (saving(save_every_seconds=float("nan")), "nan"),
+    "keep_a_half": (saving(keep_checkpoints=1.5), "1.5"),
+    "keep_none": (saving(keep_checkpoints=0), "keep_checkpoints=0"),
+    "unknown_resume": (saving(resume="yes"), "'yes'"),
+    "private_as_text": (saving(private="yes"), "private='yes'"),
+    "unknown_option_of_steps": (training(gradient_dtyp="f"), "gradient_dtype"),
+    "unknown_gradient_dtype": (training(gradient_dtype="float8"), "'float8'"),
+    "check_of_no_steps": (training(check_replicas_every=0), "=0"),
+    "unknown_on_nan": (training(on_nan="explode"), "'explode'"),
+    "numbered_by_nothing": (
+        lambda s: mgpu_tf.RandomAccess(None),
+        "None",
+    ),
+    "read_by_no_thread": (
+        lambda s: mgpu_tf.RandomAccess(Numbered(), threads=0),
+        "threads=0",
+    ),
+    "notebook_of_nothing": (
+        lambda s: mgpu_tf.launch_from_notebook(5),
+        "Received: 5",
+    ),
+    "notebook_without_script": (
+        lambda s: mgpu_tf.launch_from_notebook("no.py"),
+        "no such file",
+    ),
+    "notebook_of_no_workers": (
+        lambda s: mgpu_tf.launch_from_notebook(__file__, num_workers=0),
+        "0",
+    ),
+    "unknown_option_of_notebook": (
+        lambda s: mgpu_tf.launch_from_notebook(__file__, num_worker=2),
+        "Did you mean 'num_workers'",
+    ),
     "no_build_model": (lambda s: mgpu_tf.Trainer(None, s), "NoneType"),
     "a_model": (lambda s: mgpu_tf.Trainer(build(), s), "build_model(): ..."),
     "builds_nothing": (lambda s: mgpu_tf.Trainer(nothing, s), "NoneType"),

@@ -159,6 +159,8 @@ class _Chooser:
             published = published_layout(model)
             if published is not None:
                 layout, self._by_structure = Layout(published), False
+        else:
+            layout.check_used([weight.path for weight in model.weights])
         self._layout = layout
         self.shared = _shared(model)
 
