@@ -147,7 +147,12 @@ def _values(column: Any) -> Any:
     numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if numeric and column.null_count == 0:
         return column.to_numpy()
-    return column.to_pylist()
+    values = column.to_pylist()
+    lists = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
+    if isinstance(kind, lists) and column.null_count == 0:
+        dtype = kind.value_type.to_pandas_dtype()
+        return [np.asarray(value, dtype) for value in values]
+    return values
 
 
 def _paths(pattern: str) -> list[str]:

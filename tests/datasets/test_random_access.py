@@ -178,7 +178,7 @@ def test_rows_of_parquet_files(tables):
 def test_a_row_group_is_read_once_while_it_fits(tables):
     rows = ParquetRows(tables)
     for _ in range(2):
-        rows.__getitems__([0, 19, 1, 18])
+        rows.__getitems__([0, 18, 1, 17])
         rows.__getitems__([5, 0])
     assert rows.groups_read == 3
     rows = ParquetRows(tables, memory_bytes=0)
