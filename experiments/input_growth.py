@@ -1,6 +1,6 @@
 """What a worker reads, decodes and waits for, against the number of workers.
 
-    python experiments/input_growth.py [--images=1024] [--out=docs/growth.md]
+    python experiments/input_growth.py [--images=512] [--out=docs/growth.md]
 
 Makes JPEG images in a temporary folder. For 1, 2, 4 and 8 workers it is the
 first of them, in a process of its own with one thread, and reads a pass as
@@ -21,6 +21,8 @@ import tempfile
 import time
 
 BATCH, SIDE = 64, 224
+# Each file comes so often in a pass: making images takes longer than reading.
+TIMES = 8
 WORKERS = (1, 2, 4, 8)
 MODELLED = (64, 512, 4096)
 KINDS = {
@@ -69,12 +71,12 @@ def source_of(kind, folder, counts):
 
     if kind == "by_number":
         found = datasets.image_folder(folder, image_size=(SIDE, SIDE))
-        paths = found.source.arrays[0]
+        paths = tf.tile(found.source.arrays[0], [TIMES])
         found = RandomAccess(Table(paths, len(paths)), decode)
         return data.RandomAccessSource(found, BATCH, True, 0)
     files = sorted(str(p) for p in pathlib.Path(folder).glob("*/*.jpg"))
-    dataset = tf.data.Dataset.from_tensor_slices(files)
-    dataset = dataset.shuffle(len(files), seed=1)
+    dataset = tf.data.Dataset.from_tensor_slices(files * TIMES)
+    dataset = dataset.shuffle(len(files) * TIMES, seed=1)
     dataset = dataset.map(decode, num_parallel_calls=tf.data.AUTOTUNE)
     dataset = dataset.batch(BATCH).prefetch(2)
     if kind == "by_hand":
@@ -192,7 +194,7 @@ def written(page, measured):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--images", type=int, default=1024)
+    parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--out", default=str(ROOT / "docs" / "growth.md"))
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--kind", help=argparse.SUPPRESS)

@@ -52,7 +52,7 @@ def test_the_script(tmp_path):
     page = tmp_path / "growth.md"
     page.write_text(PAGE.read_text())
     done = clusters.run(
-        ["experiments/input_growth.py", "--images=128", f"--out={page}"],
+        ["experiments/input_growth.py", "--images=16", f"--out={page}"],
         cwd=clusters.ROOT,
     )
     assert done.returncode == 0, done.stderr
