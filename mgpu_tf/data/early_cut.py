@@ -17,6 +17,7 @@ of a serialized graph (`data.graph`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -112,14 +113,12 @@ class EarlyCut:
     """A dataset in parts: elements, maps, a batch, and what follows it.
 
     Attributes:
-        elements: What is read whole, before the maps.
         batch_size: Elements of a batch.
         drop_remainder: Whether a smaller last batch is left out.
         counts: The names and counts of what repeats or counts batches.
         reason: Always empty.
     """
 
-    elements: tf.data.Dataset
     batch_size: int
     drop_remainder: bool
     counts: tuple[tuple[str, int], ...]
@@ -127,7 +126,19 @@ class EarlyCut:
     _batch_maps: tuple[_Map, ...]
     _parallel: Any
     _dataset: tf.data.Dataset
+    _chain: tuple[Any, ...]
     reason: str = ""
+
+    @functools.cached_property
+    def elements(self) -> tf.data.Dataset | None:
+        """Returns what is read whole, before the maps.
+
+        None if TensorFlow cannot make it, such as of more than 2 GB in memory.
+        """
+        try:
+            return _elements(self._chain)
+        except (AttributeError, tf.errors.OpError, message.DecodeError):
+            return None
 
     def rows(self, local: LocalReplicas, start: int = 0) -> tf.data.Dataset:
         """Returns the rows of the replicas of a process.
@@ -155,7 +166,7 @@ class EarlyCut:
                 lambda replica: element(flat, size, replica)
             )
 
-        batches = self._batches(self.elements, rows, start)
+        batches = self._batches(rows, start)
         if local.count == 1:
             batches = batches.map(lambda flat, size: element(flat, size, 0))
         else:
@@ -164,7 +175,7 @@ class EarlyCut:
 
     def batches(self, start: int) -> tf.data.Dataset:
         """Returns whole batches; those before `start` are not mapped."""
-        return self._whole(self.elements, start)
+        return self._whole(start)
 
     def shares(self, count: int) -> list[tf.data.Dataset] | None:
         """Splits the batches for workers that read independently.
@@ -176,41 +187,36 @@ class EarlyCut:
             For worker w the batches w, w + count, w + 2 * count ...; None
             where each would have to be sent a large dataset.
         """
-        if self.counts or count == 1:
+        if self.counts or count == 1 or self.elements is None:
             return None
-        text = serialized(self.elements).numpy()
+        text = serialized(self._read_whole()).numpy()
         if len(text) * count > _TEXT_BYTES:
             return None
-        return [
-            self._whole(self.elements, 0, (count, place))
-            for place in range(count)
-        ]
+        return [self._whole(0, (count, place)) for place in range(count)]
 
     def read(self, passes: int) -> None:
         """Reads passes over the elements, and maps none of them."""
         for _ in range(passes):
-            self.elements.reduce(np.int64(0), lambda read, _: read + 1)
+            self._read_whole().reduce(np.int64(0), lambda read, _: read + 1)
+
+    def _read_whole(self) -> tf.data.Dataset:
+        assert self.elements is not None
+        return self.elements
 
     def _whole(
-        self,
-        elements: tf.data.Dataset,
-        start: int,
-        share: tuple[int, int] = (1, 0),
+        self, start: int, share: tuple[int, int] = (1, 0)
     ) -> tf.data.Dataset:
         rows = _Rows(LocalReplicas(0, 1, 1), self.batch_size)
-        batches = self._batches(elements, rows, start, share)
+        batches = self._batches(rows, start, share)
         return batches.map(lambda flat, size: self._packed(flat)).with_options(
             self._dataset.options()
         )
 
     def _batches(
-        self,
-        elements: tf.data.Dataset,
-        rows: _Rows,
-        start: int,
-        share: tuple[int, int] = (1, 0),
+        self, rows: _Rows, start: int, share: tuple[int, int] = (1, 0)
     ) -> tf.data.Dataset:
         """Returns `(rows of a batch, flat; size of the global batch)`."""
+        elements = self._read_whole()
         if start and not self.counts:
             elements = elements.skip(start * self.batch_size)
         windows = elements.window(
@@ -294,7 +300,7 @@ def early_cut_of(dataset: tf.data.Dataset) -> EarlyCut | Uncut:
     """
     try:
         return _found(dataset)
-    except (AttributeError, tf.errors.OpError, message.DecodeError) as error:
+    except (AttributeError, NotImplementedError, TypeError) as error:
         return Uncut(f"TensorFlow does not tell its parts ({error})")
 
 
@@ -328,7 +334,6 @@ def _found(dataset: tf.data.Dataset) -> EarlyCut | Uncut:
     if not maps:
         return Uncut(why)
     return EarlyCut(
-        elements=_elements(batch._input_dataset, chain),
         batch_size=int(batch._batch_size),
         drop_remainder=drop_remainder,
         counts=tuple(counts),
@@ -336,6 +341,7 @@ def _found(dataset: tf.data.Dataset) -> EarlyCut | Uncut:
         _batch_maps=tuple(batch_maps),
         _parallel=getattr(batch, "_num_parallel_calls", None),
         _dataset=dataset,
+        _chain=tuple(chain),
     )
 
 
@@ -371,7 +377,7 @@ def _chain(dataset: Any) -> tuple[list[Any], list[_Map], str]:
         dataset = dataset._input_dataset
 
 
-def _elements(last: Any, chain: list[Any]) -> tf.data.Dataset:
+def _elements(chain: tuple[Any, ...]) -> tf.data.Dataset:
     """Returns a dataset without the maps of a chain.
 
     A shuffle counts its passes in the process. So where one follows a map,
@@ -381,7 +387,7 @@ def _elements(last: Any, chain: list[Any]) -> tf.data.Dataset:
     below = chain[-1]._input_dataset
     if all(_kind(d) in (*_MAPS, *_UNCHANGED) for d in chain):
         return below
-    graph = tf.compat.v1.GraphDef.FromString(serialized(last).numpy())
+    graph = tf.compat.v1.GraphDef.FromString(serialized(chain[0]).numpy())
     nodes = {node.name: node for node in graph.node}
     above = next(node for node in graph.node if node.op == "_Retval")
     path = []

@@ -58,9 +58,6 @@ class Source(abc.ABC):
         repeats: Whether there is a second pass.
         portable: Whether another process can read the datasets. A dataset
             that uses a lookup table, such as a vocabulary, is not portable.
-        enterable: Whether a resumed run enters a pass by `pass_over` and
-            `pass_from`, without the work of the batches before it. Only the
-            elements before the work are read again.
     """
 
     steps: int | None
@@ -69,12 +66,19 @@ class Source(abc.ABC):
     totals_known: bool = True
     repeats: bool = True
     portable: bool = True
-    enterable: bool = False
 
     @property
     def may_end(self) -> bool:
         """Whether a step may find the end of the data."""
         return self.steps is None and not self.endless
+
+    @property
+    def enterable(self) -> bool:
+        """Whether a resumed run uses `pass_over` and `pass_from`.
+
+        They read again, but do not do the work of the batches before.
+        """
+        return False
 
     @property
     def reads(self) -> str:
@@ -210,13 +214,21 @@ class DatasetSource(BatchSource):
         self.endless = cardinality == tf.data.INFINITE_CARDINALITY
         self.steps = cardinality if cardinality >= 0 else None
         self._cut = early_cut_of(dataset)
-        cut = self._cut if isinstance(self._cut, EarlyCut) else None
-        self.early = early and cut is not None
-        self.enterable = (
-            cut is not None
-            and not cut.counts
-            and (self.endless or self.steps is not None)
-        )
+        self.early = early and self._parts is not None
+
+    @functools.cached_property
+    def _parts(self) -> EarlyCut | None:
+        cut = self._cut
+        if not isinstance(cut, EarlyCut) or cut.elements is None:
+            return None
+        return cut
+
+    @property
+    def enterable(self) -> bool:
+        """Whether the batches before a position need not be mapped."""
+        if not self.endless and self.steps is None:
+            return False
+        return self._parts is not None and not self._parts.counts
 
     @property
     def reads(self) -> str:
@@ -226,7 +238,9 @@ class DatasetSource(BatchSource):
                 "every element before the maps of the dataset, and maps its "
                 "own rows"
             )
-        reason = self._cut.reason
+        reason = self._cut.reason or (
+            "" if self._parts else "TensorFlow cannot change its graph"
+        )
         return super().reads + (f" ({reason})" if reason else "")
 
     def batches(self, index: Any) -> tf.data.Dataset:
@@ -236,32 +250,27 @@ class DatasetSource(BatchSource):
 
     def batches_from(self, index: Any, start: int) -> tf.data.Dataset:
         """Returns the batches from `start` on; maps only these if it can."""
-        if start and self.enterable:
-            return self._parts().batches(start)
+        if start and self._parts is not None and self.enterable:
+            return self._parts.batches(start)
         return super().batches_from(index, start)
 
     def pass_from(
         self, index: Any, local: LocalReplicas, start: int
     ) -> tf.data.Dataset:
         """Returns the batches from `start` on, split for the replicas."""
-        if self.early:
-            return self._parts().rows(local, start)
+        if self.early and self._parts is not None:
+            return self._parts.rows(local, start)
         return super().pass_from(index, local, start)
 
     def pass_over(self, passes: int) -> None:
         """Reads the elements before the maps."""
-        self._parts().read(passes)
+        if self._parts is not None:
+            self._parts.read(passes)
 
     def shards(self, count: int) -> list[tf.data.Dataset]:
         """Returns the batches of each worker, or all of them to share."""
-        shares = None
-        if isinstance(self._cut, EarlyCut):
-            shares = self._cut.shares(count)
+        shares = self._parts and self._parts.shares(count)
         return shares or super().shards(count)
-
-    def _parts(self) -> EarlyCut:
-        assert isinstance(self._cut, EarlyCut)
-        return self._cut
 
     def example(self) -> Any:
         """Returns the spec of a batch."""
@@ -354,7 +363,11 @@ class MappedSource(Source):
         self.totals_known = source.totals_known
         self.repeats = source.repeats
         self.portable = source.portable
-        self.enterable = source.enterable
+
+    @property
+    def enterable(self) -> bool:
+        """Whether the source is."""
+        return self._source.enterable
 
     def pass_over(self, passes: int) -> None:
         """Does that of the source."""
