@@ -104,11 +104,12 @@ def measure(kind, folder, workers):
         return source.pass_from(0, local, start).with_options(options)
 
     # What is made once in a run is no part of the rate.
-    next(iter(read(0)))
+    whole = read(0)
+    next(iter(whole))
     time.sleep(1)
     counts.clear()
     begun = time.process_time()
-    batches = sum(1 for _ in read(0))
+    batches = sum(1 for _ in whole)
     seconds = time.process_time() - begun
     found = {"kind": kind, "workers": workers, "seconds": seconds, **counts}
     # Again from the beginning, as a new process would.
