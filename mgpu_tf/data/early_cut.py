@@ -314,7 +314,7 @@ def _found(dataset: tf.data.Dataset) -> EarlyCut | Uncut:
         kind = _kind(batch)
         if kind in _COUNTED:
             name = kind.strip("_").removesuffix("Dataset").lower()
-            counts.insert(0, (name, int(batch._count)))
+            counts.insert(0, (name, int(_part(batch, "_count"))))
         elif kind in _MAPS:
             if not _ordered(batch) or not _of_rows(batch):
                 return Uncut(
@@ -324,17 +324,17 @@ def _found(dataset: tf.data.Dataset) -> EarlyCut | Uncut:
             batch_maps.insert(0, _map(batch))
         elif kind not in _UNCHANGED:
             return Uncut(f"{_name(kind)} comes after batch, or in its place")
-        batch = batch._input_dataset
+        batch = _part(batch, "_input_dataset")
     if not _ordered(batch):
         return Uncut("batch has deterministic=False")
-    drop_remainder = bool(batch._drop_remainder)
+    drop_remainder = bool(_part(batch, "_drop_remainder"))
     if drop_remainder and batch_maps:
         return Uncut("a map follows batch(drop_remainder=True)")
-    chain, maps, why = _chain(batch._input_dataset)
+    chain, maps, why = _chain(_part(batch, "_input_dataset"))
     if not maps:
         return Uncut(why)
     return EarlyCut(
-        batch_size=int(batch._batch_size),
+        batch_size=int(_part(batch, "_batch_size")),
         drop_remainder=drop_remainder,
         counts=tuple(counts),
         _maps=tuple(maps),
@@ -370,11 +370,11 @@ def _chain(dataset: Any) -> tuple[list[Any], list[_Map], str]:
         elif kind not in _MOVED:
             why = f"no map comes between {_name(kind)} and batch"
             return chain[:length], maps, why
-        if not _dense(dataset._input_dataset):
+        if not _dense(_part(dataset, "_input_dataset")):
             why = "its elements are not all dense tensors"
             return chain[:length], maps, why
         chain.append(dataset)
-        dataset = dataset._input_dataset
+        dataset = _part(dataset, "_input_dataset")
 
 
 def _elements(chain: tuple[Any, ...]) -> tf.data.Dataset:
@@ -384,7 +384,7 @@ def _elements(chain: tuple[Any, ...]) -> tf.data.Dataset:
     the graph is changed and not the dataset made anew: both then draw from
     one count.
     """
-    below = chain[-1]._input_dataset
+    below = _part(chain[-1], "_input_dataset")
     if all(_kind(d) in (*_MAPS, *_UNCHANGED) for d in chain):
         return below
     graph = tf.compat.v1.GraphDef.FromString(serialized(chain[0]).numpy())
@@ -412,6 +412,11 @@ def _elements(chain: tuple[Any, ...]) -> tf.data.Dataset:
     return tf.data.experimental.from_variant(found, below.element_spec)
 
 
+def _part(dataset: Any, name: str) -> Any:
+    """Returns a private attribute of a class of tf.data."""
+    return getattr(dataset, name)
+
+
 def _kind(dataset: Any) -> str:
     return type(dataset).__name__
 
@@ -433,14 +438,14 @@ def _ordered(dataset: Any) -> bool:
 
 def _map(dataset: Any) -> _Map:
     return _Map(
-        dataset._map_func.function,
+        _part(dataset, "_map_func").function,
         getattr(dataset, "_num_parallel_calls", None),
     )
 
 
 def _impure(dataset: Any) -> str:
     """Returns why the result of a map depends on more than its element."""
-    graph = Graph(dataset._map_func.function.graph.as_graph_def())
+    graph = Graph(_part(dataset, "_map_func").function.graph.as_graph_def())
     for node in graph.nodes():
         if node.op in _PURE or drawn_by(node):
             # What is drawn without a seed is another number in every run.
@@ -467,7 +472,7 @@ def _stateful(op: str) -> bool:
 
 def _of_rows(dataset: Any) -> bool:
     """Returns whether a map of a batch computes each row from that row."""
-    function = dataset._map_func.function
+    function = _part(dataset, "_map_func").function
     given = {tensor.name for tensor in function.graph.inputs}
     given -= {tensor.name for tensor in function.graph.internal_captures}
     ranks: dict[str, int | None] = {}
