@@ -38,6 +38,8 @@ from mgpu_tf.data.tasks import (
 from mgpu_tf.data.weights import with_class_weight
 from mgpu_tf.datasets.random_access import RandomAccess
 from mgpu_tf.errors import ConfigurationError, check_integer
+from mgpu_tf.strategies.registry import topology_of
+from mgpu_tf.strategies.topology import balance_of
 
 __all__ = [
     "SIZES_DIFFER",
@@ -120,7 +122,10 @@ def as_source(
     if isinstance(x, RandomAccess):
         _refuse_array_arguments("RandomAccess", y, sample_weight)
     if isinstance(x, tf.data.Dataset):
-        return DatasetSource(x)
+        local = topology_of(strategy).local
+        # Shares that are measured change while passes are read.
+        fixed = not balance_of(strategy).measured
+        return DatasetSource(x, early=fixed and local.num_processes > 1)
     if isinstance(x, keras.utils.PyDataset):
         return PyDatasetSource(x, bool(shuffle), seed)
     if isinstance(x, Iterator):

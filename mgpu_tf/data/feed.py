@@ -33,7 +33,7 @@ def distribute(
         epoch: Index of the (first) pass.
         continuous: Whether the next pass follows when one has ended, for
             epochs of a given number of steps.
-        start: The global batch at which a chain of passes begins.
+        start: The global batch at which the first pass begins.
 
     Returns:
         An endless dataset for `next_batch`.
@@ -47,7 +47,7 @@ def distribute(
         return uncut.batches_from(index, first)
 
     if source.endless:
-        dataset = one_pass(epoch)
+        dataset = one_pass(epoch, start)
     elif continuous:
         if start:
             rest = one_pass(epoch, start)
@@ -58,7 +58,7 @@ def distribute(
     else:
         element = ended(source)
         end = tf.data.Dataset.from_tensors(element[0] if uncut else element)
-        dataset = one_pass(epoch).concatenate(end.repeat())
+        dataset = one_pass(epoch, start).concatenate(end.repeat())
     if not source.endless:
         dataset = dataset.apply(
             tf.data.experimental.assert_cardinality(
@@ -141,9 +141,9 @@ def _uncut(
     source: Source, strategy: tf.distribute.Strategy
 ) -> BatchSource | None:
     """Returns the source if its batches are cut in the step, else None."""
-    if isinstance(source, BatchSource) and _on_host(strategy):
-        return source
-    return None
+    if not isinstance(source, BatchSource) or source.early:
+        return None
+    return source if _on_host(strategy) else None
 
 
 def _on_host(strategy: tf.distribute.Strategy) -> bool:
@@ -203,7 +203,8 @@ class Feed:
     def resume(self, finished: Sequence[int], step: int) -> None:
         """Goes to where a run that was broken off had read to.
 
-        A seekable source is entered there. Any other is read again from the
+        A seekable source is entered there. A dataset whose maps are known is
+        read again as far as its maps. Any other is read again from the
         beginning, as fast as it can be read.
 
         Args:
@@ -214,6 +215,15 @@ class Feed:
         if self.source.seekable and self.source.steps is not None:
             self._first += done // self.source.steps
             self._start = done % self.source.steps
+        elif self.source.enterable and self._chain:
+            passes = done // self.source.steps if self.source.steps else 0
+            self.source.pass_over(passes)
+            self._start = done - passes * (self.source.steps or 0)
+        elif self.source.enterable:
+            self.source.pass_over(len(finished))
+            epoch = self._first + len(finished)
+            rest = distribute(self.source, self._strategy, epoch, start=step)
+            self._resumed = iter(rest)
         elif self._chain or not self.source.repeats:
             self._read(self.iterator(self._first), done)
         else:

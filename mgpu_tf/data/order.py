@@ -147,7 +147,7 @@ def _search(graph: Graph, nodes: list[Node]) -> _Found:
         chooses = upstream or within.chooses
         if node.op in _DECIDERS and chooses:
             return _Found(_of_decider(_DECIDERS[node.op], chooses))
-        drawn_of[node.name] = upstream or within.drawn or _drawn_by(node)
+        drawn_of[node.name] = upstream or within.drawn or drawn_by(node)
     return _Found(drawn=_first(drawn_of.values()))
 
 
@@ -222,6 +222,7 @@ _DRAWING = {
 }
 
 
-def _drawn_by(node: Node) -> str:
+def drawn_by(node: Node) -> str:
+    """Returns the operation if it draws without a seed, else ""."""
     unseeded = node.op in _DRAWING and node.seed_attributes == (0, 0)
     return node.op if unseeded else ""

@@ -17,6 +17,7 @@ import tensorflow as tf
 from google.protobuf import message
 
 from mgpu_tf.data import structures
+from mgpu_tf.data.early_cut import EarlyCut, early_cut_of
 from mgpu_tf.data.order import Order, anew, order_of
 from mgpu_tf.data.structures import batch_size, whole
 from mgpu_tf.errors import ConfigurationError
@@ -73,6 +74,14 @@ class Source(abc.ABC):
         return self.steps is None and not self.endless
 
     @property
+    def enterable(self) -> bool:
+        """Whether a resumed run uses `pass_over` and `pass_from`.
+
+        They read again, but do not do the work of the batches before.
+        """
+        return False
+
+    @property
     def reads(self) -> str:
         """Returns in words what each of several workers reads."""
         return "its own rows"
@@ -86,6 +95,10 @@ class Source(abc.ABC):
     ) -> tf.data.Dataset:
         """Returns pass `index` from its global batch `start` on."""
         return self.pass_dataset(index, local).skip(start * local.count)
+
+    def pass_over(self, passes: int) -> None:
+        """Does what reading passes does: a shuffle draws its next order."""
+        del passes
 
     @abc.abstractmethod
     def example(self) -> Any:
@@ -152,7 +165,13 @@ class BatchSource(Source):
     The batches are global. If their totals are not known, each batch is for
     one replica. A step may take batches before they are split for the replicas
     (`feed.next_batch`).
+
+    Attributes:
+        early: Whether passes have the rows of a process alone, so that a step
+            cannot take whole batches.
     """
+
+    early: bool = False
 
     @property
     def reads(self) -> str:
@@ -193,11 +212,16 @@ class BatchSource(Source):
 class DatasetSource(BatchSource):
     """A `tf.data.Dataset` of global batches.
 
-    Every worker reads all of it and keeps its rows, so that all workers have
-    the same order.
+    A worker reads the elements that come before the maps of the dataset and
+    maps its own rows alone. Where that is not known to give the same batches
+    (`data.early_cut`), it reads all of the dataset and keeps its rows.
+
+    Args:
+        dataset: The batches.
+        early: Whether to take the rows of a process before the maps.
     """
 
-    def __init__(self, dataset: tf.data.Dataset) -> None:
+    def __init__(self, dataset: tf.data.Dataset, early: bool = False) -> None:
         self._dataset = dataset
         self._spec = structures.specs_of_elements(dataset.element_spec)
         structures.check_batched(dataset.element_spec)
@@ -209,11 +233,64 @@ class DatasetSource(BatchSource):
             )
         self.endless = cardinality == tf.data.INFINITE_CARDINALITY
         self.steps = cardinality if cardinality >= 0 else None
+        self._cut = early_cut_of(dataset)
+        self.early = early and self._parts is not None
+
+    @functools.cached_property
+    def _parts(self) -> EarlyCut | None:
+        cut = self._cut
+        if not isinstance(cut, EarlyCut) or cut.elements is None:
+            return None
+        return cut
+
+    @property
+    def enterable(self) -> bool:
+        """Whether the batches before a position need not be mapped."""
+        if not self.endless and self.steps is None:
+            return False
+        return self._parts is not None and not self._parts.counts
+
+    @property
+    def reads(self) -> str:
+        """Returns in words what each of several workers reads."""
+        if self.early:
+            return (
+                "every element before the maps of the dataset, and maps its "
+                "own rows"
+            )
+        reason = self._cut.reason or (
+            "" if self._parts else "TensorFlow cannot change its graph"
+        )
+        return super().reads + (f" ({reason})" if reason else "")
 
     def batches(self, index: Any) -> tf.data.Dataset:
         """Returns the dataset; `index` does not matter."""
         del index
         return self._dataset
+
+    def batches_from(self, index: Any, start: int) -> tf.data.Dataset:
+        """Returns the batches from `start` on; maps only these if it can."""
+        if start and self._parts is not None and self.enterable:
+            return self._parts.batches(start)
+        return super().batches_from(index, start)
+
+    def pass_from(
+        self, index: Any, local: LocalReplicas, start: int
+    ) -> tf.data.Dataset:
+        """Returns the batches from `start` on, split for the replicas."""
+        if self.early and self._parts is not None:
+            return self._parts.rows(local, start)
+        return super().pass_from(index, local, start)
+
+    def pass_over(self, passes: int) -> None:
+        """Reads the elements before the maps."""
+        if self._parts is not None:
+            self._parts.read(passes)
+
+    def shards(self, count: int) -> list[tf.data.Dataset]:
+        """Returns the batches of each worker, or all of them to share."""
+        shares = self._parts and self._parts.shares(count)
+        return shares or super().shards(count)
 
     def example(self) -> Any:
         """Returns the spec of a batch."""
@@ -322,6 +399,15 @@ class MappedSource(Source):
         self.totals_known = source.totals_known
         self.repeats = source.repeats
         self.portable = source.portable
+
+    @property
+    def enterable(self) -> bool:
+        """Whether the source is."""
+        return self._source.enterable
+
+    def pass_over(self, passes: int) -> None:
+        """Does that of the source."""
+        self._source.pass_over(passes)
 
     def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
         """Returns pass `index` of the source, mapped."""

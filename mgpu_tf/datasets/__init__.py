@@ -23,7 +23,9 @@ import numpy as np
 
 from mgpu_tf.datasets.files import by_file, records
 from mgpu_tf.datasets.image_folder import image_folder
+from mgpu_tf.datasets.parquet import parquet
 from mgpu_tf.datasets.record_index import indexed_records
+from mgpu_tf.datasets.text_folder import text_folder
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.runtime.remote import check_reachable, is_address
 
@@ -39,7 +41,9 @@ __all__ = [
     "image_folder",
     "indexed_records",
     "load",
+    "parquet",
     "records",
+    "text_folder",
 ]
 
 Arrays = tuple[np.ndarray, np.ndarray]

@@ -15,6 +15,7 @@ import mgpu_tf
 from mgpu_tf import datasets
 from mgpu_tf.checkpoints import store
 from mgpu_tf.datasets.random_access import Table
+from mgpu_tf.engine.asynchronous import work
 from mgpu_tf.errors import ConfigurationError
 from tests.asynchronous import slots
 
@@ -210,6 +211,15 @@ def equal(name, strategy):
     return {
         what: largest(results[0][what], results[1][what]) for what in results[0]
     }
+
+
+def rows_sent(strategy):
+    """As if the arrays were too large to be copied to every worker."""
+    held, work.HELD_BYTES = work.HELD_BYTES, 0
+    try:
+        return equal("random_access_of_a_table", strategy)
+    finally:
+        work.HELD_BYTES = held
 
 
 def task_of_keras_hub(strategy):
@@ -579,6 +589,7 @@ CASES = {
         f"equal_{name}": (lambda strategy, name=name: equal(name, strategy))
         for name in EQUAL
     },
+    "equal_rows_sent": rows_sent,
     **{
         f"slots_{name}": (
             lambda strategy, name=name: slots.slots(name, strategy)

@@ -28,6 +28,7 @@ EQUAL = [
     "dataset_fn",
     "random_access",
     "random_access_of_a_table",
+    "rows_sent",
 ]
 TEXT = list(slots.TEXT)
 SEVERAL = [

@@ -43,6 +43,16 @@ def dataset():
     )
 
 
+def mapped():
+    """A dataset that is cut before its map; the shuffle comes after it."""
+    return (
+        tf.data.Dataset.from_tensor_slices(arrays())
+        .map(lambda x, y: (x + 1, y))
+        .shuffle(SIZE, seed=1)
+        .batch(BATCH)
+    )
+
+
 def unknown_length():
     return dataset().filter(lambda *_: True)
 
@@ -74,6 +84,7 @@ DATA = {
     "arrays_steps": lambda: (arrays(), {"steps_per_epoch": 7}),
     "dataset": lambda: ((dataset(),), {}),
     "dataset_steps": lambda: ((dataset(),), {"steps_per_epoch": 7}),
+    "mapped": lambda: ((mapped(),), {}),
     "unknown_length": lambda: ((unknown_length(),), {}),
     "generator": lambda: ((endless(),), {"steps_per_epoch": 7}),
 }

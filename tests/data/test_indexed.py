@@ -281,6 +281,13 @@ def test_workers_read_their_own_rows(workers, strategies, tmp_path):
     counts = np.array([each["counts"] for each in observed["in_order"]])
     assert ((counts > 0).sum(0) == 1).all()
     assert (counts.sum(0) >= own_rows.EPOCHS).all()
+    for name in ("dataset", "shuffled_after_the_map"):
+        counts = np.array([each["counts"] for each in observed[name]])
+        mapped = own_rows.EPOCHS * own_rows.LENGTH
+        # A pass that is not needed may have been begun.
+        begun = workers * AHEAD * own_rows.BATCH
+        assert mapped <= counts.sum() <= mapped + begun
+        assert counts.sum(1).max() < 0.8 * mapped
     counts = np.array([each["counts"] for each in observed["shuffled"]])
     ahead = counts.sum() - own_rows.EPOCHS * own_rows.LENGTH
     assert (counts.sum(0) >= own_rows.EPOCHS).all()

@@ -6,12 +6,15 @@ import shutil
 
 import keras
 import numpy as np
+import pyarrow
 import pytest
 import tensorflow as tf
+from pyarrow import parquet as files
 
 import mgpu_tf
 from mgpu_tf import data, datasets
 from mgpu_tf.datasets.digits import Digits
+from mgpu_tf.datasets.parquet import ParquetRows
 from mgpu_tf.datasets.record_index import RecordFiles
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.topology import LocalReplicas
@@ -89,6 +92,112 @@ def test_a_folder_without_images(tmp_path):
     (tmp_path / "ant").mkdir()
     with pytest.raises(ConfigurationError, match="must hold images"):
         datasets.image_folder(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reviews")
+    for number in range(7):
+        name = folder / ("bad", "good")[number % 2]
+        name.mkdir(exist_ok=True)
+        text = f"number {number} " + "é " * number
+        (name / f"{number}.txt").write_text(text, "utf-8")
+    (folder / "bad" / "image.png").write_bytes(b"no text")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("label_mode", "max_length"), [("int", None), ("categorical", 9), (None, 3)]
+)
+def test_text_folder_is_that_of_keras(reviews, label_mode, max_length):
+    options = {"label_mode": label_mode, "max_length": max_length}
+    theirs = keras.utils.text_dataset_from_directory(
+        reviews, batch_size=4, shuffle=False, verbose=False, **options
+    )
+    ours = datasets.text_folder(reviews, **options)
+    if label_mode:
+        assert list(ours.class_names) == theirs.class_names
+    for one, other in zip(
+        batches(ours), theirs.as_numpy_iterator(), strict=True
+    ):
+        tf.nest.assert_same_structure(one, other)
+        tf.nest.map_structure(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"label_mode": "binary"}, "'int', 'categorical' or None"),
+        ({"max_length": 0}, "max_length must be"),
+        ({"class_names": ["good", "new"]}, "Received: new, not below"),
+    ],
+)
+def test_mistakes_of_text_folders(reviews, arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        datasets.text_folder(reviews, **arguments)
+
+
+@pytest.fixture
+def tables(tmp_path):
+    """Twenty rows in two files, in groups of three rows."""
+    for file in range(2):
+        numbers = np.arange(10 * file, 10 * file + 10)
+        table = pyarrow.table(
+            {
+                "number": numbers,
+                "half": numbers.astype(np.float32) / 2,
+                "text": [f"row {n}" for n in numbers],
+                "pair": [[float(n), 1.0] for n in numbers],
+            }
+        )
+        path = tmp_path / f"{file}.parquet"
+        files.write_table(table, path, row_group_size=3)
+    return str(tmp_path / "*.parquet")
+
+
+def test_rows_of_parquet_files(tables):
+    rows = ParquetRows(tables)
+    assert len(rows) == 20
+    assert rows[13]["text"] == "row 13"
+    with pytest.raises(IndexError):
+        rows[20]
+    data = datasets.parquet(
+        tables,
+        lambda row: (row["half"], row["number"]),
+        columns=["half", "number"],
+    )
+    found = batches(data, 8, shuffle=True)
+    x, y = map(np.concatenate, zip(*found, strict=True))
+    assert sorted(y) == list(range(20))
+    np.testing.assert_array_equal(x, y / 2)
+    [first, *_] = batches(datasets.parquet(tables), 3)
+    assert first["pair"].tolist() == [[0, 1], [1, 1], [2, 1]]
+    assert first["text"].tolist() == [b"row 0", b"row 1", b"row 2"]
+
+
+def test_a_row_group_is_read_once_while_it_fits(tables):
+    rows = ParquetRows(tables)
+    for _ in range(2):
+        rows.__getitems__([0, 18, 1, 17])
+        rows.__getitems__([5, 0])
+    assert rows.groups_read == 3
+    rows = ParquetRows(tables, memory_bytes=0)
+    rows.__getitems__([0, 1, 2])
+    rows.__getitems__([2, 3])
+    rows.__getitems__([3])
+    assert rows.groups_read == 2
+    rows.__getitems__([0])
+    assert rows.groups_read == 3
+
+
+def test_mistakes_of_parquet(tables, tmp_path):
+    with pytest.raises(ConfigurationError, match="which matches none"):
+        ParquetRows(str(tmp_path / "*.none"))
+    with pytest.raises(ConfigurationError, match="Received: age, not in"):
+        ParquetRows(tables, ["half", "age"])
+    (tmp_path / "2.parquet").write_text("no table")
+    with pytest.raises(ConfigurationError, match="Parquet files alone"):
+        ParquetRows(tables)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import threading
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import mgpu_tf
 from tests.parity import cases
@@ -77,6 +78,49 @@ def fit(strategy, shuffle):
     }
 
 
+def of_dataset(strategy, after):
+    """Trains from a dataset that is cut before its map.
+
+    Args:
+        strategy: Where.
+        after: Whether the shuffle comes after the map.
+    """
+    rows = Counting(LENGTH)
+
+    def parse(number):
+        types = [tf.float64, tf.float64]
+        x, y = tf.numpy_function(
+            lambda n: rows[int(n)], [number], types, stateful=False
+        )
+        return tf.ensure_shape(x, [4]), tf.ensure_shape(y, [1])
+
+    cases.set_floatx("float64")
+    try:
+        data = tf.data.Dataset.range(LENGTH)
+        if after:
+            data = data.map(parse).shuffle(20, seed=5)
+        else:
+            data = data.shuffle(20, seed=5).map(parse, num_parallel_calls=2)
+        trainer = mgpu_tf.Trainer(build, strategy, seed=3)
+        history = trainer.fit(data.batch(BATCH), epochs=EPOCHS, verbose=0)
+        weights = [w.ravel().tolist() for w in trainer.model.get_weights()]
+    finally:
+        cases.set_floatx("float32")
+    return {
+        "losses": history.history["loss"],
+        "weights": weights,
+        "counts": [rows.counts[number] for number in range(LENGTH)],
+    }
+
+
+def dataset(strategy, folder):
+    return of_dataset(strategy, False)
+
+
+def shuffled_after_the_map(strategy, folder):
+    return of_dataset(strategy, True)
+
+
 def in_order(strategy, folder):
     return fit(strategy, False)
 
@@ -85,4 +129,7 @@ def shuffled(strategy, folder):
     return fit(strategy, True)
 
 
-JOBS = {job.__name__: job for job in (in_order, shuffled)}
+JOBS = {
+    job.__name__: job
+    for job in (in_order, shuffled, dataset, shuffled_after_the_map)
+}

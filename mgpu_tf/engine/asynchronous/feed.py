@@ -89,7 +89,8 @@ class AsynchronousFeed:
         if self._training:
             first = self._position
             self._position += limit
-        return RowWork(self._rows, first, limit, engine.most_steps)
+        most, every = engine.most_steps, engine.every
+        return RowWork(self._rows, first, limit, most, every)
 
     def _fed_work(self, limit: int | None) -> Work:
         if not self._training or (limit is None and self.source.repeats):

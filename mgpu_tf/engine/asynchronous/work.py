@@ -3,8 +3,9 @@
     work.take(10) -> 10 steps and the arguments that name their examples
     work.reader(iterator, arguments)(k) -> the batch of step k
 
-    RowWork     arrays: every worker holds them, the coordinator deals row
-                numbers, so each example comes once in a pass whoever takes it
+    RowWork     arrays: the coordinator deals row numbers, so each example
+                comes once in a pass whoever takes it; every worker holds
+                small arrays, and gets its rows alone of large ones
     StreamWork  training from datasets: every worker reads a share of its own
     ShardWork   evaluating datasets: a piece of work is one share, read whole
     FedWork     Python's batches: the coordinator makes and sends them
@@ -25,8 +26,13 @@ import tensorflow as tf
 from mgpu_tf.data import Source
 from mgpu_tf.data.feed import ended
 from mgpu_tf.data.order import serialized
-from mgpu_tf.data.structures import batch_size, gather
+from mgpu_tf.data.structures import batch_size, gather, rows
 from mgpu_tf.strategies.topology import LocalReplicas
+
+# Larger arrays are not copied to workers: each piece of work has its rows.
+HELD_BYTES = 256_000_000
+# The most bytes of rows of a piece of work, if a batch has not more.
+SENT_BYTES = 16_000_000
 
 Batch = tuple[Any, tf.Tensor]
 Arguments = tuple[Any, ...]
@@ -69,23 +75,43 @@ class Work(abc.ABC):
 
 
 class RowReader:
-    """Arrays on every worker, for any number of `RowWork`s.
+    """Arrays that workers read, for any number of `RowWork`s.
 
     Args:
         coordinator: TensorFlow's.
         source: Arrays.
+
+    Attributes:
+        held: Whether every worker holds the arrays.
     """
 
     def __init__(self, coordinator: Any, source: Source) -> None:
-        rows = source.rows()
-        assert rows is not None
-        self.rows, self.source = rows, source
-        self.per_worker = iter(
-            coordinator.create_per_worker_dataset(
-                lambda: tf.data.Dataset.from_tensors((rows.arrays,)).repeat()
+        known = source.rows()
+        assert known is not None
+        self.rows, self.source = known, source
+        self.held = _bytes_of(known.arrays) <= HELD_BYTES
+        self.per_worker = None
+        if self.held:
+            arrays = (known.arrays,)
+            self.per_worker = iter(
+                coordinator.create_per_worker_dataset(
+                    lambda: tf.data.Dataset.from_tensors(arrays).repeat()
+                )
             )
-        )
         self._orders: dict[int, np.ndarray] = {}
+
+    def most(self, steps: int, every: int) -> int:
+        """Returns the most steps of a piece of work.
+
+        Args:
+            steps: What the engine allows.
+            every: Steps in an update; a piece has whole updates.
+        """
+        if self.held:
+            return steps
+        batch = gather(self.rows.arrays, [0] * self.rows.batch_size)
+        updates = SENT_BYTES // _bytes_of(batch) // every
+        return min(steps, max(1, updates) * every)
 
     def batch(self, position: int) -> np.ndarray:
         """Returns the rows of a batch, counted from the first pass on."""
@@ -105,18 +131,24 @@ class RowWork(Work):
         first: The first batch, counted from the first pass on.
         limit: How many batches.
         most: The most steps of a piece of work.
+        every: Steps in an update.
     """
 
     def __init__(
-        self, reader: RowReader, first: int, limit: int, most: int
+        self,
+        reader: RowReader,
+        first: int,
+        limit: int,
+        most: int,
+        every: int = 1,
     ) -> None:
-        self._reader, self._most = reader, most
+        self._reader, self._most = reader, reader.most(most, every)
         self._next, self._end = first, first + limit
         self.per_worker, self.limit = reader.per_worker, limit
 
     def take(self, steps: int) -> tuple[int, Arguments] | None:
         """Deals the next batches."""
-        steps = min(steps, self._end - self._next)
+        steps = min(steps, self._most, self._end - self._next)
         if steps == 0:
             return None
         positions = range(self._next, self._next + steps)
@@ -127,20 +159,26 @@ class RowWork(Work):
         ends = np.zeros(self._most + 1, np.int64)
         ends[1 : steps + 1] = np.cumsum([len(batch) for batch in batches])
         numbers[: ends[steps]] = np.concatenate(batches)
-        return steps, (tf.constant(numbers), tf.constant(ends))
+        if self._reader.held:
+            return steps, (tf.constant(numbers), tf.constant(ends))
+        with tf.device("CPU:0"):
+            sent = gather(self._reader.rows.arrays, numbers)
+        return steps, (sent, tf.constant(ends))
 
     def reader(
         self, iterator: Any, arguments: Arguments
     ) -> Callable[[tf.Tensor], Batch]:
-        """Gathers rows of the arrays that the worker holds."""
-        (arrays,) = next(iterator)
-        numbers, ends = arguments
+        """Gathers rows of the arrays that the worker holds, or was sent."""
+        held = self._reader.held
+        dealt, ends = arguments
+        arrays = next(iterator)[0] if held else None
         finish = self._reader.rows.finish
 
         def read(step: tf.Tensor) -> Batch:
             low, high = ends[step], ends[step + 1]
-            chosen = numbers[low:high]
-            data = gather(arrays, chosen)
+            data = rows(dealt, low, high)
+            if held:
+                data = gather(arrays, data)
             return finish(data) if finish else data, high - low
 
         return read
@@ -148,8 +186,9 @@ class RowWork(Work):
     @property
     def key(self) -> Any:
         """The form of the arrays, and what is done to a batch."""
-        rows = self._reader.rows
-        return ("rows", str(self._reader.source.example()), id(rows.finish))
+        finish = self._reader.rows.finish
+        form = str(self._reader.source.example())
+        return ("rows", form, id(finish), self._reader.held)
 
 
 class Shards:
@@ -348,6 +387,16 @@ def _next_of(iterator: Any) -> Callable[[tf.Tensor], Batch]:
         return data, batch_size(data)
 
     return read
+
+
+def _bytes_of(arrays: Any) -> int:
+    """Returns about how much memory tensors take; 32 bytes for a text."""
+    leaves = tf.nest.flatten(arrays, expand_composites=True)
+    return sum(
+        int(tf.size(leaf, tf.int64)) * (leaf.dtype.size or 32)
+        for leaf in leaves
+        if leaf is not None
+    )
 
 
 def calls_python(source: Source) -> bool:

@@ -1,0 +1,193 @@
+"""Parquet files whose rows are read by their number.
+
+    data = parquet("/data/train-*.parquet", map=parse)
+    trainer.fit(data, batch_size=64)
+
+A row group is what can be read of a Parquet file at once. The groups that were
+read last are kept in memory, so a group is read again only where a shuffle
+goes over more groups than fit.
+
+References:
+    The file format: https://parquet.apache.org/docs/file-format/
+"""
+
+from __future__ import annotations
+
+import collections
+import glob
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mgpu_tf.datasets.random_access import RandomAccess
+from mgpu_tf.errors import ConfigurationError, check_integer
+
+
+def parquet(
+    pattern: str,
+    map: Callable[..., Any] | None = None,
+    *,
+    columns: Sequence[str] | None = None,
+    memory_bytes: int = 1_000_000_000,
+) -> RandomAccess:
+    """Reads Parquet files by the number of a row.
+
+    Each worker reads the row groups that have its own rows. A shuffle takes
+    rows from all groups, so it is fast where they fit into `memory_bytes`.
+    Otherwise write the files with small row groups, or pass `shuffle=False`.
+
+    Args:
+        pattern: Local files, such as `/data/train-*.parquet`.
+        map: As for `RandomAccess`, from a dict of the columns.
+        columns: Which columns to read; all by default.
+        memory_bytes: What the groups in memory may take. The last group that
+            was read stays in any case.
+
+    Returns:
+        What `Trainer.fit` takes: dicts from columns to values.
+
+    Raises:
+        ConfigurationError: No file matches, one cannot be read, or columns
+            are missing; or PyArrow is not installed.
+    """
+    source = ParquetRows(pattern, columns, memory_bytes)
+    return RandomAccess(source, map=map)
+
+
+class ParquetRows:
+    """The rows of Parquet files.
+
+    Args:
+        pattern: As for `parquet`.
+        columns: As for `parquet`.
+        memory_bytes: As for `parquet`.
+
+    Attributes:
+        groups_read: How many row groups were read.
+    """
+
+    def __init__(
+        self,
+        pattern: str,
+        columns: Sequence[str] | None = None,
+        memory_bytes: int = 1_000_000_000,
+    ) -> None:
+        check_integer("memory_bytes", memory_bytes, 0)
+        self._columns = None if columns is None else list(columns)
+        self._memory_bytes = memory_bytes
+        self._files = [_opened(path, columns) for path in _paths(pattern)]
+        self._groups = [
+            (file, group)
+            for file, opened in enumerate(self._files)
+            for group in range(opened.metadata.num_row_groups)
+        ]
+        lengths = [
+            self._files[file].metadata.row_group(group).num_rows
+            for file, group in self._groups
+        ]
+        self._ends = np.cumsum(lengths, dtype=np.int64)
+        self._held: collections.OrderedDict[int, Any] = (
+            collections.OrderedDict()
+        )
+        self._lock = threading.Lock()
+        self.groups_read = 0
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """Returns one row."""
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
+        """Returns rows; each row group of them is read once."""
+        wanted = np.asarray(numbers, np.int64)
+        if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
+            raise IndexError(numbers)
+        groups = np.searchsorted(self._ends, wanted, side="right")
+        rows: list[Any] = [None] * len(numbers)
+        for group in np.unique(groups).tolist():
+            places = np.flatnonzero(groups == group)
+            table = self._group(group)
+            first = int(self._ends[group]) - table.num_rows
+            found = table.take(wanted[places] - first)
+            columns = {
+                name: _values(found.column(name)) for name in found.column_names
+            }
+            for row, place in enumerate(places.tolist()):
+                rows[place] = {n: values[row] for n, values in columns.items()}
+        return rows
+
+    def _group(self, number: int) -> Any:
+        """Returns a row group, from memory if it is there."""
+        with self._lock:
+            if number not in self._held:
+                file, group = self._groups[number]
+                self._held[number] = self._files[file].read_row_group(
+                    group, columns=self._columns
+                )
+                self.groups_read += 1
+            self._held.move_to_end(number)
+            table = self._held[number]
+            size = sum(held.nbytes for held in self._held.values())
+            while size > self._memory_bytes and len(self._held) > 1:
+                _, dropped = self._held.popitem(last=False)
+                size -= dropped.nbytes
+            return table
+
+
+def _values(column: Any) -> Any:
+    """Returns the values of a column as NumPy or Python has them."""
+    import pyarrow as pa
+
+    kind = column.type
+    numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if numeric and column.null_count == 0:
+        return column.to_numpy()
+    values = column.to_pylist()
+    lists = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
+    if isinstance(kind, lists) and column.null_count == 0:
+        dtype = kind.value_type.to_pandas_dtype()
+        return [np.asarray(value, dtype) for value in values]
+    return values
+
+
+def _paths(pattern: str) -> list[str]:
+    paths = sorted(glob.glob(pattern))
+    if not paths:
+        raise ConfigurationError(
+            "pattern must match one local file or more. Received: "
+            f"pattern={pattern!r}, which matches none."
+        )
+    return paths
+
+
+def _opened(path: str, columns: Sequence[str] | None) -> Any:
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet as files
+    except ImportError:
+        raise ConfigurationError(
+            "Parquet files need PyArrow. Received: an environment without it. "
+            "Run: pip install 'mgpu_tf[parquet]'"
+        ) from None
+    try:
+        opened = files.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        said = str(error).partition("\n")[0]
+        raise ConfigurationError(
+            "pattern must match Parquet files alone. Received: "
+            f"{path!r} ({said:.120})."
+        ) from None
+    known = set(opened.schema_arrow.names)
+    missing = [name for name in columns or () if name not in known]
+    if missing:
+        raise ConfigurationError(
+            "columns must be columns of all files. Received: "
+            f"{', '.join(missing)}, not in {path!r} with "
+            f"{', '.join(sorted(known))}."
+        )
+    return opened
