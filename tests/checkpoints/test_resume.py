@@ -140,6 +140,8 @@ class Run:
                 str(folder), **{"save_every_steps": 4} | (saving or {})
             ),
         }
+        # A dataset draws by the seed that a process had when it was made.
+        tf.random.set_seed(0)
         data, data_options = DATA[data]()
         self.trainer = mgpu_tf.Trainer(build, strategy, steps_per_execution=spe)
         with self._monkeypatch.context() as patched:
