@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from absl import flags
 
+from mgpu_tf import flags as run_flags
 from mgpu_tf.commands.arguments import (
     Call,
     check_evaluator,
@@ -13,6 +14,7 @@ from mgpu_tf.commands.arguments import (
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.launch import ray
 from mgpu_tf.launch.job import STARTUP_SECONDS
+from mgpu_tf.options import WatchOptions
 
 USAGE = """mgpu-tf ray --num_workers=N [--flags] -- COMMAND [ARGUMENTS]
 
@@ -91,6 +93,7 @@ def define(values: flags.FlagValues) -> None:
         "node of its own.",
         flag_values=values,
     )
+    run_flags.define(values, WatchOptions)
     define_supervision(values)
 
 

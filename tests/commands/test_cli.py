@@ -10,7 +10,7 @@ import pytest
 from mgpu_tf import cli
 from mgpu_tf.checkpoints import store
 from mgpu_tf.commands import train
-from mgpu_tf.launch import local
+from mgpu_tf.launch import local, ray
 from mgpu_tf.launch.policy import RestartPolicy
 from mgpu_tf.options import WatchOptions
 from tests import clusters
@@ -371,6 +371,17 @@ def test_launch_passes_on(calls):
             },
         )
     ]
+
+
+def test_ray_passes_on(monkeypatch):
+    given = {}
+    monkeypatch.setattr(
+        ray, "run", lambda *args, **kwargs: given.update(kwargs) or 7
+    )
+    arguments = ["ray", "--num_workers=3", "--stall_timeout_seconds=60", "--"]
+    assert cli.main([*arguments, "python", "train.py"]) == 7
+    assert given["watch"] == WatchOptions(60.0)
+    assert given["policy"] == RestartPolicy()
 
 
 def test_checkpoints_are_listed_checked_and_pruned(tmp_path, capsys):
