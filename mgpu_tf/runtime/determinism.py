@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import config as tf_config
 
@@ -63,6 +65,18 @@ def seconds() -> tf.Tensor:
     TensorFlow's deterministic operations cannot read a clock.
     """
     return tf.zeros([], tf.float64) if is_enabled() else tf.timestamp()
+
+
+def clock() -> tf.Tensor:
+    """Returns the time in a graph, also if operations must repeat.
+
+    Python reads it then, which costs some hundredths of a millisecond.
+    """
+    if not is_enabled():
+        return tf.timestamp()
+    now = tf.numpy_function(lambda: np.float64(time.time()), [], tf.float64)
+    now.set_shape([])
+    return now
 
 
 def threads() -> dict[str, int]:

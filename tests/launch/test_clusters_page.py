@@ -2,13 +2,12 @@
 
 import json
 import pathlib
-import re
 import shlex
 import sys
 
 import pytest
 
-from tests import clusters
+from tests import clusters, pages
 
 PAGE = (pathlib.Path(clusters.ROOT) / "docs" / "clusters.md").read_text()
 
@@ -16,10 +15,8 @@ PAGE = (pathlib.Path(clusters.ROOT) / "docs" / "clusters.md").read_text()
 @pytest.mark.full
 def test_commands(tmp_path):
     """Each runs as it stands."""
-    [block] = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
-    lines = block.strip().splitlines()
-    assert len(lines) == 2
-    for line in lines:
+    blocks = pages.blocks("clusters.md", "sh")
+    for line in "".join(blocks).splitlines():
         program = shlex.join([sys.executable, "-m", "mgpu_tf"])
         line = line.replace("mgpu-tf train", f"{program} train")
         words = shlex.split(line.replace("mgpu-tf", program, 1))

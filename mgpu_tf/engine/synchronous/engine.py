@@ -214,9 +214,19 @@ class SynchronousEngine(Engine):
         shares = balanced(rates, balance.shares)
         if shares is None:
             return False
-        balance.shares = shares
-        self._local = topology_of(self._strategy).local
+        self.take_shares(shares)
         return True
+
+    def take_shares(self, shares: Sequence[int] | None) -> None:
+        """Sets the shares of workers; as in `Engine`."""
+        topology = topology_of(self._strategy)
+        several = topology.num_workers > 1
+        count = topology.num_workers if several else topology.local.total
+        if shares is not None and len(shares) != count:
+            shares = None
+        chosen = None if shares is None else tuple(shares)
+        balance_of(self._strategy).shares = chosen
+        self._local = topology_of(self._strategy).local
 
     def evaluate(
         self, iterator: Any, steps: int, source: Source, seconds: float = 0.0
@@ -479,7 +489,7 @@ class SynchronousEngine(Engine):
                 and those that it computed, on which workers the data has
                 ended, and its logs.
             """
-            before = determinism.seconds()
+            before = self._seconds()
             with tf.control_dependencies([before]):
                 data, local, total = self._next(iterator, source)
             if not first:
@@ -492,7 +502,7 @@ class SynchronousEngine(Engine):
                 if leaf is not None
             ]
             with tf.control_dependencies(arrived):
-                began = determinism.seconds()
+                began = self._seconds()
             waited = began - before
 
             def timed() -> tuple[Any, tf.Tensor]:
@@ -672,7 +682,12 @@ class SynchronousEngine(Engine):
             if leaf is not None
         ]
         with tf.control_dependencies(own):
-            return determinism.seconds()
+            return self._seconds()
+
+    def _seconds(self) -> tf.Tensor:
+        """Returns the time; 0 where it must not be read and need not be."""
+        measured = balance_of(self._strategy).measured
+        return determinism.clock() if measured else determinism.seconds()
 
     def _evaluate_step(
         self, data: Any, local: Any, total: tf.Tensor
