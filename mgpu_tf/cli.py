@@ -30,7 +30,12 @@ from mgpu_tf.commands import (
     train,
 )
 from mgpu_tf.commands.arguments import Call
-from mgpu_tf.errors import ConfigurationError, DivergedError, unknown_name
+from mgpu_tf.errors import (
+    ConfigurationError,
+    DivergedError,
+    WorkerError,
+    unknown_name,
+)
 
 USAGE_ERROR = 2
 # As a shell says it of a program that a signal has ended.
@@ -117,8 +122,9 @@ def _main(arguments: list[str]) -> int:
         message = " ".join(str(error).split())
         print(f"mgpu-tf: {message}", file=sys.stderr)
         return USAGE_ERROR
-    except DivergedError as error:
-        print(f"mgpu-tf: {error}", file=sys.stderr)
+    except (DivergedError, WorkerError) as error:
+        message = " ".join(str(error).split())
+        print(f"mgpu-tf: {message}", file=sys.stderr)
         return 1
 
 

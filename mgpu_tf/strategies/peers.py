@@ -45,6 +45,7 @@ from mgpu_tf.strategies.calls import (
     error_of,
     is_abort,
     mistake_behind,
+    unheard,
 )
 from mgpu_tf.strategies.registry import topology_of
 
@@ -395,7 +396,7 @@ class Peers:
             # A worker that ends the others tells why before it does so.
             is_ended = comes_from(error, tf.errors.AbortedError)
             told = self._told(call, 10_000 if is_ended else 100)
-            failed = failed if told is None else told
+            failed = told or unheard(error) or failed
         if not call.agreed:
             self._tell(call, failed, aborted=is_abort(error))
         elif call.apart:
