@@ -136,7 +136,8 @@ def measure(slow, rounds, folder):
             *(sys.executable, "-m", "mgpu_tf", "launch", "--num_workers=2"),
             *("--", sys.executable, __file__, "--worker", f"--slow={slow}"),
             *(f"--rounds={rounds}", f"--output_dir={folder}"),
-        ]
+        ],
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
     )
     try:
         while not os.path.exists(pid_file) and process.poll() is None:

@@ -39,8 +39,8 @@ LOOK_SECONDS = 1.0
 # After how long a wait the other tasks are asked whether they are there.
 _ASK_SECONDS = 15.0
 # After how long a wait a task asks whether it is cut off. TensorFlow ends the
-# others sooner, after 45 seconds, but reaches no task that is cut off.
-_CUT_OFF_SECONDS = 60.0
+# others after as long, but reaches no task that is cut off.
+_CUT_OFF_SECONDS = 45.0
 # How long the first task takes at most to take a connection.
 _ANSWER_SECONDS = 5.0
 # A process that has not run for so long is not merely busy.

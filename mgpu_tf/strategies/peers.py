@@ -137,7 +137,9 @@ class Peers:
         try:
             yield
         except Exception as error:
-            self._fail(call, error)
+            # Nobody may answer: a task that is cut off is ended from outside.
+            with heartbeat.at(heartbeat.AGREE):
+                self._fail(call, error)
         finally:
             _HERE.calls.pop()
             if outermost and _HERE.watch is not None:

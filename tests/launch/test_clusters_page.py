@@ -25,6 +25,23 @@ def test_commands(tmp_path):
 
 
 @pytest.mark.full
+def test_the_experiment_of_balance(tmp_path):
+    """The slow worker takes fewer rows; the losses are the same."""
+    done = clusters.run(
+        ["experiments/balance.py", "--rounds=1", f"--output_dir={tmp_path}"]
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    fast, slow = map(int, found["auto"]["shares"].split(","))
+    assert fast > 1.3 * slow
+    assert found["equal"]["shares"] == "equal"
+    assert found["auto"]["losses"] == pytest.approx(
+        found["equal"]["losses"], rel=1e-12
+    )
+    assert "round 1: " in done.stdout
+
+
+@pytest.mark.full
 def test_what_tasks_send(tmp_path):
     """The first task gets one message of each other task, which send two."""
     done = clusters.run(["experiments/control_messages.py", "--tasks=3,64"])
