@@ -264,15 +264,6 @@ def test_a_task_is_cut_off_where_the_first_one_is_not_reached():
     assert not watchdog.is_cut_off(served)
 
 
-@pytest.mark.full
-def test_a_task_that_is_cut_off_ends_by_itself():
-    with task(0.0) as process:
-        assert process.wait(clusters.LIMIT_SECONDS) == -signal.SIGKILL
-        lines = process.stderr.read().splitlines()
-    assert lines[-1].startswith("mgpu_tf: worker 1 was cut off: in ")
-    assert "could not reach a:1, and no step ended. It is ended" in lines[-1]
-
-
 def test_a_task_that_was_stopped_goes_on_and_it_is_told():
     with task(60.0, "heartbeat.mark('save')") as process:
         process.send_signal(signal.SIGSTOP)
