@@ -1,12 +1,18 @@
 """Workers of unequal speed, with equal and with measured shares.
 
-    python experiments/balance.py [--output_dir=runs/balance]
+    python experiments/balance.py [--slow=device|process] [--rounds=3]
 
-Worker 1 of 2 is held to half of its time: SIGSTOP and SIGCONT, 25 ms each.
-Each worker computes with one thread. Without shares the fast worker waits for
-it in every step. Hardware: two CPU cores or more; expected on two quiet cores:
-2 minutes, and 1.25 times the examples per second or more with balance=auto.
-The losses are the same.
+Worker 1 of 2 has half the speed of worker 0. One cluster trains the same model
+twice, with equal shares and with balance=auto, an epoch or two of each in turn:
+what else the machine does meanwhile slows both. Two ways to be slow:
+
+device   A layer waits 2.5 ms for each row, 5 ms on worker 1, as for a device.
+         No processor is needed for that, so that other work changes little.
+process  Each worker computes with one thread. Worker 1 is stopped for half of
+         the time, by SIGSTOP and SIGCONT every 10 ms. Needs two free cores.
+
+By arithmetic measured shares give at most 1.5 times the examples per second.
+Expected: 1.25 or more, and the same losses. Takes 2 minutes on two cores.
 """
 
 import argparse
@@ -17,11 +23,49 @@ import subprocess
 import sys
 import time
 
-ROWS, BATCH, EPOCHS = 6144, 256, 6
+ROWS, EPOCHS = 768, 2
+BATCH = {"device": 128, "process": 256}
+ROW_SECONDS = 0.0025
+STOPPED_SECONDS = 0.01
 
 
-def train(balance, folder):
-    """Runs in each worker: trains, and writes what it took."""
+def build(slow, index):
+    """Returns a compiled model that takes its time, as `slow` says."""
+    import keras
+    import tensorflow as tf
+
+    class Waits(keras.layers.Layer):
+        """Waits for each row, and returns it."""
+
+        def call(self, x):
+            seconds = ROW_SECONDS * (1 + index)
+
+            def wait(x):
+                time.sleep(seconds * len(x))
+                return x
+
+            y = tf.numpy_function(wait, [x], x.dtype, stateful=True)
+            y.set_shape(x.shape)
+            return x + tf.stop_gradient(y - x)
+
+    if slow == "device":
+        layers = [Waits(), keras.layers.Flatten()]
+    else:
+        layers = [
+            keras.layers.Conv2D(32, 3, activation="relu"),
+            keras.layers.Conv2D(32, 3, activation="relu"),
+            keras.layers.GlobalAveragePooling2D(),
+        ]
+    model = keras.Sequential([*layers, keras.layers.Dense(10)])
+    model.compile(
+        keras.optimizers.Adam(0.01),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return model
+
+
+def train(slow, rounds, folder):
+    """Runs in each worker: trains both ways in turn, writes what it took."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -32,43 +76,42 @@ def train(balance, folder):
     tf.config.threading.set_inter_op_parallelism_threads(2)
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    strategy = mgpu_tf.create_strategy(
-        "multi_worker_mirrored", balance=None if balance == "equal" else balance
-    )
     index = mgpu_tf.ClusterConfig.from_environment().worker_index
+    strategies = {
+        name: mgpu_tf.create_strategy("multi_worker_mirrored", balance=balance)
+        for name, balance in (("equal", None), ("auto", "auto"))
+    }
     with open(os.path.join(folder, f"{index}.pid"), "w") as file:
         file.write(str(os.getpid()))
-
-    def build():
-        model = keras.Sequential(
-            [
-                keras.layers.Conv2D(16, 3, activation="gelu"),
-                keras.layers.Conv2D(16, 3, activation="gelu"),
-                keras.layers.GlobalAveragePooling2D(),
-                keras.layers.Dense(10),
-            ]
-        )
-        model.compile(
-            keras.optimizers.Adam(0.01),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        )
-        return model
-
     generator = np.random.default_rng(0)
     x = generator.normal(size=(ROWS, 16, 16, 1))
     y = generator.integers(0, 10, size=ROWS)
-    trainer = mgpu_tf.Trainer(build, strategy)
-    history = trainer.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0)
-    if mgpu_tf.is_chief(strategy):
-        rates = [record.examples_per_second for record in trainer.records]
-        found = {
-            "balance": balance,
-            "shares": str(strategy.balance),
-            "examples_per_second": rates,
-            "losses": history.history["loss"],
+    trainers = {
+        name: mgpu_tf.Trainer(lambda: build(slow, index), strategy)
+        for name, strategy in strategies.items()
+    }
+    # In the first epochs steps are traced and shares chosen.
+    for begin in range(0, EPOCHS * (rounds + 1), EPOCHS):
+        for trainer in trainers.values():
+            trainer.fit(
+                *(x, y),
+                batch_size=BATCH[slow],
+                initial_epoch=begin,
+                epochs=begin + EPOCHS,
+                verbose=0,
+            )
+    if index:
+        return
+    found = {
+        name: {
+            "shares": str(strategies[name].balance),
+            "losses": [record.logs["loss"] for record in trainer.records],
+            "seconds": [record.seconds for record in trainer.records],
         }
-        with open(os.path.join(folder, "found.json"), "w") as file:
-            json.dump(found, file)
+        for name, trainer in trainers.items()
+    }
+    with open(os.path.join(folder, "found.json"), "w") as file:
+        json.dump(found, file)
 
 
 def hold(pid, process):
@@ -77,28 +120,29 @@ def hold(pid, process):
         while process.poll() is None:
             for number in (signal.SIGSTOP, signal.SIGCONT):
                 os.kill(pid, number)
-                time.sleep(0.025)
+                time.sleep(STOPPED_SECONDS)
     except ProcessLookupError:
         pass
 
 
-def measure(balance, folder):
-    """Runs one cluster; returns what its chief found."""
+def measure(slow, rounds, folder):
+    """Runs the cluster; returns what its chief found."""
     os.makedirs(folder, exist_ok=True)
     pid_file = os.path.join(folder, "1.pid")
     if os.path.exists(pid_file):
         os.remove(pid_file)
-    own = [sys.executable, __file__, f"--worker={balance}"]
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "mgpu_tf", "launch", "--num_workers=2"),
-            *("--", *own, f"--output_dir={folder}"),
-        ]
+            *("--", sys.executable, __file__, "--worker", f"--slow={slow}"),
+            *(f"--rounds={rounds}", f"--output_dir={folder}"),
+        ],
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
     )
     try:
         while not os.path.exists(pid_file) and process.poll() is None:
             time.sleep(0.1)
-        if process.poll() is None:
+        if slow == "process" and process.poll() is None:
             time.sleep(0.5)
             with open(pid_file) as file:
                 hold(int(file.read()), process)
@@ -111,29 +155,44 @@ def measure(balance, folder):
         return json.load(file)
 
 
+def tell(found, rounds):
+    """Prints the examples per second of each round, and their ratio."""
+    ratios = []
+    for index in range(1, rounds + 1):
+        part = slice(EPOCHS * index, EPOCHS * (index + 1))
+        equal, auto = (
+            ROWS * EPOCHS / sum(found[name]["seconds"][part])
+            for name in ("equal", "auto")
+        )
+        ratios.append(auto / equal)
+        print(
+            f"round {index}: {equal:.0f} examples/s with equal shares, "
+            f"{auto:.0f} with measured ones: {auto / equal:.2f} times"
+        )
+    largest = max(
+        abs(a / b - 1)
+        for a, b in zip(
+            found["auto"]["losses"], found["equal"]["losses"], strict=True
+        )
+    )
+    print(f"shares {found['auto']['shares']}")
+    print(f"median: {sorted(ratios)[rounds // 2]:.2f} times")
+    print(f"largest relative difference of losses: {largest:.1e}")
+    print(f"load of the machine: {os.getloadavg()[0]:.1f}")
+
+
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("--slow", default="device", choices=sorted(BATCH))
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output_dir", default=os.path.join("runs", "balance"))
-    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    given = (arguments.slow, arguments.rounds, arguments.output_dir)
     if arguments.worker:
-        train(arguments.worker, arguments.output_dir)
+        train(*given)
         return
-    found = [
-        measure(balance, os.path.join(arguments.output_dir, balance))
-        for balance in ("equal", "auto")
-    ]
-    # The first epoch is traced; those after it have measured shares.
-    last = [
-        sorted(each["examples_per_second"][2:])[(EPOCHS - 2) // 2]
-        for each in found
-    ]
-    for each, rate in zip(found, last, strict=True):
-        print(
-            f"{each['balance']:6} shares {each['shares']:8} "
-            f"{rate:8.0f} examples/s, last loss {each['losses'][-1]:.12f}"
-        )
-    print(f"auto / equal: {last[1] / last[0]:.2f}")
+    tell(measure(*given), arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,12 @@ from mgpu_tf.commands import (
     train,
 )
 from mgpu_tf.commands.arguments import Call
-from mgpu_tf.errors import ConfigurationError, DivergedError, unknown_name
+from mgpu_tf.errors import (
+    ConfigurationError,
+    DivergedError,
+    WorkerError,
+    unknown_name,
+)
 
 USAGE_ERROR = 2
 # As a shell says it of a program that a signal has ended.
@@ -121,8 +126,9 @@ def _main(arguments: list[str]) -> int:
     except (ConfigurationError, flags.Error) as error:
         print(f"mgpu-tf: {_line(str(error))}", file=sys.stderr)
         return USAGE_ERROR
-    except DivergedError as error:
-        print(f"mgpu-tf: {error}", file=sys.stderr)
+    except (DivergedError, WorkerError) as error:
+        message = " ".join(str(error).split())
+        print(f"mgpu-tf: {message}", file=sys.stderr)
         return 1
 
 

@@ -31,6 +31,7 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Piece
 from mgpu_tf.reports.report import LeftOut
 from mgpu_tf.runtime import determinism
+from mgpu_tf.strategies.topology import balance_of
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -156,6 +157,7 @@ class RunState:
         self._data = dict(data)
         self._callbacks = list(callbacks)
         self.first_epoch = first_epoch
+        self._engine = engine
         self._snapshot = engine.snapshot()
         self._before: list[State] = []
         self._loaded: tuple[State, Stored] | None = None
@@ -194,6 +196,8 @@ class RunState:
         self.position = Position(**position)
         self.first_epoch = state["first_epoch"]
         self.stopped = state["stopped"]
+        if balance_of(self._model.distribute_strategy).measured:
+            self._engine.take_shares(state.get("shares"))
         self._loaded = found
         self.resumed = True
 
@@ -300,6 +304,7 @@ class RunState:
             "data": self._data,
             "configuration": self._configuration,
             "num_replicas": strategy.num_replicas_in_sync,
+            "shares": balance_of(strategy).shares,
             "global_step": counts.global_step,
             "examples_seen": counts.examples_seen,
             "records": [

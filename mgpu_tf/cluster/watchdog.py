@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from mgpu_tf.cluster import heartbeat
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.heartbeat import Beat
+from mgpu_tf.cluster.ports import answers
 from mgpu_tf.cluster.waiting import missing_tasks
 from mgpu_tf.options import WatchOptions
 
@@ -37,6 +38,11 @@ STALLED = 124
 LOOK_SECONDS = 1.0
 # After how long a wait the other tasks are asked whether they are there.
 _ASK_SECONDS = 15.0
+# After how long a wait a task asks whether it is cut off. TensorFlow ends the
+# others after as long, but reaches no task that is cut off.
+_CUT_OFF_SECONDS = 45.0
+# How long the first task takes at most to take a connection.
+_ANSWER_SECONDS = 5.0
 # A process that has not run for so long is not merely busy.
 _FROZEN_SECONDS = 5.0
 # How long Python's stacks take to be written.
@@ -196,6 +202,28 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+def leader(cluster: ClusterConfig) -> str:
+    """Returns the address of the task that tells the others of failures."""
+    return (*cluster.chief, *cluster.worker)[0]
+
+
+def is_cut_off(cluster: ClusterConfig) -> bool:
+    """Returns whether a task that steps with others cannot reach the first.
+
+    A coordinator waits for its parameter servers, and is never cut off.
+    """
+    first = leader(cluster)
+    if cluster.ps or cluster.address == first:
+        return False
+    return not answers(first, _ANSWER_SECONDS)
+
+
+def end(pid: int) -> None:
+    """Kills a process, also one that is stopped."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+
+
 def end_with_stacks(pids: list[int]) -> None:
     """Has processes write their Python stacks, then kills them.
 
@@ -208,8 +236,7 @@ def end_with_stacks(pids: list[int]) -> None:
             os.kill(pid, signal.SIGCONT)
     time.sleep(STACKS_SECONDS)
     for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+        end(pid)
 
 
 def begin(
@@ -262,7 +289,7 @@ def _watch(path: str, options: WatchOptions) -> None:
     cluster = ClusterConfig.from_json(sys.stdin.readline())
     name, watch = cluster.task_name, Watch(options)
     parent, was_stopped = os.getppid(), 0.0
-    entries, since, ask_at = 0, 0.0, 0.0
+    entries, since, ask_at, look_at, lost = 0, 0.0, 0.0, 0.0, 0
     while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
         if os.getppid() != parent:
             break  # A process that the task has forked holds the pipe.
@@ -272,6 +299,7 @@ def _watch(path: str, options: WatchOptions) -> None:
         now = time.monotonic()
         if beat.count != entries or beat.last.phase not in heartbeat.TOGETHER:
             entries, since, ask_at = beat.count, now, now + _ASK_SECONDS
+            look_at, lost = now + _CUT_OFF_SECONDS, 0
         elif now >= ask_at and beat.last.phase != heartbeat.START:
             ask_at = now + 2 * (ask_at - since)
             missing = missing_tasks(cluster)
@@ -280,6 +308,17 @@ def _watch(path: str, options: WatchOptions) -> None:
                     f"{name} waits for {', '.join(missing)} (since "
                     f"{now - since:.0f} s)"
                 )
+        if now >= look_at and beat.last.phase != heartbeat.START:
+            look_at = now + _ASK_SECONDS
+            lost = lost + 1 if is_cut_off(cluster) else 0
+            if lost == 2:
+                _say(
+                    f"{name} was cut off: in {now - since:.0f} s it could not "
+                    f"reach {leader(cluster)}, and no step ended. It is ended; "
+                    "start all tasks again where they reach each other"
+                )
+                end(beat.pid)
+                break
         if is_stopped(beat.pid):
             was_stopped += LOOK_SECONDS
         elif was_stopped:

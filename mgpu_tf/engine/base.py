@@ -242,6 +242,15 @@ class Engine(abc.ABC):
         del rates
         return False
 
+    def take_shares(self, shares: Sequence[int] | None) -> None:
+        """Sets the shares of workers, where they are measured.
+
+        Args:
+            shares: A number for each, as a checkpoint has them. None for
+                equal ones; so are those of another number of workers.
+        """
+        del shares
+
     def staleness(self) -> list[float]:
         """Returns how late gradients were in the last epoch, where measured."""
         return []

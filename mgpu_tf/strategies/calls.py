@@ -14,12 +14,18 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError, WorkerError
+from mgpu_tf.strategies.mirrored import SILENCE_SECONDS
 
 # Of operations of several workers that are not the same one.
 _CROSSED = re.compile(
     r"Collective instance \S+ expected|ollective.*(size|shape|type) mismatch"
 )
 _ABORTED = "ollective ops is aborted"
+# Of tasks that the coordination service has heard nothing from.
+_UNHEARD = re.compile(
+    r"stopped sending heartbeats\):\s*((/job:\w+/replica:\d+/task:\d+\s*)+)"
+)
+_TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
 
 
 @dataclasses.dataclass
@@ -109,6 +115,20 @@ def crossed(
         "worker. Call evaluate, predict and fit of the trainer, not of the "
         "model, and on every worker, in callbacks too."
     )
+
+
+def unheard(error: Exception) -> WorkerError | None:
+    """Returns what an error says of tasks that were silent for too long."""
+    for each in _chain(error):
+        found = _UNHEARD.search(str(each).replace("\\n", "\n"))
+        if found is not None:
+            names = ", ".join(" ".join(n) for n in _TASK.findall(found[1]))
+            return WorkerError(
+                "All tasks must reach each other. Received: nothing from "
+                f"{names} for {SILENCE_SECONDS:.0f} seconds. Look at its log "
+                "and its network, and start all tasks again."
+            )
+    return None
 
 
 def ended(message: str) -> str:

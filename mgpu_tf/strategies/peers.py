@@ -46,6 +46,7 @@ from mgpu_tf.strategies.calls import (
     error_of,
     is_abort,
     mistake_behind,
+    unheard,
 )
 from mgpu_tf.strategies.registry import topology_of
 
@@ -151,7 +152,9 @@ class Peers:
         try:
             yield
         except Exception as error:
-            self._fail(call, error)
+            # Nobody may answer: a task that is cut off is ended from outside.
+            with heartbeat.at(heartbeat.AGREE):
+                self._fail(call, error)
         finally:
             _HERE.calls.pop()
             if outermost and _HERE.watch is not None:
@@ -410,7 +413,7 @@ class Peers:
             # A worker that ends the others tells why before it does so.
             is_ended = comes_from(error, tf.errors.AbortedError)
             told = self._told(call, 10_000 if is_ended else 100)
-            failed = failed if told is None else told
+            failed = told or unheard(error) or failed
         if not call.agreed:
             self._tell(call, failed, aborted=is_abort(error))
         elif call.apart:

@@ -178,10 +178,8 @@ class Training:
         with self._saver.listening():
             for epoch in range(run.position.epoch, last):
                 self._epoch(epoch, feed)
-                if self._ends_epoch():
+                if self._ends_epoch(feed, is_last=epoch + 1 == last):
                     break
-                if epoch + 1 < last:
-                    self._rebalance(feed)
             self._saver.finish()
         self._profiler.close()
         if numbers.epochs > run.first_epoch:
@@ -208,13 +206,6 @@ class Training:
         if options is None:
             return Saver()
         callbacks_lib.refuse_restoring(callbacks)
-        if balance_of(self._distributed.strategy).measured:
-            raise ConfigurationError(
-                "A run with checkpoints repeats bit for bit, and measured "
-                "shares do not. Received: balance='auto' with a "
-                "checkpoint_dir. Give the shares that a run without one has "
-                "logged, such as balance='667,333'."
-            )
         enable_determinism()
         return CheckpointSaver(
             options,
@@ -256,10 +247,13 @@ class Training:
                 if self._distributed.is_chief:
                     _log.warning("%s", slow)
 
-    def _ends_epoch(self) -> bool:
+    def _ends_epoch(self, feed: DataFeed, *, is_last: bool) -> bool:
         """Saves where it is time to; returns whether the training ends."""
         stopped = self._stopped()
         self._run.end_epoch(self._totals.records[-1].logs)
+        # Before the save: who resumes has the shares of the next epoch.
+        if self._rebalance() and not (stopped or is_last):
+            feed.cut_anew(self._run.position.finished)
         self._saver.boundary(
             self._totals.global_step,
             self._run.position.votes,
@@ -267,15 +261,18 @@ class Training:
         )
         return stopped
 
-    def _rebalance(self, feed: DataFeed) -> None:
-        """Chooses the shares of workers anew, where they are measured."""
+    def _rebalance(self) -> bool:
+        """Chooses the shares of workers anew, where they are measured.
+
+        Returns:
+            Whether they have changed.
+        """
         rate = self._engine.rate
         if rate is None:
-            return
+            return False
         rates = self._distributed.peers.of_all(rate)
         if not self._engine.rebalance(rates):
-            return
-        feed.cut_anew(self._run.position.finished)
+            return False
         if self._distributed.is_chief:
             _log.info(
                 "the workers have computed %s rows per second; their shares "
@@ -283,6 +280,7 @@ class Training:
                 " ".join(f"{rate:.4g}" for rate in rates),
                 balance_of(self._distributed.strategy),
             )
+        return True
 
     def _train(self, feed: DataFeed) -> EpochRecord:
         engine, source, at = self._engine, self._source, self._run.position

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import time
 import pytest
 
 from mgpu_tf.cluster import heartbeat, watchdog
+from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.heartbeat import Beat, Entry
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import WatchOptions
@@ -245,6 +247,21 @@ def test_who_is_gone_is_named():
     with task(60.0) as process:
         line = process.stderr.readline()
     assert line.startswith("mgpu_tf: worker 1 waits for worker 0 at a:1 (since")
+
+
+def test_a_task_is_cut_off_where_the_first_one_is_not_reached():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        first = f"127.0.0.1:{server.getsockname()[1]}"
+        workers = (first, "127.0.0.1:2")
+        second = ClusterConfig("worker", 1, worker=workers)
+        assert not watchdog.is_cut_off(second)
+    assert watchdog.is_cut_off(second)
+    # TensorFlow tells the first one; servers may come back.
+    assert not watchdog.is_cut_off(ClusterConfig("worker", 0, worker=workers))
+    served = ClusterConfig(
+        "worker", 0, worker=workers[1:], chief=(first,), ps=("127.0.0.1:3",)
+    )
+    assert not watchdog.is_cut_off(served)
 
 
 def test_a_task_that_was_stopped_goes_on_and_it_is_told():

@@ -1,7 +1,6 @@
 """Jobs on a real Slurm of three nodes, against one device."""
 
 import json
-import pathlib
 import re
 import time
 
@@ -10,8 +9,9 @@ from hypothesis import given, settings
 
 from mgpu_tf.cluster import node_list
 from mgpu_tf.launch.slurm import SlurmJob, batch_script
-from tests import clusters
+from tests import clusters, pages
 from tests.cluster import test_node_list
+from tests.launch import losses
 from tests.slurm import NODES, URGENT, Slurm
 
 pytestmark = pytest.mark.full
@@ -215,7 +215,8 @@ def test_the_losses_of_one_device(slurm, one_device, tmp_path):
 def test_parameter_servers(slurm, one_device, tmp_path):
     told = slurm.run(
         *("srun", "-N2", "-n4", "mgpu-tf", *TRAIN, "--num_ps=1"),
-        f"--output_dir={tmp_path}",
+        # Every gradient is of the newest weights.
+        *("--max_staleness=0", f"--output_dir={tmp_path}"),
     )
     report = report_in(tmp_path)
     assert "1 chief, 2 workers, 1 ps; this is ps 0" in told
@@ -223,6 +224,15 @@ def test_parameter_servers(slurm, one_device, tmp_path):
     assert report["num_workers"] == 2
     assert report["examples_seen"] == one_device["examples_seen"]
     assert report["global_step"] == one_device["global_step"]
+    for own, other in zip(report["epochs"], one_device["epochs"], strict=True):
+        assert own["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def test_the_script_of_all_platforms(slurm, tmp_path):
+    command = (clusters.PYTHON, losses.SCRIPT, str(tmp_path))
+    told = slurm.run("srun", "-N3", "-n3", *command)
+    assert told.count("this is worker") == 3
+    losses.compare(tmp_path, told)
 
 
 def submit(slurm, folder, command, **options):
@@ -296,9 +306,7 @@ def test_a_job_that_is_queued_again_resumes_bit_for_bit(slurm, tmp_path):
 
 def test_the_commands_of_the_page(slurm, tmp_path):
     """Each runs as it stands in docs/slurm.md, and its jobs complete."""
-    page = pathlib.Path(clusters.ROOT) / "docs" / "slurm.md"
-    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)
-    assert len(blocks) == 4
+    blocks = pages.blocks("slurm.md", "sh")
     told = slurm.run("bash", "-euc", "\n".join(blocks), cwd=tmp_path)
     jobs = re.findall(r"Submitted batch job (\d+)", told)
     assert len(jobs) == 2

@@ -408,6 +408,17 @@ def test_launch_passes_on(calls):
     ]
 
 
+def test_ray_passes_on(monkeypatch):
+    given = {}
+    monkeypatch.setattr(
+        ray, "run", lambda *args, **kwargs: given.update(kwargs) or 7
+    )
+    arguments = ["ray", "--num_workers=3", "--stall_timeout_seconds=60", "--"]
+    assert cli.main([*arguments, "python", "train.py"]) == 7
+    assert given["watch"] == WatchOptions(60.0)
+    assert given["policy"] == RestartPolicy()
+
+
 def test_checkpoints_are_listed_checked_and_pruned(tmp_path, capsys):
     piece = Piece("w", "uint8", 1, (4,), Region(0, 4), lambda: [b"abcd"])
     state = {

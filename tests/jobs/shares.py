@@ -1,5 +1,7 @@
 """Workers with unequal shares of the global batch."""
 
+import os
+import shutil
 import time
 
 import keras
@@ -7,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import mgpu_tf
+from mgpu_tf.strategies import balance as balance_lib
 from mgpu_tf.strategies.balance import Balance
 from tests.parity import cases
 
@@ -93,6 +96,40 @@ def measured(strategy, folder):
     return trained(strategy, Balance.of("auto", 2, 2), [SlowRows()])
 
 
+def saved(strategy, folder):
+    """A run that measures, and the same again from its second epoch."""
+    cases.set_floatx("float64")
+    found, worth = {}, balance_lib.WORTH
+    # Noise must not change shares again; from equal ones it is more.
+    balance_lib.WORTH = 0.4
+    whole, resumed = os.path.join(folder, "a"), os.path.join(folder, "b")
+    try:
+        for name, path in (("whole", whole), ("resumed", resumed)):
+            strategy.balance = Balance.of("auto", 2, 2)
+            trainer = mgpu_tf.Trainer(lambda: build([SlowRows()]), strategy)
+            trainer.fit(
+                *arrays(),
+                batch_size=BATCH,
+                epochs=4,
+                verbose=0,
+                checkpoint=mgpu_tf.SaveOptions(
+                    checkpoint_dir=path, keep_checkpoints=9
+                ),
+            )
+            found[name] = variables(trainer.model)
+            found["shares"] = list(strategy.balance.shares)
+            if name == "whole" and mgpu_tf.is_chief(strategy):
+                second = sorted(os.listdir(whole))[1]
+                shutil.copytree(
+                    os.path.join(whole, second), os.path.join(resumed, second)
+                )
+        return found
+    finally:
+        balance_lib.WORTH = worth
+        strategy.balance = Balance()
+        cases.set_floatx("float32")
+
+
 def other_shares(strategy, folder):
     index = mgpu_tf.ClusterConfig.from_environment().worker_index
     try:
@@ -102,4 +139,4 @@ def other_shares(strategy, folder):
     return "nothing"
 
 
-JOBS = {job.__name__: job for job in (given, measured, other_shares)}
+JOBS = {job.__name__: job for job in (given, measured, saved, other_shares)}

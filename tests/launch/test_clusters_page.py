@@ -2,13 +2,12 @@
 
 import json
 import pathlib
-import re
 import shlex
 import sys
 
 import pytest
 
-from tests import clusters
+from tests import clusters, pages
 
 PAGE = (pathlib.Path(clusters.ROOT) / "docs" / "clusters.md").read_text()
 
@@ -16,15 +15,30 @@ PAGE = (pathlib.Path(clusters.ROOT) / "docs" / "clusters.md").read_text()
 @pytest.mark.full
 def test_commands(tmp_path):
     """Each runs as it stands."""
-    [block] = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
-    lines = block.strip().splitlines()
-    assert len(lines) == 2
-    for line in lines:
+    blocks = pages.blocks("clusters.md", "sh")
+    for line in "".join(blocks).splitlines():
         program = shlex.join([sys.executable, "-m", "mgpu_tf"])
         line = line.replace("mgpu-tf train", f"{program} train")
         words = shlex.split(line.replace("mgpu-tf", program, 1))
         done = clusters.run(words[1:], cwd=tmp_path)
         assert done.returncode == 0, done.stderr + done.stdout
+
+
+@pytest.mark.full
+def test_the_experiment_of_balance(tmp_path):
+    """The slow worker takes fewer rows; the losses are the same."""
+    done = clusters.run(
+        ["experiments/balance.py", "--rounds=1", f"--output_dir={tmp_path}"]
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    fast, slow = map(int, found["auto"]["shares"].split(","))
+    assert fast > 1.3 * slow
+    assert found["equal"]["shares"] == "equal"
+    assert found["auto"]["losses"] == pytest.approx(
+        found["equal"]["losses"], rel=1e-12
+    )
+    assert "round 1: " in done.stdout
 
 
 @pytest.mark.full

@@ -1,18 +1,15 @@
 """The commands of docs/kubernetes.md."""
 
-import pathlib
-import re
 import stat
 import subprocess
 import sys
 
 import yaml
 
-from tests import clusters
+from tests import clusters, pages
 from tests.launch import dockerfiles
 from tests.launch.manifests import problems
 
-PAGE = pathlib.Path(clusters.ROOT) / "docs" / "kubernetes.md"
 KUBECTL = """#!/bin/sh
 [ "$1 $2" = "apply -f" ] && cp "$3" applied.yaml
 """
@@ -20,8 +17,7 @@ KUBECTL = """#!/bin/sh
 
 def test_commands(tmp_path):
     """Each runs as it stands; kubectl is one that keeps what it gets."""
-    blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.S)
-    assert len(blocks) == 4
+    blocks = pages.blocks("kubernetes.md", "sh")
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     main = f'#!/bin/sh\nexec {sys.executable} -m mgpu_tf "$@"\n'

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from tests import clusters
+from tests import clusters, pages
+from tests.launch import losses
 from tests.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.full
@@ -169,18 +170,23 @@ def test_a_parameter_server_is_started_again_alone(ray, tmp_path):
     assert re.findall("^ready$", log, re.M) == ["ready"] * 2
 
 
-def test_parameter_servers_train(ray, one_device, tmp_path):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--num_workers=3", "--placement=STRICT_SPREAD"),
+        ("--num_workers=2", "--num_ps=1"),
+    ],
+    ids=["workers", "parameter servers"],
+)
+def test_the_script_of_all_platforms(ray, flags, tmp_path):
     launcher = ray.mgpu_tf_ray(
-        *("--num_workers=2", "--num_ps=1"),
-        command=("mgpu-tf", *TRAIN, f"--output_dir={tmp_path}"),
+        *flags,
+        command=("python", losses.SCRIPT, str(tmp_path)),
         cwd=tmp_path,
     )
     status, output = finish(launcher)
     assert status == 0, output
-    report = report_in(tmp_path)
-    assert report["strategy"] == "parameter_server"
-    assert report["examples_seen"] == one_device["examples_seen"]
-    assert report["global_step"] == one_device["global_step"]
+    losses.compare(tmp_path, output)
 
 
 def test_no_room_is_one_line(ray, tmp_path):
@@ -199,13 +205,11 @@ def test_no_room_is_one_line(ray, tmp_path):
 
 def test_the_commands_of_the_page(ray, tmp_path):
     """Each runs as it stands in docs/ray.md, on the head of the cluster."""
-    page = (pathlib.Path(clusters.ROOT) / "docs" / "ray.md").read_text()
-    blocks = re.findall(r"```sh\n(mgpu-tf.*?)```", page, re.S)
-    [script] = re.findall(r"```python\n(.*?)```", page, re.S)
+    blocks = pages.blocks("ray.md", "sh")
+    [script] = pages.blocks("ray.md", "python")
     readme = (pathlib.Path(clusters.ROOT) / "README.md").read_text()
     digits = re.search(r"```python\n(.*?)```", readme, re.S)[1]
     (tmp_path / "digits.py").write_text(digits)
-    assert len(blocks) == 2
     own = ray.network.address(NODES[0])
     # Ray does not find by itself which node a namespace is.
     commands = [

@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from tests import clusters
+from tests import clusters, pages
+from tests.launch import losses
 from tests.ssh import SshHosts
 
 pytestmark = pytest.mark.full
 
 HOSTS = ("host0", "host1", "host2")
-TRAIN = ("train", "--epochs=2", "--global_batch_size=48")
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +52,11 @@ def gone(pids):
         time.sleep(0.1)
 
 
-def test_the_losses_of_one_device(hosts, tmp_path):
-    command = (clusters.PYTHON, "-m", "mgpu_tf", *TRAIN)
-    status, output = finish(
-        start(hosts, command=(*command, f"--output_dir={tmp_path}"))
-    )
+def test_the_script_of_all_platforms(hosts, tmp_path):
+    command = (clusters.PYTHON, losses.SCRIPT, str(tmp_path))
+    status, output = finish(start(hosts, command=command))
     assert status == 0, output
-    alone = tmp_path / "one_device"
-    done = clusters.mgpu_tf(
-        *TRAIN, "--strategy=one_device", f"--output_dir={alone}"
-    )
-    assert done.returncode == 0, done.stderr
-    report, other = (
-        json.loads((folder / "report.json").read_text())
-        for folder in (tmp_path, alone)
-    )
-    assert report["num_workers"] == 3
-    for own, one in zip(report["epochs"], other["epochs"], strict=True):
-        assert own["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    losses.compare(tmp_path, output)
     for index in range(len(HOSTS)):
         line = f"TF_CONFIG names 3 workers, this is worker {index}"
         assert line in output
@@ -191,10 +178,10 @@ def test_a_mistake_is_named(hosts, tmp_path):
     assert "worker 0 failed with exit code 255 (ssh failed)" in output
 
 
-def test_the_command_of_the_readme(hosts, tmp_path):
-    """It runs as it stands; the ssh on the path has the key of the hosts."""
+def test_the_commands_of_the_page(hosts, tmp_path):
+    """And that of the README; the ssh on the path has the key of the hosts."""
     page = (pathlib.Path(clusters.ROOT) / "README.md").read_text()
-    [line] = re.findall(r"^mgpu-tf (launch .*--ssh.*)$", page, re.M)
+    [line] = re.findall(r"^mgpu-tf launch .*--ssh.*\n", page, re.M)
     script = re.search(r"```python\n(.*?)```", page, re.S)[1]
     (tmp_path / "digits.py").write_text(script)
     folder = tmp_path / "bin"
@@ -205,15 +192,15 @@ def test_the_command_of_the_readme(hosts, tmp_path):
     ):
         (folder / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')
         (folder / name).chmod(0o755)
+    lines = "".join([line, *pages.blocks("machines.md", "sh")])
     # What `python` is on the machines.
-    line = line.replace("python ", f"{clusters.PYTHON} ")
+    lines = lines.replace("python ", f"{clusters.PYTHON} ")
     status, output = finish(
         hosts.popen(
-            "bash",
-            "-euc",
-            f"PATH={folder}:$PATH; mgpu-tf {line}",
-            cwd=tmp_path,
+            "bash", "-euxc", f"PATH={folder}:$PATH\n{lines}", cwd=tmp_path
         )
     )
     assert status == 0, output
     assert (tmp_path / "model.keras").exists()
+    assert (tmp_path / "logs" / "worker-1.log").exists()
+    assert "# worker 1, on host1" in output

@@ -1,5 +1,7 @@
 """Unequal shares of the global batch, to the numbers of one device."""
 
+import shutil
+
 import keras
 import numpy as np
 import pytest
@@ -17,6 +19,9 @@ from tests.parity import cases
 from tests.tiers import tiered
 
 SIZE, BATCH = 45, 8
+# What three epochs of six steps measure.
+RATES = ([5.0, 2.0, 1.0], [1.0, 2.0, 5.0], [1.0, 2.0, 5.0])
+CHOSEN = ((625, 250, 125), (125, 250, 625))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +165,7 @@ def test_shares_that_change_after_epochs(kind, floatx, strategies, monkeypatch):
     """Data goes on where it was, and is cut by the new shares."""
     made = mgpu_tf.create_mirrored_strategy(num_virtual_devices=3)
     made.balance = Balance(measured=True)
-    rates = iter([[5.0, 2.0, 1.0], [1.0, 2.0, 5.0]])
+    rates = iter(RATES)
     monkeypatch.setattr(Peers, "of_all", lambda self, value: next(rates))
     seen = []
     rebalance = SynchronousEngine.rebalance
@@ -178,19 +183,83 @@ def test_shares_that_change_after_epochs(kind, floatx, strategies, monkeypatch):
     options = KINDS[kind]
     trainer = mgpu_tf.Trainer(jobs.build, made)
     history = trainer.fit(*jobs.data(options), epochs=3, verbose=0, **options)
-    assert seen == [True, (625, 250, 125), True, (125, 250, 625)]
+    assert seen == [True, CHOSEN[0], True, CHOSEN[1], False, CHOSEN[1]]
     compare(
         (history.history["loss"], jobs.variables(trainer.model)),
         one_device(**options),
     )
 
 
-def test_measured_shares_and_checkpoints(strategies, tmp_path):
+class Begins(keras.callbacks.Callback):
+    """Notes the shares with which epochs begin."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self._seen = lambda: seen
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._seen().append(self.model.distribute_strategy.balance.shares)
+
+
+def measures(folder, rates, monkeypatch, epochs=3):
+    """Trains epochs of six steps; returns how they begin, and the trainer."""
+    made = mgpu_tf.create_mirrored_strategy(num_virtual_devices=3)
+    made.balance = Balance(measured=True)
+    told, begins, found = iter(rates), [], []
+    monkeypatch.setattr(
+        Peers, "of_all", lambda self, value: found.append(value) or next(told)
+    )
+    trainer = mgpu_tf.Trainer(jobs.build, made)
+    trainer.fit(
+        *jobs.arrays(),
+        batch_size=BATCH,
+        epochs=epochs,
+        verbose=0,
+        callbacks=[Begins(begins)],
+        checkpoint=mgpu_tf.SaveOptions(
+            checkpoint_dir=str(folder), save_every_steps=4, keep_checkpoints=9
+        ),
+    )
+    # Operations repeat, and are timed all the same.
+    assert all(rate > 0 for rate in found)
+    return begins, trainer
+
+
+def test_a_checkpoint_has_the_shares_of_the_next_epoch(
+    floatx, strategies, monkeypatch, tmp_path
+):
+    begins, trainer = measures(tmp_path, RATES, monkeypatch, epochs=1)
+    assert begins == [None]
+    begins, resumed = measures(tmp_path, [], monkeypatch, epochs=1)
+    assert begins == []
+    assert resumed.strategy.balance.shares == CHOSEN[0]
+    assert jobs.variables(resumed.model) == jobs.variables(trainer.model)
+
+
+@pytest.mark.full
+def test_a_run_that_measures_resumes_bit_for_bit(
+    floatx, strategies, monkeypatch, tmp_path
+):
+    """Within its first and second epoch, and between two."""
+    begins, whole = measures(tmp_path / "whole", RATES, monkeypatch)
+    assert begins == [None, *CHOSEN]
+    for step, shares in ((4, None), (8, CHOSEN[0]), (12, CHOSEN[1])):
+        name = f"step-{step:010d}"
+        folder = tmp_path / str(step)
+        shutil.copytree(tmp_path / "whole" / name, folder / name)
+        begins, resumed = measures(folder, RATES[step // 6 :], monkeypatch)
+        assert begins[0] == shares
+        assert jobs.variables(resumed.model) == jobs.variables(whole.model)
+
+
+def test_the_shares_of_a_checkpoint_of_more_workers_are_left(strategies):
     made = mgpu_tf.create_mirrored_strategy(num_virtual_devices=2)
     made.balance = Balance(measured=True)
-    trainer = mgpu_tf.Trainer(jobs.build, made)
-    with pytest.raises(mgpu_tf.ConfigurationError, match="bit for bit"):
-        trainer.fit(*jobs.arrays(), checkpoint_dir=str(tmp_path))
+    engine = mgpu_tf.Trainer(jobs.build, made)._distributed.engine
+    engine.take_shares([2, 1])
+    assert made.balance.bounds(2) == (0, 2, 3)
+    engine.take_shares([3, 2, 1])
+    assert made.balance.bounds(2) is None
 
 
 @pytest.mark.full
@@ -205,6 +274,9 @@ def test_workers_that_measure(floatx, tmp_path):
         compare((worker["losses"], worker["variables"]), expected)
         assert worker["shares"] == found["measured"][0]["shares"]
         assert worker["shares"][0] > 2 * worker["shares"][1]
+    for worker in found["saved"]:
+        assert worker["shares"][0] > 2 * worker["shares"][1]
+        assert worker["resumed"] == worker["whole"]
     for told in found["other_shares"]:
         assert "balance" in told
 

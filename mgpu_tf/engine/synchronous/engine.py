@@ -216,9 +216,19 @@ class SynchronousEngine(Engine):
         shares = balanced(rates, balance.shares)
         if shares is None:
             return False
-        balance.shares = shares
-        self._local = topology_of(self._strategy).local
+        self.take_shares(shares)
         return True
+
+    def take_shares(self, shares: Sequence[int] | None) -> None:
+        """Sets the shares of workers; as in `Engine`."""
+        topology = topology_of(self._strategy)
+        several = topology.num_workers > 1
+        count = topology.num_workers if several else topology.local.total
+        if shares is not None and len(shares) != count:
+            shares = None
+        chosen = None if shares is None else tuple(shares)
+        balance_of(self._strategy).shares = chosen
+        self._local = topology_of(self._strategy).local
 
     def evaluate(
         self, iterator: Any, steps: int, source: Source, seconds: float = 0.0
@@ -623,8 +633,11 @@ class SynchronousEngine(Engine):
         Args:
             number: The index of the step.
             steps: How many there will be. If operations must repeat, only
-                the last of them is timed.
+                the last of them is timed, or all where shares follow from
+                the times.
         """
+        if balance_of(self._strategy).measured:
+            return lambda: determinism.sampled_seconds(tf.constant(True))
         if self._local.num_processes == 1:
             return determinism.seconds
         is_last = tf.equal(number, steps - 1)
