@@ -9,6 +9,9 @@ A layer or an optimizer is replaced where a table says that the fused form
 computes the same. What does not fit runs as before. The model itself is left
 as it is: its layers and optimizers have other methods only while a step is
 traced.
+
+Where TensorFlow has no such operation, a gradient written by hand saves passes
+over memory: of LayerNormalization and GELU.
 """
 
 from __future__ import annotations
@@ -24,10 +27,24 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.kernels import normalization, optimizers
+from mgpu_tf.engine.kernels import (
+    activations,
+    batch_normalization,
+    layer_normalization,
+    optimizers,
+)
 from mgpu_tf.strategies.registry import kind_of
 
 _log = logging.getLogger("mgpu_tf")
+
+# The module of a layer's other form, and the methods that it stands for.
+_LAYERS = {
+    keras.layers.BatchNormalization: (
+        batch_normalization,
+        ("call", "_moments"),
+    ),
+    keras.layers.LayerNormalization: (layer_normalization, ("call",)),
+}
 
 
 class Kernels:
@@ -45,15 +62,19 @@ class Kernels:
         self._model = model
         self._active = choice == "fused" and kind_of(strategy).name != "tpu"
         self._replicas = strategy.num_replicas_in_sync
+        # The operations of a layer that is computed in parts are repeated on
+        # the parts, with TensorFlow's own gradients.
+        self._in_parts = getattr(strategy, "splits_later", False)
         # By identity, since a step may be traced several times.
-        self._replaced: dict[int, Any] = {}
+        self._replaced: dict[tuple[int, str], str] = {}
         self._logged = 0
 
     @property
     def replaced(self) -> dict[str, int]:
         """Returns how many layers and optimizers are fused, by their class."""
-        names = [type(part).__name__ for part in self._replaced.values()]
-        return dict(sorted(collections.Counter(names).items()))
+        return dict(
+            sorted(collections.Counter(self._replaced.values()).items())
+        )
 
     def around(self, python: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that traces another with fused forms."""
@@ -72,12 +93,10 @@ class Kernels:
         if not self._active:
             yield
             return
-        layers = [
-            layer
-            for layer in keras_internals.layers_of(self._model)
-            if normalization.is_same(layer, self._replicas)
-            and keras_internals.is_unpatched(layer, "call", "_moments")
-        ]
+        every = list(keras_internals.layers_of(self._model))
+        layers = [layer for layer in every if self._has_other_form(layer)]
+        ending = [] if self._in_parts else every
+        gelus = [layer for layer in ending if activations.is_gelu(layer)]
         updated = [
             part
             for optimizer in keras_internals.optimizers_of(self._model)
@@ -87,6 +106,7 @@ class Kernels:
         ]
         with (
             keras_internals.calls_replaced(layers, self._call),
+            keras_internals.activations_replaced(gelus, self._activate),
             keras_internals.updates_replaced(updated, self._update),
         ):
             yield
@@ -98,6 +118,20 @@ class Kernels:
                 ", ".join(f"{n} {name}" for name, n in self.replaced.items()),
             )
 
+    def _has_other_form(self, layer: keras.layers.Layer) -> bool:
+        form, methods = _LAYERS.get(type(layer), (None, ()))
+        if form is None or (form is layer_normalization and self._in_parts):
+            return False
+        return form.is_same(
+            layer, self._replicas
+        ) and keras_internals.is_unpatched(layer, *methods)
+
+    def _activate(self, layer: keras.layers.Layer, inputs: Any) -> Any:
+        if not isinstance(inputs, tf.Tensor):
+            return keras.activations.gelu(inputs)
+        self._replaced[id(layer), "gelu"] = "GELU"
+        return activations.gelu(inputs)
+
     def _call(
         self,
         layer: keras.layers.Layer,
@@ -105,9 +139,10 @@ class Kernels:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        outputs, fused = normalization.call(layer, own, *args, **kwargs)
+        form, _ = _LAYERS[type(layer)]
+        outputs, fused = form.call(layer, own, *args, **kwargs)
         if fused:
-            self._replaced[id(layer)] = layer
+            self._replaced[id(layer), "call"] = type(layer).__name__
         return outputs
 
     def _update(
@@ -124,4 +159,4 @@ class Kernels:
             own(gradient, variable, rate)
             return
         update(optimizer, weight)
-        self._replaced[id(optimizer)] = optimizer
+        self._replaced[id(optimizer), "update"] = type(optimizer).__name__
