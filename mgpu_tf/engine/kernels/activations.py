@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 
@@ -23,14 +24,16 @@ def is_gelu(layer: keras.layers.Layer) -> bool:
 
 def gelu(inputs: tf.Tensor) -> tf.Tensor:
     """Returns GELU of a tensor of floats, of the same shape and type."""
-    inputs = tf.convert_to_tensor(inputs)
+    # TensorFlow rounds the root of 2 to float32, for float64 too.
+    root = float(np.float32(math.sqrt(2)))
 
     @tf.custom_gradient
     def of(inputs: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
-        phi = 0.5 * (1.0 + tf.math.erf(inputs / math.sqrt(2)))
+        phi = 0.5 * (1.0 + tf.math.erf(inputs / root))
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            density = tf.exp(-0.5 * tf.square(inputs)) / math.sqrt(2 * math.pi)
+            density = tf.exp(-tf.square(inputs / root))
+            density /= root * math.sqrt(math.pi)
             return upstream * (phi + inputs * density)
 
         return inputs * phi, gradient
