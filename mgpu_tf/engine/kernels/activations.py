@@ -24,16 +24,16 @@ def is_gelu(layer: keras.layers.Layer) -> bool:
 
 def gelu(inputs: tf.Tensor) -> tf.Tensor:
     """Returns GELU of a tensor of floats, of the same shape and type."""
-    # TensorFlow rounds the root of 2 to float32, for float64 too.
-    root = float(np.float32(math.sqrt(2)))
+    # TensorFlow rounds it to float32, for float64 too.
+    scale = float(np.float32(math.sqrt(0.5)))
 
     @tf.custom_gradient
     def of(inputs: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
-        phi = 0.5 * (1.0 + tf.math.erf(inputs / root))
+        phi = 0.5 * tf.math.erfc(-inputs * scale)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            density = tf.exp(-tf.square(inputs / root))
-            density /= root * math.sqrt(math.pi)
+            density = tf.exp(-tf.square(inputs * scale))
+            density *= scale / math.sqrt(math.pi)
             return upstream * (phi + inputs * density)
 
         return inputs * phi, gradient
