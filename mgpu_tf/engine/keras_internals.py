@@ -385,6 +385,24 @@ def calls_replaced(
 
 
 @contextlib.contextmanager
+def activations_replaced(
+    layers: list[keras.layers.Layer], activate: Callable[..., Any]
+) -> Iterator[None]:
+    """Lets layers that have an `activation` compute it in another way.
+
+    Args:
+        layers: The layers.
+        activate: Called with a layer and the inputs of its activation.
+    """
+
+    def instructions(layer: Any) -> dict[str, Any]:
+        return {"activation": functools.partial(activate, layer)}
+
+    with _replaced(layers, instructions):
+        yield
+
+
+@contextlib.contextmanager
 def updates_replaced(
     optimizers: list[keras.optimizers.Optimizer], update: Callable[..., None]
 ) -> Iterator[None]:

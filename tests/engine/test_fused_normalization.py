@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 import mgpu_tf
-from mgpu_tf.engine.kernels import Kernels, normalization
+from mgpu_tf.engine.kernels import Kernels, batch_normalization
 
 SHAPES = {2: (32, 8), 3: (16, 5, 8), 4: (8, 6, 6, 8), 5: (4, 3, 4, 5, 8)}
 
@@ -161,7 +161,7 @@ def test_the_moving_variance_of_a_single_value(strategies):
 def test_what_is_not_the_same_stays_with_keras(shape, options, strategies):
     dtype = options.pop("dtype", "float32")
     _, layer = one_layer(strategies["one_device"], shape, dtype, **options)
-    assert not normalization.is_same(layer, 2)
+    assert not batch_normalization.is_same(layer, 2)
 
 
 def test_another_class_stays_with_keras(strategies):
@@ -170,7 +170,7 @@ def test_another_class_stays_with_keras(strategies):
 
     layer = Own()
     layer.build((None, 8))
-    assert not normalization.is_same(layer, 1)
+    assert not batch_normalization.is_same(layer, 1)
 
 
 def masked():

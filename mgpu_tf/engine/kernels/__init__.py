@@ -9,6 +9,9 @@ A layer or an optimizer is replaced where a table says that the fused form
 computes the same. What does not fit runs as before. The model itself is left
 as it is: its layers and optimizers have other methods only while a step is
 traced.
+
+Where TensorFlow has no such operation, a gradient written by hand saves passes
+over memory: of LayerNormalization and GELU.
 """
 
 from __future__ import annotations
@@ -24,10 +27,23 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.kernels import lookups, normalization, optimizers
+from mgpu_tf.engine.kernels import (
+    activations,
+    batch_normalization,
+    layer_normalization,
+    lookups,
+    optimizers,
+)
 from mgpu_tf.strategies.registry import kind_of
 
 _log = logging.getLogger("mgpu_tf")
+
+# The modules of other forms of layers, and the methods that they stand for.
+_FORMS: dict[Any, tuple[str, ...]] = {
+    batch_normalization: ("call", "_moments"),
+    layer_normalization: ("call",),
+    lookups: ("call",),
+}
 
 
 class Kernels:
@@ -45,15 +61,19 @@ class Kernels:
         self._model = model
         self._active = choice == "fused" and kind_of(strategy).name != "tpu"
         self._replicas = strategy.num_replicas_in_sync
+        # The operations of a layer that is computed in parts are repeated on
+        # the parts, with TensorFlow's own gradients.
+        self._in_parts = getattr(strategy, "splits_later", False)
         # By identity, since a step may be traced several times.
-        self._replaced: dict[int, Any] = {}
+        self._replaced: dict[tuple[int, str], str] = {}
         self._logged = 0
 
     @property
     def replaced(self) -> dict[str, int]:
         """Returns how many layers and optimizers are fused, by their class."""
-        names = [type(part).__name__ for part in self._replaced.values()]
-        return dict(sorted(collections.Counter(names).items()))
+        return dict(
+            sorted(collections.Counter(self._replaced.values()).items())
+        )
 
     def around(self, python: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that traces another with fused forms."""
@@ -72,15 +92,11 @@ class Kernels:
         if not self._active:
             yield
             return
-        layers = [
-            layer
-            for layer in keras_internals.layers_of(self._model)
-            if (
-                normalization.is_same(layer, self._replicas)
-                or lookups.is_same(layer)
-            )
-            and keras_internals.is_unpatched(layer, "call", "_moments")
-        ]
+        every = list(keras_internals.layers_of(self._model))
+        forms = {id(layer): self._form_of(layer) for layer in every}
+        layers = [layer for layer in every if forms[id(layer)] is not None]
+        ending = [] if self._in_parts else every
+        gelus = [layer for layer in ending if activations.is_gelu(layer)]
         updated = [
             part
             for optimizer in keras_internals.optimizers_of(self._model)
@@ -89,7 +105,10 @@ class Kernels:
             and keras_internals.is_unpatched(part, "update_step")
         ]
         with (
-            keras_internals.calls_replaced(layers, self._call),
+            keras_internals.calls_replaced(
+                layers, functools.partial(self._call, forms)
+            ),
+            keras_internals.activations_replaced(gelus, self._activate),
             keras_internals.updates_replaced(updated, self._update),
         ):
             yield
@@ -101,17 +120,35 @@ class Kernels:
                 ", ".join(f"{n} {name}" for name, n in self.replaced.items()),
             )
 
+    def _form_of(self, layer: keras.layers.Layer) -> Any:
+        """Returns the module of a layer's other form, None without one."""
+        for form, methods in _FORMS.items():
+            if (
+                form.is_same(layer, self._replicas)
+                and keras_internals.is_unpatched(layer, *methods)
+                and not (form is layer_normalization and self._in_parts)
+            ):
+                return form
+        return None
+
+    def _activate(self, layer: keras.layers.Layer, inputs: Any) -> Any:
+        if not isinstance(inputs, tf.Tensor):
+            return keras.activations.gelu(inputs)
+        self._replaced[id(layer), "gelu"] = "GELU"
+        return activations.gelu(inputs)
+
     def _call(
         self,
+        forms: dict[int, Any],
         layer: keras.layers.Layer,
         own: Callable[..., Any],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        form = lookups if lookups.is_same(layer) else normalization
+        form = forms[id(layer)]
         outputs, fused = form.call(layer, own, *args, **kwargs)
         if fused:
-            self._replaced[id(layer)] = layer
+            self._replaced[id(layer), "call"] = type(layer).__name__
         return outputs
 
     def _update(
@@ -129,4 +166,4 @@ class Kernels:
             own(gradient, variable, rate)
             return
         update(optimizer, weight)
-        self._replaced[id(optimizer)] = optimizer
+        self._replaced[id(optimizer), "update"] = type(optimizer).__name__
