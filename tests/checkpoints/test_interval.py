@@ -17,6 +17,7 @@ from mgpu_tf.engine.base import Votes
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import SaveOptions
 from mgpu_tf.reports.goodput import Meter
+from mgpu_tf.strategies.peers import Peers
 
 
 def test_youngs_formula():
@@ -65,21 +66,26 @@ def test_losses_are_kept_to_the_bit(tmp_path):
     assert step_losses.read(folder) == {4: 0.1, 5: math.inf}
 
 
-def test_a_run_saves_when_it_pays(tmp_path, clock, monkeypatch):
+def test_a_run_saves_when_it_pays(strategies, tmp_path, clock, monkeypatch):
     """The vote of the chief, by a clock that stands for all clocks."""
     monkeypatch.setattr(time, "monotonic", clock)
     costs = iter([50.0, 2.0, 2.0])
 
-    def capture(keep):
+    def capture():
         clock.now += next(costs)
-        return 7, {}, {}
+        return 7, {}, []
 
     options = SaveOptions(
         str(tmp_path), save_every="auto", mean_hours_between_failures=1.0
     )
     saver = CheckpointSaver(
-        options, None, is_chief=True, capture=capture, meter=Meter(clock.now)
+        options,
+        Peers(strategies["one_device"]),
+        is_chief=True,
+        capture=capture,
+        meter=Meter(clock.now),
     )
+    assert saver.find() is None
 
     def asks_after():
         """Returns the whole seconds until it asks for a save, and saves."""
@@ -88,7 +94,7 @@ def test_a_run_saves_when_it_pays(tmp_path, clock, monkeypatch):
             clock.now += 1.0
         waited = clock.now - began
         saver.boundary(7, Votes(save=True))
-        saver._writer.join()
+        saver._thread.join()
         return waited
 
     assert asks_after() == FIRST_SECONDS
