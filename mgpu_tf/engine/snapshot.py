@@ -326,8 +326,9 @@ class Snapshot:
         if isinstance(held, ShardedVariable):
             for place, part in enumerate(held.values):
                 replica = self._local.first + place
-                regions = held.split.regions(
-                    held.rank(replica), held.mesh.rank("fsdp", replica)
+                mesh, split = held.mesh, held.split
+                regions = split.regions(
+                    mesh.rank(split.over, replica), mesh.rank("fsdp", replica)
                 )
                 read = [stored.read(name, region) for region in regions]
                 _assign(part, np.concatenate(read))

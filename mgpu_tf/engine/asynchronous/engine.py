@@ -129,13 +129,12 @@ class AsynchronousEngine(Engine):
     @property
     def most_steps(self) -> int:
         """The most steps of a piece of work: whole updates."""
-        every = self._update.every if self._prepared else 1
-        return -(-MOST_STEPS // every) * every
+        return -(-MOST_STEPS // self.every) * self.every
 
     @property
     def every(self) -> int:
-        """Steps in an update."""
-        return self._update.every
+        """Steps in an update; 1 before there are any."""
+        return self._update.every if self._prepared else 1
 
     def prepare(self, source: Source) -> None:
         """Creates what training and evaluation need; as in `Engine`."""
