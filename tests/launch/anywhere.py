@@ -7,6 +7,7 @@ all epochs in the folder, as `losses.json`.
 """
 
 import json
+import logging
 import pathlib
 import sys
 
@@ -40,6 +41,8 @@ def build_model():
 def main():
     import mgpu_tf
 
+    # What was found of the cluster is logged.
+    logging.basicConfig(level=logging.INFO)
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     # With parameter servers a late gradient would not be that of
