@@ -108,13 +108,12 @@ class ShardedVariable(values.MirroredVariable):
                 return self._distribute_strategy.joined(
                     self.split, part.read_value()
                 )
-        over = self.split.over
+        if self.split.over == "fsdp":
+            return self._part_here(replica)
         parts = [
             self._part_here(member)
-            for member in self.mesh.along([over], replica)
+            for member in self.mesh.along([self.split.over], replica)
         ]
-        if over == "fsdp" or len(parts) == 1:
-            return parts[0]
         return tf.concat(parts, self.split.dim or 0)
 
     def _part_here(self, replica: int) -> tf.Tensor:

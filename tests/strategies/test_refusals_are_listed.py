@@ -45,6 +45,8 @@ LISTED = {
     "A {} of one's own, or a Loop, needs whole weights on each device.": (
         "`mgpu_tf.Loop`"
     ),
+    "LazyAdam updates the rows that a batch has looked up, and a device with a "
+    "part of a vocabulary does not tell them apart.": "`LazyAdam`",
     "noise_scale needs whole weights on each device.": "`noise_scale`",
     "TensorFlow's own checkpoints and SavedModel do not know sharded "
     "variables.": "`tf.train.Checkpoint`",
