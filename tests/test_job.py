@@ -50,7 +50,7 @@ def test_report(name, outputs):
     assert list(report.epochs[0].metrics) == ["accuracy"]
     assert set(report.test) == {"loss", "accuracy"}
     assert report.test["accuracy"] > 0.8
-    assert report.fused == {"Adam": 1}
+    assert report.fused == {"Adam": 1, "GELU": 2}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -91,8 +91,6 @@ PIPELINES = {
 DEFAULT = [
     ("shuffled", 2, 1),
     ("shuffled_after", 4, 2),
-    ("unknown_length", 3, 1),
-    ("batch_map", 2, 1),
 ]
 FULL = [
     (name, total, local)

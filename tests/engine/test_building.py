@@ -101,8 +101,9 @@ def adversarial(built, **options):
     return build
 
 
-@pytest.mark.parametrize("eager", tiered([False, True], [True]))
-@pytest.mark.parametrize("built", tiered([False, True], [False]))
+@pytest.mark.full
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("built", [False, True])
 def test_a_model_without_call(built, eager, strategies):
     build = adversarial(built, run_eagerly=eager)
 
@@ -209,6 +210,7 @@ def as_input(*triplet):
     return (triplet,)
 
 
+@pytest.mark.full
 def test_triplets_as_one_input(strategies):
     data = tf.data.Dataset.from_tensor_slices(TRIPLETS).batch(8).map(as_input)
 

@@ -107,7 +107,7 @@ LARGE = {
             for column in ("one_device", "mirrored_x3", "central_storage_x2")
             for name in LARGE
         ],
-        [("mirrored_x3", "adagrad"), ("mirrored_x3", "lazy_adam")],
+        [("mirrored_x3", "lazy_adam")],
     ),
 )
 def test_a_step_makes_no_whole_table(column, name, strategies):

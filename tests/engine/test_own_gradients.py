@@ -147,9 +147,10 @@ def transformer():
 @pytest.mark.parametrize(
     ("column", "replaced"),
     [
-        (
+        pytest.param(
             "mirrored_x3",
             {"Adam": 1, "Embedding": 1, "GELU": 1, "LayerNormalization": 2},
+            marks=full,
         ),
         pytest.param(
             "fsdp_x3",

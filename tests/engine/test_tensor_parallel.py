@@ -137,7 +137,8 @@ def test_copies_of_parts(name, strategies):
     assert difference < 1e-9
 
 
-@pytest.mark.parametrize("name", tiered(QUARTERS, ["adamw"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", QUARTERS)
 def test_parts_of_parts(name, strategies):
     """What the tensor axis splits, in quarters; what it leaves, in halves."""
     strategy = strategies["fsdp_2_tensor_2"]

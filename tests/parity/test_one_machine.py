@@ -69,17 +69,14 @@ QUICK = [
     ("mirrored_x3", "loss_scale_overflow"),
     ("mirrored_x3", "batch_norm_synchronized"),
     ("mirrored_x3", "add_loss_empty_replica"),
-    ("mirrored_x3", "auc"),
     ("mirrored_x3", "last_batch_of_1"),
     ("central_storage_x2", "embedding_adam"),
     ("fsdp_x3", "adam_global_clipnorm"),
     ("fsdp_x3", "embedding_adam"),
     ("fsdp_x3", "loss_scale_overflow"),
     ("data_2_fsdp_2", "accumulation_clipped"),
-    ("data_2_tensor_2", "accumulation_clipped"),
     ("fsdp_2_tensor_2", "embedding_adam"),
     ("zero1_x2", "accumulation_3_uneven"),
-    ("data_2_pipeline_2", "accumulation_clipped"),
 ]
 
 

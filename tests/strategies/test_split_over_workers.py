@@ -90,7 +90,7 @@ def test_each_process_stores_its_share(layout, job, observed):
     assert len({worker["whole"] for worker in every}) == 1
 
 
-@by_layout("saved", ["2_workers", "2_workers_x2"], quick=["2_workers"])
+@by_layout("saved", ["2_workers", "2_workers_x2"], quick=[])
 def test_files_have_the_ordinary_layout(layout, job, observed, folders):
     chief, *others = observed(layout, job)
     # Only the chief holds the whole model to write it.

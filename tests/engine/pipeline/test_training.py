@@ -119,9 +119,7 @@ def test_as_on_one_device(
     assert_close([found], [predicted])
 
 
-@pytest.mark.parametrize(
-    "model", tiered([models.drops, models.normalizes], [models.normalizes])
-)
+@pytest.mark.parametrize("model", tiered([models.drops, models.normalizes], []))
 def test_micro_batches_are_as_replicas_are(model, strategies):
     """Random numbers and statistics are those of three replicas."""
     build = models.compiled(model, "momentum")
