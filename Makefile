@@ -7,7 +7,7 @@
 # make soak    breaks jobs and compares weights; FAULTS=30 SEED=2
 # make bench   the benchmarks; ONLY=name, ARGS=--continue
 # make growth  step time against replicas and parameters
-# make parity  the whole parity matrix, about half an hour; writes its tables
+# make parity  the whole parity matrix, up to an hour; writes its tables
 # make conformance  what Keras runs against Keras's numbers; writes its table
 
 PYTHON ?= python3

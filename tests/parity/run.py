@@ -7,7 +7,7 @@ stopped goes on; a change of the package, of the cases or of the versions
 starts anew. With --keep the cells that held stay as they are and only the
 others are measured again. At the end docs/parity.md and the README's table
 are written.
-Hardware: any; on 2 CPU cores about half an hour. Exits with status 1 where a
+Hardware: any; on 2 CPU cores up to an hour. Exits with status 1 where a
 row does not hold.
 """
 
