@@ -245,7 +245,7 @@ def mistakes(given, folder):
         except mgpu_tf.ConfigurationError as error:
             told.append(str(error))
 
-    refused(lambda: strategy_of(given, (3, replicas)))
+    refused(lambda: strategy_of(given, (3, replicas, 1)))
     strategy = strategy_of(given)
 
     def eager():
