@@ -56,4 +56,4 @@ def test_the_script(tmp_path):
         cwd=clusters.ROOT,
     )
     assert done.returncode == 0, done.stderr
-    assert "| a dataset, cut before its map | 4 | 32 |" in page.read_text()
+    assert "| a dataset, cut before its map | 4 | 16 |" in page.read_text()
