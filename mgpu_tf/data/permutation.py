@@ -57,7 +57,7 @@ def permuted(
 
 
 def _encrypted(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """Returns a permutation of the numbers of so many bits."""
+    """Returns a permutation of all numbers below 2 ** bits."""
     right_bits = bits // 2
     left_bits = bits - right_bits
     left = values >> np.uint64(right_bits)

@@ -111,7 +111,7 @@ def _places_of(path: str) -> np.ndarray:
         if table.shape[1:] == (2,) and table[0, 0] == size:
             return table[1:]
     except (OSError, ValueError, IndexError):
-        pass  # There is none yet, or it is that of something else.
+        pass  # No index yet, or the index of another file.
     table = np.array([(size, 0), *_scanned(path, size)], np.int64)
     try:
         # Workers may write at the same time: each a whole file.

@@ -427,9 +427,9 @@ def _made_outside(kind: str, name: str) -> ConfigurationError:
 def _check_made_inside(
     model: keras.Model, strategy: tf.distribute.Strategy
 ) -> None:
-    """Refuses variables of which the strategy has not made the copies.
+    """Refuses variables that were made outside of the strategy's scope.
 
-    An optimizer of such counts once for each replica, and metrics as well.
+    An optimizer or a metric with such variables counts once for each replica.
     """
     optimizers = [
         part

@@ -725,7 +725,7 @@ _LINEAR = (
     keras.layers.Embedding,
     keras.layers.ReversibleEmbedding,
 )
-# Dropout that multiplies its inputs by something drawn, and does no more.
+# Layers that only multiply their inputs by a drawn mask.
 _MULTIPLYING = (keras.layers.Dropout, keras.layers.GaussianDropout)
 
 
@@ -1191,7 +1191,7 @@ def engine_order(
     Args:
         optimizer: An optimizer; those that it wraps included.
         sent: Takes clipped gradients and their variables; returns the
-            gradients as they are to be applied.
+            gradients that the optimizer applies.
         clipped: Clips by norms in place of Keras. Takes an optimizer,
             gradients and their variables.
     """
@@ -1318,7 +1318,7 @@ def count_update(
         _with_values([(held, number), *elsewhere]),
         _replaced([optimizer], lambda _: once),
     ):
-        # Keras's method goes through a replica, of which there is one here.
+        # Keras's method needs the context of a replica.
         with tf.distribute.ReplicaContext(strategy, 0):
             optimizer._backend_update_step([], [], None)
         values = [

@@ -439,7 +439,7 @@ class ReplicaState:
 
 
 class SharedState(ReplicaState):
-    """State of which there is one copy for all replicas."""
+    """State with one copy for all replicas."""
 
     stored_once = True
 

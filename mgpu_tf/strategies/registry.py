@@ -205,7 +205,7 @@ def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
 
 _DEFAULTS = StrategyOptions()
 _COPIES = ("data_parallel", "fsdp_parallel", "shard")
-_IN_ONE_PROCESS = (
+_PARTS_AND_STAGES = (
     "tensor_parallel",
     "layout",
     "pipeline_parallel",
@@ -228,7 +228,7 @@ def _refuse_mesh(name: str, options: StrategyOptions) -> None:
 
 
 def _refuse_others(name: str, options: StrategyOptions) -> None:
-    for field in _IN_ONE_PROCESS:
+    for field in _PARTS_AND_STAGES:
         value = getattr(options, field)
         if value != getattr(_DEFAULTS, field):
             raise ConfigurationError(

@@ -13,6 +13,7 @@ same results. Only the chief prints.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Collection
@@ -337,32 +338,39 @@ class Trainer:
             before = [remembered(callback) for callback in hooks]
             self._totals.left_out.clear()
             self._totals.slow.clear()
+
+            def training(
+                kind: Callable[..., loop.Training], source: data_lib.Source
+            ) -> Any:
+                return kind(
+                    self._distributed,
+                    self._totals,
+                    source,
+                    validation,
+                    numbers,
+                    hooks,
+                    verbose,
+                    saving,
+                    self._profiler,
+                )
+
+            def go_back() -> None:
+                for callback, values in zip(hooks, before, strict=True):
+                    remind(callback, values)
+
             step = asked()
             if step is not None and saving is not None:
-                self._replay(
-                    step, saving, source, validation, numbers, hooks, verbose
-                )
+                self._replay(step, saving.folder, source, training, go_back)
             if self._distributed.options.on_nan == "restore":
                 check_restores(source, saving)
             while True:
                 try:
                     with explained(source):
-                        return loop.Training(
-                            self._distributed,
-                            self._totals,
-                            source,
-                            validation,
-                            numbers,
-                            hooks,
-                            verbose,
-                            saving,
-                            self._profiler,
-                        ).run()
+                        return training(loop.Training, source).run()
                 except loop.BadStep as bad:
                     saving = self._leave_out(bad.batch, saving)
                     source = source.anew()
-                    for callback, values in zip(hooks, before, strict=True):
-                        remind(callback, values)
+                    go_back()
                 except tf.errors.OpError:
                     if not self._distributed.is_lost:
                         raise
@@ -715,34 +723,20 @@ class Trainer:
     def _replay(
         self,
         step: int,
-        saving: SaveOptions,
+        folder: str,
         source: data_lib.Source,
-        *arguments: Any,
+        training: Callable[..., Any],
+        go_back: Callable[[], None],
     ) -> NoReturn:
         """Replays a step, prints the verdict and ends the process."""
-        validation, numbers, hooks, verbose = arguments
-        before = [remembered(callback) for callback in hooks]
-        left_out = left_out_before(saving.folder, step)
+        left_out = left_out_before(folder, step)
 
-        def training(looks: bool, source: data_lib.Source) -> Replay:
-            for callback, values in zip(hooks, before, strict=True):
-                remind(callback, values)
+        def one_pass(looks: bool, source: data_lib.Source) -> Replay:
+            go_back()
             self._totals.left_out[:] = left_out
-            return Replay(
-                step,
-                looks,
-                self._distributed,
-                self._totals,
-                source,
-                validation,
-                numbers,
-                hooks,
-                verbose,
-                saving,
-                self._profiler,
-            )
+            return training(functools.partial(Replay, step, looks), source)
 
-        blamed, reason = replay(step, saving.folder, source, training)
+        blamed, reason = replay(step, folder, source, one_pass)
         if self._distributed.is_chief:
             print(f"replay of step {step}: {blamed or 'no fault'} ({reason})")
         raise SystemExit(FOUND if blamed else 0)

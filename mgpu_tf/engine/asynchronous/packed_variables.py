@@ -98,7 +98,9 @@ class Packs:
     def sent(
         self, gradients: Sequence[Any], variables: Sequence[keras.Variable]
     ) -> list[Any]:
-        """Returns gradients as they are where their variables are.
+        """Returns gradients on the devices of their variables.
+
+        Those of a pack are sent together.
 
         Args:
             gradients: One for each variable. On a worker.

@@ -317,15 +317,14 @@ class SynchronousEngine(Engine):
         self._update = self._make_update()
         self._step = self._make_step()
         authored = keras_internals.overrides(self._model, "train_step")
-        for name in ("restore", "max_loss") if authored else ():
-            asked = self._options.on_nan == name
-            if asked or (name == "max_loss" and self._options.max_loss):
-                what = f"on_nan={name!r}" if asked else name
-                raise ConfigurationError(
-                    f"{what} goes with Keras's own train_step. Received: "
-                    f"{type(self._model).__name__}, which has its own. Use "
-                    "on_nan='stop'."
-                )
+        options = self._options
+        goes_back = options.on_nan == "restore" or options.max_loss is not None
+        if authored and goes_back:
+            raise ConfigurationError(
+                "on_nan='restore' and max_loss go with Keras's own train_step. "
+                f"Received: {type(self._model).__name__}, which has its own. "
+                "Use on_nan='stop' without max_loss."
+            )
         if authored and self._options.recompute is not None:
             raise ConfigurationError(
                 "recompute goes with Keras's own train_step. Received: "

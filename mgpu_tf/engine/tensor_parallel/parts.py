@@ -37,7 +37,7 @@ from mgpu_tf.strategies.sharded_variable import ShardedVariable
 
 _log = logging.getLogger("mgpu_tf")
 
-# Of what stays whole, the log names so many weights.
+# The most weights that the log names, of those that stay whole.
 _NAMED = 5
 
 
