@@ -65,7 +65,9 @@ def build_eagerly(model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
     training = {"training": False} if takes_training(model) else {}
     with keras.StatelessScope():
         y_pred = model(x, **training)
-    with keras.StatelessScope():
+    # A regularizer asks the scope for the value of its variable.
+    values = [(v, v.value) for v in model.trainable_variables]
+    with keras.StatelessScope(state_mapping=values):
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         model._compute_loss(x, y, y_pred, sample_weight, False)
     if not model.optimizer.built:

@@ -149,7 +149,10 @@ class GlobalLoss:
             for variable in variables
             if variable.regularizer is not None
         ]
-        return list(map(self._added, [*added, *regularizers]))
+        return [
+            *map(self._added, added),
+            *map(self._of_weights, regularizers),
+        ]
 
     def regularized(
         self, given: list[tuple[keras.Variable, tf.Tensor]]
@@ -215,6 +218,14 @@ class GlobalLoss:
         total = tf.reduce_sum(as_float(loss))
         current = self._current
         return _read(current.reader, total, current.share, "add_loss")
+
+    def _of_weights(self, loss: Any) -> tf.Tensor:
+        """The contribution of a regularizer, which no example changes."""
+        total, share = tf.reduce_sum(as_float(loss)), self._current.share
+        if share.replicas == 1:
+            return total
+        fraction = tf.cast(share.fraction(tf.float64), total.dtype)
+        return share.select(total * fraction, 0)
 
     @property
     def trackers(self) -> list[keras.metrics.Mean]:

@@ -291,7 +291,7 @@ class Looked(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.first = layers.Dense(4, activation="tanh")
+        self.first = layers.Dense(4, activation="tanh", kernel_regularizer="l2")
         self.last = layers.Dense(1)
 
     def call(self, inputs):
