@@ -145,6 +145,8 @@ class Workers:
                 self.end()
                 raise AssertionError(said)
             time.sleep(0.05)
+        with open(self._log) as log:
+            assert "auto-shard" not in log.read().lower()
 
     def end(self):
         """Ends the processes."""
