@@ -38,13 +38,13 @@ SEVERAL = [
     "stopped_early",
     "mistakes",
     "sharded_embedding",
-    "staleness",
     "staleness:2:hold",
     "staleness:2:scale",
 ]
 SLOTS = [
     "digits_of_five_seeds",
     "half_made",
+    "staleness",
     "statistics",
     *(f"slots_{name}" for name in slots.OPTIMIZERS),
 ]
@@ -210,9 +210,16 @@ def test_staleness_is_held(three_workers):
     assert max(held["staleness_max"]) <= 2
 
 
-@pytest.mark.parametrize("case", ["staleness", "staleness:2:scale"])
-def test_staleness_is_measured(case, three_workers):
-    found = result(three_workers, case)
+def test_staleness_is_measured(three_workers):
+    check_staleness(result(three_workers, "staleness:2:scale"))
+
+
+@pytest.mark.full
+def test_staleness_is_measured_without_a_limit(updating_at_once):
+    check_staleness(result(updating_at_once, "staleness"))
+
+
+def check_staleness(found):
     for epoch in range(2):
         mean, p50, p95, most = (
             found[f"staleness_{name}"][epoch]
@@ -223,7 +230,7 @@ def test_staleness_is_measured(case, three_workers):
 
 
 def test_staleness_in_tensorboard(three_workers):
-    found = result(three_workers, "staleness")
+    found = result(three_workers, "staleness:2:scale")
     assert [epoch for epoch, *_ in found["histograms"]] == [0, 1]
     for epoch, low, high, count in found["histograms"]:
         assert low <= found["staleness_mean"][epoch] <= high
