@@ -40,6 +40,28 @@ def run(arguments, **kwargs):
     )
 
 
+def report_in(folder):
+    """The report that a run left in its folder."""
+    with open(os.path.join(folder, "report.json")) as file:
+        return json.load(file)
+
+
+def report_of_one_device(train, folder):
+    """Runs `mgpu-tf train` on one device, to compare with; its report."""
+    done = mgpu_tf(*train, "--strategy=one_device", f"--output_dir={folder}")
+    assert done.returncode == 0, done.stderr
+    return report_in(folder)
+
+
+def finish(process, seconds=LIMIT_SECONDS):
+    """Waits for the end of a process; returns its status and output."""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
 def run_parity_cases(
     num_workers, num_virtual_devices, names, folder, floatx="", mesh=""
 ):
@@ -145,6 +167,8 @@ class Workers:
                 self.end()
                 raise AssertionError(said)
             time.sleep(0.05)
+        with open(self._log) as log:
+            assert "auto-shard" not in log.read().lower()
 
     def end(self):
         """Ends the processes."""

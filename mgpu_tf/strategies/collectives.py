@@ -20,8 +20,9 @@ ring on CPUs, NCCL on GPUs. TensorFlow has no reduce-scatter on CPUs; there it
 is an all-to-all of parts, summed in the order of the group, with the same
 bytes: (n - 1)/n of s.
 
-All members call the same functions in the same order. A member that is missing
-ends the others with an error after `timeout_seconds`.
+All members call the same functions in the same order. For a member that is
+missing the others wait until `strategies/peers.py` or TensorFlow's coordination
+service ends the collectives of the cluster, or for `timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ from mgpu_tf.strategies.topology import synchronous_topology
 
 # Groups of TensorFlow's own strategies have small numbers.
 _FIRST_KEY = 1_000_000
-_TIMEOUT_SECONDS = 600.0
 # A prime, so that numbers of rows that are in use differ by no multiple of it.
 _SHAPES = 8191
 
@@ -55,7 +55,10 @@ class Groups:
             is in one.
         communication: `auto` is as above; `ring` and `nccl` use TensorFlow's
             operations in one process too.
-        timeout_seconds: How long a member waits for the others.
+        timeout_seconds: How long a member waits for the others. Default: as
+            long as it takes. With a limit, TensorFlow makes a thread for each
+            operation that it runs, and the thread sleeps until the limit,
+            also after the operation has ended.
 
     Attributes:
         size: The members of a group.
@@ -75,7 +78,7 @@ class Groups:
         members: Sequence[Sequence[int]],
         *,
         communication: str = "auto",
-        timeout_seconds: float = _TIMEOUT_SECONDS,
+        timeout_seconds: float = 0.0,
     ) -> None:
         total = strategy.num_replicas_in_sync
         every = sorted(replica for group in members for replica in group)

@@ -371,6 +371,7 @@ def each_example_once(strategy):
     x = np.arange(101.0)[:, None]
     trainer = mgpu_tf.Trainer(mean_model(), strategy)
     history = trainer.fit(x, x, batch_size=4, epochs=4, verbose=0)
+    trainer.evaluate(x, x, batch_size=4, verbose=0)
     of_generator = mgpu_tf.Trainer(mean_model(), strategy)
     parts = ((x[i : i + 5], x[i : i + 5]) for i in range(0, 100, 5))
     of_generator.fit(parts, steps_per_epoch=10, epochs=2, verbose=0)
@@ -378,6 +379,9 @@ def each_example_once(strategy):
         "losses": history.history["loss"],
         "expected": float(x.mean()),
         "examples": [record.examples for record in trainer.records],
+        "iterations": int(trainer.model.optimizer.iterations.numpy()),
+        "compile": trainer.goodput.compile_seconds,
+        "evaluate": trainer.goodput.evaluate_seconds,
         "of generator": of_generator.model.history.history["loss"],
     }
 

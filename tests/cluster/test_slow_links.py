@@ -37,15 +37,7 @@ def hosts():
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one_device")
-    done = clusters.mgpu_tf(
-        *TRAIN, "--strategy=one_device", f"--output_dir={folder}"
-    )
-    assert done.returncode == 0, done.stderr
-    return report_in(folder)
-
-
-def report_in(folder):
-    return json.loads((folder / "report.json").read_text())
+    return clusters.report_of_one_device(TRAIN, folder)
 
 
 def start(hosts, folder):
@@ -64,14 +56,6 @@ def start(hosts, folder):
         *(f"--hosts={','.join(HOSTS)}", "--ssh"),
         *(f"--ssh_command={hosts.ssh_command}", "--", "bash", "-c", script),
     )
-
-
-def finish(launcher, seconds=clusters.LIMIT_SECONDS):
-    try:
-        output, _ = launcher.communicate(timeout=seconds)
-    finally:
-        launcher.kill()
-    return launcher.returncode, output
 
 
 def log_of(folder, host):
@@ -99,9 +83,9 @@ def assert_named(log, worker, others):
 def test_a_cut_link_and_the_losses_of_one_device(hosts, one_device, tmp_path):
     """The supervisor names the lost task; all tasks end, and resume."""
     control, cut = tmp_path / "control", tmp_path / "cut"
-    status, output = finish(start(hosts, control))
+    status, output = clusters.finish(start(hosts, control))
     assert status == 0, output + log_of(control, HOSTS[0])[-4000:]
-    report = report_in(control)
+    report = clusters.report_in(control)
     assert report["num_workers"] == 3
     assert report["examples_seen"] == one_device["examples_seen"]
     for own, other in zip(report["epochs"], one_device["epochs"], strict=True):
@@ -118,7 +102,7 @@ def test_a_cut_link_and_the_losses_of_one_device(hosts, one_device, tmp_path):
         assert not (cut / "report.json").exists(), "too late"
         hosts.network.cut(HOSTS[2])
         since = time.monotonic()
-        status, output = finish(launcher, ENDS_WITHIN_SECONDS)
+        status, output = clusters.finish(launcher, ENDS_WITHIN_SECONDS)
         until(
             lambda: not any(alive(cut, host) for host in HOSTS),
             since + ENDS_WITHIN_SECONDS - time.monotonic(),
@@ -133,10 +117,10 @@ def test_a_cut_link_and_the_losses_of_one_device(hosts, one_device, tmp_path):
     for waits, others in ((0, (2,)), (1, (2,)), (2, (0, 1))):
         assert_named(log_of(cut, HOSTS[waits]), waits, others)
 
-    status, output = finish(start(hosts, cut))
+    status, output = clusters.finish(start(hosts, cut))
     assert status == 0, output + log_of(cut, HOSTS[0])[-4000:]
     assert "resumed at step" in log_of(cut, HOSTS[0])
-    assert report_in(cut)["weights_sha256"] == report["weights_sha256"]
+    assert clusters.report_in(cut)["weights_sha256"] == report["weights_sha256"]
 
 
 def test_tasks_that_nobody_keeps_end_by_themselves(hosts, tmp_path):

@@ -30,17 +30,8 @@ def slurm():
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
-    """The report of one device."""
     folder = tmp_path_factory.mktemp("one_device")
-    done = clusters.mgpu_tf(
-        *TRAIN, "--strategy=one_device", f"--output_dir={folder}"
-    )
-    assert done.returncode == 0, done.stderr
-    return report_in(folder)
-
-
-def report_in(folder):
-    return json.loads((folder / "report.json").read_text())
+    return clusters.report_of_one_device(TRAIN, folder)
 
 
 @pytest.mark.parametrize("text", test_node_list.LISTS)
@@ -200,7 +191,7 @@ def test_the_losses_of_one_device(slurm, one_device, tmp_path):
         *("srun", "-N3", "-n3", "mgpu-tf", *TRAIN, "--strategy=auto"),
         f"--output_dir={tmp_path}",
     )
-    report = report_in(tmp_path)
+    report = clusters.report_in(tmp_path)
     assert report["num_workers"] == 3
     for own, other in zip(report["epochs"], one_device["epochs"], strict=True):
         assert own["loss"] == pytest.approx(other["loss"], rel=1e-5)
@@ -218,7 +209,7 @@ def test_parameter_servers(slurm, one_device, tmp_path):
         # Every gradient is of the newest weights.
         *("--max_staleness=0", f"--output_dir={tmp_path}"),
     )
-    report = report_in(tmp_path)
+    report = clusters.report_in(tmp_path)
     assert "1 chief, 2 workers, 1 ps; this is ps 0" in told
     assert report["strategy"] == "parameter_server"
     assert report["num_workers"] == 2
@@ -292,7 +283,7 @@ def test_a_job_that_is_queued_again_resumes_bit_for_bit(slurm, tmp_path):
     assert ends["control"] == ("COMPLETED", 0), logs["control"]
     assert ends["requeued"] == ("COMPLETED", 1), logs["requeued"]
     assert ends["signalled"] == ("COMPLETED", 1), logs["signalled"]
-    reports = {name: report_in(tmp_path / name) for name in jobs}
+    reports = {name: clusters.report_in(tmp_path / name) for name in jobs}
     for name in ("requeued", "signalled"):
         assert "resumed at step" in logs[name]
         assert reports[name]["restarts"] == 1

@@ -3,6 +3,7 @@
 Keras's own `fit` is the reference: weights, state, slots, scores.
 """
 
+import itertools
 import math
 
 import keras
@@ -158,11 +159,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
-    "column", tiered(["mirrored_x3", "central_storage_x2"], ["mirrored_x3"])
+    ("column", "name"),
+    tiered(
+        list(itertools.product(["mirrored_x3", "central_storage_x2"], CASES)),
+        # That nothing of a frozen layer moves has a test of its own.
+        [("mirrored_x3", name) for name in CASES if name != "frozen"],
+    ),
 )
-def test_as_keras(name, column, strategies):
+def test_as_keras(column, name, strategies):
     # The last batch leaves replicas without an example.
     case = cases.Case(CASES[name], lambda: regression(2 * 16 + 2))
     reference = cases.run_stock(case)

@@ -30,25 +30,8 @@ def ray():
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
-    """The report of one device."""
     folder = tmp_path_factory.mktemp("one_device")
-    done = clusters.mgpu_tf(
-        *TRAIN, "--strategy=one_device", f"--output_dir={folder}"
-    )
-    assert done.returncode == 0, done.stderr
-    return report_in(folder)
-
-
-def report_in(folder):
-    return json.loads((folder / "report.json").read_text())
-
-
-def finish(process, seconds=clusters.LIMIT_SECONDS):
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    finally:
-        process.kill()
-    return process.returncode, output
+    return clusters.report_of_one_device(TRAIN, folder)
 
 
 def until(found, process):
@@ -117,7 +100,7 @@ def test_a_task_on_each_node_until_ctrl_c(ray, tmp_path):
         assert {note[1] for note in seen} == set(NODES)
         assert {note[2] for note in seen} == {str(tmp_path)}
         launcher.send_signal(signal.SIGINT)
-        status, output = finish(launcher, 180)
+        status, output = clusters.finish(launcher, 180)
     finally:
         launcher.kill()
     assert status == 130, output
@@ -158,7 +141,7 @@ def test_a_parameter_server_is_started_again_alone(ray, tmp_path):
         command=("python", "-c", code, str(tmp_path)),
         cwd=tmp_path,
     )
-    status, output = finish(launcher)
+    status, output = clusters.finish(launcher)
     assert status == 0, output
     assert "ps 0 failed with exit code 9; restart 1 of 1" in output
     seen = notes(tmp_path, 5, launcher)
@@ -184,7 +167,7 @@ def test_the_script_of_all_platforms(ray, flags, tmp_path):
         command=("python", losses.SCRIPT, str(tmp_path)),
         cwd=tmp_path,
     )
-    status, output = finish(launcher)
+    status, output = clusters.finish(launcher)
     assert status == 0, output
     losses.compare(tmp_path, output)
 
@@ -195,7 +178,7 @@ def test_no_room_is_one_line(ray, tmp_path):
         command=("python", "train.py"),
         cwd=tmp_path,
     )
-    status, output = finish(launcher, 180)
+    status, output = clusters.finish(launcher, 180)
     assert status == 2
     assert "100 CPU, 0 GPU asked for with PACK, 6 CPU, 0 GPU free on 3" in (
         output
@@ -226,7 +209,7 @@ def test_the_commands_of_the_page(ray, tmp_path):
     )
     for *program, text in commands:
         text = text.replace("head:6379", ray.address)
-        status, output = finish(
+        status, output = clusters.finish(
             ray.popen(*program, text, cwd=tmp_path, **PIPES)
         )
         assert status == 0, output
@@ -256,13 +239,13 @@ def test_a_killed_node_and_the_losses_of_one_device(ray, one_device, tmp_path):
         until(lambda: [*tmp_path.glob("saved/step-*")], launcher)
         assert not (tmp_path / "report.json").exists(), "too late"
         ray.network.kill(NODES[2])
-        status, output = finish(launcher)
+        status, output = clusters.finish(launcher)
     finally:
         launcher.kill()
     assert status == 0, output
     assert "mgpu-tf ray: restart 1 in" in output
     assert "resumed at step" in output
-    report = report_in(tmp_path)
+    report = clusters.report_in(tmp_path)
     assert report["num_workers"] == 3
     assert report["restarts"] >= 1
     assert report["examples_seen"] == one_device["examples_seen"]

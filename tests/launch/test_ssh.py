@@ -36,14 +36,6 @@ def start(hosts, *flags, command, cwd=None):
     )
 
 
-def finish(process, seconds=clusters.LIMIT_SECONDS):
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    finally:
-        process.kill()
-    return process.returncode, output
-
-
 def gone(pids):
     """Waits until none of the processes is left."""
     deadline = time.monotonic() + 60
@@ -54,7 +46,7 @@ def gone(pids):
 
 def test_the_script_of_all_platforms(hosts, tmp_path):
     command = (clusters.PYTHON, losses.SCRIPT, str(tmp_path))
-    status, output = finish(start(hosts, command=command))
+    status, output = clusters.finish(start(hosts, command=command))
     assert status == 0, output
     losses.compare(tmp_path, output)
     for index in range(len(HOSTS)):
@@ -98,7 +90,7 @@ def test_the_end_of_the_launcher_ends_all(hosts, number, tmp_path):
             [host, host, str(tmp_path)] for host in HOSTS
         ]
         launcher.send_signal(number)
-        status, output = finish(launcher, 120)
+        status, output = clusters.finish(launcher, 120)
     finally:
         launcher.kill()
     gone(pid for note in seen for pid in note[3:])
@@ -122,7 +114,7 @@ child.kill()
 
 def test_a_failure_starts_all_again(hosts, tmp_path):
     command = (clusters.PYTHON, "-c", FAILS_ONCE, str(tmp_path))
-    status, output = finish(
+    status, output = clusters.finish(
         start(
             hosts,
             "--max_restarts=1",
@@ -147,7 +139,7 @@ def test_a_cut_connection_ends_the_task(hosts, tmp_path):
     try:
         seen = notes(tmp_path, 3)
         hosts.network.cut(name)
-        status, output = finish(launcher, 180)
+        status, output = clusters.finish(launcher, 180)
         assert status == 255
         assert "worker 2 failed with exit code 255 (ssh failed)" in output
         gone(seen[0][3:] + seen[1][3:])
@@ -164,11 +156,11 @@ def test_a_mistake_is_named(hosts, tmp_path):
     missing = tmp_path / "only here"
     missing.mkdir()
     launcher = start(hosts, command=("no-such-program",), cwd=missing)
-    status, output = finish(launcher)
+    status, output = clusters.finish(launcher)
     assert status == 1
     line = "mgpu-tf: No such file or directory on this machine: no-such-program"
     assert line in output
-    status, output = finish(
+    status, output = clusters.finish(
         hosts.popen(
             *(clusters.PYTHON, "-m", "mgpu_tf", "launch", "--hosts=nowhere"),
             *("--ssh", f"--ssh_command={hosts.ssh_command}", "--", "true"),
@@ -195,7 +187,7 @@ def test_the_commands_of_the_page(hosts, tmp_path):
     lines = "".join([line, *pages.blocks("machines.md", "sh")])
     # What `python` is on the machines.
     lines = lines.replace("python ", f"{clusters.PYTHON} ")
-    status, output = finish(
+    status, output = clusters.finish(
         hosts.popen(
             "bash", "-euxc", f"PATH={folder}:$PATH\n{lines}", cwd=tmp_path
         )

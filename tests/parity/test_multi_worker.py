@@ -2,14 +2,15 @@
 
 A slice of the matrix. Of the rows of weights that are split over workers each
 runs in one layout, and a few in all. One cluster is started for each layout,
-and all of its rows run in it.
+and all of its rows run in it. `test_two_workers` has what the default tests
+run of two workers.
 """
 
 import pytest
 
 from tests import clusters
-from tests.parity import cases, judge, worker
-from tests.tiers import dealt, tiered
+from tests.parity import cases, judge, test_two_workers, worker
+from tests.tiers import dealt
 
 EVERYWHERE = [
     *(
@@ -113,20 +114,14 @@ MESHES = {
     "2_workers_x2_tensor_4": "1,1,weights,4",
     "2_workers_x2_fsdp_2_tensor_2": "1,2,weights,2",
 }
-# What the default tests have of two workers, and the full tier of each layout.
-QUICK = [
-    "adam_global_clipnorm",
-    "last_batch_of_1",
-    "accumulation_3_uneven",
-    "loss_scale_overflow",
-    "batch_norm_synchronized",
-    "embedding_adam",
-]
+# Of each layout.
+QUICK = test_two_workers.ROWS
 _dealt = dealt([n for n in _SPLIT if n not in QUICK], list(MESHES))
 ROWS |= {
     layout: [*QUICK, *(name for mesh, name in _dealt if mesh == layout)]
     for layout in MESHES
 }
+ROWS["2_workers"] = [n for n in ROWS["2_workers"] if n not in QUICK]
 LAYOUTS = {
     "2_workers": (2, 1),
     "2_workers_x2": (2, 2),
@@ -164,12 +159,10 @@ def outcomes(tmp_path_factory, request):
     return of
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "name"),
-    tiered(
-        [(layout, name) for layout in ROWS for name in ROWS[layout]],
-        [("2_workers", name) for name in QUICK],
-    ),
+    [(layout, name) for layout in ROWS for name in ROWS[layout]],
 )
 def test_row(layout, name, outcomes):
     folder, hashes = outcomes(layout)

@@ -38,6 +38,21 @@ def strategy_of(mesh, num_virtual_devices):
     )
 
 
+def trained(strategy, folder, name, floatx=""):
+    """Trains a case; the chief saves its result. Returns the weights' hash."""
+    from tests.parity import cases
+
+    case = cases.CASES[name]
+    cases.set_floatx(floatx or case.floatx)
+    try:
+        result = cases.run(case, strategy)
+    finally:
+        cases.set_floatx("float32")
+    if mgpu_tf.ClusterConfig.from_environment().worker_index == 0:
+        result.save(result_file(folder, name))
+    return weights_sha256(result.weights)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", required=True)
@@ -48,20 +63,12 @@ def main():
     arguments = parser.parse_args()
     quiet_import.import_tensorflow()
     strategy = strategy_of(arguments.mesh, arguments.num_virtual_devices)
-    from tests.parity import cases
-
-    worker = mgpu_tf.ClusterConfig.from_environment().worker_index
     for name in arguments.cases.split(","):
-        case = cases.CASES[name]
-        cases.set_floatx(arguments.floatx or case.floatx)
         started = time.monotonic()
-        result = cases.run(case, strategy)
-        digest = weights_sha256(result.weights)
+        digest = trained(strategy, arguments.folder, name, arguments.floatx)
         seconds = time.monotonic() - started
         # A line each, read by the test that started the cluster.
         print(f"RESULT {name} {digest} {seconds:.1f} s", flush=True)
-        if worker == 0:
-            result.save(result_file(arguments.folder, name))
 
 
 if __name__ == "__main__":

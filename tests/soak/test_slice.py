@@ -19,7 +19,11 @@ from tests.soak.run import run_job
 @pytest.mark.parametrize(
     ("strategy", "faults"),
     [
-        ("mirrored", [Fault("save", worker=0, step=61)]),
+        pytest.param(
+            "mirrored",
+            [Fault("save", worker=0, step=61)],
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             "2_workers",
             [

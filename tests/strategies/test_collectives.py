@@ -1,5 +1,7 @@
 """Groups of replicas: results and gradients, against what is done by hand."""
 
+import os
+
 import pytest
 import tensorflow as tf
 
@@ -62,6 +64,22 @@ def test_members_get_the_same_bits(strategies):
     first, *others = strategy.experimental_local_results(step())
     for other in others:
         tf.debugging.assert_equal(first, other)
+
+
+def test_operations_leave_no_threads(strategies):
+    """With a limit of time, each leaves one that sleeps until the limit."""
+    strategy = strategies["mirrored_x2"]
+    groups = Groups(strategy, [[0, 1]], communication="ring")
+
+    @tf.function
+    def steps(number):
+        for _ in tf.range(number):
+            strategy.run(lambda: groups.all_reduce(tf.constant(1.0)))
+
+    steps(1)
+    before = len(os.listdir("/proc/self/task"))
+    steps(100)
+    assert len(os.listdir("/proc/self/task")) < before + 50
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,13 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from tests.strategies.resuming import (
+    check_elsewhere,
+    check_same_bits,
+    data,
+    fit,
+    state_of,
+)
 from tests.tiers import tiered
 
 SPLITTING = ["fsdp_x3", "data_2_fsdp_2", "zero1_x2"]
@@ -142,19 +149,6 @@ def build():
     return model
 
 
-def data(examples=50):
-    generator = np.random.default_rng(3)
-    x = generator.normal(size=(examples, 6)).astype("float32")
-    return x, x[:, :2] * 3
-
-
-def fit(trainer, **options):
-    x, y = data()
-    return trainer.fit(
-        x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, **options
-    )
-
-
 def test_a_saved_model_has_the_ordinary_layout(strategy, strategies, tmp_path):
     trainer = mgpu_tf.Trainer(build, strategy)
     fit(trainer)
@@ -162,49 +156,18 @@ def test_a_saved_model_has_the_ordinary_layout(strategy, strategies, tmp_path):
     trainer.model.save(path)
     loaded = keras.models.load_model(path)
     for ours, theirs in zip(
-        [*trainer.model.variables, *trainer.model.optimizer.variables],
-        [*loaded.variables, *loaded.optimizer.variables],
-        strict=True,
+        state_of(trainer.model), state_of(loaded), strict=True
     ):
-        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
-    x, y = data()
+        np.testing.assert_array_equal(ours, theirs)
+    x, y = data(2)
     assert trainer.evaluate(x, y, verbose=0) == pytest.approx(
         loaded.evaluate(x, y, verbose=0), rel=1e-5
     )
 
 
-def state_of(trainer):
-    variables = [*trainer.model.variables, *trainer.model.optimizer.variables]
-    return [variable.numpy() for variable in variables]
-
-
-class Stop(keras.callbacks.Callback):
-    """Ends a `fit` in the middle, as a failure would."""
-
-    def __init__(self, at):
-        super().__init__()
-        self._at = at
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == self._at:
-            raise KeyboardInterrupt
-
-
+@pytest.mark.full
 def test_resumed_bit_for_bit(strategy, tmp_path):
-    def saves(name):
-        folder = str(tmp_path / name)
-        return mgpu_tf.SaveOptions(folder, save_every_steps=1)
-
-    whole = mgpu_tf.Trainer(build, strategy)
-    fit(whole, checkpoint=saves("whole"), callbacks=[Stop(at=None)])
-    broken = mgpu_tf.Trainer(build, strategy)
-    with pytest.raises(KeyboardInterrupt):
-        fit(broken, checkpoint=saves("broken"), callbacks=[Stop(at=2)])
-    resumed = mgpu_tf.Trainer(build, strategy)
-    fit(resumed, checkpoint=saves("broken"), callbacks=[Stop(at=None)])
-    assert resumed.global_step == whole.global_step == 8
-    for ours, theirs in zip(state_of(resumed), state_of(whole), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    check_same_bits(build, strategy, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -212,17 +175,8 @@ def test_resumed_bit_for_bit(strategy, tmp_path):
     tiered(["one_device", "mirrored_x3", *SPLITTING], ["mirrored_x3"]),
 )
 def test_resumed_on_another_mesh(onto, strategies, tmp_path):
-    whole = mgpu_tf.Trainer(build, strategies[onto])
-    fit(whole)
-    folder = str(tmp_path)
-    x, y = data()
-    first = mgpu_tf.Trainer(build, strategies["data_2_fsdp_2"])
-    options = {"batch_size": 16, "shuffle": False, "verbose": 0}
-    first.fit(x, y, epochs=1, checkpoint_dir=folder, **options)
-    resumed = mgpu_tf.Trainer(build, strategies[onto])
-    fit(resumed, checkpoint_dir=folder)
-    for ours, theirs in zip(state_of(resumed), state_of(whole), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    first, then = strategies["data_2_fsdp_2"], strategies[onto]
+    check_elsewhere(build, first, then, tmp_path)
 
 
 def test_export_is_refused_by_name(strategies, tmp_path):

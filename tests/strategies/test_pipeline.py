@@ -6,6 +6,13 @@ import pytest
 from keras import layers
 
 import mgpu_tf
+from tests.strategies.resuming import (
+    check_elsewhere,
+    check_same_bits,
+    data,
+    fit,
+    state_of,
+)
 from tests.tiers import tiered
 
 PIPELINES = ["pipeline_x2", "data_2_pipeline_2"]
@@ -38,51 +45,8 @@ def plain():
     return model
 
 
-def data(examples=50):
-    generator = np.random.default_rng(3)
-    x = generator.normal(size=(examples, 6)).astype("float32")
-    return x, x[:, :2] * 3
-
-
-def fit(trainer, epochs=2, **options):
-    x, y = data()
-    return trainer.fit(
-        x, y, batch_size=16, epochs=epochs, shuffle=False, verbose=0, **options
-    )
-
-
-def state_of(model):
-    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
-
-
-class Stop(keras.callbacks.Callback):
-    """Ends a `fit` in the middle, as a failure would."""
-
-    def __init__(self, at):
-        super().__init__()
-        self._at = at
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == self._at:
-            raise KeyboardInterrupt
-
-
 def test_resumed_bit_for_bit(strategy, tmp_path):
-    def saves(name):
-        return mgpu_tf.SaveOptions(str(tmp_path / name), save_every_steps=1)
-
-    whole = mgpu_tf.Trainer(build, strategy)
-    fit(whole, checkpoint=saves("whole"), callbacks=[Stop(at=None)])
-    broken = mgpu_tf.Trainer(build, strategy)
-    with pytest.raises(KeyboardInterrupt):
-        fit(broken, checkpoint=saves("broken"), callbacks=[Stop(at=2)])
-    resumed = mgpu_tf.Trainer(build, strategy)
-    fit(resumed, checkpoint=saves("broken"), callbacks=[Stop(at=None)])
-    assert resumed.global_step == whole.global_step == 8
-    for ours, theirs in zip(
-        state_of(resumed.model), state_of(whole.model), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
+    check_same_bits(build, strategy, tmp_path)
 
 
 @pytest.mark.full
@@ -96,17 +60,7 @@ def test_resumed_bit_for_bit(strategy, tmp_path):
     ],
 )
 def test_resumed_on_another_mesh(first, then, strategies, tmp_path):
-    whole = mgpu_tf.Trainer(plain, strategies[then])
-    fit(whole)
-    half = mgpu_tf.Trainer(plain, strategies[first])
-    fit(half, epochs=1, checkpoint_dir=str(tmp_path))
-    resumed = mgpu_tf.Trainer(plain, strategies[then])
-    fit(resumed, checkpoint_dir=str(tmp_path))
-    assert resumed.global_step == 8
-    for ours, theirs in zip(
-        state_of(resumed.model), state_of(whole.model), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    check_elsewhere(plain, strategies[first], strategies[then], tmp_path)
 
 
 def test_a_saved_model_is_an_ordinary_one(strategy, tmp_path):
@@ -134,7 +88,7 @@ def test_a_saved_model_is_an_ordinary_one(strategy, tmp_path):
 
 
 def test_predictions_before_training(strategies):
-    x, _ = data(10)
+    x, _ = data(2, 10)
     trainer = mgpu_tf.Trainer(build, strategies["pipeline_x2"])
     expected = build()
     expected.set_weights(trainer.model.get_weights())

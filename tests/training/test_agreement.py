@@ -4,12 +4,43 @@ import pytest
 
 from tests import clusters
 from tests.jobs import alike, apart
+from tests.tiers import tiered
+
+# The same fact of a worker, or the same place of a difference, as another's.
+REPEATED = [
+    alike.by_the_first,
+    alike.paths,
+    alike.in_the_loop,
+    alike.weights_in_build,
+    alike.activation,
+    alike.generators_of_steps,
+    alike.validation,
+]
+
+
+def name_of(job):
+    return job.__name__
+
+
+def rows(*groups):
+    jobs = [job for group in groups for job in group]
+    quick = [job for job in jobs if job not in REPEATED]
+    return pytest.mark.parametrize("job", tiered(jobs, quick), ids=name_of)
 
 
 @pytest.fixture(scope="module")
-def two_workers(tmp_path_factory):
+def two_workers(tmp_path_factory, request):
+    """What the jobs of this tier observed."""
+    chosen = {
+        item.callspec.params["job"].__name__
+        for item in request.session.items
+        if item.module is request.module
+        and "two_workers" in item.fixturenames
+        and hasattr(item, "callspec")
+    }
+    names = [name for name in alike.JOBS if name in {*chosen, "requests"}]
     folder = str(tmp_path_factory.mktemp("alike"))
-    return clusters.run_jobs(alike, 2, folder)
+    return clusters.run_jobs(alike, 2, folder, names)
 
 
 @pytest.fixture(scope="module")
@@ -17,23 +48,19 @@ def one_device(strategies):
     return alike.good(strategies["one_device"])
 
 
-def name_of(job):
-    return job.__name__
-
-
-@pytest.mark.parametrize("job", alike.REFUSED, ids=name_of)
+@rows(alike.REFUSED)
 def test_refused_on_all_workers(job, two_workers):
     for observed in two_workers[job.__name__]:
         assert observed["told"].startswith(tuple(alike.REFUSED[job]))
 
 
-@pytest.mark.parametrize("job", alike.WORK, ids=name_of)
+@rows(alike.WORK)
 def test_no_difference(job, two_workers):
     for observed in two_workers[job.__name__]:
         assert observed["told"] == "nothing"
 
 
-@pytest.mark.parametrize("job", [*alike.REFUSED, *alike.WORK], ids=name_of)
+@rows(alike.REFUSED, alike.WORK)
 def test_next_call_works(job, two_workers, one_device):
     for observed in two_workers[job.__name__]:
         assert observed["losses"] == pytest.approx(one_device, rel=1e-5)
