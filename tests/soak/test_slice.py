@@ -19,11 +19,7 @@ from tests.soak.run import run_job
 @pytest.mark.parametrize(
     ("strategy", "faults"),
     [
-        pytest.param(
-            "mirrored",
-            [Fault("save", worker=0, step=61)],
-            marks=pytest.mark.full,
-        ),
+        ("mirrored", [Fault("save", worker=0, step=61)]),
         pytest.param(
             "2_workers",
             [
