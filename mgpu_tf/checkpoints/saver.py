@@ -366,6 +366,7 @@ class CheckpointSaver(Saver):
             if self._thread is not None:
                 self._writer.end_soon()
                 self._thread.join()
+                self._writer.close()
 
     def _note(self, number: int, frame: object) -> None:
         del number, frame

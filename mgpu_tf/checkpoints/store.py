@@ -13,7 +13,13 @@
 Each process writes a `Part`: its pieces of arrays, one after other. When the
 parts of all processes are on the disk, one of them calls `commit`. Until then
 the checkpoint has another name, so a kill or a full disk leaves the ones
-before as they were. This module does not import TensorFlow, Keras or NumPy.
+before as they were.
+
+A run writes over the files of the checkpoint that it would delete next
+(`prune`). The system has memory for them already, and so takes a part of the
+time that new files take. Who reads a checkpoint locks its files meanwhile, and
+a file that is locked, or has another name elsewhere, is not written over. This
+module does not import TensorFlow, Keras or NumPy.
 """
 
 from __future__ import annotations
@@ -21,6 +27,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -41,6 +49,7 @@ ARRAYS = "arrays.bin"
 
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished-"
+_SPARE = "spare"
 _CHUNK_BYTES = 1 << 22
 
 
@@ -125,7 +134,9 @@ class Part:
         self._process = process
         self._name = f"arrays-{process}.bin"
         self._path = os.path.join(self._folder, self._name)
-        self._file = _open(self._path, "wb")
+        self._file = _spared(folder, token, self._path) or _open(
+            self._path, "wb"
+        )
         self._arrays: dict[str, dict[str, Any]] = {}
         self._bytes = 0
 
@@ -162,10 +173,11 @@ class Part:
         """
         with self._file as file:
             file.flush()
+            file.truncate(self._bytes)
             os.fsync(file.fileno())
         digest = hashlib.sha256()
-        with _open(self._path, "rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
+        with _open(self._path, "rb") as written:
+            while chunk := written.read(_CHUNK_BYTES):
                 digest.update(chunk)
         return {
             "file": {
@@ -317,6 +329,11 @@ def abandon(folder: str, step: int, token: str) -> None:
     shutil.rmtree(unfinished(folder, step, token), ignore_errors=True)
 
 
+def abandon_spare(folder: str, token: str) -> None:
+    """Deletes the files that a run would write over next."""
+    shutil.rmtree(_spare(folder, token), ignore_errors=True)
+
+
 def unfinished(folder: str, step: int, token: str) -> str:
     """Returns the path of a checkpoint that is being written."""
     return os.path.join(folder, f"{_UNFINISHED}{_PREFIX}{step:010d}-{token}")
@@ -406,7 +423,7 @@ class Stored:
     def _opened(self, number: int) -> Iterator[IO[bytes]]:
         name = self._files[number]["name"]
         try:
-            with _open(os.path.join(self.path, name), "rb") as file:
+            with _reading(os.path.join(self.path, name)) as file:
                 yield file
         except OSError as error:
             raise _unreadable(self.path, name, error) from None
@@ -469,7 +486,8 @@ def prune(folder: str, keep: int, token: str | None = None) -> list[str]:
         folder: Where checkpoints are kept. Nobody else may be writing there.
         keep: How many to keep, 1 or more.
         token: The word of the run that is writing there, if there is one.
-            What is unfinished of it stays.
+            What is unfinished of it stays, and one checkpoint becomes the
+            files that it writes over next.
 
     Returns:
         The names of what was deleted.
@@ -480,6 +498,11 @@ def prune(folder: str, keep: int, token: str | None = None) -> list[str]:
     last = whole[-1].step if whole else -1
     gone = [e for e in every if e.path not in kept and e.step <= last]
     paths = [entry.path for entry in gone]
+    spare = [entry.path for entry in gone if not entry.problem]
+    if token and spare:
+        abandon_spare(folder, token)
+        with contextlib.suppress(OSError):
+            os.rename(spare[-1], _spare(folder, token))
     with contextlib.suppress(FileNotFoundError):
         paths += [
             os.path.join(folder, name)
@@ -495,6 +518,55 @@ def prune(folder: str, keep: int, token: str | None = None) -> list[str]:
 def _open(path: str, mode: str) -> IO[bytes]:
     """Opens a file of a checkpoint, which is no link to another file."""
     return open(path, mode, opener=not_through_links)
+
+
+def _spare(folder: str, token: str) -> str:
+    return os.path.join(folder, f"{_UNFINISHED}{_SPARE}-{token}")
+
+
+def _spared(folder: str, token: str, path: str) -> IO[bytes] | None:
+    """Opens a file of a deleted checkpoint, to be written over at a path.
+
+    Returns:
+        None where there is none, where it is read, or where it is the same
+        file as another that somebody has linked to it.
+    """
+    found = os.path.join(_spare(folder, token), os.path.basename(path))
+    try:
+        os.rename(found, path)
+    except OSError:
+        return None
+    try:
+        file = _open(path, "r+b")
+    except OSError:
+        os.unlink(path)
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        alone = os.fstat(file.fileno()).st_nlink == 1
+    except OSError:
+        alone = False
+    if not alone:
+        file.close()
+        os.unlink(path)
+        return None
+    return file
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[IO[bytes]]:
+    """Opens a file that nobody writes over while it is read.
+
+    Raises:
+        OSError: It cannot be opened, or was deleted meanwhile.
+    """
+    with _open(path, "rb") as file:
+        with contextlib.suppress(OSError):
+            # Without locks, nobody writes over it.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        yield file
 
 
 def _note(folder: str, process: int) -> str:
@@ -609,7 +681,7 @@ def _check_file(path: str, file: Mapping[str, Any]) -> None:
     _check_size(path, file)
     name, digest = file["name"], hashlib.sha256()
     try:
-        with _open(os.path.join(path, name), "rb") as opened:
+        with _reading(os.path.join(path, name)) as opened:
             while chunk := opened.read(_CHUNK_BYTES):
                 digest.update(chunk)
     except OSError as error:

@@ -145,6 +145,11 @@ class Writer:
         self._check()
         store.prune(self._folder, keep, self._token)
 
+    def close(self) -> None:
+        """Deletes the files that another save would have written over."""
+        if self._process == 0:
+            store.abandon_spare(self._folder, self._token)
+
     def end_soon(self) -> None:
         """Waits no longer for processes that may have ended."""
         self._ending.set()

@@ -1,4 +1,4 @@
-"""The sum of gradients over replicas, in packs.
+"""The sum of gradients over replicas, in packs: by one rule everywhere.
 
 A pack is one reduction. Large gradients go alone, so that none of them is
 copied to lie beside another, and as soon as the backward pass has made them;
@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.collectives import Groups
-from mgpu_tf.strategies.registry import topology_of
 
 # What a reduction costs anyway is worth about this number of bytes more in one.
 PACK_BYTES = 1 << 20
@@ -59,7 +58,6 @@ class Reduction:
     """Sums dense gradients over the replicas of a strategy.
 
     Args:
-        strategy: The strategy.
         options: How steps are computed. With `gradient_dtype` gradients are
             sent with half the bytes. Each worker that adds its part rounds
             the sum to that type, which for two workers is as exact as a sum
@@ -70,14 +68,12 @@ class Reduction:
 
     def __init__(
         self,
-        strategy: tf.distribute.Strategy,
         options: StepOptions,
         groups: Groups | None = None,
     ) -> None:
         self._groups = groups
         name = options.gradient_dtype
         self._dtype = tf.as_dtype(name) if name else None
-        self._apart = topology_of(strategy).num_workers > 1
 
     def __call__(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums gradients. On a replica."""
@@ -91,35 +87,15 @@ class Reduction:
         ]
 
     def _summed(self, sent: list[tf.Tensor]) -> list[tf.Tensor]:
+        if self._groups is not None:
+            return _in_packs(sent, self._groups.all_reduce)
         context = tf.distribute.get_replica_context()
-        groups = self._groups
-        if self._apart:
-            all_reduce = functools.partial(context.all_reduce, "sum")
-            return _in_packs(
-                sent, all_reduce if groups is None else groups.all_reduce
-            )
-        if groups is not None:
-            return [groups.all_reduce(gradient) for gradient in sent]
-        return _at_once(sent, context)
+        return _in_packs(sent, functools.partial(context.all_reduce, "sum"))
 
     def _sent(self, gradient: tf.Tensor) -> tf.Tensor:
         if self._dtype is None or gradient.dtype.size <= self._dtype.size:
             return gradient
         return tf.cast(gradient, self._dtype)
-
-
-def _at_once(
-    gradients: list[tf.Tensor], context: tf.distribute.ReplicaContext
-) -> list[tf.Tensor]:
-    """Sums in one process; TensorFlow packs what is of one type only."""
-    summed = list(gradients)
-    for places in of_one_type(list(range(len(gradients))), gradients):
-        parts = [gradients[place] for place in places]
-        for place, part in zip(
-            places, context.all_reduce("sum", parts), strict=True
-        ):
-            summed[place] = part
-    return summed
 
 
 def _in_packs(

@@ -60,7 +60,7 @@ class Update:
     ) -> None:
         self._strategy = strategy
         self._noise = noise
-        self._reduction = Reduction(strategy, options)
+        self._reduction = Reduction(options)
         self._rows = RowGather(
             strategy,
             options,

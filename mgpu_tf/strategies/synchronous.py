@@ -238,7 +238,9 @@ def cross_device_ops(
     if not on_gpu:
         raise ConfigurationError(_no_gpu_for(communication, "auto"))
     if communication == "nccl":
-        return tf.distribute.NcclAllReduce()
+        # What TensorFlow takes between GPUs by itself. Its `NcclAllReduce` is
+        # an older way, which copies all gradients into one.
+        return None
     return tf.distribute.HierarchicalCopyAllReduce()
 
 

@@ -2,7 +2,8 @@
 
     python -m tests.checkpoints.at_size 50 2 file    # 50 M weights, 2 replicas
 
-Adam is the optimizer, so a checkpoint has 12 bytes for each weight.
+Adam is the optimizer, so a checkpoint has 12 bytes for each weight. One is
+kept, so the first two saves make new files, and later ones write over old ones.
 """
 
 import json
@@ -22,7 +23,7 @@ from mgpu_tf.checkpoints import saver, store
 from mgpu_tf.checkpoints.writer import Writer
 
 LAYERS = 5
-STEPS = 3
+STEPS = 5
 
 
 def peak_bytes():
@@ -92,7 +93,10 @@ def measure(millions, replicas, snapshot_in, folder):
         **options,
         callbacks=[peaks],
         checkpoint=mgpu_tf.SaveOptions(
-            folder, save_every_steps=1, snapshot_in=snapshot_in
+            folder,
+            save_every_steps=1,
+            snapshot_in=snapshot_in,
+            keep_checkpoints=1,
         ),
     )
     (*_, newest) = store.entries(folder)

@@ -150,11 +150,12 @@ def test_killed_in_the_middle_of_writing(tmp_path):
 import sys
 from mgpu_tf.checkpoints import store
 from mgpu_tf.mesh import Piece, Region
-data, size = bytes(1 << 21), 1 << 21
-piece = Piece("w", "uint8", 1, (size,), Region(0, size), lambda: [data])
+size = 1 << 21
 for step in range(1, 10**6):
-    store.write(sys.argv[1], step, {}, [piece])
-    store.prune(sys.argv[1], 2)
+    data = bytes([step % 251]) * size
+    piece = Piece("w", "uint8", 1, (size,), Region(0, size), lambda: [data])
+    store.write(sys.argv[1], step, {}, [piece], "t")
+    store.prune(sys.argv[1], 2, "t")
     print(step, flush=True)
 """
     unfinished = 0
@@ -166,11 +167,11 @@ for step in range(1, 10**6):
         )
         with process:
             last = int(process.stdout.readline())
-            while not any(n.startswith(".unf") for n in os.listdir(tmp_path)):
+            while ".unfinished-step" not in str(os.listdir(tmp_path)):
                 pass
             process.send_signal(signal.SIGKILL)
             last = int((process.stdout.read().split() or [last])[-1])
-        unfinished += any(n.startswith(".unf") for n in os.listdir(tmp_path))
+        unfinished += ".unfinished-step" in str(os.listdir(tmp_path))
         entry = store.newest(str(tmp_path))
         assert entry is not None and entry.step >= last
     assert unfinished
@@ -190,8 +191,8 @@ def test_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
         fsync(descriptor)
 
     def observed_rename(before, after):
-        seen.append((before, after))
         rename(before, after)
+        seen.append((before, after))
 
     monkeypatch.setattr(os, "fsync", observed_fsync)
     monkeypatch.setattr(os, "rename", observed_rename)
@@ -341,6 +342,40 @@ def test_a_part_that_failed_is_told(tmp_path):
     assert len(os.listdir(tmp_path)) == 1
     store.prune(str(tmp_path), 1, "another")
     assert not os.listdir(tmp_path)
+
+
+def write_as_run(folder, step, count):
+    path = store.write(str(folder), step, {}, arrays(step, count), "t")
+    store.prune(str(folder), 1, "t")
+    return pathlib.Path(path) / "arrays-0.bin"
+
+
+def test_a_run_writes_over_the_files_that_it_would_delete(tmp_path):
+    inodes = []
+    for step, count in enumerate([1000, 900, 1100, 10], 1):
+        file = write_as_run(tmp_path, step, count)
+        inodes.append(file.stat().st_ino)
+        (entry,) = store.entries(str(tmp_path))
+        assert (entry.step, entry.problem) == (step, "")
+        assert entry.bytes == file.stat().st_size == 4 * count + 8
+        data = bytes([step]) * 4 * count
+        assert Stored(entry.path).read("weights") == data
+    assert inodes[2:] == inodes[:2]
+    # Another run, and this one at its end, delete what is left of it.
+    store.abandon_spare(str(tmp_path), "t")
+    assert os.listdir(tmp_path) == ["step-0000000004"]
+
+
+def test_what_is_read_or_linked_is_not_written_over(tmp_path):
+    first = write_as_run(tmp_path, 1, 1000)
+    with Stored(str(first.parent))._opened(0) as file:
+        write_as_run(tmp_path, 2, 1000)
+        third = write_as_run(tmp_path, 3, 1000)
+        assert file.read(4000) == bytes([1]) * 4000
+    os.link(third, tmp_path / "backup")
+    for step in (4, 5):
+        write_as_run(tmp_path, step, 1000)
+    assert (tmp_path / "backup").read_bytes()[:4000] == bytes([3]) * 4000
 
 
 def test_a_checkpoint_that_is_a_link_is_refused(tmp_path):

@@ -36,6 +36,60 @@ def weights(strategy, gradient_dtype):
     return np.concatenate([w.ravel() for w in trainer.model.get_weights()])
 
 
+def sources_of(operation):
+    """Returns all operations that one waits for."""
+    found, queue = set(), [operation]
+    while queue:
+        one = queue.pop()
+        before = [value.op for value in one.inputs] + one.control_inputs
+        queue += [each for each in before if each not in found]
+        found.update(before)
+    return found
+
+
+def test_a_step_reduces_large_gradients_alone_and_as_soon_as_they_are_there(
+    strategies,
+):
+    """By the graph of a step on one machine, on each replica."""
+    import keras
+    import tensorflow as tf
+
+    width, graphs = 512, []  # A kernel has 1 MiB, and so goes alone.
+
+    class Noted(keras.layers.Dense):
+        def call(self, inputs):
+            graphs.append(tf.compat.v1.get_default_graph())
+            return super().call(inputs)
+
+    def build_model():
+        layers = [Noted(width, name=f"layer_{i}") for i in range(3)]
+        model = keras.Sequential([keras.Input((width,)), *layers])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    trainer = mgpu_tf.Trainer(build_model, strategies["mirrored_x3"])
+    x = np.ones((6, width), "float32")
+    trainer.fit(x, x, batch_size=6, verbose=0)
+    sums = {}
+    for operation in graphs[-1].get_operations():
+        if operation.type == "CollectiveReduceV2" and "reduce" in (
+            operation.name.split("/")
+        ):
+            sums.setdefault(operation.device, []).append(operation)
+    assert len(sums) == 3
+    for of_replica in sums.values():
+        sizes = [
+            each.inputs[0].shape.num_elements() * each.inputs[0].dtype.size
+            for each in of_replica
+        ]
+        kernel, biases = 4 * width**2, 3 * 4 * width
+        assert sizes == [kernel, kernel, kernel, biases]
+        last, middle, first = (each.inputs[0].op for each in of_replica[:3])
+        needed = sources_of(of_replica[0])
+        assert last in needed
+        assert not {middle, first} & needed
+
+
 def test_gradients_are_sent_as_asked(strategies):
     exact = weights(strategies["mirrored_x2"], None)
     alone = weights(strategies["one_device"], None)

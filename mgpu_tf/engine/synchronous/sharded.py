@@ -387,7 +387,7 @@ class ShardedUpdate(Update):
             )
         held = [keras_internals.stored(variable) for variable in variables]
         copies = self._strategy.along(*others_than(axes))
-        reduction = Reduction(self._strategy, self._options, copies)
+        reduction = Reduction(self._options, copies)
 
         def summed(gradients: Gradients) -> Gradients:
             if "fsdp" in axes:
