@@ -90,7 +90,8 @@ class Ddp:
         settings = {
             "lr": jobs.LEARNING_RATE,
             "momentum": jobs.MOMENTUM,
-            "fused": True,
+            # Parts of tensors have no fused update.
+            "fused": sharding != "fsdp2",
         }
         parameters = self._model.parameters()
         if sharding == "zero1":
