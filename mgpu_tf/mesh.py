@@ -41,7 +41,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from mgpu_tf.errors import ConfigurationError, check_integer
+from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
+from mgpu_tf.names import SHARDS
 
 # Micro-batches for each stage of a pipeline. Huang et al., "GPipe", NeurIPS
 # 2019, section 2, finds the time without work negligible from here on.
@@ -195,6 +196,33 @@ def _check_together(mesh: Mesh, devices: int, workers: int) -> None:
             "a worker, or be a multiple of it. Received: "
             f"tensor={mesh.tensor} for {devices} devices of each worker. "
             "Change tensor_parallel."
+        )
+
+
+def check_shard(
+    shard: str, tensor: int = 1, pipeline: int = 1, layout: Any = "auto"
+) -> None:
+    """Raises where a choice of what is split does not go with the axes.
+
+    Args:
+        shard: What is split over fsdp, one of `SHARDS`.
+        tensor: The size of the tensor axis.
+        pipeline: The size of the pipeline axis.
+        layout: `auto`, or which layers are computed in parts.
+
+    Raises:
+        ConfigurationError: It is none of `SHARDS`, or each device stores what
+            it computes with, and there is nothing to choose.
+    """
+    if shard not in SHARDS:
+        raise ConfigurationError(unknown_name("shard", shard, SHARDS))
+    in_parts = tensor > 1 or pipeline > 1 or layout != "auto"
+    if shard != "weights" and in_parts:
+        raise ConfigurationError(
+            "shard goes with fsdp. Received: "
+            f"shard={shard!r} with tensor={tensor}, pipeline={pipeline}, "
+            f"layout={layout!r}. Leave it out: each device stores what it "
+            "computes with."
         )
 
 

@@ -18,8 +18,8 @@ import dataclasses
 import math
 
 from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
-from mgpu_tf.mesh import mesh_of
-from mgpu_tf.names import OPTIMIZERS, SHARDS
+from mgpu_tf.mesh import check_shard, mesh_of
+from mgpu_tf.names import OPTIMIZERS
 from mgpu_tf.reports.scaling import ScalingTable
 
 # Values that Keras's optimizers keep for each parameter.
@@ -72,8 +72,7 @@ class StateMemory:
         check_integer("pipeline", self.pipeline, 1)
         axes = (self.fsdp, self.tensor, self.pipeline)
         mesh_of(math.prod(axes), 1, *axes)
-        if self.shard not in SHARDS:
-            raise ConfigurationError(unknown_name("shard", self.shard, SHARDS))
+        check_shard(self.shard, self.tensor, self.pipeline)
         if self.optimizer not in OPTIMIZERS:
             raise ConfigurationError(
                 unknown_name("optimizer", self.optimizer, OPTIMIZERS)

@@ -214,6 +214,73 @@ def _communication_bound(count: int) -> Benchmark:
     )
 
 
+_ZERO_1 = {"shard": "optimizer"}
+
+
+def _meshes(job: str) -> Benchmark:
+    """What a mesh of two devices costs beside two data-parallel ones.
+
+    The devices are parts of one CPU. They share its cores, so a pipeline
+    gains nothing from work at the same time.
+    """
+    meshes: dict[str, tuple[str, dict]] = {
+        "mirrored": ("mirrored", {}),
+        "fsdp_zero3": ("fsdp", {}),
+        "fsdp_zero1": ("fsdp", _ZERO_1),
+        "tensor": ("model_parallel", {"tensor_parallel": 2}),
+        "pipeline": ("model_parallel", {"pipeline_parallel": 2}),
+    }
+    contestants = tuple(
+        Contestant(
+            f"mgpu_tf_{name}",
+            _TRAINER,
+            {"strategy": strategy, "replicas": 2, "mesh": mesh},
+        )
+        for name, (strategy, mesh) in meshes.items()
+    )
+    first, *others = (contestant.name for contestant in contestants)
+    return Benchmark(
+        f"model_parallel/{job}_2_devices",
+        job,
+        contestants,
+        tuple(Ratio(name, first) for name in others),
+    )
+
+
+def _split_over_workers() -> Benchmark:
+    """Two processes that split a model's state, and PyTorch's that do."""
+    fsdp = {"strategy": "fsdp"}
+    contestants = (
+        Contestant("mgpu_tf_mirrored", _TRAINER, _CLUSTER, workers=2),
+        Contestant("mgpu_tf_fsdp_zero3", _TRAINER, fsdp, workers=2),
+        Contestant(
+            "mgpu_tf_fsdp_zero1", _TRAINER, {**fsdp, "mesh": _ZERO_1}, workers=2
+        ),
+        Contestant("ddp", _DDP, {"bucket_mb": 4}, workers=2),
+        Contestant("torch_fsdp2", _DDP, {"sharding": "fsdp2"}, workers=2),
+        Contestant(
+            "torch_zero1",
+            _DDP,
+            {"bucket_mb": 4, "sharding": "zero1"},
+            workers=2,
+        ),
+    )
+    return Benchmark(
+        "model_parallel/mlp_2_workers",
+        "mlp",
+        contestants,
+        (
+            Ratio("mgpu_tf_fsdp_zero3", "mgpu_tf_mirrored"),
+            Ratio("mgpu_tf_fsdp_zero1", "mgpu_tf_mirrored"),
+            Ratio("mgpu_tf_fsdp_zero3", "torch_fsdp2", 1.0),
+            Ratio("mgpu_tf_fsdp_zero1", "torch_zero1", 1.0),
+            Ratio("torch_fsdp2", "ddp"),
+            Ratio("torch_zero1", "ddp"),
+        ),
+        pinned=True,
+    )
+
+
 def _input(job: str, *, training: bool) -> Benchmark:
     """The package's pipeline against tf.data written by hand."""
     contestants = (
@@ -306,6 +373,9 @@ BENCHMARKS = (
     _compute_bound(),
     _communication_bound(2),
     _communication_bound(3),
+    _meshes("mlp"),
+    _meshes("transformer"),
+    _split_over_workers(),
     _asynchronous(1),
     _asynchronous(2),
     _asynchronous(3),

@@ -632,11 +632,20 @@ def _opened(node: Any) -> Any:
     if not isinstance(model, keras.Model) or model.activity_regularizer:
         return None
     arguments = node.arguments
+    # Of a mapping of inputs the mask is a mapping as well.
     if len(arguments.args) != 1 or any(
-        value is not None for value in arguments.kwargs.values()
+        value is not None for value in keras.tree.flatten(arguments.kwargs)
     ):
         return None
-    return _function_of(model)
+    graph = _function_of(model)
+    if graph is None:
+        return None
+    [given], taken = arguments.args, graph._inputs_struct
+    if isinstance(given, dict) and (
+        not isinstance(taken, dict) or set(given) != set(taken)
+    ):
+        return None
+    return graph
 
 
 def _call_of(node: Any, inputs: list[Key], made: list[Key]) -> Call:

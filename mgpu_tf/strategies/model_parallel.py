@@ -19,8 +19,8 @@ from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.waiting import told_of_missing
 from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
-from mgpu_tf.mesh import MICRO_BATCHES, Mesh, mesh_of
-from mgpu_tf.names import PIPELINE_SCHEDULES, SHARDS, Devices
+from mgpu_tf.mesh import MICRO_BATCHES, Mesh, check_shard, mesh_of
+from mgpu_tf.names import PIPELINE_SCHEDULES, Devices
 from mgpu_tf.runtime import devices as devices_lib
 from mgpu_tf.strategies.fully_sharded import (
     SMALLEST_SPLIT,
@@ -103,21 +103,12 @@ def create_model_parallel_strategy(
         ClusterError: `TF_CONFIG` is not valid.
     """
     tensor = 1 if tensor is None else tensor
-    if shard not in SHARDS:
-        raise ConfigurationError(unknown_name("shard", shard, SHARDS))
     check_integer("tensor_parallel", tensor, 1)
     check_integer("pipeline_parallel", pipeline, 1)
     check_integer("smallest_split", smallest_split, 0)
     begins = None if stages is None else _names(stages)
     _check_stages(pipeline, micro_batches, schedule, begins)
-    in_parts = tensor > 1 or layout != "auto"
-    if shard != "weights" and (in_parts or pipeline > 1):
-        raise ConfigurationError(
-            "shard goes with fsdp. Received: "
-            f"shard={shard!r} with tensor={tensor}, pipeline={pipeline}, "
-            f"layout={layout!r}. Leave it out: each device stores what it "
-            "computes with."
-        )
+    check_shard(shard, tensor, pipeline, layout)
     cluster = cluster or ClusterConfig.from_environment()
     workers = 1 if cluster is None else cluster.num_workers
     if cluster is not None and workers > 1:

@@ -1,13 +1,15 @@
+import collections
+import itertools
 import json
 import math
 
 import keras
 import pytest
 
-from mgpu_tf import cli, planner
+from mgpu_tf import cli, create_strategy, planner
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.models import create_model
-from mgpu_tf.names import OPTIMIZERS
+from mgpu_tf.names import OPTIMIZERS, SHARDS
 from mgpu_tf.optimizers import create_optimizer
 from mgpu_tf.reports.scaling import ScalingPoint, ScalingTable
 from tests import clusters
@@ -100,6 +102,45 @@ def test_layers_in_parts():
     assert memory.total == 1 << 30
     both = planner.StateMemory(1 << 28, "adam", fsdp=2, tensor=2)
     assert both.total == memory.total
+
+
+def accepts(make):
+    """Returns whether no rule is broken."""
+    try:
+        make()
+    except ConfigurationError:
+        return False
+    return True
+
+
+def test_it_plans_what_strategies_accept(capsys):
+    """All options of a mesh that the two have in common, up to 4 devices."""
+    answers = collections.Counter()
+    axes = itertools.product((1, 2, 3, 4), repeat=3)
+    for (fsdp, tensor, pipeline), shard, micro in itertools.product(
+        [lengths for lengths in axes if math.prod(lengths) <= 4],
+        [*SHARDS, "all"],
+        [None, 0, 4],
+    ):
+        options = {
+            "fsdp_parallel": fsdp,
+            "tensor_parallel": tensor,
+            "pipeline_parallel": pipeline,
+            "shard": shard,
+        }
+        if micro is not None:
+            options["micro_batches"] = micro
+        flags = [f"--{name}={value}" for name, value in options.items()]
+        planned = cli.main(["plan", "--num_parameters=1G", *flags]) == 0
+        devices = fsdp * tensor * pipeline
+        made = accepts(
+            lambda options=options, devices=devices: create_strategy(
+                "model_parallel", num_virtual_devices=devices, **options
+            )
+        )
+        assert planned == made, (options, capsys.readouterr())
+        answers[planned] += 1
+    assert min(answers[True], answers[False]) > 10
 
 
 def test_hours():

@@ -264,3 +264,43 @@ def test_tfds_data_source(tmp_path):
     labels = np.concatenate([y for _, y in found])
     assert sorted(labels) == sorted(int(row["label"]) for row in source)
     assert found[0][0].shape == (100, 8, 8, 1)
+
+
+def rows_of_grain(x, y):
+    grain = pytest.importorskip("grain")
+    return grain.MapDataset.source(list(zip(x, y, strict=True))).map(
+        lambda row: {"value": row[0], "label": row[1]}
+    )
+
+
+def rows_of_hugging_face(x, y):
+    package = pytest.importorskip("datasets")
+    rows = package.Dataset.from_dict({"value": list(x), "label": list(y)})
+    return rows.with_format("numpy")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [rows_of_grain, rows_of_hugging_face])
+def test_packages_whose_examples_have_numbers(make):
+    """Each worker reads its rows of the order that one worker has."""
+    x = np.random.default_rng(0).normal(size=(23, 3)).astype("float32")
+    y = np.arange(23)
+    examples = mgpu_tf.RandomAccess(
+        make(x, y), map=lambda row: (2 * row["value"], row["label"])
+    )
+    assert len(examples) == 23
+    source = data.RandomAccessSource(examples, 5, True, 7)
+
+    def read(worker, workers):
+        passes = source.pass_dataset(1, LocalReplicas(worker, 1, workers))
+        return [batch for batch, _, _ in passes.as_numpy_iterator()]
+
+    whole = read(0, 1)
+    parts = [read(worker, 3) for worker in range(3)]
+    order = np.concatenate([labels for _, labels in whole])
+    assert sorted(order) == list(y) != list(order)
+    for number, (values, labels) in enumerate(whole):
+        np.testing.assert_array_equal(values, 2 * x[labels])
+        for place, found in enumerate((values, labels)):
+            joined = np.concatenate([part[number][place] for part in parts])
+            np.testing.assert_array_equal(joined, found)

@@ -3,6 +3,10 @@
 One thread for each pinned process, channels_last for convolutions, gradients
 as views of the buckets, a fused optimizer. Without other workers it is a
 plain loop.
+
+`sharding` splits the state of the model over the workers: "fsdp2" by
+`fully_shard`, each layer with weights a unit of its own; "zero1" by
+`ZeroRedundancyOptimizer` over DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -12,6 +16,9 @@ import time
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from experiments.benchmarks import jobs
 from experiments.benchmarks.jobs import JOBS
@@ -58,7 +65,7 @@ def build(job: jobs.Job) -> nn.Module:
 
 
 class Ddp:
-    """Options: `bucket_mb`, `bf16` (gradients as bfloat16 on the wire)."""
+    """Options: `bucket_mb`, `sharding`, `bf16` (gradients on the wire)."""
 
     def __init__(self, place) -> None:
         job = JOBS[place.job]
@@ -75,17 +82,35 @@ class Ddp:
         self._forward = self._model
         if place.workers > 1:
             self._forward = self._parallel(place)
-        self._optimizer = torch.optim.SGD(
-            self._model.parameters(),
-            jobs.LEARNING_RATE,
-            jobs.MOMENTUM,
-            fused=True,
-        )
+        self._optimizer = self._sgd(place.options.get("sharding"))
         self._loss = nn.CrossEntropyLoss()
         self._position = 0
 
+    def _sgd(self, sharding: str | None) -> torch.optim.Optimizer:
+        settings = {
+            "lr": jobs.LEARNING_RATE,
+            "momentum": jobs.MOMENTUM,
+            # Parts of tensors have no fused update.
+            "fused": sharding != "fsdp2",
+        }
+        parameters = self._model.parameters()
+        if sharding == "zero1":
+            return ZeroRedundancyOptimizer(
+                parameters,
+                optimizer_class=torch.optim.SGD,
+                parameters_as_bucket_view=True,
+                **settings,
+            )
+        return torch.optim.SGD(parameters, **settings)
+
     def _parallel(self, place) -> nn.Module:
         torch.distributed.init_process_group("gloo")
+        if place.options.get("sharding") == "fsdp2":
+            mesh = init_device_mesh("cpu", (place.workers,))
+            for layer in self._model:
+                if any(True for _ in layer.parameters()):
+                    fully_shard(layer, mesh=mesh)
+            return fully_shard(self._model, mesh=mesh)
         model = nn.parallel.DistributedDataParallel(
             self._model,
             gradient_as_bucket_view=True,

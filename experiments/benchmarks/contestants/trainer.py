@@ -16,7 +16,10 @@ def create(place) -> TrainerFit:
 
 
 class TrainerFit:
-    """Options: `strategy`, `replicas`, `clock`, and those of `Trainer`."""
+    """Options: `strategy`, `replicas`, `clock`, and those of `Trainer`.
+
+    `mesh` has further options of the strategy.
+    """
 
     EPOCHS = 2
 
@@ -27,7 +30,11 @@ class TrainerFit:
         replicas = options.pop("replicas", None)
         self._clock = options.pop("clock", "wall")
         job = JOBS[place.job]
-        strategy = mgpu_tf.create_strategy(name, num_virtual_devices=replicas)
+        strategy = mgpu_tf.create_strategy(
+            name,
+            num_virtual_devices=replicas,
+            **options.pop("mesh", {}),
+        )
         self._data = datasets.for_fit(job, place.workers)
         self._trainer = mgpu_tf.Trainer(
             lambda: tensorflow_model.build(job), strategy, **options

@@ -189,13 +189,7 @@ def _cheapest(calls: list[Call], count: int, tied: dict[int, str]) -> list[int]:
     """Returns the cuts whose most expensive stage costs the least."""
     allowed = [c for c in range(1, len(calls)) if c not in tied]
     if len(allowed) < count - 1:
-        held = sorted(set(tied.values()))
-        shared = f", and layers that share {held[0]}" if held else ""
-        raise ConfigurationError(
-            "A pipeline needs a layer for each stage, and a shared weight "
-            f"within one stage. Received: {len(calls)} layers{shared}, for "
-            f"{count} stages. Use fewer stages, or 'fsdp'."
-        )
+        raise _too_few(calls, count, tied)
     costs = costs_of(calls)
     total = [0.0, *itertools.accumulate(costs)]
     sent = _sent(calls)
@@ -219,7 +213,25 @@ def _cheapest(calls: list[Call], count: int, tied: dict[int, str]) -> list[int]:
             for b in [*allowed, end]
             if any(a < b for a in best)
         }
-    return best[end][2]
+    cuts = best[end][2]
+    bounds = itertools.pairwise([0, *cuts, end])
+    if tied and not all(
+        any(call.variables for call in calls[a:b]) for a, b in bounds
+    ):
+        raise _too_few(calls, count, tied)
+    return cuts
+
+
+def _too_few(
+    calls: list[Call], count: int, tied: dict[int, str]
+) -> ConfigurationError:
+    held = sorted(set(tied.values()))
+    shared = f", and layers that share {held[0]}" if held else ""
+    return ConfigurationError(
+        "A pipeline needs a layer for each stage, and a shared weight "
+        f"within one stage. Received: {len(calls)} layers{shared}, for "
+        f"{count} stages. Use fewer stages, or 'fsdp'."
+    )
 
 
 def costs_of(calls: list[Call]) -> list[float]:

@@ -94,6 +94,32 @@ def test_models_inside_are_opened():
         stages_of(model, 2, ["inner"])
 
 
+def test_models_of_named_inputs_are_opened():
+    """As the backbones of keras-hub are."""
+    named = {"a": keras.Input((8,), name="a"), "b": keras.Input((8,), name="b")}
+    x = layers.Add()([layers.Dense(8, name="x")(named["a"]), named["b"]])
+    inner = keras.Model(named, layers.Dense(8, name="y")(x))
+    model = keras.Model(named, layers.Dense(8, name="z")(inner(named)))
+    found = [
+        n for call in stages_of(model, 2).every[0].calls for n in call.names
+    ]
+    assert "x" in found and "z" not in found
+
+
+def test_a_stage_without_weights_does_not_make_room_for_a_shared_one():
+    inputs = keras.Input((4,), dtype="int32")
+    table = layers.Embedding(9, 6, name="table")
+    head = layers.Layer(name="head")
+    head.table = table
+    head.call = lambda x: keras.ops.matmul(
+        x, keras.ops.transpose(table.embeddings)
+    )
+    x = layers.Dense(6)(table(layers.Identity()(inputs)))
+    model = keras.Model(inputs, head(x))
+    with pytest.raises(ConfigurationError, match="share table/embeddings"):
+        stages_of(model, 2)
+
+
 def test_the_calls_compute_what_the_model_does():
     inner = keras.Sequential([layers.Dense(4), layers.Dense(3)])
     inputs = {

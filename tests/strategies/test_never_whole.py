@@ -1,0 +1,110 @@
+"""With shard="weights" a device gathers layer by layer, never the model.
+
+Read from the graph of a step. A gathered weight is held from its gather to the
+last operation that takes it. Two are held at once unless the graph orders all
+that take the one before the gather of the other. The largest set of which no
+two are ordered so is the most that any order of execution can hold.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+import mgpu_tf
+from tests.strategies.test_bytes_between_devices import body_of, device
+
+WIDTH, LAYERS = 32, 8
+# The layer that computes, and the next one, which is gathered meanwhile.
+AT_ONCE = 2
+PASSES_ON = ("Identity", "IdentityN", "Reshape")
+
+
+def build():
+    model = keras.Sequential([keras.Input((WIDTH,))])
+    for _ in range(LAYERS):
+        # The gradient of tanh takes what was computed again.
+        model.add(keras.layers.Dense(WIDTH, "tanh", use_bias=False))
+    model.compile(keras.optimizers.Adam(), "mse")
+    return model
+
+
+def after(op):
+    """The operations that wait for one, directly."""
+    waiting = [c for tensor in op.outputs for c in tensor.consumers()]
+    return {*waiting, *op._control_outputs}
+
+
+def closure(ops, step):
+    """All operations that are reached from some, with them."""
+    found, left = set(), list(ops)
+    while left:
+        op = left.pop()
+        if op not in found:
+            found.add(op)
+            left.extend(step(op))
+    return found
+
+
+def before(op):
+    return [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+
+
+def takers(tensor, run):
+    """The operations of those that run that compute with a tensor's memory."""
+    for op in set(tensor.consumers()) & run:
+        if op.type not in PASSES_ON:
+            yield op
+            continue
+        for place, taken in enumerate(op.inputs):
+            if taken is tensor:
+                yield from takers(op.outputs[place], run)
+
+
+def gathers_of(graph):
+    """Gathers of a device -> all that is ordered after its last use."""
+    ends = [*graph.control_outputs, *(tensor.op for tensor in graph.outputs)]
+    run = closure(ends, before)
+    found = {}
+    for op in run:
+        joins = op.type == "ConcatV2" and all(
+            tensor.op.type in ("ReadVariableOp", "Identity", "Const")
+            for tensor in op.inputs
+        )
+        if joins and op.outputs[0].shape == (WIDTH, WIDTH) and not device(op):
+            users = list(takers(op.outputs[0], run))
+            assert users
+            ordered = [closure(after(user), after) for user in users]
+            found[op] = set.intersection(*ordered)
+    return found
+
+
+def most_at_once(gathers):
+    """The size of the largest set of which no two are ordered (Dilworth)."""
+    later = {
+        one: [other for other in gathers if other in free and other is not one]
+        for one, free in gathers.items()
+    }
+    pair = {}
+
+    def matched(one, tried):
+        for other in later[one]:
+            if other not in tried:
+                tried.add(other)
+                if other not in pair or matched(pair[other], tried):
+                    pair[other] = one
+                    return True
+        return False
+
+    return len(gathers) - sum(matched(one, set()) for one in gathers)
+
+
+@pytest.mark.full
+def test_a_device_holds_two_layers_at_most():
+    strategy = mgpu_tf.create_model_parallel_strategy(num_virtual_devices=2)
+    trainer = mgpu_tf.Trainer(build, strategy)
+    x = np.ones((16, WIDTH), "float32")
+    trainer.fit(x, x, batch_size=8, verbose=0)
+    gathers = gathers_of(body_of(trainer))
+    # Once in the forward pass, and again in the backward pass.
+    assert len(gathers) == 2 * LAYERS
+    assert most_at_once(gathers) == AT_ONCE
