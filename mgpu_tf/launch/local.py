@@ -107,8 +107,14 @@ def supervise(
         As `launch`.
 
     Raises:
-        ConfigurationError: The command cannot be started there.
+        ConfigurationError: The command cannot be started there, or no
+            process can wait there.
     """
+    if job.spares and machines.spares is None:
+        raise ConfigurationError(
+            "spares go with processes of this machine. Received: "
+            f"spares={job.spares} on others. Leave spares out."
+        )
     if job.log_dir is not None:
         make_folder("log_dir", job.log_dir, mode=0o700)
     with Guard() as guard, _Supervisor(job, guard, machines) as supervisor:
@@ -160,6 +166,8 @@ class _Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self._end_all()
+        if self._machines.spares is not None:
+            self._machines.spares.close()
         shutil.rmtree(self._beats, ignore_errors=True)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -338,6 +346,17 @@ class _Supervisor:
             self._say(f"{name} is no longer stopped")
         self._stopped = stopped
 
+    def _keep_spares(
+        self, beats: dict[str, heartbeat.Beat], now: float
+    ) -> None:
+        """Starts spares when the tasks need the machine less: in training."""
+        spares = self._machines.spares
+        latest = max((task.started for task in self._tasks), default=now)
+        settled = now - latest > SETTLED_SECONDS
+        steps = any(beat.last.step for beat in beats.values())
+        if spares is not None and (settled or steps):
+            spares.keep()
+
     def _record(self) -> None:
         """Writes what each task did last beside the logs."""
         folder, beats = self._job.log_dir, self._beats_of(self._tasks)
@@ -363,6 +382,7 @@ class _Supervisor:
             [task for task in self._tasks if not task.ended and task.alive]
         )
         self._tell_of_stopped(beats)
+        self._keep_spares(beats, now)
         stall = self._watch.look(beats, now)
         if stall is None:
             return None

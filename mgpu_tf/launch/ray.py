@@ -112,6 +112,7 @@ class RayMachines:
 
     launcher = "ray"
     here = False
+    spares = None
 
     def __init__(
         self,

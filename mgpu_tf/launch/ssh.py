@@ -88,6 +88,7 @@ class SshMachines:
 
     launcher = "launch"
     here = False
+    spares = None
 
     def __init__(
         self,
