@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 
-_LIMIT_SECONDS = 300
+_LIMIT_SECONDS = 180
 # For the spares to import TensorFlow, with and without them alike.
 _SETTLE_SECONDS = 25.0
 
@@ -35,7 +35,10 @@ def seconds_to_a_step(num_workers: int, spares: int) -> float:
     Raises:
         TimeoutError: The job did not get there.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryFile("w+") as output,
+    ):
         notes = os.path.join(folder, "notes")
         process = subprocess.Popen(
             [
@@ -47,8 +50,8 @@ def seconds_to_a_step(num_workers: int, spares: int) -> float:
                 *("--", sys.executable, "-m"),
                 *("experiments.benchmarks.restarted", folder),
             ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
         try:
             _wait_for(notes + ".0")
@@ -58,6 +61,10 @@ def seconds_to_a_step(num_workers: int, spares: int) -> float:
             died = time.time()
             os.kill(pid, signal.SIGKILL)
             return _wait_for(notes + ".1") - died
+        except TimeoutError:
+            output.seek(0)
+            print(output.read()[-6000:], file=sys.stderr)
+            raise
         finally:
             process.terminate()
             process.wait()
