@@ -451,26 +451,45 @@ class _Supervisor:
         number = self._signal
         name = signal.Signals(number).name
         self._say(f"{name} received, ending {len(self._tasks)} tasks")
-        self._end_all(number if number in _SIGNALS else signal.SIGTERM)
+        ending = number if number in _SIGNALS else signal.SIGTERM
+        until = time.monotonic() + self._job.grace_seconds
+        # A coordinator saves what servers hold, and waits for its workers.
+        coordinators = [
+            t for t in self._tasks if t.name == "chief 0" and not t.ended
+        ]
+        self._end(coordinators, ending, until)
+        self._end_all(ending, until)
         codes = {task.returncode for task in self._tasks}
         if number == signal.SIGTERM and PREEMPTED in codes:
             self._say("preempted: the tasks have saved their state")
             return PREEMPTED
         return 128 + number
 
-    def _end_all(self, number: int = signal.SIGTERM) -> None:
+    def _end_all(
+        self, number: int = signal.SIGTERM, until: float | None = None
+    ) -> None:
         """Ends what still runs.
 
         A task that failed is included, for it may have left children.
         """
-        self._end([task for task in self._tasks if not task.ended], number)
+        running = [task for task in self._tasks if not task.ended]
+        self._end(running, number, until)
         self._join_readers()
 
-    def _end(self, tasks: list[Task], number: int) -> None:
-        """Ends tasks: by the signal, after a while by SIGKILL."""
+    def _end(
+        self, tasks: list[Task], number: int, until: float | None = None
+    ) -> None:
+        """Ends tasks: by the signal, after a while by SIGKILL.
+
+        Args:
+            tasks: Which.
+            number: The signal.
+            until: When that is; the grace time from now by default.
+        """
         for task in tasks:
             task.signal(number)
-        deadline = time.monotonic() + self._job.grace_seconds
+        latest = time.monotonic() + self._job.grace_seconds
+        deadline = latest if until is None else until
         for task in tasks:
             task.wait(max(0.0, deadline - time.monotonic()))
             task.wait_for_output(deadline - time.monotonic())
