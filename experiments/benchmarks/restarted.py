@@ -26,15 +26,15 @@ def _note(path: str, text: str) -> None:
 
 
 class _Noted(keras.callbacks.Callback):
-    """Notes the first step, and slows the steps down."""
+    """Notes the first step on one worker, and slows the steps down."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | None) -> None:
         super().__init__()
         self._path = path
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
         del batch, logs
-        if not os.path.exists(self._path):
+        if self._path is not None and not os.path.exists(self._path):
             _note(self._path, repr(time.time()))
         time.sleep(0.05)
 
@@ -66,7 +66,7 @@ def main(folder: str) -> None:
         batch_size=64,
         epochs=1000,
         verbose=0,
-        callbacks=[_Noted(path)] if index == 0 else None,
+        callbacks=[_Noted(path if index == 0 else None)],
         checkpoint=mgpu_tf.SaveOptions(
             os.path.join(folder, "checkpoints"), save_every_steps=10
         ),

@@ -22,7 +22,7 @@ import time
 
 _LIMIT_SECONDS = 180
 # For the spares to import TensorFlow, with and without them alike.
-_SETTLE_SECONDS = 25.0
+_SETTLE_SECONDS = 20.0
 
 
 def seconds_to_a_step(num_workers: int, spares: int) -> float:
