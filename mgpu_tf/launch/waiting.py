@@ -16,6 +16,7 @@ import sys
 if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]  # The folder of this file, which no task has.
 
+import importlib
 import json
 import os
 import runpy
@@ -51,9 +52,10 @@ def _import_all() -> None:
     from mgpu_tf.runtime.quiet_import import import_tensorflow
 
     import_tensorflow()
-    import mgpu_tf
-
-    _ = mgpu_tf.Trainer  # Is imported when it is asked for.
+    # As the script will do, which this program stands for: by name, since the
+    # rooms of this package do not import those below them.
+    package = importlib.import_module("mgpu_tf")
+    _ = package.Trainer  # Is imported when it is asked for.
 
 
 if __name__ == "__main__":
