@@ -4,6 +4,7 @@
     heartbeat.count(120)                    # the global step
     with heartbeat.at(STEP):
         ...
+    heartbeat.checked(120, digest)          # replicas were compared
     read(path).phase                        # by another process
 
 A task writes its step and its phase into a small file that is mapped into
@@ -42,15 +43,21 @@ TOGETHER = (STEP, EVALUATE, PREDICT, COLLECTIVE, AGREE, START)
 ENDLESS = (SCRIPT, SERVE)
 
 ENTRIES = 64
+CHECKS = 8
 _ALIVE_SECONDS = 1.0
-_MAGIC = b"MGPUBT01"
-# Magic, process, count of entries, count of signs of life, reading since.
-_HEADER = struct.Struct("<8sIxxxxQQd")
+_MAGIC = b"MGPUBT02"
+# Magic, process, count of checksums, of entries, of signs of life, and since
+# when a batch is read.
+_HEADER = struct.Struct("<8sIIQQd")
+_CHECKED = (12, "<I")
 # The last three are written by several threads, each at its own place.
 _COUNT, _ALIVE, _READING = (16, "<Q"), (24, "<Q"), (32, "<d")
 # Time, step, whether for the first time, phase.
 _ENTRY = struct.Struct("<dqB47s")
-_BYTES = _HEADER.size + ENTRIES * _ENTRY.size
+# Time, step, digest.
+_CHECK = struct.Struct("<dqQ")
+_CHECKS_AT = _HEADER.size + ENTRIES * _ENTRY.size
+_BYTES = _CHECKS_AT + CHECKS * _CHECK.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +78,21 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
+class Check:
+    """A comparison of the replicas.
+
+    Attributes:
+        moment: When, on the clock of `time.time`.
+        step: The global step.
+        digest: Of what this task holds, 64 bits; the same on all tasks.
+    """
+
+    moment: float
+    step: int
+    digest: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Beat:
     """What the file of a task says.
 
@@ -81,6 +103,7 @@ class Beat:
         reading_since: When Python code began to make a batch that is not yet
             made, on the clock of `time.time`; 0 for none.
         entries: The last entries, the newest last; at least one.
+        checks: The last comparisons of replicas, the newest last.
     """
 
     pid: int
@@ -88,6 +111,7 @@ class Beat:
     alive: int
     reading_since: float
     entries: tuple[Entry, ...]
+    checks: tuple[Check, ...] = ()
 
     @property
     def last(self) -> Entry:
@@ -110,9 +134,9 @@ class _Writer:
         self._known: set[str] = set()
         self._alive = 0
         self._reading: list[float] = []
-        self._count = 0
+        self._count = self._checked = 0
         self.step, self.phase = 0, ""
-        _HEADER.pack_into(self._map, 0, _MAGIC, os.getpid(), 0, 0, 0.0)
+        _HEADER.pack_into(self._map, 0, _MAGIC, os.getpid(), 0, 0, 0, 0.0)
         self.put(START)
         threading.Thread(target=self._live, daemon=True).start()
 
@@ -126,6 +150,13 @@ class _Writer:
         _ENTRY.pack_into(self._map, place, *entry)
         self._count += 1
         self._tell(_COUNT, self._count)
+
+    def checked(self, step: int, digest: int) -> None:
+        """Notes a comparison of replicas."""
+        place = _CHECKS_AT + self._checked % CHECKS * _CHECK.size
+        _CHECK.pack_into(self._map, place, time.time(), step, digest)
+        self._checked += 1
+        self._tell(_CHECKED, self._checked)
 
     def read(self, since: float) -> None:
         """Notes that a batch is being made, from some time on."""
@@ -204,6 +235,17 @@ def mark(phase: str) -> None:
         _here.put(phase)
 
 
+def checked(step: int, digest: int) -> None:
+    """Tells what a comparison of replicas found here.
+
+    Args:
+        step: The global step.
+        digest: Of what this task holds, 64 bits.
+    """
+    if _here is not None:
+        _here.checked(step, digest)
+
+
 @contextlib.contextmanager
 def at(phase: str) -> Iterator[None]:
     """Tells that the block is run; what came before goes on after it."""
@@ -261,6 +303,13 @@ def recorded(beats: Mapping[str, Beat]) -> str:
             lines.append(
                 f"{text} {name} step {entry.step} {entry.phase}{first}\n"
             )
+        for check in beat.checks:
+            moment = datetime.datetime.fromtimestamp(check.moment)
+            text = moment.isoformat(sep=" ", timespec="milliseconds")
+            lines.append(
+                f"{text} {name} step {check.step} checksum "
+                f"{check.digest:016x}\n"
+            )
         if beat.reading_since:
             moment = datetime.datetime.fromtimestamp(beat.reading_since)
             text = moment.isoformat(sep=" ", timespec="milliseconds")
@@ -277,7 +326,7 @@ def read(path: str) -> Beat | None:
         return None
     if len(data) < _BYTES:
         return None
-    magic, pid, count, alive, reading = _HEADER.unpack_from(data)
+    magic, pid, checked, count, alive, reading = _HEADER.unpack_from(data)
     if magic != _MAGIC or not count:
         return None
     entries = []
@@ -286,4 +335,10 @@ def read(path: str) -> Beat | None:
         moment, step, is_first, phase = _ENTRY.unpack_from(data, place)
         text = phase.rstrip(b"\0").decode(errors="replace")
         entries.append(Entry(moment, step, text, bool(is_first)))
-    return Beat(pid, count, alive, reading, tuple(entries))
+    checks = [
+        Check(
+            *_CHECK.unpack_from(data, _CHECKS_AT + index % CHECKS * _CHECK.size)
+        )
+        for index in range(max(0, checked - CHECKS), checked)
+    ]
+    return Beat(pid, count, alive, reading, tuple(entries), tuple(checks))

@@ -125,6 +125,13 @@ def define_supervision(values: flags.FlagValues) -> None:
         "workers.",
         flag_values=values,
     )
+    flags.DEFINE_integer(
+        "spares",
+        0,
+        "Keep N more processes that have imported TensorFlow, to take the "
+        "place of processes of this machine that are restarted.",
+        flag_values=values,
+    )
     flags.DEFINE_float(
         "backoff_seconds",
         1.0,
@@ -175,4 +182,5 @@ def supervision(
             unit="task" if asynchronous else "job",
         ),
         "log_dir": values.log_dir,
+        "spares": values.spares if again else 0,
     }

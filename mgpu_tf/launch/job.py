@@ -52,6 +52,9 @@ class LaunchJob:
         chief_has_terminal: Whether worker 0 writes to this process's output
             directly, so that its progress bar moves; not with `log_dir`.
         alone: Whether the one process is no cluster and gets no `TF_CONFIG`.
+        spares: How many more processes import TensorFlow and wait to take
+            the place of tasks that are started again. Then worker 0 does not
+            write to this process's output directly.
 
     Raises:
         ConfigurationError: A number is out of range.
@@ -68,6 +71,7 @@ class LaunchJob:
     log_dir: str | None = None
     chief_has_terminal: bool = False
     alone: bool = False
+    spares: int = 0
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -86,6 +90,17 @@ class LaunchJob:
                 raise ConfigurationError(
                     f"{name} must be 0 or more{zero}. Received: {seconds}."
                 )
+        if not 0 <= self.spares <= self.num_tasks:
+            raise ConfigurationError(
+                "spares must be from 0 to the number of tasks, here "
+                f"{self.num_tasks}. Received: {self.spares}."
+            )
+        if self.spares and not self.policy.restarts:
+            raise ConfigurationError(
+                "spares go with restarts. Received: "
+                f"spares={self.spares}, max_restarts=0. Set max_restarts, or "
+                "leave spares out."
+            )
         least = self.policy.min_workers
         if least is not None and least > self.num_workers:
             raise ConfigurationError(
@@ -96,7 +111,9 @@ class LaunchJob:
     @property
     def shows_progress(self) -> bool:
         """Whether worker 0 has the terminal."""
-        return self.chief_has_terminal and self.log_dir is None
+        return (
+            self.chief_has_terminal and self.log_dir is None and not self.spares
+        )
 
     @property
     def roles(self) -> Roles:

@@ -107,8 +107,14 @@ def supervise(
         As `launch`.
 
     Raises:
-        ConfigurationError: The command cannot be started there.
+        ConfigurationError: The command cannot be started there, or no
+            process can wait there.
     """
+    if job.spares and machines.spares is None:
+        raise ConfigurationError(
+            "spares go with processes of this machine. Received: "
+            f"spares={job.spares} on others. Leave spares out."
+        )
     if job.log_dir is not None:
         make_folder("log_dir", job.log_dir, mode=0o700)
     with Guard() as guard, _Supervisor(job, guard, machines) as supervisor:
@@ -160,6 +166,8 @@ class _Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self._end_all()
+        if self._machines.spares is not None:
+            self._machines.spares.close()
         shutil.rmtree(self._beats, ignore_errors=True)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -338,6 +346,17 @@ class _Supervisor:
             self._say(f"{name} is no longer stopped")
         self._stopped = stopped
 
+    def _keep_spares(
+        self, beats: dict[str, heartbeat.Beat], now: float
+    ) -> None:
+        """Starts spares when the tasks need the machine less: in training."""
+        spares = self._machines.spares
+        latest = max((task.started for task in self._tasks), default=now)
+        settled = now - latest > SETTLED_SECONDS
+        steps = any(beat.last.step for beat in beats.values())
+        if spares is not None and (settled or steps):
+            spares.keep()
+
     def _record(self) -> None:
         """Writes what each task did last beside the logs."""
         folder, beats = self._job.log_dir, self._beats_of(self._tasks)
@@ -363,6 +382,7 @@ class _Supervisor:
             [task for task in self._tasks if not task.ended and task.alive]
         )
         self._tell_of_stopped(beats)
+        self._keep_spares(beats, now)
         stall = self._watch.look(beats, now)
         if stall is None:
             return None
@@ -431,26 +451,45 @@ class _Supervisor:
         number = self._signal
         name = signal.Signals(number).name
         self._say(f"{name} received, ending {len(self._tasks)} tasks")
-        self._end_all(number if number in _SIGNALS else signal.SIGTERM)
+        ending = number if number in _SIGNALS else signal.SIGTERM
+        until = time.monotonic() + self._job.grace_seconds
+        # A coordinator saves what servers hold, and waits for its workers.
+        coordinators = [
+            t for t in self._tasks if t.name == "chief 0" and not t.ended
+        ]
+        self._end(coordinators, ending, until)
+        self._end_all(ending, until)
         codes = {task.returncode for task in self._tasks}
         if number == signal.SIGTERM and PREEMPTED in codes:
             self._say("preempted: the tasks have saved their state")
             return PREEMPTED
         return 128 + number
 
-    def _end_all(self, number: int = signal.SIGTERM) -> None:
+    def _end_all(
+        self, number: int = signal.SIGTERM, until: float | None = None
+    ) -> None:
         """Ends what still runs.
 
         A task that failed is included, for it may have left children.
         """
-        self._end([task for task in self._tasks if not task.ended], number)
+        running = [task for task in self._tasks if not task.ended]
+        self._end(running, number, until)
         self._join_readers()
 
-    def _end(self, tasks: list[Task], number: int) -> None:
-        """Ends tasks: by the signal, after a while by SIGKILL."""
+    def _end(
+        self, tasks: list[Task], number: int, until: float | None = None
+    ) -> None:
+        """Ends tasks: by the signal, after a while by SIGKILL.
+
+        Args:
+            tasks: Which.
+            number: The signal.
+            until: When that is; the grace time from now by default.
+        """
         for task in tasks:
             task.signal(number)
-        deadline = time.monotonic() + self._job.grace_seconds
+        latest = time.monotonic() + self._job.grace_seconds
+        deadline = latest if until is None else until
         for task in tasks:
             task.wait(max(0.0, deadline - time.monotonic()))
             task.wait_for_output(deadline - time.monotonic())

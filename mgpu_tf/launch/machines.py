@@ -23,6 +23,7 @@ from mgpu_tf.cluster.roles import Roles
 from mgpu_tf.errors import ClusterError
 from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.process import LocalTask, Task
+from mgpu_tf.launch.spares import Spares
 
 
 class NoRoom(ClusterError):
@@ -39,10 +40,12 @@ class Machines(Protocol):
     Attributes:
         launcher: The command of `mgpu-tf` that speaks of them.
         here: Whether their heartbeats can be read on this machine.
+        spares: Processes that wait to be tasks, None for none.
     """
 
     launcher: str
     here: bool
+    spares: Spares | None
 
     def addresses(
         self, roles: Roles, going: Callable[[], bool]
@@ -90,6 +93,10 @@ class ThisMachine:
 
     Args:
         job: The command and its tasks.
+
+    Raises:
+        ConfigurationError: The job has spares, and its command is no Python
+            script or module.
     """
 
     launcher = "launch"
@@ -97,6 +104,7 @@ class ThisMachine:
 
     def __init__(self, job: LaunchJob) -> None:
         self._command = job.command
+        self.spares = Spares(job.command, job.spares) if job.spares else None
 
     @contextlib.contextmanager
     def addresses(
@@ -110,7 +118,7 @@ class ThisMachine:
     def start(
         self, cluster: ClusterConfig, told: dict[str, str], output: Output
     ) -> Task:
-        """Starts a process."""
+        """Starts a process, or hands the task to one that waits."""
         environment = os.environ | told
         environment.setdefault("PYTHONUNBUFFERED", "1")
         return LocalTask(
@@ -120,4 +128,5 @@ class ThisMachine:
             raw=output.raw,
             log_path=output.log_path,
             on_output_closed=output.on_closed,
+            process=self.spares.take(told) if self.spares else None,
         )

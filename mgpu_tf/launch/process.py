@@ -173,6 +173,7 @@ class LocalTask(Task):
         log_path: A file that gets its output as well, None for none.
         on_output_closed: Called when this process's output was closed.
         told: What it reads from its input first; None gives it no input.
+        process: A process that runs the command already; None starts one.
 
     Raises:
         ConfigurationError: The program cannot be started.
@@ -188,25 +189,13 @@ class LocalTask(Task):
         log_path: str | None,
         on_output_closed: Callable[[], None],
         told: bytes | None = None,
+        process: subprocess.Popen[bytes] | None = None,
     ) -> None:
         super().__init__(name, log_path, on_output_closed)
         self._oom_kills = oom_kills()
-        try:
-            self.process = subprocess.Popen(
-                list(command),
-                env=dict(environment),
-                stdin=subprocess.DEVNULL if told is None else subprocess.PIPE,
-                stdout=None if raw else subprocess.PIPE,
-                stderr=None if raw else subprocess.STDOUT,
-                # Not in the terminal's group: Ctrl-C comes through here.
-                start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),
-            )
-        except OSError as error:
-            raise ConfigurationError(
-                "The command must be a program that can be started. "
-                f"Received: {command[0]!r} ({error.strerror})."
-            ) from None
+        self.process = process or start_process(
+            command, environment, has_input=told is not None, raw=raw
+        )
         self.group = self.process.pid
         if told is not None:
             self._tell(told)
@@ -243,6 +232,43 @@ class LocalTask(Task):
             with contextlib.suppress(BrokenPipeError, ValueError):
                 self.process.stdin.write(text)
                 self.process.stdin.flush()
+
+
+def start_process(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    has_input: bool,
+    raw: bool,
+) -> subprocess.Popen[bytes]:
+    """Starts a process in a session of its own, which ends with this one.
+
+    Args:
+        command: The program and its arguments.
+        environment: All of its environment.
+        has_input: Whether its input is a pipe; else it has none.
+        raw: Whether it writes to this process's output directly; else its
+            output and its errors are one pipe.
+
+    Raises:
+        ConfigurationError: The program cannot be started.
+    """
+    try:
+        return subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+            stdout=None if raw else subprocess.PIPE,
+            stderr=None if raw else subprocess.STDOUT,
+            # Not in the terminal's group: Ctrl-C comes through here.
+            start_new_session=True,
+            preexec_fn=_die_with_parent(os.getpid()),
+        )
+    except OSError as error:
+        raise ConfigurationError(
+            "The command must be a program that can be started. "
+            f"Received: {command[0]!r} ({error.strerror})."
+        ) from None
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:

@@ -35,6 +35,7 @@ from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.local import supervise
 from mgpu_tf.launch.machines import Interrupted, NoRoom, Output
 from mgpu_tf.launch.process import Task
+from mgpu_tf.launch.spares import Spares
 
 # Ray's names of how the bundles of a job lie on nodes.
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -112,6 +113,7 @@ class RayMachines:
 
     launcher = "ray"
     here = False
+    spares: Spares | None = None
 
     def __init__(
         self,

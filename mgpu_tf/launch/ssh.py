@@ -30,6 +30,7 @@ from mgpu_tf.launch.job import LaunchJob, check_command
 from mgpu_tf.launch.local import supervise
 from mgpu_tf.launch.machines import Output
 from mgpu_tf.launch.process import LocalTask, Task
+from mgpu_tf.launch.spares import Spares
 
 # No question that nobody answers; a dead connection is noticed.
 _OPTIONS = (
@@ -88,6 +89,7 @@ class SshMachines:
 
     launcher = "launch"
     here = False
+    spares: Spares | None = None
 
     def __init__(
         self,

@@ -28,6 +28,10 @@ from collections.abc import Iterator
 _RATES = 1000
 
 
+# When a process that had waited got its task.
+BEGAN = "MGPU_TF_BEGAN"
+
+
 @dataclasses.dataclass(frozen=True)
 class Goodput:
     """The seconds of a run, by what they were spent on.
@@ -200,7 +204,8 @@ def _sum(one: Goodput, other: Goodput) -> Goodput:
 def process_began() -> float:
     """Returns when this process began, as `time.time` counts.
 
-    Where the system does not say, as other than Linux, it is now.
+    Where the system does not say, as other than Linux, it is now. A process
+    that has waited for its task began when it got the task.
     """
     try:
         with open("/proc/self/stat", encoding="ascii") as file:
@@ -209,4 +214,6 @@ def process_began() -> float:
             uptime = float(file.read().split()[0])
     except (OSError, ValueError, IndexError):
         return time.time()
-    return time.time() - (uptime - ticks / os.sysconf("SC_CLK_TCK"))
+    began = time.time() - (uptime - ticks / os.sysconf("SC_CLK_TCK"))
+    # Its children have the variable as well.
+    return max(began, float(os.environ.get(BEGAN, began)))

@@ -144,6 +144,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             ConfigurationError: A task does not come back.
         """
         _await_tasks([*self.cluster.ps, *self.cluster.worker])
+        # Where a worker was lost as well, a thread of TensorFlow's coordinator
+        # connects to the cluster again. Two that do so at a time end the
+        # process by SIGSEGV. The destructor ends this thread; it has no other
+        # public name. There is one coordinator for a strategy.
+        old = tf.distribute.coordinator.ClusterCoordinator(self)
+        old.__del__()
         return ParameterServerStrategy(self.cluster, self.staleness)
 
     @property

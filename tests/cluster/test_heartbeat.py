@@ -61,6 +61,18 @@ def test_what_a_task_tells(told):
     clusters_wait(lambda: told().alive > alive)
 
 
+def test_the_last_checksums_are_recorded(told):
+    for step in range(1, heartbeat.CHECKS + 3):
+        heartbeat.checked(10 * step, 2**64 - step)
+    for _ in range(2 * heartbeat.ENTRIES):
+        heartbeat.mark(heartbeat.STEP)
+    found = [(check.step, check.digest) for check in told().checks]
+    steps = range(3, heartbeat.CHECKS + 3)
+    assert found == [(10 * step, 2**64 - step) for step in steps]
+    text = heartbeat.recorded({"worker 0": told()})
+    assert "worker 0 step 100 checksum fffffffffffffff6\n" in text
+
+
 def clusters_wait(condition):
     end = time.monotonic() + clusters.LIMIT_SECONDS
     while not condition():

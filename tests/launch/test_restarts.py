@@ -322,3 +322,28 @@ time.sleep(3600)
     assert "chief 0 failed with SIGSEGV; restart 1 of 1" in err
     assert not (tmp_path / "worker0.1").exists()
     assert not (tmp_path / "ps0.1").exists()
+
+
+def test_a_coordinator_saves_before_its_servers_end(tmp_path):
+    """Servers and workers get SIGTERM when it has ended."""
+    body = """
+def leave(number, frame):
+    time.sleep(1)
+    others = [
+        pathlib.Path("/proc", p.read_text()).exists()
+        for p in folder.glob("up-*")
+    ]
+    note("saved", all(others))
+    sys.exit(75)
+
+if name == "chief0":
+    signal.signal(signal.SIGTERM, leave)
+    wait_for("up-worker0", "up-ps0")
+    os.kill(os.getppid(), signal.SIGTERM)
+else:
+    note(f"up-{name}", os.getpid())
+time.sleep(3600)
+"""
+    assert launch(body, tmp_path, num_workers=1, num_ps=1) == PREEMPTED
+    assert (tmp_path / "saved").read_text() == "True"
+    assert_gone(*noted(tmp_path, "up-worker0", "up-ps0"))

@@ -110,9 +110,11 @@ class Job:
     Args:
         strategy: A name in `TASKS`.
         folder: An empty folder.
+        flags: More flags of `mgpu-tf launch`.
     """
 
-    def __init__(self, strategy, folder):
+    def __init__(self, strategy, folder, flags=()):
+        self._flags = list(flags)
         self._strategy = strategy
         self._tasks = TASKS[strategy]
         self._checkpoints = os.path.join(folder, "checkpoints")
@@ -168,6 +170,7 @@ class Job:
                     "--backoff_seconds=0",
                     "--grace_seconds=300",
                     f"--log_dir={self._logs}",
+                    *self._flags,
                     "--",
                     clusters.PYTHON,
                     "-m",

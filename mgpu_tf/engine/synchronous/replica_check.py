@@ -11,18 +11,20 @@ together in one reduction of a few bytes for each variable.
 from __future__ import annotations
 
 import collections
+import hashlib
 from collections.abc import Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from mgpu_tf.cluster import heartbeat
 from mgpu_tf.errors import DivergedError
 from mgpu_tf.strategies.registry import topology_of
 
 # Variables that a message names.
 _NAMED = 5
-_BITS = {1: tf.uint8, 2: tf.uint16, 4: tf.int32, 8: tf.int64}
+_SIZES = (1, 2, 4, 8)
 
 
 class ReplicaCheck:
@@ -41,7 +43,7 @@ class ReplicaCheck:
         self._variables = [
             variable
             for variable in variables
-            if tf.as_dtype(variable.dtype).size in _BITS
+            if tf.as_dtype(variable.dtype).size in _SIZES
         ]
         self._strategy = strategy
         self._local = topology_of(strategy).local
@@ -59,6 +61,7 @@ class ReplicaCheck:
         if self._local.total == 1 or not self._variables:
             return
         table = self._sums().numpy()
+        heartbeat.checked(step, _digest(table[self._local.first]))
         differ = [
             (variable.path, odd)
             for variable, sums in zip(self._variables, table.T, strict=True)
@@ -106,8 +109,19 @@ def _bit_sum(value: tf.Tensor) -> tf.Tensor:
     value = tf.convert_to_tensor(value)
     if value.dtype == tf.bool:
         value = tf.cast(value, tf.uint8)
-    bits = tf.bitcast(value, _BITS[value.dtype.size])
-    return tf.reduce_sum(tf.cast(bits, tf.int64))
+    # Eight bytes at a time; what is left is filled up with zeros.
+    flat = tf.reshape(value, [-1])
+    at_once = 8 // value.dtype.size
+    if missing := -flat.shape[0] % at_once:
+        flat = tf.pad(flat, [[0, missing]])
+    words = tf.reshape(flat, [-1, at_once] if at_once > 1 else [-1])
+    return tf.reduce_sum(tf.bitcast(words, tf.int64))
+
+
+def _digest(sums: np.ndarray) -> int:
+    """Returns 64 bits that stand for the sums of all variables."""
+    found = hashlib.blake2b(sums.tobytes(), digest_size=8)
+    return int.from_bytes(found.digest(), "little")
 
 
 def _odd(sums: Sequence[int]) -> list[int]:
