@@ -1,4 +1,4 @@
-"""LayerNormalization and GELU with gradients by hand, against Keras's own."""
+"""LayerNormalization, GELU and LSTM by hand, against Keras's own."""
 
 import keras
 import numpy as np
@@ -18,7 +18,7 @@ def one_layer(strategy, layer, shape, dtype):
         model = keras.Sequential([keras.Input(shape[1:], dtype=dtype), layer()])
         model.compile("sgd", "mse")
     for weight in model.weights:
-        weight.assign(random.uniform(0.5, 2.0, weight.shape))
+        weight.assign(random.uniform(-1.0, 1.0, weight.shape))
     return model
 
 
@@ -28,7 +28,8 @@ def computed(strategy, kernels, layer, shape, dtype="float64"):
     (layer,) = model.layers
     random = np.random.default_rng(0)
     x, upstream = (
-        tf.cast(random.normal(1.0, size=shape), dtype) for _ in range(2)
+        tf.cast(random.normal(1.0, size=size), dtype)
+        for size in (shape, layer.compute_output_shape(shape))
     )
     weights = [weight.value for weight in layer.weights]
 
@@ -84,6 +85,31 @@ CASES = {
         lambda **options: layers.Dense(8, activation="gelu", **options),
         {"GELU": 1},
     ),
+    "lstm": (lambda **options: layers.LSTM(5, **options), {"LSTM": 1}),
+    "lstm backwards, without a bias": (
+        lambda **options: layers.LSTM(
+            5,
+            use_bias=False,
+            go_backwards=True,
+            return_sequences=True,
+            **options,
+        ),
+        {"LSTM": 1},
+    ),
+    "lstm both ways": (
+        lambda **options: layers.Bidirectional(
+            layers.LSTM(5, return_sequences=True, **options), **options
+        ),
+        {"LSTM": 2},
+    ),
+    "lstm with another activation": (
+        lambda **options: layers.LSTM(5, activation="relu", **options),
+        {},
+    ),
+    "lstm with dropout": (
+        lambda **options: layers.LSTM(5, recurrent_dropout=0.5, **options),
+        {},
+    ),
     "approximated": (
         lambda **options: layers.Activation(
             lambda x: keras.activations.gelu(x, approximate=True), **options
@@ -95,7 +121,13 @@ CASES = {
 
 # Keras warns of rms_scaling.
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=full if name.startswith("lstm ") else ())
+        for name in CASES
+    ],
+)
 def test_outputs_and_gradients_are_keras_own(name, strategies):
     layer, expected = CASES[name]
     strategy, shape = strategies["one_device"], (4, 3, 8)
@@ -113,7 +145,7 @@ def test_outputs_and_gradients_are_keras_own(name, strategies):
 @pytest.mark.parametrize(
     ("policy", "tolerance"), [("float32", 2e-5), ("mixed_bfloat16", 5e-2)]
 )
-@pytest.mark.parametrize("name", ["normalized", "gelu of Dense"])
+@pytest.mark.parametrize("name", ["normalized", "gelu of Dense", "lstm"])
 def test_other_types(name, policy, tolerance, strategies):
     layer, _ = CASES[name]
     ours, theirs = (
