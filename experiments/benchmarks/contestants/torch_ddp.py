@@ -2,18 +2,17 @@
 
 One thread for each pinned process, channels_last for convolutions, gradients
 as views of the buckets, a fused optimizer. Without other workers it is a
-plain loop.
+plain loop, or one around `torch.compile`.
 """
 
 from __future__ import annotations
-
-import time
 
 import numpy as np
 import torch
 from torch import nn
 
 from experiments.benchmarks import jobs
+from experiments.benchmarks.contestants import clocks, torch_networks
 from experiments.benchmarks.jobs import JOBS
 
 
@@ -23,6 +22,8 @@ def create(place) -> Ddp:
 
 def build(job: jobs.Job) -> nn.Module:
     """Returns the job's model with its first weights."""
+    if job.network is not None:
+        return torch_networks.build(job.network, job.input_shape[-1])
     parts: list[nn.Module] = []
     before = job.input_shape[-1]
     for width in job.widths:
@@ -57,8 +58,17 @@ def build(job: jobs.Job) -> nn.Module:
     return model
 
 
+def _optimizer(name: str, parameters) -> torch.optim.Optimizer:
+    if name == "adam":
+        # As Keras's.
+        return torch.optim.Adam(parameters, 1e-3, eps=1e-7, fused=True)
+    return torch.optim.SGD(
+        parameters, jobs.LEARNING_RATE, jobs.MOMENTUM, fused=True
+    )
+
+
 class Ddp:
-    """Options: `bucket_mb`, `bf16` (gradients as bfloat16 on the wire)."""
+    """Options: `bucket_mb`, `bf16` (on the wire), `compile`, `clock`."""
 
     def __init__(self, place) -> None:
         job = JOBS[place.job]
@@ -67,7 +77,8 @@ class Ddp:
         self._model = build(job)
         x, y = job.part(place.index, place.workers)
         self._x = [torch.from_numpy(part) for part in x]
-        if job.convolution:
+        self._now = clocks.CLOCKS[place.options.get("clock", "wall")]
+        if len(job.input_shape) == 3:
             self._model = self._model.to(memory_format=torch.channels_last)
             # From [n, h, w, c] in memory to its channels_last view.
             self._x = [part.permute(0, 3, 1, 2) for part in self._x]
@@ -75,12 +86,9 @@ class Ddp:
         self._forward = self._model
         if place.workers > 1:
             self._forward = self._parallel(place)
-        self._optimizer = torch.optim.SGD(
-            self._model.parameters(),
-            jobs.LEARNING_RATE,
-            jobs.MOMENTUM,
-            fused=True,
-        )
+        if place.options.get("compile"):
+            self._forward = torch.compile(self._model)
+        self._optimizer = _optimizer(job.optimizer, self._model.parameters())
         self._loss = nn.CrossEntropyLoss()
         self._position = 0
 
@@ -122,6 +130,6 @@ class Ddp:
         return self._steps(steps)
 
     def burst(self, steps: int) -> tuple[int, float]:
-        started = time.perf_counter()
+        started = self._now()
         self._steps(steps)
-        return steps, time.perf_counter() - started
+        return steps, self._now() - started
