@@ -1,10 +1,11 @@
 """What share of a step each operation takes, on one thread.
 
-    python -m experiments.benchmarks.shares resnet20 lstm --kernels=keras
+    python -m experiments.benchmarks.shares resnet20 lstm --of=tf_keras_fit
 
-Trains a job of `jobs.JOBS` with `mgpu_tf` and prints, from TensorFlow's
-profiler, the time that each type of operation had of its own. Hardware: one
-core; about half a minute a job.
+Lets a contestant of `one_device/JOB` on TensorFlow train, and prints from
+TensorFlow's profiler the time that each type of operation had of its own. One
+of tf_keras needs the extra `peers`. Hardware: one core; about half a minute a
+job.
 """
 
 from __future__ import annotations
@@ -12,74 +13,69 @@ from __future__ import annotations
 import argparse
 import collections
 import glob
+import importlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-from experiments.benchmarks.jobs import JOBS
+from experiments.benchmarks.table import BENCHMARKS
+from experiments.benchmarks.worker import Place
 
 _STEPS = 10
+_GROUP = "one_device/"
+_BENCHMARKS = {
+    benchmark.job: benchmark
+    for benchmark in BENCHMARKS
+    if benchmark.name.startswith(_GROUP)
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("jobs", nargs="+", choices=sorted(JOBS))
+    parser.add_argument("jobs", nargs="+", choices=sorted(_BENCHMARKS))
+    parser.add_argument("--of", default="mgpu_tf", help="the contestant")
     parser.add_argument(
-        "--kernels", choices=("fused", "keras"), default="fused"
+        "--least", type=float, default=0.01, help="a share that is told"
     )
-    parser.add_argument("--least", type=float, default=0.01)
     arguments = parser.parse_args()
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    import tensorflow as tf
-
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
     for job in arguments.jobs:
-        spent = measured(job, arguments.kernels)
-        whole = sum(spent.values())
-        print(
-            f"{job}, kernels={arguments.kernels}: "
-            f"{1e3 * whole / _STEPS:.2f} ms a step in operations",
-            flush=True,
-        )
-        rest = 0.0
-        for name, seconds in spent.most_common():
-            if seconds < arguments.least * whole:
-                rest += seconds
-                continue
-            print(
-                f"  {name:40s} {seconds / whole:6.1%} "
-                f"{1e3 * seconds / _STEPS:8.2f} ms"
-            )
-        print(f"  {'others':40s} {rest / whole:6.1%}", flush=True)
+        tell(job, arguments.of, measured(job, arguments.of), arguments.least)
 
 
-def measured(job: str, kernels: str) -> collections.Counter[str]:
+def tell(
+    job: str, contestant: str, spent: collections.Counter[str], least: float
+) -> None:
+    """Prints the share of each type of operation."""
+    whole = sum(spent.values())
+    step = 1e3 * whole / _STEPS
+    print(f"{job}, {contestant}: {step:.2f} ms of operations in a step")
+    rest = 1.0
+    for name, seconds in spent.most_common():
+        share = seconds / whole
+        if share >= least:
+            rest -= share
+            print(f"  {name:32s} {share:6.1%} {share * step:8.2f} ms")
+    print(f"  {'others':32s} {rest:6.1%} {rest * step:8.2f} ms", flush=True)
+
+
+def measured(job: str, contestant: str) -> collections.Counter[str]:
     """Returns the seconds of each type of operation in ten steps.
 
     Args:
         job: A key of `jobs.JOBS`.
-        kernels: As for `Trainer`.
+        contestant: The name of one on TensorFlow.
     """
     import tensorflow as tf
 
-    import mgpu_tf
-    from experiments.benchmarks.contestants import datasets, tensorflow_model
-
-    found = JOBS[job]
-    trainer = mgpu_tf.Trainer(
-        lambda: tensorflow_model.build(found), kernels=kernels
-    )
-    fit = {
-        **datasets.for_fit(found, 1),
-        "epochs": 2,
-        "steps_per_epoch": _STEPS,
-        "verbose": 0,
-    }
-    trainer.fit(**fit)
+    (found,) = [
+        one for one in _BENCHMARKS[job].contestants if one.name == contestant
+    ]
+    place = Place(found.module, job, 0, 1, found.options, 0, -1, None, 1)
+    running = importlib.import_module(found.module).create(place)
+    running.check(_STEPS)
     with tempfile.TemporaryDirectory() as folder:
         tf.profiler.experimental.start(folder)
-        trainer.fit(**fit | {"epochs": 1})
+        running.check(_STEPS)
         tf.profiler.experimental.stop()
         return of_folder(folder)
 
@@ -119,9 +115,10 @@ def kind_of(name: str) -> str | None:
     Example:
         kind_of("model/dense/MatMul:MatMul")     # "MatMul"
     """
-    _, _, kind = name.rpartition(":")
-    is_kind = kind and kind != name and kind.replace("_", "").isalnum()
-    return kind.removeprefix("_MklNative") if is_kind else None
+    before, _, kind = name.rpartition(":")
+    if not before or before.endswith(":") or not kind.isidentifier():
+        return None
+    return kind.removeprefix("_MklNative")
 
 
 def own_times(
@@ -146,8 +143,6 @@ def _ended(open_: list[list], now: int | None) -> Iterator[tuple[str, int]]:
         name, _, own = open_.pop()
         yield name, own
 
-
-__all__: Sequence[str] = ("kind_of", "measured", "of_folder", "own_times")
 
 if __name__ == "__main__":
     main()
