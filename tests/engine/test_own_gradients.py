@@ -1,4 +1,4 @@
-"""LayerNormalization, GELU and LSTM by hand, against Keras's own."""
+"""LayerNormalization and GELU with gradients by hand, against Keras's own."""
 
 import keras
 import numpy as np
@@ -85,31 +85,6 @@ CASES = {
         lambda **options: layers.Dense(8, activation="gelu", **options),
         {"GELU": 1},
     ),
-    "lstm": (lambda **options: layers.LSTM(5, **options), {"LSTM": 1}),
-    "lstm backwards, without a bias": (
-        lambda **options: layers.LSTM(
-            5,
-            use_bias=False,
-            go_backwards=True,
-            return_sequences=True,
-            **options,
-        ),
-        {"LSTM": 1},
-    ),
-    "lstm both ways": (
-        lambda **options: layers.Bidirectional(
-            layers.LSTM(5, return_sequences=True, **options), **options
-        ),
-        {"LSTM": 2},
-    ),
-    "lstm with another activation": (
-        lambda **options: layers.LSTM(5, activation="relu", **options),
-        {},
-    ),
-    "lstm with dropout": (
-        lambda **options: layers.LSTM(5, recurrent_dropout=0.5, **options),
-        {},
-    ),
     "approximated": (
         lambda **options: layers.Activation(
             lambda x: keras.activations.gelu(x, approximate=True), **options
@@ -121,13 +96,7 @@ CASES = {
 
 # Keras warns of rms_scaling.
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=full if name.startswith("lstm ") else ())
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_keras_own(name, strategies):
     layer, expected = CASES[name]
     strategy, shape = strategies["one_device"], (4, 3, 8)
@@ -145,7 +114,7 @@ def test_outputs_and_gradients_are_keras_own(name, strategies):
 @pytest.mark.parametrize(
     ("policy", "tolerance"), [("float32", 2e-5), ("mixed_bfloat16", 5e-2)]
 )
-@pytest.mark.parametrize("name", ["normalized", "gelu of Dense", "lstm"])
+@pytest.mark.parametrize("name", ["normalized", "gelu of Dense"])
 def test_other_types(name, policy, tolerance, strategies):
     layer, _ = CASES[name]
     ours, theirs = (
@@ -215,44 +184,5 @@ def test_a_transformer_has_the_numbers_of_keras(column, replaced, strategies):
             trainer.model.get_weights(), model.get_weights(), strict=True
         ):
             np.testing.assert_allclose(own, ref, atol=1e-9)
-    finally:
-        cases.set_floatx("float32")
-
-
-def recurrent():
-    values = keras.Input((None, 5))
-    both = layers.LSTM(4, return_sequences=True)
-    hidden = layers.Bidirectional(both)(values)
-    outputs = layers.Dense(1)(layers.LSTM(3)(hidden))
-    model = keras.Model(values, outputs)
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-    return model
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("column", ["mirrored_x3", "fsdp_x3"])
-def test_lstms_have_the_numbers_of_keras(column, strategies):
-    cases.set_floatx("float64")
-    try:
-        x = np.random.default_rng(0).normal(size=(22, 6, 5))
-        # Epochs end with a batch that leaves a replica without an example.
-        fit = {"batch_size": 10, "epochs": 2, "verbose": 0, "shuffle": False}
-        keras.utils.set_random_seed(0)
-        model = recurrent()
-        history = model.fit(x, x[:, 0, :1], **fit).history
-        trainer = mgpu_tf.Trainer(recurrent, strategies[column])
-        ours = trainer.fit(x, x[:, 0, :1], **fit).history
-        np.testing.assert_allclose(ours["loss"], history["loss"], rtol=1e-9)
-        assert trainer.fused == {"Adam": 1, "LSTM": 3}
-        pairs = [(trainer.model.get_weights(), model.get_weights())]
-        if column != "fsdp_x3":
-            kept = [
-                [value.numpy() for value in one.optimizer.variables]
-                for one in (trainer.model, model)
-            ]
-            pairs.append(tuple(kept))
-        for own, reference in pairs:
-            for one, other in zip(own, reference, strict=True):
-                np.testing.assert_allclose(one, other, atol=1e-9)
     finally:
         cases.set_floatx("float32")

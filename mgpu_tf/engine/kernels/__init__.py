@@ -11,7 +11,7 @@ as it is: its layers and optimizers have other methods only while a step is
 traced.
 
 Where TensorFlow has no such operation, a gradient written by hand saves passes
-over memory: of LayerNormalization, GELU and LSTM.
+over memory: of LayerNormalization and GELU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from mgpu_tf.engine.kernels import (
     batch_normalization,
     layer_normalization,
     lookups,
-    lstm,
     optimizers,
 )
 from mgpu_tf.strategies.registry import kind_of
@@ -44,11 +43,7 @@ _FORMS: dict[Any, tuple[str, ...]] = {
     batch_normalization: ("call", "_moments"),
     layer_normalization: ("call",),
     lookups: ("call",),
-    lstm: ("call", "inner_loop"),
 }
-
-# With gradients by hand, which layers that are computed in parts have not.
-_BY_HAND = (layer_normalization, lstm)
 
 
 class Kernels:
@@ -131,7 +126,7 @@ class Kernels:
             if (
                 form.is_same(layer, self._replicas)
                 and keras_internals.is_unpatched(layer, *methods)
-                and not (form in _BY_HAND and self._in_parts)
+                and not (form is layer_normalization and self._in_parts)
             ):
                 return form
         return None
