@@ -59,7 +59,9 @@ def main() -> int:
         with open(mark, "w", encoding="utf-8"):
             pass
     path = os.path.join(arguments.output_dir, results.FIGURE)
-    results.draw(results.read(arguments.output_dir), path)
+    held = results.read(arguments.output_dir)
+    if results.processor() in held:
+        results.draw(held[results.processor()], path)
     return wrong
 
 

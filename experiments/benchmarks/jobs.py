@@ -20,6 +20,27 @@ LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 CLASSES = 10
 
+# Expansion, channels and strides of the blocks of MobileNetV2.
+MOBILENETV2 = (
+    (1, 16, 1),
+    *((6, 24, strides) for strides in (2, 1)),
+    *((6, 32, strides) for strides in (2, 1, 1)),
+    *((6, 64, strides) for strides in (2, 1, 1, 1)),
+    *((6, 96, strides) for strides in (1, 1, 1)),
+    *((6, 160, strides) for strides in (2, 1, 1)),
+    (6, 320, 1),
+)
+
+
+def kernel(*shape: int) -> np.ndarray:
+    """Returns first weights that follow from their shape, as Keras has it.
+
+    Frameworks need not agree on an order of weights then.
+    """
+    random = np.random.default_rng(list(shape))
+    scale = np.float32(1.0 / np.sqrt(np.prod(shape[:-1])))
+    return random.standard_normal(shape, np.float32) * scale
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -38,7 +59,8 @@ class Job:
             where there is none.
         examples: In a pass over the set.
         network: A name in `tensorflow_model.NETWORKS`, in place of an MLP or
-            the CNN. It begins from a seed.
+            the CNN. Its kernels begin as `kernel` has them, the rest as Keras
+            does.
         optimizer: "momentum" or "adam".
     """
 
@@ -146,6 +168,7 @@ JOBS = {
     "mlp": Job((784,), 128, (1024,) * 4),
     "mlp_adam": Job((784,), 128, (1024,) * 4, optimizer="adam"),
     "resnet20": Job((32, 32, 3), 64, (), network="resnet20"),
+    "mobilenetv2": Job((96, 96, 3), 16, (), network="mobilenetv2"),
     "transformer": Job(
         (32, 64), 32, (), network="transformer", optimizer="adam"
     ),

@@ -1,6 +1,6 @@
 """What was measured, as `results.json`, `RESULTS.md` and a figure.
 
-`results.json`:
+`results.json` has, by processor:
 
     machine    the processor, its cores, the memory, the versions
     date       of the last measurement
@@ -85,20 +85,25 @@ def rows(
     return found
 
 
-def read(folder: str) -> dict:
-    """Returns what the folder's `results.json` holds, empty without one."""
+def read(folder: str) -> dict[str, dict]:
+    """Returns the sets of the folder's `results.json`, by processor."""
     try:
         with open(os.path.join(folder, JSON), encoding="utf-8") as file:
             return json.load(file)
     except FileNotFoundError:
-        return {"results": [], "failed": {}}
+        return {}
 
 
 def write(
     folder: str, name: str, found: list[dict], failed: dict, command: str
 ) -> None:
-    """Puts the rows of one benchmark in place of older ones."""
-    held = read(folder)
+    """Puts the rows of one benchmark in place of older ones.
+
+    Rows of other processors stay as they are.
+    """
+    sets = read(folder)
+    here = processor()
+    held = sets.get(here, {"results": [], "failed": {}})
     others = [row for row in held["results"] if row["name"] != name]
     failures = {
         key: why
@@ -106,7 +111,7 @@ def write(
         if key.rpartition(":")[0] != name
     }
     failures |= {f"{name}:{who}": why for who, why in failed.items()}
-    value = {
+    sets[here] = {
         **facts(command),
         "results": sorted(others + found, key=lambda row: row["name"]),
         "failed": failures,
@@ -114,7 +119,7 @@ def write(
     os.makedirs(folder, exist_ok=True)
     temporary = os.path.join(folder, JSON + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
+        json.dump(sets, file, indent=1)
         file.write("\n")
     os.replace(temporary, os.path.join(folder, JSON))
     notes = ""
@@ -123,29 +128,41 @@ def write(
         with open(path, encoding="utf-8") as file:
             notes = file.read()
     with open(os.path.join(folder, TEXT), "w", encoding="utf-8") as file:
-        file.write(text(value, notes))
+        file.write(text(sets, notes))
 
 
-def text(value: Mapping, notes: str = "") -> str:
-    """Returns the tables of `RESULTS.md`."""
+def text(sets: Mapping[str, Mapping], notes: str = "") -> str:
+    """Returns the tables of `RESULTS.md`, the newest set first."""
     lines = [
         "# Benchmarks",
-        "",
-        f"{value['machine']}. {value['date']}, `{value['command']}`. The load "
-        "average counts what the contestants run, and any other work.",
         "",
         "Each ratio is taken between turns of the same round; told is the "
         "median over rounds, with the least and the greatest. All "
         "contestants of a benchmark start from the same weights, see the "
         "same batches and reach the same loss, which is checked before any "
-        "rate is taken.",
+        "rate is taken. The load average counts what the contestants run, "
+        "and any other work. Each processor has a set of its own.",
+        "",
+    ]
+    newest = sorted(sets, key=lambda name: sets[name]["date"], reverse=True)
+    for name in newest:
+        lines += _set(name, sets[name])
+    return "\n".join(lines) + ("\n" + notes if notes else "")
+
+
+def _set(title: str, value: Mapping) -> list[str]:
+    """Returns the tables of one processor."""
+    lines = [
+        f"## {title}",
+        "",
+        f"{value['machine']}. {value['date']}, `{value['command']}`.",
         "",
     ]
     names = list(dict.fromkeys(row["name"] for row in value["results"]))
     groups = set()
     for name in names:
         group = name.partition("/")[0]
-        lines += [f"## {name}", ""]
+        lines += [f"### {name}", ""]
         if group in _MEANING and group not in groups:
             lines += [_MEANING[group], ""]
         groups.add(group)
@@ -170,10 +187,10 @@ def text(value: Mapping, notes: str = "") -> str:
             )
         lines.append("")
     if value.get("failed"):
-        lines += ["## Did not run", ""]
+        lines += ["### Did not run", ""]
         lines += [f"- {who}: {why}" for who, why in value["failed"].items()]
         lines.append("")
-    return "\n".join(lines) + ("\n" + notes if notes else "")
+    return lines
 
 
 def facts(command: str) -> dict:
@@ -202,17 +219,27 @@ def told_rates(row: Mapping) -> str:
     return " / ".join(f"{rate:.4g}" for rate in rates) + f" {row['unit']}"
 
 
-def machine() -> str:
-    """Returns the machine and the versions in one line."""
-    model = platform.processor() or platform.machine()
+def processor() -> str:
+    """Returns the processor's name, with the numbers that tell it apart."""
+    found: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:
-                if line.startswith("model name"):
-                    model = line.partition(":")[2].strip()
-                    break
+                key, _, value = line.partition(":")
+                found.setdefault(key.strip(), value.strip())
     except OSError:
         pass
+    name = found.get("model name")
+    if name is None:
+        return platform.processor() or platform.machine()
+    numbers = [
+        f"{key} {found[key]}" for key in ("cpu family", "model") if key in found
+    ]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
+
+
+def machine() -> str:
+    """Returns the machine and the versions in one line."""
     versions = []
     for package in _PACKAGES:
         try:
@@ -221,13 +248,18 @@ def machine() -> str:
             continue
     cores = len(os.sched_getaffinity(0))
     return (
-        f"{model}, {cores} cores, Python {platform.python_version()}, "
+        f"{processor()}, {cores} cores, Python {platform.python_version()}, "
         + ", ".join(versions)
     )
 
 
 def draw(value: Mapping, path: str) -> None:
-    """Draws each ratio as a bar with its least and greatest."""
+    """Draws each ratio as a bar with its least and greatest.
+
+    Args:
+        value: The set of one processor.
+        path: Of the figure.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

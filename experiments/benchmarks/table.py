@@ -20,6 +20,7 @@ _JAX = f"{_HERE}.keras_jax"
 _READING = f"{_HERE}.reading"
 _COORDINATOR = f"{_HERE}.coordinator_loop"
 _TF_KERAS = f"{_HERE}.tf_keras_fit"
+_ON_JAX = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,36 +99,59 @@ def _step_overhead(replicas: int) -> Benchmark:
     )
 
 
-def _one_device(job: str, aim: float | None) -> Benchmark:
+def _one_device(job: str, aim: float, call: int) -> Benchmark:
     """Long steps: what the kernels and the loop are worth.
 
     A process has one core and one thread, and rates are those of its
     processor time.
+
+    Args:
+        job: A key of `jobs.JOBS`.
+        aim: Over Keras 3's `fit`.
+        call: Steps of its longer execution, and least steps of an epoch.
     """
     where = {"strategy": "one_device", "clock": "processor"}
-    stock = [("keras_fit", 1), ("keras_fit_20", 20)]
-    contestants = [
+    timed = {"clock": "processor"}
+    stock = [("keras_fit", 1), (f"keras_fit_{call}", call)]
+    peers = (
+        Contestant("tf_keras_fit", _TF_KERAS, where, tolerance=0.02),
+        Contestant("torch_eager", _DDP, timed, tolerance=0.02),
+        Contestant(
+            "torch_compile", _DDP, {**timed, "compile": True}, tolerance=0.02
+        ),
+        Contestant(
+            "keras_jax",
+            _JAX,
+            timed,
+            environment=_ON_JAX,
+            tolerance=0.02,
+        ),
+    )
+    contestants = (
         Contestant("mgpu_tf", _TRAINER, where),
         Contestant("mgpu_tf_keras", _TRAINER, {**where, "kernels": "keras"}),
         *(
             Contestant(name, _FIT, {**where, "steps_per_execution": steps})
             for name, steps in stock
         ),
-    ]
-    ratios = [
+        *peers,
+    )
+    ratios = (
         *(Ratio("mgpu_tf", name, aim) for name, _ in stock),
+        *(Ratio("mgpu_tf_keras", name, 1.0) for name, _ in stock),
         Ratio("mgpu_tf", "mgpu_tf_keras"),
-        *(Ratio("mgpu_tf_keras", name) for name, _ in stock),
-    ]
+        Ratio("mgpu_tf", "tf_keras_fit", 0.95),
+        *(Ratio("mgpu_tf", peer.name) for peer in peers[1:]),
+    )
     return Benchmark(
         f"one_device/{job}",
         job,
-        tuple(contestants),
-        tuple(ratios),
+        contestants,
+        ratios,
         pinned=True,
-        check_steps=20,
-        multiple=20,
-        burst_seconds=2.0,
+        check_steps=call,
+        multiple=call,
+        burst_seconds=1.0,
     )
 
 
@@ -168,7 +192,7 @@ _KERAS_JAX = Contestant(
     "keras_jax",
     _JAX,
     workers=2,
-    environment={"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
+    environment=_ON_JAX,
 )
 
 
@@ -365,11 +389,12 @@ BENCHMARKS = (
     _step_overhead(1),
     _step_overhead(2),
     _step_overhead(4),
-    _one_device("cnn", 1.25),
-    _one_device("resnet20", 1.25),
-    _one_device("mlp_adam", 1.25),
-    _one_device("transformer", 1.1),
-    _one_device("lstm", 1.0),
+    _one_device("cnn", 1.25, 10),
+    _one_device("resnet20", 1.25, 10),
+    _one_device("mobilenetv2", 1.3, 10),
+    _one_device("mlp_adam", 1.25, 20),
+    _one_device("transformer", 1.1, 20),
+    _one_device("lstm", 1.0, 20),
     _compute_bound(),
     _communication_bound(2),
     _communication_bound(3),

@@ -73,6 +73,9 @@ def main() -> None:
         for line in sys.stdin:
             steps, seconds = contestant.burst(**json.loads(line))
             answer(steps=steps, seconds=seconds)
+    except ModuleNotFoundError as error:
+        traceback.print_exc()
+        answer(error=f"the package {error.name} is missing: .[peers] has it")
     except Exception as error:
         traceback.print_exc()
         text = (str(error).strip().splitlines() or [""])[0]

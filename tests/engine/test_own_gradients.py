@@ -18,7 +18,7 @@ def one_layer(strategy, layer, shape, dtype):
         model = keras.Sequential([keras.Input(shape[1:], dtype=dtype), layer()])
         model.compile("sgd", "mse")
     for weight in model.weights:
-        weight.assign(random.uniform(0.5, 2.0, weight.shape))
+        weight.assign(random.uniform(-1.0, 1.0, weight.shape))
     return model
 
 
@@ -28,7 +28,8 @@ def computed(strategy, kernels, layer, shape, dtype="float64"):
     (layer,) = model.layers
     random = np.random.default_rng(0)
     x, upstream = (
-        tf.cast(random.normal(1.0, size=shape), dtype) for _ in range(2)
+        tf.cast(random.normal(1.0, size=size), dtype)
+        for size in (shape, layer.compute_output_shape(shape))
     )
     weights = [weight.value for weight in layer.weights]
 

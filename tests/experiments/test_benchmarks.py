@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from experiments.benchmarks import growth, memory, results, starts
+from experiments.benchmarks import growth, memory, results, shares, starts
 from experiments.benchmarks.contestants import reading, tensorflow_model
 from experiments.benchmarks.jobs import JOBS
 from experiments.benchmarks.runner import (
@@ -48,13 +48,70 @@ def test_results_take_the_place_of_older_ones(tmp_path):
     other = [row[0] | {"name": "other"}]
     results.write(folder, "other", other, {}, "make bench")
     results.write(folder, "speed", row, {}, "make bench")
-    value = json.loads((tmp_path / results.JSON).read_text())
+    (value,) = json.loads((tmp_path / results.JSON).read_text()).values()
     assert [entry["name"] for entry in value["results"]] == ["other", "speed"]
     assert value["failed"] == {}
     assert {"machine", "date", "command"} <= set(value)
     text = (tmp_path / results.TEXT).read_text()
     assert "| ours | theirs | **2.00** | 1.00 - 3.00 | 3 |" in text
     assert ">= 3 (missed)" in text
+
+
+def test_each_processor_has_a_set(tmp_path, monkeypatch):
+    folder = str(tmp_path)
+    row = results.rows("speed", [Ratio("ours", "theirs")], RATES)
+    monkeypatch.setattr(results, "processor", lambda: "one")
+    results.write(folder, "speed", row, {"absent": "not built"}, "make bench")
+    monkeypatch.setattr(results, "processor", lambda: "another")
+    results.write(folder, "speed", row, {}, "make bench")
+    held = results.read(folder)
+    assert [len(held[name]["results"]) for name in ("one", "another")] == [1, 1]
+    assert held["one"]["machine"].startswith("one, ")
+    assert held["one"]["failed"] == {"speed:absent": "not built"}
+    text = (tmp_path / results.TEXT).read_text()
+    assert text.count("### speed") == 2
+    assert {"## one", "## another"} <= set(text.splitlines())
+
+
+def test_what_a_span_has_of_its_own():
+    spans = [("a", 0, 10), ("c", 3, 1), ("b", 2, 5), ("d", 20, 4)]
+    assert dict(shares.own_times(spans)) == {"a": 5, "b": 4, "c": 1, "d": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model/dense/MatMul:MatMul", "MatMul"),
+        ("conv/Conv2D:_MklNativeConv2D", "Conv2D"),
+        ("ExecutorState::Process", None),
+        ("EagerExecute", None),
+    ],
+)
+def test_the_type_of_an_operation(name, kind):
+    assert shares.kind_of(name) == kind
+
+
+def test_a_missing_package_is_named(tmp_path):
+    absent = Contestant("absent", "tests.no_such_module")
+    rates = alternate(
+        [contestant("ours", step_seconds=0.01), absent],
+        "tiny",
+        check_steps=2,
+        burst_seconds=0.1,
+        rounds=1,
+        log_folder=str(tmp_path),
+    )
+    assert "tests.no_such_module is missing" in rates.failed["absent"]
+    assert list(rates.rates) == ["ours"]
+
+
+@pytest.mark.parametrize("name", sorted(tensorflow_model.NETWORKS))
+def test_networks_begin_alike(name):
+    first, second = (
+        tensorflow_model.build(JOBS[name]).get_weights() for _ in range(2)
+    )
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def contestant(name, **options):

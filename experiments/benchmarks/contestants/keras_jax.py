@@ -22,12 +22,13 @@ def create(place) -> KerasJax:
 
 
 class KerasJax:
-    """Options: `steps_per_execution`."""
+    """Options: `clock`, `steps_per_execution`."""
 
     EPOCHS = 2
 
     def __init__(self, place) -> None:
         job = JOBS[place.job]
+        self._clock = place.options.get("clock", "wall")
         if place.workers > 1:
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
             environment = os.environ
@@ -54,7 +55,7 @@ class KerasJax:
         return history.history["loss"][0]
 
     def burst(self, steps: int) -> tuple[int, float]:
-        times = tensorflow_model.EpochTimes()
+        times = tensorflow_model.EpochTimes(self._clock)
         self._model.fit(
             self._batches,
             epochs=self.EPOCHS,

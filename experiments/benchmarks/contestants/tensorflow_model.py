@@ -1,82 +1,119 @@
-"""The jobs as Keras 3 models, for every contestant on TensorFlow or JAX."""
+"""The jobs as models of Keras 3 or Keras 2."""
 
 from __future__ import annotations
 
-import time
+import types
 
 import keras
-from keras import layers
 
 from experiments.benchmarks import jobs
+from experiments.benchmarks.contestants import clocks
 
 
-def build(job: jobs.Job, **compile_options) -> keras.Model:
-    """Returns the compiled model with the job's first weights."""
+def build(
+    job: jobs.Job, of: types.ModuleType = keras, **compile_options
+) -> keras.Model:
+    """Returns the compiled model with the job's first weights.
+
+    Args:
+        job: What is trained.
+        of: The package that has the layers: Keras 3, or `tf_keras`.
+        **compile_options: Of `compile`.
+    """
+    layers = of.layers
     if job.network is not None:
-        keras.utils.set_random_seed(0)
         network = NETWORKS[job.network]
     else:
         network = _convolutions if job.convolution else _dense
-    inputs = keras.Input(job.input_shape)
-    hidden = network(inputs, job.widths)
-    model = keras.Model(inputs, layers.Dense(jobs.CLASSES)(hidden))
+    inputs = of.Input(job.input_shape)
+    hidden = network(layers, inputs, job.widths)
+    model = of.Model(inputs, layers.Dense(jobs.CLASSES)(hidden))
     model.compile(
-        _optimizer(job.optimizer),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        _optimizer(of, job.optimizer),
+        of.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
         **compile_options,
     )
     if job.network is None:
         model.set_weights(job.weights())
+    else:
+        model.set_weights(
+            [
+                # Biases of attention are matrices too, of zeros.
+                jobs.kernel(*value.shape)
+                if value.ndim > 1 and value.any()
+                else value
+                for value in model.get_weights()
+            ]
+        )
     return model
 
 
-def _optimizer(name: str) -> keras.optimizers.Optimizer:
+def _optimizer(of, name: str) -> keras.optimizers.Optimizer:
     if name == "adam":
-        return keras.optimizers.Adam()
-    return keras.optimizers.SGD(jobs.LEARNING_RATE, jobs.MOMENTUM)
+        return of.optimizers.Adam()
+    return of.optimizers.SGD(jobs.LEARNING_RATE, jobs.MOMENTUM)
 
 
-def _dense(hidden: keras.KerasTensor, widths) -> keras.KerasTensor:
+def _dense(layers, hidden, widths):
     for width in widths:
         hidden = layers.Dense(width, activation="relu")(hidden)
     return hidden
 
 
-def _convolutions(hidden: keras.KerasTensor, widths) -> keras.KerasTensor:
+def _convolutions(layers, hidden, widths):
     for width in widths:
         for _ in range(2):
-            hidden = layers.ReLU()(_normalized(hidden, width))
+            hidden = layers.ReLU()(_normalized(layers, hidden, width))
         hidden = layers.MaxPooling2D()(hidden)
     return layers.GlobalAveragePooling2D()(hidden)
 
 
-def _normalized(
-    hidden: keras.KerasTensor, width: int, strides: int = 1, size: int = 3
-) -> keras.KerasTensor:
+def _normalized(layers, hidden, width: int, strides: int = 1, size: int = 3):
     hidden = layers.Conv2D(
         width, size, strides, padding="same", use_bias=False
     )(hidden)
     return layers.BatchNormalization()(hidden)
 
 
-def _resnet20(hidden: keras.KerasTensor, widths) -> keras.KerasTensor:
+def _resnet20(layers, hidden, widths):
     """ResNet-20 for small images (He et al., 2016)."""
     del widths
-    hidden = layers.ReLU()(_normalized(hidden, 16))
+    hidden = layers.ReLU()(_normalized(layers, hidden, 16))
     for width in (16, 32, 64):
         for block in range(3):
             strides = 2 if width > 16 and block == 0 else 1
             short = hidden
-            hidden = layers.ReLU()(_normalized(hidden, width, strides))
-            hidden = _normalized(hidden, width)
+            hidden = _normalized(layers, hidden, width, strides)
+            hidden = _normalized(layers, layers.ReLU()(hidden), width)
             if strides > 1:
-                short = _normalized(short, width, strides, 1)
+                short = _normalized(layers, short, width, strides, 1)
             hidden = layers.ReLU()(layers.Add()([hidden, short]))
     return layers.GlobalAveragePooling2D()(hidden)
 
 
-def _transformer(hidden: keras.KerasTensor, widths) -> keras.KerasTensor:
+def _mobilenetv2(layers, hidden, widths):
+    """MobileNetV2 of width 1 (Sandler et al., 2018)."""
+    del widths
+    hidden = layers.ReLU(6.0)(_normalized(layers, hidden, 32, 2))
+    for expansion, width, strides in jobs.MOBILENETV2:
+        before = hidden.shape[-1]
+        short = hidden
+        if expansion > 1:
+            hidden = _normalized(layers, hidden, expansion * before, size=1)
+            hidden = layers.ReLU(6.0)(hidden)
+        hidden = layers.DepthwiseConv2D(
+            3, strides, padding="same", use_bias=False
+        )(hidden)
+        hidden = layers.ReLU(6.0)(layers.BatchNormalization()(hidden))
+        hidden = _normalized(layers, hidden, width, size=1)
+        if strides == 1 and before == width:
+            hidden = layers.Add()([short, hidden])
+    hidden = layers.ReLU(6.0)(_normalized(layers, hidden, 1280, size=1))
+    return layers.GlobalAveragePooling2D()(hidden)
+
+
+def _transformer(layers, hidden, widths):
     """Four blocks of width 128: attention of four heads, then GELU."""
     del widths
     hidden = layers.Dense(128)(hidden)
@@ -90,13 +127,14 @@ def _transformer(hidden: keras.KerasTensor, widths) -> keras.KerasTensor:
     return layers.GlobalAveragePooling1D()(hidden)
 
 
-def _lstm(hidden: keras.KerasTensor, widths) -> keras.KerasTensor:
+def _lstm(layers, hidden, widths):
     del widths
     return layers.LSTM(128)(hidden)
 
 
 NETWORKS = {
     "resnet20": _resnet20,
+    "mobilenetv2": _mobilenetv2,
     "transformer": _transformer,
     "lstm": _lstm,
 }
@@ -106,17 +144,12 @@ class EpochTimes(keras.callbacks.Callback):
     """The seconds of the epochs after the first, which warms up.
 
     Args:
-        clock: "wall", or "processor" for the time that all threads of this
-            process have had, which other work on the machine does not
-            lengthen much.
+        clock: A key of `clocks.CLOCKS`.
     """
 
     def __init__(self, clock: str = "wall") -> None:
         super().__init__()
-        self._now = {
-            "wall": time.perf_counter,
-            "processor": time.process_time,
-        }[clock]
+        self._now = clocks.CLOCKS[clock]
         self._marks: list[float] = []
 
     def on_epoch_begin(self, epoch, logs=None) -> None:

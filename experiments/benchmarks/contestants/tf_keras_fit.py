@@ -1,17 +1,19 @@
-"""Keras 2's `fit` on parameter servers, as TensorFlow's tutorial has it.
+"""Keras 2's `fit`, on one device or on parameter servers.
 
-It refuses a progress bar there; it prints a line for each epoch. Bursts take
-how many steps go into an execution, and there is a model for each number.
+On parameter servers as TensorFlow's tutorial has it. It refuses a progress bar
+there; it prints a line for each epoch. Bursts take how many steps go into an
+execution, and there is a model for each number.
 """
 
 from __future__ import annotations
 
-import time
-
 import tf_keras
 
-from experiments.benchmarks import jobs
-from experiments.benchmarks.contestants import datasets, strategies
+from experiments.benchmarks.contestants import (
+    datasets,
+    strategies,
+    tensorflow_model,
+)
 from experiments.benchmarks.jobs import JOBS
 
 
@@ -19,34 +21,22 @@ def create(place) -> TfKerasFit:
     return TfKerasFit(place)
 
 
-def build(job: jobs.Job, steps_per_execution: int) -> tf_keras.Model:
-    """Returns the compiled MLP with the job's first weights."""
-    inputs = tf_keras.Input(job.input_shape)
-    hidden = inputs
-    for width in job.widths:
-        hidden = tf_keras.layers.Dense(width, activation="relu")(hidden)
-    model = tf_keras.Model(inputs, tf_keras.layers.Dense(jobs.CLASSES)(hidden))
-    model.compile(
-        tf_keras.optimizers.SGD(jobs.LEARNING_RATE, jobs.MOMENTUM),
-        tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-        steps_per_execution=steps_per_execution,
-    )
-    model.set_weights(job.weights())
-    return model
-
-
 class TfKerasFit:
-    """Without options."""
+    """Options: `strategy`, `clock`."""
 
     EPOCHS = 2
 
     def __init__(self, place) -> None:
         self._job = JOBS[place.job]
-        self._strategy = strategies.create("parameter_server", place)
-        self._data = tf_keras.utils.experimental.DatasetCreator(
-            lambda _: datasets.of_worker(self._job, 0, 1)
-        )
+        name = place.options.get("strategy", "parameter_server")
+        self._clock = place.options.get("clock", "wall")
+        self._strategy = strategies.create(name, place)
+        if name == "parameter_server":
+            self._data = tf_keras.utils.experimental.DatasetCreator(
+                lambda _: datasets.of_worker(self._job, 0, 1)
+            )
+        else:
+            self._data = datasets.of_worker(self._job, 0, 1)
         self._models: dict[int, tf_keras.Model] = {}
 
     def check(self, steps: int) -> float:
@@ -55,14 +45,13 @@ class TfKerasFit:
     def burst(
         self, steps: int, steps_per_execution: int = 1
     ) -> tuple[int, float]:
-        marks: list[float] = []
-        times = tf_keras.callbacks.LambdaCallback(
-            on_epoch_begin=lambda *_: marks.append(time.perf_counter()),
-            on_train_end=lambda *_: marks.append(time.perf_counter()),
+        times = tensorflow_model.EpochTimes(self._clock)
+        marks = tf_keras.callbacks.LambdaCallback(
+            on_epoch_begin=times.on_epoch_begin,
+            on_train_end=times.on_train_end,
         )
-        self._fit(steps_per_execution, steps, self.EPOCHS, [times])
-        # The first epoch warms up.
-        return steps * (self.EPOCHS - 1), marks[-1] - marks[1]
+        self._fit(steps_per_execution, steps, self.EPOCHS, [marks])
+        return steps * (self.EPOCHS - 1), times.seconds
 
     def _fit(
         self,
@@ -73,7 +62,11 @@ class TfKerasFit:
     ):
         if steps_per_execution not in self._models:
             with self._strategy.scope():
-                model = build(self._job, steps_per_execution)
+                model = tensorflow_model.build(
+                    self._job,
+                    tf_keras,
+                    steps_per_execution=steps_per_execution,
+                )
             self._models[steps_per_execution] = model
         model = self._models[steps_per_execution]
         before = int(model.optimizer.iterations)

@@ -2,16 +2,18 @@
 
 One thread for each pinned process, channels_last for convolutions, gradients
 as views of the buckets, a fused optimizer. Without other workers it is a
+<<<<<<< HEAD
 plain loop.
 
 `sharding` splits the state of the model over the workers: "fsdp2" by
 `fully_shard`, each layer with weights a unit of its own; "zero1" by
 `ZeroRedundancyOptimizer` over DistributedDataParallel.
+=======
+plain loop, or one around `torch.compile`.
+>>>>>>> kernels
 """
 
 from __future__ import annotations
-
-import time
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from experiments.benchmarks import jobs
+from experiments.benchmarks.contestants import clocks, torch_networks
 from experiments.benchmarks.jobs import JOBS
 
 
@@ -30,6 +33,8 @@ def create(place) -> Ddp:
 
 def build(job: jobs.Job) -> nn.Module:
     """Returns the job's model with its first weights."""
+    if job.network is not None:
+        return torch_networks.build(job.network, job.input_shape[-1])
     parts: list[nn.Module] = []
     before = job.input_shape[-1]
     for width in job.widths:
@@ -64,8 +69,21 @@ def build(job: jobs.Job) -> nn.Module:
     return model
 
 
+def _optimizer(name: str, parameters) -> torch.optim.Optimizer:
+    if name == "adam":
+        # As Keras's.
+        return torch.optim.Adam(parameters, 1e-3, eps=1e-7, fused=True)
+    return torch.optim.SGD(
+        parameters, jobs.LEARNING_RATE, jobs.MOMENTUM, fused=True
+    )
+
+
 class Ddp:
+<<<<<<< HEAD
     """Options: `bucket_mb`, `sharding`, `bf16` (gradients on the wire)."""
+=======
+    """Options: `bucket_mb`, `bf16` (on the wire), `compile`, `clock`."""
+>>>>>>> kernels
 
     def __init__(self, place) -> None:
         job = JOBS[place.job]
@@ -74,7 +92,8 @@ class Ddp:
         self._model = build(job)
         x, y = job.part(place.index, place.workers)
         self._x = [torch.from_numpy(part) for part in x]
-        if job.convolution:
+        self._now = clocks.CLOCKS[place.options.get("clock", "wall")]
+        if len(job.input_shape) == 3:
             self._model = self._model.to(memory_format=torch.channels_last)
             # From [n, h, w, c] in memory to its channels_last view.
             self._x = [part.permute(0, 3, 1, 2) for part in self._x]
@@ -82,7 +101,13 @@ class Ddp:
         self._forward = self._model
         if place.workers > 1:
             self._forward = self._parallel(place)
+<<<<<<< HEAD
         self._optimizer = self._sgd(place.options.get("sharding"))
+=======
+        if place.options.get("compile"):
+            self._forward = torch.compile(self._model)
+        self._optimizer = _optimizer(job.optimizer, self._model.parameters())
+>>>>>>> kernels
         self._loss = nn.CrossEntropyLoss()
         self._position = 0
 
@@ -147,6 +172,6 @@ class Ddp:
         return self._steps(steps)
 
     def burst(self, steps: int) -> tuple[int, float]:
-        started = time.perf_counter()
+        started = self._now()
         self._steps(steps)
-        return steps, time.perf_counter() - started
+        return steps, self._now() - started
