@@ -2,15 +2,11 @@
 
 One thread for each pinned process, channels_last for convolutions, gradients
 as views of the buckets, a fused optimizer. Without other workers it is a
-<<<<<<< HEAD
-plain loop.
+plain loop, or one around `torch.compile`.
 
 `sharding` splits the state of the model over the workers: "fsdp2" by
 `fully_shard`, each layer with weights a unit of its own; "zero1" by
 `ZeroRedundancyOptimizer` over DistributedDataParallel.
-=======
-plain loop, or one around `torch.compile`.
->>>>>>> kernels
 """
 
 from __future__ import annotations
@@ -69,21 +65,34 @@ def build(job: jobs.Job) -> nn.Module:
     return model
 
 
-def _optimizer(name: str, parameters) -> torch.optim.Optimizer:
+def _optimizer(
+    name: str, parameters, sharding: str | None
+) -> torch.optim.Optimizer:
+    # Parts of tensors have no fused update.
+    fused = sharding != "fsdp2"
     if name == "adam":
         # As Keras's.
-        return torch.optim.Adam(parameters, 1e-3, eps=1e-7, fused=True)
-    return torch.optim.SGD(
-        parameters, jobs.LEARNING_RATE, jobs.MOMENTUM, fused=True
-    )
+        return torch.optim.Adam(parameters, 1e-3, eps=1e-7, fused=fused)
+    settings = {
+        "lr": jobs.LEARNING_RATE,
+        "momentum": jobs.MOMENTUM,
+        "fused": fused,
+    }
+    if sharding == "zero1":
+        return ZeroRedundancyOptimizer(
+            parameters,
+            optimizer_class=torch.optim.SGD,
+            parameters_as_bucket_view=True,
+            **settings,
+        )
+    return torch.optim.SGD(parameters, **settings)
 
 
 class Ddp:
-<<<<<<< HEAD
-    """Options: `bucket_mb`, `sharding`, `bf16` (gradients on the wire)."""
-=======
-    """Options: `bucket_mb`, `bf16` (on the wire), `compile`, `clock`."""
->>>>>>> kernels
+    """Options: `bucket_mb`, `sharding`, `bf16`, `compile`, `clock`.
+
+    With `bf16` gradients are sent as bfloat16.
+    """
 
     def __init__(self, place) -> None:
         job = JOBS[place.job]
@@ -101,32 +110,15 @@ class Ddp:
         self._forward = self._model
         if place.workers > 1:
             self._forward = self._parallel(place)
-<<<<<<< HEAD
-        self._optimizer = self._sgd(place.options.get("sharding"))
-=======
         if place.options.get("compile"):
             self._forward = torch.compile(self._model)
-        self._optimizer = _optimizer(job.optimizer, self._model.parameters())
->>>>>>> kernels
+        self._optimizer = _optimizer(
+            job.optimizer,
+            self._model.parameters(),
+            place.options.get("sharding"),
+        )
         self._loss = nn.CrossEntropyLoss()
         self._position = 0
-
-    def _sgd(self, sharding: str | None) -> torch.optim.Optimizer:
-        settings = {
-            "lr": jobs.LEARNING_RATE,
-            "momentum": jobs.MOMENTUM,
-            # Parts of tensors have no fused update.
-            "fused": sharding != "fsdp2",
-        }
-        parameters = self._model.parameters()
-        if sharding == "zero1":
-            return ZeroRedundancyOptimizer(
-                parameters,
-                optimizer_class=torch.optim.SGD,
-                parameters_as_bucket_view=True,
-                **settings,
-            )
-        return torch.optim.SGD(parameters, **settings)
 
     def _parallel(self, place) -> nn.Module:
         torch.distributed.init_process_group("gloo")
