@@ -756,7 +756,6 @@ def linear_layers(model: keras.Model) -> list[keras.layers.Layer]:
         and "call" not in vars(layer)
         and not getattr(layer, "lora_enabled", False)
         and getattr(layer, "quantization_mode", None) is None
-        and getattr(layer, "tie_weights", True)
     ]
 
 

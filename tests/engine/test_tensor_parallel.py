@@ -390,3 +390,46 @@ def test_recompute_is_refused(strategies):
             strategies["tensor_x3"],
             recompute="layers",
         )
+
+
+class Scaled(layers.Embedding):
+    """An embedding of an author's own, whose table is read whole."""
+
+    def call(self, inputs):
+        return 2.0 * super().call(inputs)
+
+
+def own_table(optimizer, table="own_table"):
+    words = keras.Input((models.LENGTH,), dtype="int32")
+    x = Scaled(models.VOCABULARY, models.WIDTH, name=table)(words)
+    x = layers.Dense(models.VOCABULARY)(x)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return models.compiled(keras.Model(words, x), optimizer, loss)
+
+
+@pytest.mark.parametrize(
+    ("split", "rate"), [(("model", None), 0.02), ((None, "model"), 0.03)]
+)
+def test_a_word_that_comes_twice_has_two_rows(split, rate):
+    """Adam and a norm take the squares of both, not of their sum."""
+    strategy = strategy_of(tensor=3, layout={"own_table/embeddings": split})
+    trainer, difference = compared(
+        lambda: own_table(
+            keras.optimizers.Adam(rate, epsilon=1e-3, global_clipnorm=0.2)
+        ),
+        models.transformer_data(),
+        strategy,
+    )
+    assert isinstance(
+        trainer.model.get_layer("own_table").embeddings.value, ShardedVariable
+    )
+    assert difference < 1e-9
+
+
+def test_rows_of_other_examples_are_refused():
+    strategy = strategy_of(
+        data=2, layout={"own_table/embeddings": ("batch", None)}
+    )
+    trainer = mgpu_tf.Trainer(lambda: own_table(adam()), strategy)
+    with pytest.raises(mgpu_tf.ConfigurationError, match="own_table"):
+        trainer.fit(*models.transformer_data(), batch_size=8, verbose=0)

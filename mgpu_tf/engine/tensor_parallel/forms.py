@@ -167,7 +167,8 @@ class Form:
             kwargs.get("reverse") or (args and args[0])
         ):
             outputs = own(inputs, *args, **kwargs)
-            outputs = self.groups.all_gather(outputs, -1, length)
+            if self.linear.is_tied:
+                outputs = self.groups.all_gather(outputs, -1, length)
             return self.groups.own_part(outputs) if self.own_rows else outputs
         rank, size = self.groups.rank(), self.groups.size
         low, high = length * rank // size, length * (rank + 1) // size

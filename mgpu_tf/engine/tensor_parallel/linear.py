@@ -64,6 +64,11 @@ class Linear:
         return isinstance(self.layer, keras.layers.ReversibleEmbedding)
 
     @property
+    def is_tied(self) -> bool:
+        """Whether the logits of such a one are made with the same table."""
+        return self.is_reversible and self.layer.tie_weights
+
+    @property
     def dims(self) -> list[int]:
         """The dimensions along which the kernel may be split."""
         rows = [] if self.rows is None else [self.rows]

@@ -30,7 +30,9 @@ from mgpu_tf.engine.tensor_parallel import structure
 from mgpu_tf.engine.tensor_parallel.forms import Form, dropped
 from mgpu_tf.engine.tensor_parallel.layout import published_layout
 from mgpu_tf.engine.tensor_parallel.linear import Linear, linear_layers
+from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Split
+from mgpu_tf.strategies.collectives import Groups
 from mgpu_tf.strategies.fully_sharded import split_over
 from mgpu_tf.strategies.layout import Layout
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
@@ -458,8 +460,7 @@ class TensorParallel:
             split = held.split
             if split.over == "fsdp":
                 return part
-            groups = self._groups[split.over]
-            return groups.all_gather(part, split.dim or 0, split.length)
+            return _joined(variable, part, self._groups[split.over])
 
         return joined
 
@@ -489,6 +490,51 @@ class TensorParallel:
         **kwargs: Any,
     ) -> Any:
         return dropped(*self._dropouts[id(layer)], own, *args, **kwargs)
+
+
+def _joined(
+    variable: keras.Variable, part: tf.Tensor, groups: Groups
+) -> tf.Tensor:
+    """Returns a whole weight, whose gradient is that of the part.
+
+    Rows of a lookup stay rows: an index that comes twice has two, as in Keras.
+    """
+    split = keras_internals.stored(variable).split
+    dim = split.dim or 0
+
+    def of_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
+        if split.over != "tensor":
+            # Devices have other rows of the batch, and so other indices.
+            raise ConfigurationError(
+                "Rows are looked up in a weight that the layout splits over "
+                f"the data axis. Received: {variable.path}, read by a layer "
+                "that is not Keras's Embedding. Leave it out of the layout."
+            )
+        values, indices = groups.all_reduce(rows.values), rows.indices
+        if dim:
+            values = groups.own_part(values, dim)
+            return tf.IndexedSlices(
+                values, indices, tf.shape(part, indices.dtype)
+            )
+        rank, size = groups.rank(), groups.size
+        low = split.length * rank // size
+        mine = (indices >= low) & (indices < split.length * (rank + 1) // size)
+        return tf.IndexedSlices(
+            tf.boolean_mask(values, mine),
+            tf.boolean_mask(indices, mine) - low,
+            tf.shape(part, indices.dtype),
+        )
+
+    @tf.custom_gradient
+    def whole(part: tf.Tensor) -> Any:
+        def gradient(up: Any) -> Any:
+            if isinstance(up, tf.IndexedSlices):
+                return of_rows(up)
+            return groups.reduce_scatter(up, dim)
+
+        return groups.all_gather(part, dim, split.length), gradient
+
+    return whole(part)
 
 
 def _part(variable: keras.Variable) -> tf.Tensor:
