@@ -2,6 +2,7 @@
 # make demo    the main job: two worker processes, then one device
 # make test    the default tests, in three processes
 # make test-full  the full tier: what the default leaves out; installs Slurm
+# make test-clusters  of it, jobs on a real Slurm, Ray, sshd and namespaces
 # make slurm   Debian's Slurm and sshd, for the full tier; as root
 # make lint    ruff and mypy
 # make soak    breaks jobs and compares weights; FAULTS=30 SEED=2
@@ -17,7 +18,7 @@ METADATA := setup.cfg pyproject.toml
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: bench conformance growth setup demo test test-full lint parity slurm soak format clean
+.PHONY: bench conformance growth setup demo test test-clusters test-full lint parity slurm soak format clean
 
 setup: $(VENV)/.base
 
@@ -32,6 +33,9 @@ test: $(VENV)/.test
 
 test-full: $(VENV)/.test slurm
 	$(BIN)/python -m pytest -m full $(THREE) $(ARGS)
+
+test-clusters: $(VENV)/.test slurm
+	$(BIN)/python -m pytest -m full $(THREE) tests/cluster tests/launch $(ARGS)
 
 # Its daemons are started by the tests themselves.
 SLURM := slurmctld slurmd slurm-client munge iproute2 openssh-server openssh-client
