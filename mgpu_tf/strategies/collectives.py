@@ -270,6 +270,8 @@ class Groups:
         """
         replica = _this_replica()
         group = self._group(replica)
+        if len(self._here) > 1:
+            _trace_others_until_here()
         return {
             "group_size": self.size,
             "group_key": self._key + self._members.index(group),
@@ -362,6 +364,18 @@ def _instance(call: int, value: tf.Tensor) -> Any:
         return number
     sizes = tf.gather(tf.shape(value, out_type=tf.int64), unknown)
     return number + tf.cast(tf.reduce_prod(sizes) % _SHAPES, tf.int32)
+
+
+def _trace_others_until_here() -> None:
+    """Lets the other replicas of this process be traced up to this point.
+
+    TensorFlow runs operations that have effects in the order in which they
+    were traced: checks, prints, Python functions. One of this replica that
+    comes after a collective must not stand before one of another replica that
+    comes before it: then each would wait for the other.
+    """
+    context = tf.distribute.get_replica_context()
+    context.merge_call(lambda strategy: None)
 
 
 def _this_replica() -> int:

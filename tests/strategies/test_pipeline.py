@@ -234,6 +234,6 @@ def test_stages_are_not_computed_again_elsewhere(strategies):
 
 def test_a_trace_is_refused(strategies):
     trainer = mgpu_tf.Trainer(plain, strategies["pipeline_x2"])
-    x, y = data(12)
+    x, y = data(2, 12)
     with pytest.raises(mgpu_tf.ConfigurationError, match="A trace goes with"):
         trainer.trace(x, y, batch_size=4)

@@ -58,6 +58,8 @@ LISTED = {
     "Weights that are split over several processes are gathered in graphs.": (
         "`run_eagerly=True`"
     ),
+    "Rows are looked up in a weight that the layout splits over the data "
+    "axis.": "a table that a layer of your own looks up",
     "A trace runs one operation after another, and gathers of weights wait "
     "for each other.": "`trainer.trace`",
     "recompute does not go with layers that are computed in parts.": (
