@@ -66,6 +66,26 @@ def test_members_get_the_same_bits(strategies):
         tf.debugging.assert_equal(first, other)
 
 
+def test_checks_do_not_wait_for_those_of_another_replica(strategies):
+    """TensorFlow runs them in the order in which they were traced."""
+    strategy = strategies["mirrored_x2"]
+    groups = Groups(
+        strategy, [[0, 1]], communication="ring", timeout_seconds=60.0
+    )
+
+    def on_replica():
+        value = tf.constant(1.0)
+        for _ in range(2):
+            check = tf.debugging.assert_positive(value)
+            with tf.control_dependencies([check]):
+                value = groups.all_reduce(value)
+        return value
+
+    found = tf.function(lambda: strategy.run(on_replica))()
+    for value in strategy.experimental_local_results(found):
+        assert value.numpy() == 4.0
+
+
 def test_operations_leave_no_threads(strategies):
     """With a limit of time, each leaves one that sleeps until the limit."""
     strategy = strategies["mirrored_x2"]
