@@ -41,7 +41,7 @@ def mlp_data():
     return x, 3 * x[:, :3]
 
 
-def cnn(optimizer):
+def cnn(optimizer, synchronized=False):
     return compiled(
         keras.Sequential(
             [
@@ -49,7 +49,7 @@ def cnn(optimizer):
                 layers.Conv2D(12, 3, activation="relu"),
                 layers.MaxPooling2D(),
                 layers.Conv2D(6, 2, padding="same"),
-                layers.BatchNormalization(),
+                layers.BatchNormalization(synchronized=synchronized),
                 layers.Flatten(),
                 layers.Dense(12, activation="tanh"),
                 layers.Dense(3),

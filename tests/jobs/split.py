@@ -92,6 +92,11 @@ def in_parts(model):
     return build
 
 
+def cnn(optimizer):
+    # A mesh may split the batch, and statistics are of the whole one.
+    return models.cnn(optimizer, synchronized=True)
+
+
 def named(data):
     x, y = data()
     return {"x": x, "y": y}
@@ -125,7 +130,7 @@ ROWS_IN_PARTS = {
     )
     for name, model, data in (
         ("mlp", in_parts(models.mlp), models.mlp_data),
-        ("cnn", in_parts(models.cnn), models.cnn_data),
+        ("cnn", in_parts(cnn), models.cnn_data),
         ("transformer", in_parts(models.transformer), models.transformer_data),
     )
 }
