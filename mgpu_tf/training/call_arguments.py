@@ -76,13 +76,21 @@ def split_validation(
     return data_lib.split_arrays((x, y, sample_weight), fraction)
 
 
-def unpack_validation(data: Any) -> tuple[Any, Any, Any]:
+def unpack_validation(
+    data: Any, *, targets: bool = True
+) -> tuple[Any, Any, Any]:
     """Returns the inputs, targets and weights of `validation_data`.
+
+    Args:
+        data: As in `fit`.
+        targets: Whether there are targets to train on. A model that makes its
+            own from the inputs has none, and takes `(x,)`, as in Keras.
 
     Raises:
         ConfigurationError: It is a tuple or list of another length.
     """
-    if isinstance(data, tuple | list) and len(data) not in (2, 3):
+    lengths = (2, 3) if targets else (1, 2, 3)
+    if isinstance(data, tuple | list) and len(data) not in lengths:
         raise ConfigurationError(
             "validation_data must be (x, y), (x, y, sample_weight), or a "
             f"dataset. Received: a {type(data).__name__} of {len(data)}."

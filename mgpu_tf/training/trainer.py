@@ -325,7 +325,9 @@ class Trainer:
             check_repeats(numbers, source)
             validation = None
             if validation_data is not None:
-                val_x, val_y, weight = unpack_validation(validation_data)
+                val_x, val_y, weight = unpack_validation(
+                    validation_data, targets=y is not None
+                )
                 size = validation_batch_size or batch_size
                 if data_lib.is_batched(val_x):
                     size = None

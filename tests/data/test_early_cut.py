@@ -1,6 +1,7 @@
 """A dataset that is cut before its maps: the same batches, each row once."""
 
 import collections
+import threading
 
 import numpy as np
 import pytest
@@ -30,13 +31,15 @@ class Work:
 
     def __init__(self):
         self.rows = collections.Counter()
+        self._lock = threading.Lock()
 
     def __call__(self, number):
         value = tf.numpy_function(self._mapped, [number], tf.int64, False)
         return tf.ensure_shape(value, []), tf.cast(number, tf.float32) / 3
 
     def _mapped(self, number):
-        self.rows[int(number)] += 1
+        with self._lock:
+            self.rows[int(number)] += 1
         return number * number
 
 
