@@ -32,20 +32,28 @@ IMAGE = {
 # Where pods mount their claim; unlike /checkpoints, each machine has it.
 CLAIM = "/srv"
 # As a container is made: its volumes, a root file system that nobody writes,
-# a user without privileges. Python may be in the home of root, which that user
-# does not reach: it is laid open.
+# a user without privileges. Python and the package may be in the home of root,
+# which that user does not reach, or below /tmp: they are laid open.
 CONTAINER = f"""
-claim=$1 python=$2 user=$3; shift 3
+claim=$1 python=$2 project=$3 user=$4; shift 4
 mount --bind "$claim" {CLAIM}
-case $python in ~root/*)
-  mount --bind "$python" /media
-  mount -t tmpfs -o mode=755 tmpfs ~root
-  mkdir -p "$python"
-  mount --bind /media "$python"
-esac
+mount --bind "$python" /media
+mount --bind "$project" /mnt
+for folder in "$python" "$project"; do
+  case $folder in ~root/*)
+    mountpoint -q ~root || mount -t tmpfs -o mode=755 tmpfs ~root
+  esac
+done
 mount -t tmpfs tmpfs /dev/shm
 mount -o remount,bind,ro /
 mount -t tmpfs tmpfs /tmp
+lay_open() {{
+  [ -e "$2/$3" ] && return
+  mkdir -p "$2"
+  mount --bind "$1" "$2"
+}}
+lay_open /media "$python" bin
+lay_open /mnt "$project" mgpu_tf
 cd {CLAIM}
 if touch /owned 2>/dev/null; then exit 99; fi
 exec setpriv --reuid="$user" --regid="$user" --clear-groups --no-new-privs \
@@ -79,7 +87,7 @@ def run_pods(folder, claim, **fields):
                     pod.host,
                     [
                         *("unshare", "--mount", "sh", "-euc", CONTAINER, "sh"),
-                        *(claim, sys.base_prefix),
+                        *(claim, sys.base_prefix, str(clusters.ROOT)),
                         str(pod.spec["securityContext"]["runAsUser"]),
                         *pod.container["command"],
                     ],
