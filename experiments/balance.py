@@ -12,7 +12,8 @@ process  Each worker computes with one thread. Worker 1 is stopped for half of
          the time, by SIGSTOP and SIGCONT every 10 ms. Needs two free cores.
 
 By arithmetic measured shares give at most 1.5 times the examples per second.
-Expected: 1.25 or more, and the same losses. Takes 2 minutes on two cores.
+Expected with `device`: 1.25 or more, and the same losses. With `process`,
+measured shares were slower. Takes 2 minutes on two cores.
 """
 
 import argparse
