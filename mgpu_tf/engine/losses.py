@@ -33,7 +33,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare, as_float
-from mgpu_tf.engine.reading import Reader, Unreadable
+from mgpu_tf.engine.reading import Reader, Unreadable, of_degree
 from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
@@ -224,8 +224,7 @@ class GlobalLoss:
         total, share = tf.reduce_sum(as_float(loss)), self._current.share
         if share.replicas == 1:
             return total
-        fraction = tf.cast(share.fraction(tf.float64), total.dtype)
-        return share.select(total * fraction, 0)
+        return share.select(of_degree(0, total, share), 0)
 
     @property
     def trackers(self) -> list[keras.metrics.Mean]:

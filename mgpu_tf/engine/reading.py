@@ -290,7 +290,7 @@ class Reader:
             raise Unreadable(value.op)
         terms = self._terms(value, state)
         parts = [
-            _of_degree(degree, part, share) for degree, part in terms.items()
+            of_degree(degree, part, share) for degree, part in terms.items()
         ]
         return parts[0] if len(parts) == 1 else tf.add_n(parts)
 
@@ -645,7 +645,14 @@ def _type(tensor: Any) -> str | None:
     return tensor.op.type if tf.is_symbolic_tensor(tensor) else None
 
 
-def _of_degree(degree: int, part: tf.Tensor, share: BatchShare) -> tf.Tensor:
+def of_degree(degree: int, part: tf.Tensor, share: BatchShare) -> tf.Tensor:
+    """Returns what a replica gives to a value of the global batch.
+
+    Args:
+        degree: How the value grows with the rows, as above; 0 for a constant.
+        part: What the replica has computed.
+        share: This replica's part of the global batch.
+    """
     if degree == 1:
         return part
     if not part.dtype.is_floating:

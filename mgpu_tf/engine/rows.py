@@ -245,6 +245,26 @@ def _padded(rows: tf.Tensor, size: int) -> tf.Tensor:
     return padded
 
 
+def own_rows(
+    slices: tf.IndexedSlices, first: int, after: int
+) -> tf.IndexedSlices:
+    """Returns the rows of a part of a table, counted from its first row.
+
+    Args:
+        slices: Rows of the whole table.
+        first: The first row of the part.
+        after: The first row of the next part.
+    """
+    indices = slices.indices
+    mine = (indices >= first) & (indices < after)
+    shape = (after - first, *slices.values.shape[1:])
+    return tf.IndexedSlices(
+        tf.boolean_mask(slices.values, mine),
+        tf.boolean_mask(indices, mine) - first,
+        tf.constant(shape, indices.dtype),
+    )
+
+
 def _cast(slices: tf.IndexedSlices, dtype: tf.DType) -> tf.IndexedSlices:
     if slices.dtype == dtype:
         return slices

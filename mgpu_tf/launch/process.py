@@ -209,7 +209,7 @@ class LocalTask(Task):
         return self.process.poll()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Waits for its end, at most so many seconds."""
+        """Waits for its end, no longer than `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
 

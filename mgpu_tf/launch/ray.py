@@ -413,7 +413,7 @@ class RayTask(Task):
         return not self._lost
 
     def wait(self, seconds: float | None = None) -> None:
-        """Waits for its end, at most so many seconds."""
+        """Waits for its end, no longer than `seconds`."""
         self._over.wait(seconds)
 
     def cause(self) -> str:

@@ -1,5 +1,7 @@
 """Layers computed in parts, against Keras's own `fit` on one device."""
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -407,16 +409,24 @@ def own_table(optimizer, table="own_table"):
     return models.compiled(keras.Model(words, x), optimizer, loss)
 
 
+@pytest.mark.parametrize("split", [("model", None), (None, "model")])
 @pytest.mark.parametrize(
-    ("split", "rate"), [(("model", None), 0.02), ((None, "model"), 0.03)]
+    "mesh",
+    tiered(
+        [{"tensor": 3}, {"data": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}],
+        [{"tensor": 3}],
+    ),
 )
-def test_a_word_that_comes_twice_has_two_rows(split, rate):
+def test_a_word_that_comes_twice_has_two_rows(mesh, split):
     """Adam and a norm take the squares of both, not of their sum."""
-    strategy = strategy_of(tensor=3, layout={"own_table/embeddings": split})
+    strategy = mgpu_tf.create_model_parallel_strategy(
+        **mesh,
+        num_virtual_devices=math.prod(mesh.values()),
+        smallest_split=4,
+        layout={"own_table/embeddings": split},
+    )
     trainer, difference = compared(
-        lambda: own_table(
-            keras.optimizers.Adam(rate, epsilon=1e-3, global_clipnorm=0.2)
-        ),
+        lambda: own_table(adam(global_clipnorm=0.2)),
         models.transformer_data(),
         strategy,
     )

@@ -30,7 +30,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.reduction import Reduction
-from mgpu_tf.engine.rows import RowGather
+from mgpu_tf.engine.rows import RowGather, own_rows
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.synchronous.engine import (
     SynchronousEngine,
@@ -495,14 +495,8 @@ class ShardedUpdate(Update):
 
         def kept(slices: tf.IndexedSlices) -> tf.IndexedSlices:
             inner = held.inner()
-            first, after = inner.bounds(self._strategy.along("fsdp").rank())
-            indices = slices.indices
-            mine = (indices >= first) & (indices < after)
-            return tf.IndexedSlices(
-                tf.boolean_mask(slices.values, mine),
-                tf.boolean_mask(indices, mine) - first,
-                tf.constant([after - first, inner.shape[1]], indices.dtype),
-            )
+            rank = self._strategy.along("fsdp").rank()
+            return own_rows(slices, *inner.bounds(rank))
 
         return self._strategy.run(kept, args=(slices,))
 

@@ -23,6 +23,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.rows import own_rows
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.step_scope import StepScope
 from mgpu_tf.engine.synchronous.parts import computed
@@ -511,19 +512,11 @@ def _joined(
                 "that is not Keras's Embedding. Leave it out of the layout."
             )
         values, indices = groups.all_reduce(rows.values), rows.indices
-        if dim:
-            values = groups.own_part(values, dim)
-            return tf.IndexedSlices(
-                values, indices, tf.shape(part, indices.dtype)
-            )
-        rank, size = groups.rank(), groups.size
-        low = split.length * rank // size
-        mine = (indices >= low) & (indices < split.length * (rank + 1) // size)
-        return tf.IndexedSlices(
-            tf.boolean_mask(values, mine),
-            tf.boolean_mask(indices, mine) - low,
-            tf.shape(part, indices.dtype),
-        )
+        if dim == 0:
+            summed = tf.IndexedSlices(values, indices)
+            return own_rows(summed, *split.bounds(groups.rank()))
+        shape = tf.shape(part, indices.dtype)
+        return tf.IndexedSlices(groups.own_part(values, dim), indices, shape)
 
     @tf.custom_gradient
     def whole(part: tf.Tensor) -> Any:
