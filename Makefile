@@ -3,6 +3,7 @@
 # make test    the default tests, in three processes
 # make test-full  the full tier: what the default leaves out; installs Slurm
 # make test-clusters  of it, jobs on a real Slurm, Ray, sshd and namespaces
+# make test-rest  the rest of the full tier, which needs no root
 # make slurm   Debian's Slurm and sshd, for the full tier; as root
 # make lint    ruff and mypy
 # make soak    breaks jobs and compares weights; FAULTS=30 SEED=2
@@ -18,7 +19,7 @@ METADATA := setup.cfg pyproject.toml
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: bench conformance growth setup demo test test-clusters test-full lint parity slurm soak format clean
+.PHONY: bench conformance growth setup demo test test-clusters test-full test-rest lint parity slurm soak format clean
 
 setup: $(VENV)/.base
 
@@ -36,6 +37,9 @@ test-full: $(VENV)/.test slurm
 
 test-clusters: $(VENV)/.test slurm
 	$(BIN)/python -m pytest -m full $(THREE) tests/cluster tests/launch $(ARGS)
+
+test-rest: $(VENV)/.test
+	$(BIN)/python -m pytest -m full $(THREE) --ignore=tests/cluster --ignore=tests/launch $(ARGS)
 
 # Its daemons are started by the tests themselves.
 SLURM := slurmctld slurmd slurm-client munge iproute2 openssh-server openssh-client

@@ -1,7 +1,9 @@
 """Fixtures of all tests: strategies on parts of the CPU, float64."""
 
+import datetime
 import os
 import pathlib
+import random
 import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -9,6 +11,35 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import pytest
 
 from tests import clusters, columns, leftovers
+
+
+# Here the tests of one row share what Keras computes, and nothing else.
+BY_ROW = "tests/parity/test_one_machine.py"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--until",
+        type=float,
+        metavar="SECONDS",
+        help="No test begins after this time, in seconds since 1970. The order "
+        "of files is another one each day.",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("until") is None:
+        return
+    files = sorted({item.nodeid.partition("::")[0] for item in items})
+    random.Random(datetime.date.today().toordinal()).shuffle(files)
+    turns = {file: turn for turn, file in enumerate(files)}
+    items.sort(key=lambda item: turns[item.nodeid.partition("::")[0]])
+
+
+def pytest_runtest_setup(item):
+    until = item.config.getoption("until")
+    if until is not None and time.time() > until:
+        pytest.skip("NOT RUN: the time of --until is over")
 
 
 def pytest_xdist_make_scheduler(config, log):
@@ -25,6 +56,8 @@ def pytest_xdist_make_scheduler(config, log):
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
+            if file == BY_ROW:
+                return nodeid.rpartition("-")[2]
             return "those that share a cluster" if file in sharing else file
 
     return Scheduling(config, log)
