@@ -12,7 +12,6 @@ import pytest
 
 from tests import clusters, columns, leftovers
 
-
 # Here the tests of one row share what Keras computes, and nothing else.
 BY_ROW = "tests/parity/test_one_machine.py"
 
