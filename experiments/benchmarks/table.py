@@ -99,7 +99,9 @@ def _step_overhead(replicas: int) -> Benchmark:
     )
 
 
-def _one_device(job: str, aim: float, call: int) -> Benchmark:
+def _one_device(
+    job: str, aim: float, call: int, tolerance: float = 2e-3
+) -> Benchmark:
     """Long steps: what the kernels and the loop are worth.
 
     A process has one core and one thread, and rates are those of its
@@ -109,6 +111,7 @@ def _one_device(job: str, aim: float, call: int) -> Benchmark:
         job: A key of `jobs.JOBS`.
         aim: Over Keras 3's `fit`.
         call: Steps of its longer execution, and least steps of an epoch.
+        tolerance: By what part the losses of Keras 3 on TensorFlow may differ.
     """
     where = {"strategy": "one_device", "clock": "processor"}
     timed = {"clock": "processor"}
@@ -128,10 +131,20 @@ def _one_device(job: str, aim: float, call: int) -> Benchmark:
         ),
     )
     contestants = (
-        Contestant("mgpu_tf", _TRAINER, where),
-        Contestant("mgpu_tf_keras", _TRAINER, {**where, "kernels": "keras"}),
+        Contestant("mgpu_tf", _TRAINER, where, tolerance=tolerance),
+        Contestant(
+            "mgpu_tf_keras",
+            _TRAINER,
+            {**where, "kernels": "keras"},
+            tolerance=tolerance,
+        ),
         *(
-            Contestant(name, _FIT, {**where, "steps_per_execution": steps})
+            Contestant(
+                name,
+                _FIT,
+                {**where, "steps_per_execution": steps},
+                tolerance=tolerance,
+            )
             for name, steps in stock
         ),
         *peers,
@@ -391,7 +404,9 @@ BENCHMARKS = (
     _step_overhead(4),
     _one_device("cnn", 1.25, 10),
     _one_device("resnet20", 1.25, 10),
-    _one_device("mobilenetv2", 1.3, 10),
+    # In 10 steps it parts from itself: with the rows of a batch in another
+    # order, the loss of Keras's own `fit` differs by 0.9%.
+    _one_device("mobilenetv2", 1.3, 10, tolerance=0.02),
     _one_device("mlp_adam", 1.25, 20),
     _one_device("transformer", 1.1, 20),
     _one_device("lstm", 1.0, 20),
