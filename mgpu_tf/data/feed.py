@@ -6,6 +6,7 @@ out, so that no replica has to ask the others whether they still have data.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,7 +79,10 @@ def distribute(
 
 
 def next_batch(
-    iterator: Any, source: Source, strategy: tf.distribute.Strategy
+    iterator: Any,
+    source: Source,
+    strategy: tf.distribute.Strategy,
+    bounds: tf.Tensor | None = None,
 ) -> tuple[Any, Any, Any]:
     """Takes a global batch; in the graph of a step, outside of replicas.
 
@@ -90,6 +94,7 @@ def next_batch(
         iterator: Of a dataset from `distribute`.
         source: What was distributed.
         strategy: Who takes it.
+        bounds: Those of `LocalReplicas`. Default: those of now.
 
     Returns:
         `(data, local, total)`, a value for each local replica.
@@ -97,6 +102,8 @@ def next_batch(
     if not _on_host(strategy):
         return next(iterator)
     local = topology_of(strategy).local
+    if bounds is not None:
+        local = dataclasses.replace(local, bounds=bounds)
     uncut = _uncut(source, strategy)
     if uncut is None or not source.totals_known:
         if uncut is None:

@@ -35,14 +35,14 @@ class LocalReplicas:
         count: How many replicas this process holds.
         total: How many replicas there are.
         bounds: Where the ranges of replicas begin and end, as parts of the
-            last number; None for equal ranges.
+            last number, integers or a tensor; None for equal ranges.
         same_rows: How many neighbours of them get the same rows.
     """
 
     first: int
     count: int
     total: int
-    bounds: tuple[int, ...] | None = None
+    bounds: tuple[int, ...] | tf.Tensor | None = None
     same_rows: int = 1
 
     @property
@@ -97,9 +97,9 @@ class LocalReplicas:
         )
 
     def _bound(self, index: Any) -> Any:
-        if isinstance(index, int):
-            return (self.bounds or ())[index]
-        return tf.gather(tf.constant(self.bounds, tf.int64), index)
+        if isinstance(self.bounds, tuple) and isinstance(index, int):
+            return self.bounds[index]
+        return tf.gather(tf.convert_to_tensor(self.bounds, tf.int64), index)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -180,10 +180,22 @@ def test_shares_that_change_after_epochs(kind, floatx, strategies, monkeypatch):
             or True
         ),
     )
+    traced = []
+    train_step = SynchronousEngine._train_step
+    monkeypatch.setattr(
+        SynchronousEngine,
+        "_train_step",
+        lambda self, *args: [train_step(self, *args), traced.append(seen[:])][
+            0
+        ],
+    )
     options = KINDS[kind]
     trainer = mgpu_tf.Trainer(jobs.build, made)
     history = trainer.fit(*jobs.data(options), epochs=3, verbose=0, **options)
     assert seen == [True, CHOSEN[0], True, CHOSEN[1], False, CHOSEN[1]]
+    # No step is traced with the new shares.
+    assert traced
+    assert not any(traced)
     compare(
         (history.history["loss"], jobs.variables(trainer.model)),
         one_device(**options),

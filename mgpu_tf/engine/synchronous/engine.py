@@ -410,7 +410,10 @@ class SynchronousEngine(Engine):
         traces, exact = _traces(run), determinism.is_enabled()
         try:
             done, examples, spent, ended, logs, means, first, watched = run(
-                iterator, tf.constant(steps, tf.int64), tf.constant(notes)
+                iterator,
+                tf.constant(steps, tf.int64),
+                tf.constant(notes),
+                self._measured_bounds(),
             )
         except tf.errors.InvalidArgumentError as error:
             if NO_EXAMPLES not in str(error):
@@ -472,15 +475,25 @@ class SynchronousEngine(Engine):
         if self._model.run_eagerly:
             return python
         jit = kind == "train" and self._jit_compile
-        key = (
-            *(kind, source.may_end, source.totals_known, whole, exact, jit),
-            self._local.bounds,
-        )
+        key = (kind, source.may_end, source.totals_known, whole, exact, jit)
+        if kind == "predict" or not balance_of(self._strategy).measured:
+            key = (*key, self._local.bounds)
         if key not in self._functions:
             self._functions[key] = tf.function(
                 python, autograph=False, reduce_retracing=True
             )
         return self._functions[key]
+
+    def _measured_bounds(self) -> tf.Tensor | None:
+        """Returns the bounds of replicas, None where they stay the same.
+
+        Steps take bounds that change as an argument: tracing a step anew takes
+        longer than new shares save in many epochs.
+        """
+        if not balance_of(self._strategy).measured:
+            return None
+        equal = range(self._local.total + 1)
+        return tf.constant(self._local.bounds or [*equal], tf.int64)
 
     # In the graph, outside of replicas.
 
@@ -491,6 +504,7 @@ class SynchronousEngine(Engine):
         iterator: Any,
         steps: tf.Tensor,
         notes: tf.Tensor,
+        bounds: tf.Tensor | None,
     ) -> tuple[Any, ...]:
         """Runs up to `steps` steps and sums the metrics over replicas."""
         first: list[Any] = []
@@ -513,7 +527,7 @@ class SynchronousEngine(Engine):
             seconds = self._clock(number, steps)
             before = seconds()
             with tf.control_dependencies([before]):
-                data, local, total = self._next(iterator, source)
+                data, local, total = self._next(iterator, source, bounds)
             if not first:
                 first.append((data, total))
             arrived = [
@@ -679,10 +693,12 @@ class SynchronousEngine(Engine):
             raise UnevenData(found.nonzero()[0].tolist(), len(found), steps)
 
     def _next(
-        self, iterator: Any, source: Source
+        self, iterator: Any, source: Source, bounds: tf.Tensor | None = None
     ) -> tuple[Any, Any, tf.Tensor]:
         """Takes a global batch; its size comes as one tensor."""
-        data, local, total = next_batch(iterator, source, self._strategy)
+        data, local, total = next_batch(
+            iterator, source, self._strategy, bounds
+        )
         if source.totals_known:
             return data, local, self._first(total)
         total = self._strategy.reduce("SUM", local, axis=None)
