@@ -475,9 +475,13 @@ class SynchronousEngine(Engine):
         if self._model.run_eagerly:
             return python
         jit = kind == "train" and self._jit_compile
-        key = (kind, source.may_end, source.totals_known, whole, exact, jit)
-        if kind == "predict" or not balance_of(self._strategy).measured:
-            key = (*key, self._local.bounds)
+        given = kind in ("train", "evaluate") and (
+            balance_of(self._strategy).measured
+        )
+        key = (
+            *(kind, source.may_end, source.totals_known, whole, exact, jit),
+            None if given else self._local.bounds,
+        )
         if key not in self._functions:
             self._functions[key] = tf.function(
                 python, autograph=False, reduce_retracing=True
@@ -504,7 +508,7 @@ class SynchronousEngine(Engine):
         iterator: Any,
         steps: tf.Tensor,
         notes: tf.Tensor,
-        bounds: tf.Tensor | None,
+        bounds: tf.Tensor | None = None,
     ) -> tuple[Any, ...]:
         """Runs up to `steps` steps and sums the metrics over replicas."""
         first: list[Any] = []
