@@ -72,15 +72,13 @@ class SshHosts:
 
     def popen(self, *command, **options):
         """Starts a command on the host of the launcher."""
-        return self.network.popen(
-            DRIVER,
-            command,
-            env=clusters.environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            **options,
-        )
+        usual = {
+            "env": clusters.environment(),
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
+        return self.network.popen(DRIVER, command, **(usual | options))
 
     def _start(self):
         # sshd takes a key of root only where no other can write.

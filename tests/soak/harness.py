@@ -10,6 +10,7 @@ import subprocess
 import time
 
 from tests import clusters
+from tests.ssh import SshHosts
 
 # The job, `tests.soak.job`.
 EPOCHS = 5
@@ -20,6 +21,7 @@ TOTAL_STEPS = EPOCHS * STEPS_PER_EPOCH
 # The tasks of each strategy; the first is the chief.
 TASKS = {
     "mirrored": ("worker-0",),
+    "3_machines": ("worker-0", "worker-1", "worker-2"),
     "2_workers": ("worker-0", "worker-1"),
     "3_workers": ("worker-0", "worker-1", "worker-2"),
     "2_workers_fsdp": ("worker-0", "worker-1"),
@@ -29,12 +31,15 @@ TASKS = {
     "data_2_pipeline_2": ("worker-0",),
     "parameter_server": ("chief-0", "worker-0", "worker-1", "ps-0"),
 }
+# Network namespaces with an address and an sshd each stand for machines.
+MACHINES = {"3_machines": ("host0", "host1", "host2")}
 
 # What is done, and when: a task is killed between two steps; while the chief
 # writes a checkpoint; two tasks at once; the supervisor is killed; or all are
 # told to end by SIGTERM; a task is stopped, for good or for PAUSE_SECONDS; the
 # newest checkpoint is damaged, or the chief cannot write files for a while,
-# and then the chief is killed.
+# and then the chief is killed. A machine loses its link, in training or while
+# the tasks start, until the supervisor has noticed and all of them have ended.
 KINDS = {
     "step": 4,
     "save": 3,
@@ -46,6 +51,7 @@ KINDS = {
     "damage": 2,
     "full": 2,
 }
+KINDS_OF_MACHINES = {"link": 1, "start": 1}
 STALL_SECONDS = 60
 PAUSE_SECONDS = 30
 
@@ -121,9 +127,16 @@ class Job:
         self._logs = os.path.join(folder, "logs")
         self._output = os.path.join(folder, "output.txt")
         self._supervisor = None
+        self._hosts = None
 
     def run(self, faults=()):
         """Runs the job to its end, through all faults."""
+        if self._strategy not in MACHINES:
+            return self._run(faults)
+        with SshHosts(MACHINES[self._strategy]) as self._hosts:
+            return self._run(faults)
+
+    def _run(self, faults):
         started = time.time()
         self._start()
         try:
@@ -154,35 +167,40 @@ class Job:
         return sum(task.startswith("ps-") for task in self._tasks)
 
     def _start(self):
-        workers = sum(task.startswith("worker-") for task in self._tasks)
+        command = [
+            *(clusters.PYTHON, "-m", "mgpu_tf", "launch"),
+            *self._places(),
+            "--startup_seconds=0",
+            "--max_restarts=99",
+            f"--stall_timeout_seconds={STALL_SECONDS}",
+            "--backoff_seconds=0",
+            "--grace_seconds=300",
+            f"--log_dir={self._logs}",
+            *self._flags,
+            "--",
+            *(clusters.PYTHON, "-m", "tests.soak.job"),
+            *(self._checkpoints, self._strategy),
+        ]
         with open(self._output, "ab") as output:
-            self._supervisor = subprocess.Popen(
-                [
-                    clusters.PYTHON,
-                    "-m",
-                    "mgpu_tf",
-                    "launch",
-                    f"--num_workers={workers}",
-                    f"--num_ps={self._servers}",
-                    "--startup_seconds=0",
-                    "--max_restarts=99",
-                    f"--stall_timeout_seconds={STALL_SECONDS}",
-                    "--backoff_seconds=0",
-                    "--grace_seconds=300",
-                    f"--log_dir={self._logs}",
-                    *self._flags,
-                    "--",
-                    clusters.PYTHON,
-                    "-m",
-                    "tests.soak.job",
-                    self._checkpoints,
-                    self._strategy,
-                ],
-                cwd=clusters.ROOT,
-                env=clusters.environment(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
+            options = {
+                "cwd": clusters.ROOT,
+                "env": clusters.environment(),
+                "stdout": output,
+                "stderr": subprocess.STDOUT,
+            }
+            if self._hosts is None:
+                self._supervisor = subprocess.Popen(command, **options)
+            else:
+                self._supervisor = self._hosts.popen(*command, **options)
+
+    def _places(self):
+        if self._hosts is not None:
+            return (
+                f"--hosts={','.join(self._hosts.names)}",
+                *("--ssh", f"--ssh_command={self._hosts.ssh_command}"),
             )
+        workers = sum(task.startswith("worker-") for task in self._tasks)
+        return f"--num_workers={workers}", f"--num_ps={self._servers}"
 
     def _strike(self, fault):
         began = self._progress()[1]
@@ -195,7 +213,9 @@ class Job:
         if fault.kind == "full":
             self._fill(pids[0])
         struck = time.time()
-        if fault.kind == "supervisor":
+        if fault.kind in KINDS_OF_MACHINES:
+            self._cut(fault, pids[fault.worker])
+        elif fault.kind == "supervisor":
             self._supervisor.kill()
         elif fault.kind == "preempt":
             self._supervisor.terminate()
@@ -230,6 +250,20 @@ class Job:
 
         self._until(goes_on)
         return Struck(at_step, torn, time.time() - struck)
+
+    def _cut(self, fault, pid):
+        """Takes a machine from the network until the supervisor has lost it."""
+        task = self._tasks[fault.worker]
+        host = self._hosts.names[fault.worker]
+        if fault.kind == "start":
+            os.kill(pid, signal.SIGKILL)
+            self._until(lambda: self._pid(task) != pid)
+            pid = self._pid(task)
+        self._hosts.network.cut(host)
+        try:
+            self._until(lambda: not _runs(pid))
+        finally:
+            self._hosts.network.mend(host)
 
     def _damage(self):
         """Changes a byte of the newest checkpoint."""
@@ -312,8 +346,9 @@ def faults_of(generator, strategy, count):
         The faults, by step.
     """
     tasks = len(TASKS[strategy])
-    kinds = [kind for kind in KINDS if kind != "two" or tasks > 1]
-    weights = [KINDS[kind] for kind in kinds]
+    drawn_from = KINDS_OF_MACHINES if strategy in MACHINES else KINDS
+    kinds = [kind for kind in drawn_from if kind != "two" or tasks > 1]
+    weights = [drawn_from[kind] for kind in kinds]
     part = (TOTAL_STEPS - 4 * SAVE_EVERY_STEPS) / count
 
     def drawn(index):

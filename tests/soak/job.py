@@ -21,6 +21,7 @@ STRATEGIES = {
     "mirrored": lambda: mgpu_tf.create_mirrored_strategy(num_virtual_devices=2),
     "2_workers": mgpu_tf.create_multi_worker_mirrored_strategy,
     "3_workers": mgpu_tf.create_multi_worker_mirrored_strategy,
+    "3_machines": mgpu_tf.create_multi_worker_mirrored_strategy,
     "2_workers_fsdp": lambda: mgpu_tf.create_strategy("fsdp"),
     "fsdp": lambda: mgpu_tf.create_model_parallel_strategy(
         fsdp=2, num_virtual_devices=2
