@@ -142,7 +142,16 @@ class Job:
         try:
             self._until(lambda: self._progress()[0] > 0)
             cold_start_seconds = time.time() - started
-            struck = [self._strike(fault) for fault in faults]
+            struck = []
+            for fault in faults:
+                self._until(
+                    lambda fault=fault: (
+                        self._is_done() or self._progress()[0] >= fault.step
+                    )
+                )
+                if self._is_done():
+                    break  # A stopped task may end the job when it goes on.
+                struck.append(self._strike(fault))
             code = self._supervisor.wait(clusters.LIMIT_SECONDS)
             assert code == 0, self._told()
         finally:
@@ -204,7 +213,6 @@ class Job:
 
     def _strike(self, fault):
         began = self._progress()[1]
-        self._until(lambda: self._progress()[0] >= fault.step)
         if fault.kind == "save":
             self._until(self._writing, pause=0.0)
         pids = [self._pid(task) for task in self._tasks]
@@ -242,7 +250,7 @@ class Job:
             torn = self._writing()
 
         def goes_on():
-            if self._supervisor.poll() == 0:
+            if self._is_done():
                 return True  # It struck after the last step.
             step, now_began = self._progress()
             alone = fault.kind == "pause" or self._servers
@@ -250,6 +258,9 @@ class Job:
 
         self._until(goes_on)
         return Struck(at_step, torn, time.time() - struck)
+
+    def _is_done(self):
+        return self._supervisor.poll() == 0
 
     def _cut(self, fault, pid):
         """Takes a machine from the network until the supervisor has lost it."""

@@ -89,9 +89,10 @@ def strike(ledger, index, count):
     try:
         result = run_job(strategy, faults)
         struck = [dataclasses.asdict(one) for one in result.struck]
+        # Those after the end of the job have not struck.
         entry["faults"] = [
             fault | did
-            for fault, did in zip(entry["faults"], struck, strict=True)
+            for fault, did in zip(entry["faults"], struck, strict=False)
         ]
         facts = dataclasses.asdict(result)
         del facts["struck"]
