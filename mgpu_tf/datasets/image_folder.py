@@ -67,8 +67,13 @@ def image_folder(
         image = tf.io.decode_image(
             tf.io.read_file(path), channels, expand_animations=False
         )
-        image = tf.image.resize(image, image_size, interpolation)
-        image = tf.ensure_shape(image, [*image_size, channels])
-        return tf.cast(image, tf.float32)
+        image = tf.cond(
+            tf.reduce_all(tf.shape(image)[:2] == image_size),
+            lambda: tf.cast(image, tf.float32),
+            lambda: tf.cast(
+                tf.image.resize(image, image_size, interpolation), tf.float32
+            ),
+        )
+        return tf.ensure_shape(image, [*image_size, channels])
 
     return labelled_files(paths, labels, names, label_mode, decoded)

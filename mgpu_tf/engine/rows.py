@@ -246,18 +246,19 @@ def _padded(rows: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def own_rows(
-    slices: tf.IndexedSlices, first: int, after: int
+    slices: tf.IndexedSlices, bounds: tuple[int, int], row: Sequence[int]
 ) -> tf.IndexedSlices:
     """Returns the rows of a part of a table, counted from its first row.
 
     Args:
-        slices: Rows of the whole table.
-        first: The first row of the part.
-        after: The first row of the next part.
+        slices: Rows of the whole table. What comes from other processes may
+            not know its shape.
+        bounds: The first row of the part, and the first one after it.
+        row: The shape of a row.
     """
-    indices = slices.indices
+    (first, after), indices = bounds, slices.indices
     mine = (indices >= first) & (indices < after)
-    shape = (after - first, *slices.values.shape[1:])
+    shape = (after - first, *row)
     return tf.IndexedSlices(
         tf.boolean_mask(slices.values, mine),
         tf.boolean_mask(indices, mine) - first,

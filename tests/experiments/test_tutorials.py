@@ -14,6 +14,9 @@ from tests import clusters, columns
 from tests.jobs import tutorials
 
 ROUNDING = 2e-4
+# A bias before a BatchNormalization has no gradient but rounding, of which Adam
+# makes steps of the learning rate, 1e-4.
+OF_WEIGHTS = 2e-3
 NEAR = 0.3
 
 
@@ -32,7 +35,10 @@ def _check(name, observed, noise):
         )
     if not noise:
         np.testing.assert_allclose(
-            observed["weights"], expected["weights"], rtol=ROUNDING, atol=5e-4
+            observed["weights"],
+            expected["weights"],
+            rtol=ROUNDING,
+            atol=OF_WEIGHTS,
         )
 
 

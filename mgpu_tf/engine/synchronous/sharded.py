@@ -496,7 +496,7 @@ class ShardedUpdate(Update):
         def kept(slices: tf.IndexedSlices) -> tf.IndexedSlices:
             inner = held.inner()
             rank = self._strategy.along("fsdp").rank()
-            return own_rows(slices, *inner.bounds(rank))
+            return own_rows(slices, inner.bounds(rank), inner.shape[1:])
 
         return self._strategy.run(kept, args=(slices,))
 

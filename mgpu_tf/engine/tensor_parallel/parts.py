@@ -514,7 +514,8 @@ def _joined(
         values, indices = groups.all_reduce(rows.values), rows.indices
         if dim == 0:
             summed = tf.IndexedSlices(values, indices)
-            return own_rows(summed, *split.bounds(groups.rank()))
+            bounds = split.bounds(groups.rank())
+            return own_rows(summed, bounds, part.shape[1:])
         shape = tf.shape(part, indices.dtype)
         return tf.IndexedSlices(groups.own_part(values, dim), indices, shape)
 
