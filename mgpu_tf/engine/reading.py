@@ -171,6 +171,8 @@ class Reader:
             of all of them, such as the statistics of a normalization.
         drawn: Whether what is drawn at random, or read from the data, counts
             as depending on the rows.
+        means: What counts as a mean over the rows and is not read further;
+            the list may grow.
     """
 
     def __init__(
@@ -180,11 +182,13 @@ class Reader:
         as_given: Iterable[tf.Tensor] = (),
         *,
         drawn: bool = True,
+        means: list[tf.Tensor] | None = None,
     ) -> None:
         rows = list(tf.nest.flatten(list(rows), expand_composites=True))
         self._rows = {id(t) for t in rows if tf.is_symbolic_tensor(t)}
         self._declared = [] if declared is None else declared
         self._drawn = drawn
+        self._means = [] if means is None else means
         # What is known to be made of one row each.
         self._unmixed = self._rows | {id(tensor) for tensor in as_given}
         # What has an id here must live as long.
@@ -475,6 +479,8 @@ class Reader:
         Returns:
             The degree, None where a value of a row takes part.
         """
+        if any(value is mean for mean in self._means):
+            return 0
         if not self.depends(value):
             return 0
         if id(value) not in self._known_degrees:
@@ -624,6 +630,19 @@ def _sources(op: tf.Operation) -> list[tf.Tensor]:
 def _is_random(op: tf.Operation) -> bool:
     """Whether a value may differ between replicas by itself."""
     return op.op_def.is_stateful and op.type not in _NOT_RANDOM
+
+
+def variable_read_by(value: Any) -> Any:
+    """Returns the handle of the variable that a value was read from.
+
+    A replica that counts it among its rows has values of its own wherever it
+    is read.
+    """
+    value = tf.convert_to_tensor(value)
+    if not tf.is_symbolic_tensor(value):
+        return value
+    value = _without_identity(value)
+    return value.op.inputs[0] if _type(value) == "ReadVariableOp" else value
 
 
 def is_same(value: tf.Tensor, state: tf.Tensor) -> bool:
