@@ -343,13 +343,18 @@ class Reader:
             return {0: value}
         if op.type == "L2Loss" and self.is_by_example(op.inputs[0]):
             return {1: value}
+        if op.type == "MatMul" and self._sums_over_rows(op):
+            return {1: value}
         if op.type not in _REDUCTIONS and self._loses_rows(op, value):
             raise Unreadable(op)
         if op.type in _UNARY:
             source = op.inputs[value.value_index]
             again = _UNARY[op.type]
             return _mapped(
-                value, self._terms(source, state), lambda part: again(part, op)
+                value,
+                source,
+                self._terms(source, state),
+                lambda part: again(part, op),
             )
         if op.type in _SUMS:
             return self._of_sum(value, state)
@@ -364,6 +369,7 @@ class Reader:
     def _of_sum(self, value: tf.Tensor, state: Any) -> Terms:
         """Takes apart a sum of any length, without recursion into it."""
         parts: dict[int, list[tf.Tensor]] = {}
+        as_it_is = True
         pending = [(value, False)]
         while pending:
             term, negative = pending.pop()
@@ -377,9 +383,10 @@ class Reader:
                 pending += reversed(list(zip(sides, signs, strict=True)))
                 continue
             for degree, part in self._terms(term, state).items():
+                as_it_is &= part is term
                 part = -part if negative else part
                 parts.setdefault(degree, []).append(part)
-        if len(parts) == 1:
+        if len(parts) == 1 and as_it_is:
             return {next(iter(parts)): value}
         return {
             degree: _broadcast(_total(terms), value)
@@ -402,11 +409,12 @@ class Reader:
             raise Unreadable(op)
         if op.type == "Mul":
             terms = _mapped(
-                value, self._terms(left, state), lambda part: part * right
+                value, left, self._terms(left, state), lambda part: part * right
             )
             return {d + degree: part for d, part in terms.items()}
         terms = _mapped(
             value,
+            left,
             self._terms(left, state),
             lambda part: (
                 tf.math.divide_no_nan(part, right)
@@ -419,7 +427,11 @@ class Reader:
     def _of_pack(self, value: tf.Tensor, state: Any) -> Terms:
         each = [self._terms(term, state) for term in value.op.inputs]
         degrees = sorted({degree for terms in each for degree in terms})
-        if len(degrees) == 1:
+        as_it_is = all(
+            all(part is term for part in terms.values())
+            for term, terms in zip(value.op.inputs, each, strict=True)
+        )
+        if len(degrees) == 1 and as_it_is:
             return {degrees[0]: value}
         axis = value.op.get_attr("axis")
         return {
@@ -445,10 +457,27 @@ class Reader:
         reduce, keep = _REDUCTIONS[op.type], op.get_attr("keep_dims")
         terms = _mapped(
             value,
+            source,
             self._terms(source, state),
             lambda part: reduce(part, op.inputs[1], keep),
         )
         return {degree + added: part for degree, part in terms.items()}
+
+    def _sums_over_rows(self, op: tf.Operation) -> bool:
+        """Whether a product is the sum over rows of products of each row."""
+        left, right = op.inputs
+        if _type(left) == "Transpose":
+            order = tf.get_static_value(left.op.inputs[1])
+            turned = order is not None and list(order) == [1, 0]
+            left = left.op.inputs[0]
+        else:
+            turned = False
+        return (
+            turned != op.get_attr("transpose_a")
+            and not op.get_attr("transpose_b")
+            and self.is_by_example(left)
+            and self.is_by_example(right)
+        )
 
     def _takes(self, value: tf.Tensor, state: tf.Tensor) -> bool:
         """Whether what depends on no row depends on a state."""
@@ -525,6 +554,14 @@ class Reader:
                 mixed.
         """
         op = sizes.op
+        if not self.depends(sizes):
+            length = sizes.shape.num_elements()
+            return None if length is None else [0] * length
+        if op.type == "ConcatV2":
+            vectors = [self._degrees(t, strict) for t in op.inputs[:-1]]
+            if None in vectors:
+                return None
+            return [degree for vector in vectors for degree in vector or ()]
         if op.type == "Shape":
             source = op.inputs[0]
             if source.shape.rank is None:
@@ -583,7 +620,10 @@ class Reader:
             return True
         if op.type in _BROADCASTING:
             ranks = {t.shape.rank for t in op.inputs if self.has_rows(t)}
-            return len(ranks) > 1
+            return len(ranks) > 1 or (
+                len(ranks) == 1
+                and any(map(self._has_rows_elsewhere, op.inputs))
+            )
         if source is None or not self.has_rows(source):
             return op.type in ("Pack", "ConcatV2") and self._stacks(op)
         if op.type in _ACROSS:
@@ -607,6 +647,18 @@ class Reader:
                 return False
             return _joins_rows(source, op.outputs[0])
         return op.type in ("Pack", "ConcatV2") and self._stacks(op)
+
+    def _has_rows_elsewhere(self, tensor: tf.Tensor) -> bool:
+        """Whether rows may be on another axis than the first, as transposed.
+
+        Such as pairs of rows have them, `x - tf.transpose(x)`.
+        """
+        return (
+            None in (tensor.shape.as_list()[1:] if tensor.shape.rank else [])
+            and not self.has_rows(tensor)
+            and self.depends(tensor)
+            and not self.is_alike(tensor)
+        )
 
     def _stacks(self, op: tf.Operation) -> bool:
         """Whether rows are put before or behind rows."""
@@ -688,11 +740,15 @@ def of_degree(degree: int, part: tf.Tensor, share: BatchShare) -> tf.Tensor:
 
 def _mapped(
     value: tf.Tensor,
+    source: tf.Tensor,
     terms: Terms,
     again: Callable[[tf.Tensor], tf.Tensor],
 ) -> Terms:
-    """The terms of a linear function; the value itself where there is one."""
-    if len(terms) == 1:
+    """The terms of a linear function of a source with these terms.
+
+    It is the value itself where the only term is the source as it is.
+    """
+    if any(part is source for part in terms.values()):
         return {next(iter(terms)): value}
     return {degree: again(part) for degree, part in terms.items()}
 

@@ -134,9 +134,8 @@ class ReplicaStep:
         if self._own_logs:
             given = [*given, *self._state.metric_values(given)]
         with contextlib.ExitStack() as stack:
-            if share.replicas == 1 < share.same_rows:
-                # Keras divides a loss by the number of replicas.
-                stack.enter_context(as_one_replica())
+            # Keras would divide a loss by the number of replicas.
+            stack.enter_context(as_one_replica())
             declared = stack.enter_context(sharing(share))
             moments = stack.enter_context(self._moments.noted())
             scope = stack.enter_context(

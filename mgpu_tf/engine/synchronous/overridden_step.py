@@ -27,6 +27,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.contributions import (
     BatchShare,
     as_float,
@@ -36,7 +37,6 @@ from mgpu_tf.engine.contributions import (
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.reading import Reader, Unreadable, variable_read_by
 from mgpu_tf.engine.state import ReplicaState, Writes
-from mgpu_tf.engine.synchronous.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.update import Update
 from mgpu_tf.engine.written import by_rule, check_plain_variables
 from mgpu_tf.errors import ConfigurationError
@@ -216,7 +216,7 @@ class AuthorStep:
             )
             self._here.graph = graph_here()
             scope = stack.enter_context(AuthorScope(given, self._write))
-            values = flat_logs(getattr(self._model, self._method)(data))
+            values = self._returned(data)
         known = {id(variable): value for variable, value in before}
         writes = [
             (
@@ -235,6 +235,16 @@ class AuthorStep:
         optimizers = (v for each in self._optimizers for v in each.variables)
         check_plain_variables([*state.variables, *optimizers], reader)
         return values, writes
+
+    def _returned(self, data: Any) -> dict[str, Any]:
+        try:
+            return flat_logs(getattr(self._model, self._method)(data))
+        except Exception as error:
+            # AutoGraph wraps what is raised in a tf.function of the author's.
+            refusal = _refusal_within(error)
+            if refusal is None:
+                raise
+            raise refusal from None
 
     def _write(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Writes to a weight, or to a variable that is no state."""
@@ -269,8 +279,8 @@ class AuthorStep:
     def _warn(self, name: str, error: Unreadable) -> None:
         if name not in self._warned:
             _log.warning(
-                "%s of %s: %s cannot be read as a mean or a sum over rows (%s) "
-                "and becomes the mean of what replicas make of their own rows",
+                "%s of %s: %s is taken for a mean over rows, since it cannot "
+                "be read (%s)",
                 self._method,
                 type(self._model).__name__,
                 name,
@@ -286,7 +296,9 @@ class AuthorStep:
         if share is None:
             return {}
         for value in values:
-            self._take_for_mean(f"what metric {metric.name!r} is given", value, share)
+            self._take_for_mean(
+                f"what metric {metric.name!r} is given", value, share
+            )
         return _of_batch(metric, values, share)
 
     @contextlib.contextmanager
@@ -327,9 +339,9 @@ class AuthorStep:
                 "On several replicas an optimizer applies outside of "
                 "tf.function, tf.cond and loops of TensorFlow. Received: "
                 f"{optimizer.name!r}, inside of one in {self._method} of "
-                f"{type(self._model).__name__}. Apply in the step itself; the "
-                "option gradient_accumulation_steps of an optimizer "
-                "accumulates."
+                f"{type(self._model).__name__}. Apply in the step itself, "
+                "without tf.function; the option gradient_accumulation_steps "
+                "of an optimizer accumulates."
             )
         weighted = [
             _weighted(gradient, share)
@@ -356,6 +368,12 @@ class AuthorStep:
 
         context = tf.distribute.get_replica_context()
         context.merge_call(apply, args=(weighted,))
+
+
+def _refusal_within(error: BaseException | None) -> BaseException | None:
+    while error is not None and not isinstance(error, ConfigurationError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _copied(data: Any) -> Any:

@@ -19,10 +19,10 @@ from typing import Any
 import keras
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.author_scope import AuthorScope
 from mgpu_tf.engine.contributions import BatchShare, sharing
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.state import Writes
-from mgpu_tf.engine.synchronous.author_scope import AuthorScope
 from mgpu_tf.strategies.mirrored import as_one_replica
 
 
@@ -102,7 +102,7 @@ class Rehearsal:
         """
         self._here.applied = []
         with (
-            AuthorScope(given or [], lambda variable, value: None),
+            AuthorScope(given or []),
             as_one_replica(),
             sharing(share, stands=True),
         ):

@@ -26,7 +26,8 @@ class AuthorScope(keras.StatelessScope):
 
     Args:
         given: The variables whose values are kept, with those to begin with.
-        write: Takes another variable that is written to, and the value.
+        write: Takes another variable that is written to, and the value; by
+            default nothing is written.
 
     Attributes:
         written: The variables of `given` that were written to, by identity.
@@ -35,7 +36,7 @@ class AuthorScope(keras.StatelessScope):
     def __init__(
         self,
         given: Writes,
-        write: Callable[[keras.Variable, tf.Tensor], None],
+        write: Callable[[keras.Variable, tf.Tensor], None] | None = None,
     ) -> None:
         super().__init__(given, collect_losses=True)
         self.written: dict[int, keras.Variable] = {}
@@ -52,7 +53,8 @@ class AuthorScope(keras.StatelessScope):
         """Takes what is assigned to a variable."""
         variable, value = update
         if id(variable) not in self._kept:
-            self._write(variable, value)
+            if self._write is not None:
+                self._write(variable, value)
             return
         if graph_here() is not self._graph:
             raise ConfigurationError(
