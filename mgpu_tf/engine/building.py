@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.author_scope import AuthorScope
 from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
@@ -139,7 +140,7 @@ def _run_once(
     while True:
         known = len(model.variables)
         try:
-            with keras.StatelessScope():
+            with AuthorScope([]):
                 return run()
         except AttributeError:
             # Weights made in a scope have no gradient before it ends: what

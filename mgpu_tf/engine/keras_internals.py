@@ -816,6 +816,11 @@ def stored(variable: keras.Variable) -> tf.Variable:
     return variable._value
 
 
+def write_here(variable: keras.Variable, value: Any) -> None:
+    """Assigns a value to a variable, whatever scope is open."""
+    variable._direct_assign(value)
+
+
 def is_split(variable: keras.Variable) -> bool:
     """Returns whether replicas store parts of a variable."""
     return isinstance(stored(variable), ShardedVariable)
@@ -998,12 +1003,18 @@ def parts_of(variables: Iterable[keras.Variable]) -> set[int]:
 
     Behind one there is a variable on each replica.
     """
+    return {id(part) for part in _parts(variables)}
+
+
+def handles_of(variables: Iterable[keras.Variable]) -> set[int]:
+    """Returns the ids of the handles of what `parts_of` is about."""
+    return {id(part.handle) for part in _parts(variables)}
+
+
+def _parts(variables: Iterable[keras.Variable]) -> Iterator[Any]:
     strategy = tf.distribute.get_strategy()
-    return {
-        id(part)
-        for variable in variables
-        for part in strategy.experimental_local_results(variable.value)
-    }
+    for variable in variables:
+        yield from strategy.experimental_local_results(stored(variable))
 
 
 def random_layers(
@@ -1505,23 +1516,30 @@ class _Announcing(list):
 def caught_by(
     optimizers: Iterable[keras.optimizers.Optimizer],
     apply: Callable[
-        [keras.optimizers.Optimizer, list[Any], list[keras.Variable]], None
+        [keras.optimizers.Optimizer, list[Any], list[keras.Variable], bool],
+        None,
     ],
 ) -> Iterator[None]:
     """Lets another function apply the gradients that optimizers are given.
 
     Args:
         optimizers: Whose `apply` and `apply_gradients` are caught.
-        apply: Takes the optimizer, the gradients and their variables.
+        apply: Takes the optimizer, the gradients, their variables, and
+            whether `apply_gradients` was called.
     """
 
     def instructions(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
         def caught(gradients: Any, trainable_variables: Any = None) -> None:
             if trainable_variables is None:
                 trainable_variables = optimizer._trainable_variables
-            apply(optimizer, list(gradients), list(trainable_variables))
+            apply(optimizer, list(gradients), list(trainable_variables), False)
 
-        return {"apply": caught}
+        def caught_pairs(pairs: Any) -> keras.Variable:
+            gradients, variables = zip(*pairs, strict=True)
+            apply(optimizer, list(gradients), list(variables), True)
+            return optimizer._iterations
+
+        return {"apply": caught, "apply_gradients": caught_pairs}
 
     with _replaced(optimizers, instructions):
         yield
@@ -1532,7 +1550,10 @@ def applying_itself(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Undoes `caught_by` for an optimizer, inside of it."""
     with _replaced(
         [optimizer],
-        lambda part: {"apply": functools.partial(type(part).apply, part)},
+        lambda part: {
+            name: functools.partial(getattr(type(part), name), part)
+            for name in ("apply", "apply_gradients")
+        },
     ):
         yield
 

@@ -171,6 +171,8 @@ class Reader:
             of all of them, such as the statistics of a normalization.
         drawn: Whether what is drawn at random, or read from the data, counts
             as depending on the rows.
+        means: What counts as a mean over the rows and is not read further;
+            the list may grow.
     """
 
     def __init__(
@@ -180,11 +182,13 @@ class Reader:
         as_given: Iterable[tf.Tensor] = (),
         *,
         drawn: bool = True,
+        means: list[tf.Tensor] | None = None,
     ) -> None:
         rows = list(tf.nest.flatten(list(rows), expand_composites=True))
         self._rows = {id(t) for t in rows if tf.is_symbolic_tensor(t)}
         self._declared = [] if declared is None else declared
         self._drawn = drawn
+        self._means = [] if means is None else means
         # What is known to be made of one row each.
         self._unmixed = self._rows | {id(tensor) for tensor in as_given}
         # What has an id here must live as long.
@@ -339,13 +343,18 @@ class Reader:
             return {0: value}
         if op.type == "L2Loss" and self.is_by_example(op.inputs[0]):
             return {1: value}
+        if op.type == "MatMul" and self._sums_over_rows(op):
+            return {1: value}
         if op.type not in _REDUCTIONS and self._loses_rows(op, value):
             raise Unreadable(op)
         if op.type in _UNARY:
             source = op.inputs[value.value_index]
             again = _UNARY[op.type]
             return _mapped(
-                value, self._terms(source, state), lambda part: again(part, op)
+                value,
+                source,
+                self._terms(source, state),
+                lambda part: again(part, op),
             )
         if op.type in _SUMS:
             return self._of_sum(value, state)
@@ -360,6 +369,7 @@ class Reader:
     def _of_sum(self, value: tf.Tensor, state: Any) -> Terms:
         """Takes apart a sum of any length, without recursion into it."""
         parts: dict[int, list[tf.Tensor]] = {}
+        as_it_is = True
         pending = [(value, False)]
         while pending:
             term, negative = pending.pop()
@@ -373,9 +383,10 @@ class Reader:
                 pending += reversed(list(zip(sides, signs, strict=True)))
                 continue
             for degree, part in self._terms(term, state).items():
+                as_it_is &= part is term
                 part = -part if negative else part
                 parts.setdefault(degree, []).append(part)
-        if len(parts) == 1:
+        if len(parts) == 1 and as_it_is:
             return {next(iter(parts)): value}
         return {
             degree: _broadcast(_total(terms), value)
@@ -398,11 +409,12 @@ class Reader:
             raise Unreadable(op)
         if op.type == "Mul":
             terms = _mapped(
-                value, self._terms(left, state), lambda part: part * right
+                value, left, self._terms(left, state), lambda part: part * right
             )
             return {d + degree: part for d, part in terms.items()}
         terms = _mapped(
             value,
+            left,
             self._terms(left, state),
             lambda part: (
                 tf.math.divide_no_nan(part, right)
@@ -415,7 +427,11 @@ class Reader:
     def _of_pack(self, value: tf.Tensor, state: Any) -> Terms:
         each = [self._terms(term, state) for term in value.op.inputs]
         degrees = sorted({degree for terms in each for degree in terms})
-        if len(degrees) == 1:
+        as_it_is = all(
+            all(part is term for part in terms.values())
+            for term, terms in zip(value.op.inputs, each, strict=True)
+        )
+        if len(degrees) == 1 and as_it_is:
             return {degrees[0]: value}
         axis = value.op.get_attr("axis")
         return {
@@ -441,10 +457,27 @@ class Reader:
         reduce, keep = _REDUCTIONS[op.type], op.get_attr("keep_dims")
         terms = _mapped(
             value,
+            source,
             self._terms(source, state),
             lambda part: reduce(part, op.inputs[1], keep),
         )
         return {degree + added: part for degree, part in terms.items()}
+
+    def _sums_over_rows(self, op: tf.Operation) -> bool:
+        """Whether a product is the sum over rows of products of each row."""
+        left, right = op.inputs
+        if _type(left) == "Transpose":
+            order = tf.get_static_value(left.op.inputs[1])
+            turned = order is not None and list(order) == [1, 0]
+            left = left.op.inputs[0]
+        else:
+            turned = False
+        return (
+            turned != op.get_attr("transpose_a")
+            and not op.get_attr("transpose_b")
+            and self.is_by_example(left)
+            and self.is_by_example(right)
+        )
 
     def _takes(self, value: tf.Tensor, state: tf.Tensor) -> bool:
         """Whether what depends on no row depends on a state."""
@@ -475,6 +508,8 @@ class Reader:
         Returns:
             The degree, None where a value of a row takes part.
         """
+        if any(value is mean for mean in self._means):
+            return 0
         if not self.depends(value):
             return 0
         if id(value) not in self._known_degrees:
@@ -519,6 +554,14 @@ class Reader:
                 mixed.
         """
         op = sizes.op
+        if not self.depends(sizes):
+            length = sizes.shape.num_elements()
+            return None if length is None else [0] * length
+        if op.type == "ConcatV2":
+            vectors = [self._degrees(t, strict) for t in op.inputs[:-1]]
+            if None in vectors:
+                return None
+            return [degree for vector in vectors for degree in vector or ()]
         if op.type == "Shape":
             source = op.inputs[0]
             if source.shape.rank is None:
@@ -577,7 +620,10 @@ class Reader:
             return True
         if op.type in _BROADCASTING:
             ranks = {t.shape.rank for t in op.inputs if self.has_rows(t)}
-            return len(ranks) > 1
+            return len(ranks) > 1 or (
+                len(ranks) == 1
+                and any(map(self._has_rows_elsewhere, op.inputs))
+            )
         if source is None or not self.has_rows(source):
             return op.type in ("Pack", "ConcatV2") and self._stacks(op)
         if op.type in _ACROSS:
@@ -602,6 +648,18 @@ class Reader:
             return _joins_rows(source, op.outputs[0])
         return op.type in ("Pack", "ConcatV2") and self._stacks(op)
 
+    def _has_rows_elsewhere(self, tensor: tf.Tensor) -> bool:
+        """Whether rows may be on another axis than the first, as transposed.
+
+        Such as pairs of rows have them, `x - tf.transpose(x)`.
+        """
+        return (
+            None in (tensor.shape.as_list()[1:] if tensor.shape.rank else [])
+            and not self.has_rows(tensor)
+            and self.depends(tensor)
+            and not self.is_alike(tensor)
+        )
+
     def _stacks(self, op: tf.Operation) -> bool:
         """Whether rows are put before or behind rows."""
         if not any(map(self.has_rows, op.inputs)):
@@ -624,6 +682,19 @@ def _sources(op: tf.Operation) -> list[tf.Tensor]:
 def _is_random(op: tf.Operation) -> bool:
     """Whether a value may differ between replicas by itself."""
     return op.op_def.is_stateful and op.type not in _NOT_RANDOM
+
+
+def variable_read_by(value: Any) -> Any:
+    """Returns the handle of the variable that a value was read from.
+
+    A replica that counts it among its rows has values of its own wherever it
+    is read.
+    """
+    value = tf.convert_to_tensor(value)
+    if not tf.is_symbolic_tensor(value):
+        return value
+    value = _without_identity(value)
+    return value.op.inputs[0] if _type(value) == "ReadVariableOp" else value
 
 
 def is_same(value: tf.Tensor, state: tf.Tensor) -> bool:
@@ -669,11 +740,15 @@ def of_degree(degree: int, part: tf.Tensor, share: BatchShare) -> tf.Tensor:
 
 def _mapped(
     value: tf.Tensor,
+    source: tf.Tensor,
     terms: Terms,
     again: Callable[[tf.Tensor], tf.Tensor],
 ) -> Terms:
-    """The terms of a linear function; the value itself where there is one."""
-    if len(terms) == 1:
+    """The terms of a linear function of a source with these terms.
+
+    It is the value itself where the only term is the source as it is.
+    """
+    if any(part is source for part in terms.values()):
         return {next(iter(terms)): value}
     return {degree: again(part) for degree, part in terms.items()}
 

@@ -97,7 +97,6 @@ class ReplicaState:
         self._moving = {id(v) for v in keras_internals.moving_statistics(model)}
         self._touched: dict[int, keras.Variable] = {}
         self.generator: Any = None
-        self._authored = False
         self._warned: set[tuple[int, str]] = set()
 
     @property
@@ -231,12 +230,11 @@ class ReplicaState:
 
     def metric_values(self, given: Writes) -> Writes:
         """Returns what other metrics hold than those given. On a replica."""
-        known = {id(variable) for variable, _ in given}
-        return [
-            (variable, tf.identity(variable.value))
-            for variable in self.metrics
-            if id(variable) not in known
-        ]
+        return _others(self.metrics, given)
+
+    def layer_values(self, given: Writes) -> Writes:
+        """Returns what other state of layers is than given. On a replica."""
+        return _others(self.layers, given)
 
     def addend(self, held: tf.Tensor) -> tf.Tensor:
         """Returns what this replica has of what a metric holds in all."""
@@ -338,19 +336,13 @@ class ReplicaState:
             )
         ]
 
-    def begin(self, *, all_written: bool = False) -> list[tf.Tensor]:
+    def begin(self) -> list[tf.Tensor]:
         """Begins an execution. On a replica.
-
-        Args:
-            all_written: Whether any state may be written unseen, by the
-                author of a step.
 
         Returns:
             The state of layers as it is now, for `collect`.
         """
-        self._authored = all_written
-        every = self.layers if all_written else []
-        self._touched = {id(variable): variable for variable in every}
+        self._touched = {}
         if self._total == 1:
             return []
         return [tf.identity(variable.value) for variable in self.layers]
@@ -376,7 +368,7 @@ class ReplicaState:
             for variable, start in zip(self.layers, before, strict=True)
             if self._replicas > 1
             and id(variable) in self._touched
-            and (self._authored or not self._is_joined(variable))
+            and not self._is_joined(variable)
             and self.rule(variable) is not Rule.AGREED
         ]
         sent = [
@@ -469,9 +461,8 @@ class SharedState(ReplicaState):
         first = tf.equal(context.replica_id_in_sync_group, 0)
         return tf.where(first, held, tf.zeros_like(held))
 
-    def begin(self, *, all_written: bool = False) -> list[tf.Tensor]:
+    def begin(self) -> list[tf.Tensor]:
         """Begins an execution; nothing has to be known of it."""
-        del all_written
         return []
 
     def collect(
@@ -551,6 +542,13 @@ def _sum_over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
         for i, part in zip(places, tf.split(flat, sizes), strict=True):
             summed[i] = tf.reshape(part, values[i].shape)
     return summed
+
+
+def _others(variables: list[keras.Variable], given: Writes) -> Writes:
+    return [
+        (variable, tf.identity(variable.value))
+        for variable in _without(variables, [known for known, _ in given])
+    ]
 
 
 def _without(

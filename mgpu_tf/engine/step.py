@@ -20,11 +20,12 @@ from mgpu_tf.engine.logs import OwnLogs
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.moments import Moments
 from mgpu_tf.engine.per_layer import LayerByLayer
-from mgpu_tf.engine.reading import Reader, Unreadable
+from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.step_scope import StepScope
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
+from mgpu_tf.engine.written import by_rule, check_plain_variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.mirrored import as_one_replica
 
@@ -133,9 +134,8 @@ class ReplicaStep:
         if self._own_logs:
             given = [*given, *self._state.metric_values(given)]
         with contextlib.ExitStack() as stack:
-            if share.replicas == 1 < share.same_rows:
-                # Keras divides a loss by the number of replicas.
-                stack.enter_context(as_one_replica())
+            # Keras would divide a loss by the number of replicas.
+            stack.enter_context(as_one_replica())
             declared = stack.enter_context(sharing(share))
             moments = stack.enter_context(self._moments.noted())
             scope = stack.enter_context(
@@ -171,6 +171,8 @@ class ReplicaStep:
             returned = model.compute_metrics(
                 x, y, y_pred, sample_weight=sample_weight
             )
+        if self._replicas > 1:
+            check_plain_variables(self._state.variables, reader)
         # By variable, since Keras writes to some of these means as well.
         writes = self._written(scope, given, reader, share)
         if training and self._replicas > 1:
@@ -249,20 +251,7 @@ class ReplicaStep:
         share: BatchShare,
     ) -> tf.Tensor:
         """What a replica writes, to be brought together by the rule."""
-        rule = self._state.read_rule(variable, value, before, reader)
-        if rule is Rule.AGREED:
-            return value
-        held = variable if before is None else before
-        if rule is Rule.SUM:
-            value = _added(value, held, reader, share)
-        if rule is Rule.MEAN and before is not None:
-            moved = _moved(value, before, reader, share)
-            if moved is None:
-                self._state.warn_of_mean(variable)
-            else:
-                self._state.adds_up(variable)
-                value = moved
-        return share.select(value, held)
+        return by_rule(self._state, variable, value, before, reader, share)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -393,44 +382,6 @@ def of_unknown_length(tensor: Any) -> Any:
         return tensor
     shape = [None, *tensor.shape[1:]]
     return tf.compat.v1.placeholder_with_default(tensor, shape)
-
-
-def _added(
-    value: tf.Tensor, held: Any, reader: Reader, share: BatchShare
-) -> tf.Tensor:
-    """What a replica holds after it has added something.
-
-    A sum over examples stays. A mean, or a constant, is added once for all
-    replicas: each has its share of it.
-    """
-    if share.replicas == 1:
-        return value
-    try:
-        return reader.contribution(
-            value, share, state=tf.convert_to_tensor(held)
-        )
-    except Unreadable:
-        return value
-
-
-def _moved(
-    value: tf.Tensor, before: tf.Tensor, reader: Reader, share: BatchShare
-) -> tf.Tensor | None:
-    """What a replica holds after it has moved something, to be added up.
-
-    Such as a moving average of means, or of sums, over the rows. What was
-    there before is the same on all replicas, and counts once.
-
-    Returns:
-        None where it cannot be read what was averaged.
-    """
-    if share.replicas == 1 or not value.dtype.is_floating:
-        return None
-    try:
-        part = reader.contribution(value, share)
-    except Unreadable:
-        return None
-    return before + part - before * share.fraction(before.dtype)
 
 
 def batch_increments(

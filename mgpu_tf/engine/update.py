@@ -43,6 +43,8 @@ class Update:
         stored_once: Whether there is one copy of variables for all replicas.
         options: How steps are made.
         noise: Measures the noise of gradients, where it is asked for.
+        by_pairs: Whether the optimizer's `apply_gradients` is called, and
+            not its `apply`.
 
     Raises:
         ConfigurationError: The optimizer asks for what cannot be made right.
@@ -57,6 +59,7 @@ class Update:
         stored_once: bool,
         options: StepOptions,
         noise: NoiseScale | None = None,
+        by_pairs: bool = True,
     ) -> None:
         self._strategy = strategy
         self._noise = noise
@@ -73,6 +76,8 @@ class Update:
         self._every = accumulation_steps(self._optimizer)
         self._reduces_first = self._every == 1 or stored_once
         self._constrains_once = stored_once
+        # As Keras's own step does; a loss scaling calls the other method.
+        self._by_pairs = by_pairs and self._scaler is None
         # Whether all replicas have the same gradients when they are checked.
         self._are_alike = self._reduces_first or self._replicas == 1
         # Which variables have a gradient; known once a step is traced.
@@ -314,7 +319,11 @@ class Update:
     def _apply_on_replica(self, gradients: Gradients) -> None:
         queue = iter(gradients)
         full = [next(queue) if has else None for has in self.present]
-        self._optimizer.apply(full, self._variables)
+        if self._by_pairs:
+            pairs = zip(full, self._variables, strict=True)
+            self._optimizer.apply_gradients(pairs)
+        else:
+            self._optimizer.apply(full, self._variables)
 
     def _accumulators(self) -> list[keras.Variable]:
         every = keras_internals.accumulators(self._optimizer, self._variables)

@@ -344,6 +344,36 @@ ROWS_OF = {
         ),
         points,
     ),
+    # On several replicas Keras divides what each object returns.
+    "compute_by_scaled_loss_objects": (
+        dense(
+            model=computing(
+                lambda self, own, y, p: (
+                    0.3 * self.huber(y, p) + 0.7 * self.squares(y, p)
+                ),
+                huber=keras.losses.Huber,
+                squares=keras.losses.MeanSquaredError,
+            ),
+        ),
+        points,
+    ),
+    "function_of_loss_objects": (
+        dense(
+            loss=lambda: (
+                lambda y, p: (
+                    0.3 * keras.losses.Huber()(y, p)
+                    + 0.7 * keras.losses.MeanSquaredError()(y, p)
+                )
+            )
+        ),
+        points,
+    ),
+    "add_scaled_loss_object": (
+        dense(
+            adding(lambda x: 0.1 * keras.losses.Huber()(ops.zeros_like(x), x)),
+        ),
+        points,
+    ),
     "compute_without_keras": (
         dense(
             regularized,
@@ -432,6 +462,7 @@ def run(trains, model, data):
 
 QUICK = [
     "ignore_class",
+    "compute_by_scaled_loss_objects",
     "add_after_batch_normalization",
     "dict_result",
 ]
@@ -476,6 +507,16 @@ REFUSED = {
                     ops.mean(ops.matmul(p, p.T))
                     if hasattr(p, "T")
                     else ops.mean(ops.matmul(p, ops.transpose(p)))
+                )
+            )
+        ),
+        "compute_loss",
+    ),
+    "compute_pairs_by_transposing": (
+        dense(
+            model=computing(
+                lambda self, own, y, p: ops.mean(
+                    ops.square(p[:, :1] - ops.transpose(p[:, :1]))
                 )
             )
         ),

@@ -245,8 +245,9 @@ def test_a_loss_over_pairs_is_warned_of(strategies, caplog):
     trainer = mgpu_tf.Trainer(regression(pairs), strategies["mirrored_x2"])
     with caplog.at_level(logging.WARNING, logger="mgpu_tf"):
         trainer.fit(*arrays(), **FIT)
-    warned = [r for r in caplog.records if "no mean over rows" in r.message]
-    assert len(warned) == 1
+    value, gradient = [r.getMessage() for r in caplog.records]
+    assert "the value 'value' is taken for a mean over rows" in value
+    assert "do not average" in gradient
 
 
 class Clipped(Regression):
@@ -290,6 +291,191 @@ def test_rows_without_a_gradient_tell_nothing(strategies):
     )
     with pytest.raises(mgpu_tf.ConfigurationError, match="sum_over_batch"):
         trainer.fit(x, y, **FIT)
+
+
+class Keeping(Regression):
+    """It keeps state of its own, and writes more than its optimizer does."""
+
+    def __init__(self, write=None):
+        super().__init__(None)
+        self.write = write
+        self.average_body = keras.models.clone_model(self.body)
+        self.plain = tf.Variable(0.0, dtype="float64", trainable=False)
+        for name, dtype in (
+            ("seen", "int64"),
+            ("weight", "float64"),
+            ("average", "float64"),
+            ("largest", "float64"),
+        ):
+            made = self.add_weight(
+                shape=(),
+                initializer="zeros",
+                dtype=dtype,
+                trainable=False,
+                name=name,
+            )
+            setattr(self, name, made)
+        self.last = self.add_weight(shape=(3, 5), trainable=False, name="last")
+
+    def train_step(self, data):
+        x, y = data
+        variables = self.body.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(y - self(x, training=True)))
+        gradients = tape.gradient(loss, variables)
+        if self.write is not None:
+            self.write(self, x, gradients)
+        self.optimizer.apply(gradients, variables)
+        rows = ops.shape(x)[0]
+        self.seen.assign_add(ops.cast(rows, "int64"))
+        self.weight.assign_add(ops.sum(x))
+        self.average.assign(0.9 * self.average + 0.1 * loss)
+        self.largest.assign(ops.maximum(self.largest, ops.max(x)))
+        # Reads what the optimizer has just written.
+        for mine, weight in zip(
+            self.average_body.variables, self.body.variables, strict=True
+        ):
+            mine.assign(0.9 * mine + 0.1 * weight)
+        return {"loss": loss, "rows": rows}
+
+
+def keeping(write=None):
+    def build():
+        model = Keeping(write)
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_state_that_a_step_writes_is_that_of_the_global_batch(
+    column, strategies
+):
+    compare(keeping(), arrays(), strategies[column])
+
+
+def within(model, x, gradients):
+    def apply():
+        model.optimizer.apply(gradients, model.body.trainable_variables)
+        return 0
+
+    tf.cond(tf.reduce_sum(x) > 0.0, apply, lambda: 0)
+
+
+def within_a_function(model, x, gradients):
+    @tf.function
+    def write():
+        model.weight.assign_add(ops.sum(x))
+
+    write()
+
+
+def by_hand(model, x, gradients):
+    model.body.trainable_variables[0].assign_sub(0.1 * gradients[0])
+
+
+WRITES = {
+    "the last rows": (
+        lambda model, x, _: model.last.assign(
+            ops.concatenate([x, model.last])[:3]
+        ),
+        "last, whose rule cannot be read",
+    ),
+    "a weight by hand": (by_hand, "Let an optimizer apply gradients"),
+    "a variable of TensorFlow": (
+        lambda model, x, _: model.plain.assign_add(tf.reduce_sum(x)),
+        "a tf.Variable.* add_weight",
+    ),
+    "state within a function": (within_a_function, "in the step itself"),
+    "an optimizer within a condition": (within, "gradient_accumulation_steps"),
+}
+
+
+@pytest.mark.parametrize("name", tiered(list(WRITES), ["a weight by hand"]))
+def test_what_cannot_be_made_one_is_refused(name, strategies):
+    write, words = WRITES[name]
+    trainer = mgpu_tf.Trainer(keeping(write), strategies["mirrored_x3"])
+    with pytest.raises(mgpu_tf.ConfigurationError, match=words) as error:
+        trainer.fit(*arrays(), **FIT)
+    assert "\n" not in str(error.value)
+
+
+class Largest(keras.metrics.Metric):
+    """No sum over rows."""
+
+    def __init__(self, name="largest"):
+        super().__init__(name=name)
+        self.held = self.add_variable((), "zeros", name="held")
+
+    def update_state(self, y, p):
+        self.held.assign(ops.maximum(self.held, ops.max(ops.abs(y - p))))
+
+    def result(self):
+        return self.held.value
+
+
+class MeanOfBatches(keras.metrics.Mean):
+    pass
+
+
+class Measured(Regression):
+    """It gives metrics a number of the batch, and numbers of rows."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.largest = Largest()
+        self.plain = keras.metrics.Mean(name="plain")
+        self.weighted = keras.metrics.Mean(name="weighted")
+        self.by_rows = keras.metrics.Mean(name="by_rows")
+        self.own = MeanOfBatches(name="own")
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            p = self(x, training=True)
+            loss = ops.mean(ops.square(y - p))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.largest.update_state(y, p)
+        self.plain.update_state(loss)
+        self.own.update_state(loss)
+        self.weighted.update_state(loss, sample_weight=2.0)
+        self.by_rows.update_state(loss, sample_weight=ops.shape(x)[0])
+        return {m.name: m.result() for m in self.metrics}
+
+
+def test_metrics_of_a_step_are_those_of_the_global_batch(strategies, caplog):
+    def build():
+        model = Measured()
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    with caplog.at_level(logging.WARNING, logger="mgpu_tf"):
+        compare(build, arrays(), strategies["mirrored_x3"])
+    assert not caplog.records
+
+
+def test_a_number_that_is_no_mean_is_warned_of(strategies, caplog):
+    class Noisy(Measured):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            spread = [ops.sqrt(ops.mean(ops.square(each))) for each in data]
+            self.plain.update_state(spread[0])
+            return logs | {"spread": spread[1]}
+
+    def build():
+        model = Noisy()
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
+    with caplog.at_level(logging.WARNING, logger="mgpu_tf"):
+        trainer.fit(*arrays(), **FIT)
+    warned = [r.getMessage() for r in caplog.records]
+    assert len(warned) == 2
+    assert "metric 'plain'" in warned[0]
+    assert "the value 'spread'" in warned[1]
 
 
 def test_an_optimizer_around_the_step_is_refused(strategies):

@@ -76,6 +76,15 @@ MEANS_AND_SUMS = {
         )
     ),
     "long": lambda x, y: many(x),
+    "dense_over_steps": lambda x, y: tf.reduce_mean(
+        tf.tensordot(tf.stack([x, y], 1), np.ones((3, 2)), 1)
+    ),
+    "product_over_rows": lambda x, y: tf.reduce_sum(
+        tf.matmul(x, y, transpose_a=True)
+    ),
+    "transposed_product": lambda x, y: tf.reduce_mean(
+        tf.matmul(tf.transpose(x), y) + 0.1 * tf.reduce_mean(x)
+    ),
 }
 
 NOT = {
@@ -88,6 +97,10 @@ NOT = {
     "pairs": (lambda x, y: tf.reduce_mean(tf.matmul(x, y, False, True)), ""),
     "pairs_by_axis": (
         lambda x, y: tf.reduce_mean(tf.square(x[:, None] - y[None])),
+        "",
+    ),
+    "pairs_by_transposing": (
+        lambda x, y: tf.reduce_mean(tf.square(x[:, :1] - tf.transpose(y)[:1])),
         "",
     ),
     "pairs_by_broadcast": (

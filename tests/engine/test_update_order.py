@@ -6,6 +6,7 @@ Keras's own `fit` on one device is the reference, in float64.
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mgpu_tf
 from tests.parity import cases
@@ -92,3 +93,49 @@ def test_averages_that_are_written_over_weights_are_constrained(
     """An average of vectors of length 1 is shorter."""
     unit = keras.constraints.UnitNorm(axis=0)
     check(lambda: build(averaging, unit), *data(36), strategies[name])
+
+
+class Normalized(keras.optimizers.SGD):
+    """It changes gradients where Keras hands them over."""
+
+    def apply_gradients(self, grads_and_vars):
+        pairs = list(grads_and_vars)
+        length = keras.ops.sqrt(
+            sum(keras.ops.sum(keras.ops.square(g)) for g, _ in pairs)
+        )
+        return super().apply_gradients([(g / length, v) for g, v in pairs])
+
+
+class Stepping(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = keras.layers.Dense(3)
+        self.layer.build((None, 4))
+        self.layer.set_weights([WEIGHTS, np.zeros(3)])
+
+    def call(self, x):
+        return self.layer(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        weights = self.trainable_variables
+        pairs = zip(tape.gradient(loss, weights), weights, strict=True)
+        self.optimizer.apply_gradients(pairs)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("own_step", [False, True])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_apply_gradients_of_ones_own_sees_the_gradient_of_the_batch(
+    name, own_step, strategies
+):
+    def build_model():
+        if not own_step:
+            return build(lambda: Normalized(0.1))
+        model = Stepping()
+        model.compile(Normalized(0.1), "mse")
+        return model
+
+    check(build_model, *data(35), strategies[name])

@@ -596,9 +596,7 @@ class SynchronousEngine(Engine):
             return done, examples + total, waiting, ended, logs, rows
 
         self._begin()
-        before = self._strategy.run(
-            lambda: self._state.begin(all_written=authored)
-        )
+        before = self._strategy.run(self._state.begin)
         zero = tf.constant(0, tf.int64)
         rows = zero if watch is None else watch.begin()
         begin: tuple[Any, ...]

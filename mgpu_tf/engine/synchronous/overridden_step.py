@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.contributions import (
     BatchShare,
     as_float,
@@ -33,12 +35,15 @@ from mgpu_tf.engine.contributions import (
     sharing,
 )
 from mgpu_tf.engine.logs import flat_logs
-from mgpu_tf.engine.reading import Reader
-from mgpu_tf.engine.state import ReplicaState
+from mgpu_tf.engine.reading import Reader, Unreadable, variable_read_by
+from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.update import Update
+from mgpu_tf.engine.written import by_rule, check_plain_variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.mirrored import OneReplicaView, as_one_replica
+
+_log = logging.getLogger("mgpu_tf")
 
 NO_EXAMPLES = (
     "An overridden train_step or test_step needs an example on every replica "
@@ -109,6 +114,7 @@ class AuthorStep:
         self._read: dict[int, tuple[Any, Any, Any]] = {}
         # What reads the step; each replica is a thread of its own.
         self._here = threading.local()
+        self._warned: set[str] = set()
         if self._replicas > 1 and not isinstance(strategy, OneReplicaView):
             raise ConfigurationError(
                 f"A {method} of one's own goes with the strategies of "
@@ -171,13 +177,9 @@ class AuthorStep:
         with tf.control_dependencies([check]):
             data = _copied(data)
         share = BatchShare(local, total, self._replicas)
-        self._here.reader = Reader([data, local])
-        with (
-            self._state.replica_seeds_in_place(),
-            as_one_replica(),
-            sharing(share, stands=True),
-        ):
-            values = flat_logs(getattr(self._model, self._method)(data))
+        with self._state.replica_seeds_in_place():
+            values, writes = self._run(data, share)
+        self._state.write(writes)
         self._names = list(values)
         self._results = {
             name: self._read[id(value)][:2]
@@ -186,10 +188,118 @@ class AuthorStep:
         }
         context = tf.distribute.get_replica_context()
         return {
-            name: context.all_reduce("sum", _weighted(as_float(value), share))
+            name: context.all_reduce(
+                "sum", self._part(name, as_float(value), share)
+            )
             for name, value in values.items()
             if name not in self._results
         }
+
+    def _run(self, data: Any, share: BatchShare) -> tuple[Any, Writes]:
+        """Runs the author's method on the rows of this replica.
+
+        Returns:
+            What it returned, and what it wrote to state, to be brought
+            together.
+        """
+        state = self._state
+        drawn = [variable_read_by(seed.value) for seed in state.seeds]
+        before = state.values()
+        given = [*before, *state.metric_values(before)]
+        given += state.layer_values(given)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(as_one_replica())
+            means = stack.enter_context(sharing(share, stands=True))
+            self._here.means = means
+            self._here.reader = reader = Reader(
+                [data, share.local, *drawn], means=means
+            )
+            self._here.graph = graph_here()
+            scope = stack.enter_context(AuthorScope(given, self._write))
+            values = self._returned(data)
+        known = {id(variable): value for variable, value in before}
+        writes = [
+            (
+                variable,
+                by_rule(
+                    state,
+                    variable,
+                    scope.get_current_value(variable),
+                    known.get(id(variable)),
+                    reader,
+                    share,
+                ),
+            )
+            for variable in scope.written.values()
+        ]
+        optimizers = (v for each in self._optimizers for v in each.variables)
+        check_plain_variables([*state.variables, *optimizers], reader)
+        return values, writes
+
+    def _returned(self, data: Any) -> dict[str, Any]:
+        try:
+            return flat_logs(getattr(self._model, self._method)(data))
+        except Exception as error:
+            # AutoGraph wraps what is raised in a tf.function of the author's.
+            refusal = _refusal_within(error)
+            if refusal is None:
+                raise
+            raise refusal from None
+
+    def _write(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        """Writes to a weight, or to a variable that is no state."""
+        drawn = any(variable is seed for seed in self._state.seeds)
+        if not drawn and self._here.reader.depends(value):
+            raise ConfigurationError(
+                f"A {self._method} may write to a weight only what is the same "
+                f"on all replicas. Received: {type(self._model).__name__}, "
+                f"which writes what depends on its rows to {variable.path}. "
+                "Let an optimizer apply gradients, or use 'one_device'."
+            )
+        keras_internals.write_here(variable, value)
+
+    def _part(self, name: str, value: tf.Tensor, share: BatchShare) -> Any:
+        """Returns this replica's part of what the method returned."""
+        self._take_for_mean(f"the value {name!r}", value, share)
+        try:
+            return self._here.reader.contribution(value, share)
+        except Unreadable:
+            return _weighted(value, share)
+
+    def _take_for_mean(self, name: str, value: Any, share: BatchShare) -> None:
+        """Counts a number of the batch that cannot be read as a mean."""
+        if not tf.is_symbolic_tensor(value) or value.shape.rank != 0:
+            return
+        try:
+            self._here.reader.contribution(value, share)
+        except Unreadable as error:
+            self._here.means.append(value)
+            self._warn(name, error)
+
+    def _warn(self, name: str, error: Unreadable) -> None:
+        if name not in self._warned:
+            _log.warning(
+                "%s of %s: %s is taken for a mean over rows, since it cannot "
+                "be read (%s)",
+                self._method,
+                type(self._model).__name__,
+                name,
+                error,
+            )
+        self._warned.add(name)
+
+    def _given_to(
+        self, metric: keras.metrics.Metric, values: list[Any]
+    ) -> dict[str, Any]:
+        """Looks at what a metric is updated with; returns a weight for it."""
+        share = current_share()
+        if share is None:
+            return {}
+        for value in values:
+            self._take_for_mean(
+                f"what metric {metric.name!r} is given", value, share
+            )
+        return _of_batch(metric, values, share)
 
     @contextlib.contextmanager
     def _as_alone(self) -> Iterator[None]:
@@ -203,7 +313,7 @@ class AuthorStep:
         with (
             keras_internals.caught_by(self._optimizers, self._apply),
             keras_internals.watched_metrics(
-                self._metrics, _of_batch, self._note
+                self._metrics, self._given_to, self._note
             ),
         ):
             yield
@@ -219,10 +329,20 @@ class AuthorStep:
         optimizer: keras.optimizers.Optimizer,
         gradients: list[Any],
         variables: list[keras.Variable],
+        by_pairs: bool,
     ) -> None:
         """Reduces, clips and applies what the replicas have."""
         share = current_share()
         assert share is not None
+        if graph_here() is not self._here.graph:
+            raise ConfigurationError(
+                "On several replicas an optimizer applies outside of "
+                "tf.function, tf.cond and loops of TensorFlow. Received: "
+                f"{optimizer.name!r}, inside of one in {self._method} of "
+                f"{type(self._model).__name__}. Apply in the step itself, "
+                "without tf.function; the option gradient_accumulation_steps "
+                "of an optimizer accumulates."
+            )
         weighted = [
             _weighted(gradient, share)
             for gradient in gradients
@@ -240,6 +360,7 @@ class AuthorStep:
                 strategy,
                 stored_once=False,
                 options=self._options,
+                by_pairs=by_pairs,
             )
             update.present, update.alike = present, alike
             with keras_internals.applying_itself(optimizer):
@@ -247,6 +368,12 @@ class AuthorStep:
 
         context = tf.distribute.get_replica_context()
         context.merge_call(apply, args=(weighted,))
+
+
+def _refusal_within(error: BaseException | None) -> BaseException | None:
+    while error is not None and not isinstance(error, ConfigurationError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _copied(data: Any) -> Any:
@@ -268,12 +395,11 @@ def _weighted(value: Any, share: BatchShare) -> Any:
 
 
 def _of_batch(
-    metric: keras.metrics.Metric, values: list[Any]
+    metric: keras.metrics.Metric, values: list[Any], share: BatchShare
 ) -> dict[str, Any]:
     """Lets one number of a batch weigh as much as the replica has of it."""
-    share = current_share()
     plain = type(metric) in (keras.metrics.Mean, keras.metrics.Sum)
-    if share is None or not plain or len(values) != 1:
+    if not plain or len(values) != 1:
         return {}
     if tf.convert_to_tensor(values[0]).shape.rank != 0:
         return {}

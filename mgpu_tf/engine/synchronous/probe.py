@@ -79,6 +79,7 @@ class Probe:
         self._rehearsal = Rehearsal(model, "train_step")
         self._generator: Any = None
         self._tries = _TRIES
+        self._warned: set[str] = set()
         self._apart = topology_of(strategy).num_workers > 1
         # Layers whose outputs are made of all rows, as is documented.
         self._averages = keras_internals.moving_statistics(model)
@@ -127,7 +128,7 @@ class Probe:
         return not self._tries or all(once[name].any() for name in gradients)
 
     def _tell_of_parts(self, name: str) -> None:
-        _log.warning(
+        self._warn_once(
             "train_step of %s: %s for some rows and for others do not average "
             "to that for all of them, so updates depend on the number of "
             "replicas. Clip by the optimizer's clipnorm or global_clipnorm; a "
@@ -147,7 +148,7 @@ class Probe:
                 f"{1 / verdict:.3g} times as large when every row comes "
                 f"twice. {_REMEDY}."
             )
-        _log.warning(
+        self._warn_once(
             "train_step of %s: %s differs when every row comes twice, so it "
             "is no mean over rows and depends on the number of replicas. %s; "
             "a loss over pairs of examples sees the pairs of a replica",
@@ -155,6 +156,11 @@ class Probe:
             name,
             _REMEDY,
         )
+
+    def _warn_once(self, text: str, *arguments: str) -> None:
+        if text % arguments not in self._warned:
+            _log.warning(text, *arguments)
+        self._warned.add(text % arguments)
 
     def _measure(
         self, data: Any, rows: int
@@ -258,6 +264,9 @@ class Probe:
             tf.constant(local, tf.int64), tf.constant(total, tf.int64), 1
         )
         applied, values = self._rehearsal(data, share, given)
+        if not self._model.run_eagerly:
+            # The engine reads them from the graph.
+            values = {}
         return _named(applied) | {
             f"{_VALUE} {name!r}": tf.cast([value], tf.float64)
             for name, value in values.items()

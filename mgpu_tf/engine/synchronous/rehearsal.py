@@ -19,6 +19,7 @@ from typing import Any
 import keras
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.author_scope import AuthorScope
 from mgpu_tf.engine.contributions import BatchShare, sharing
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.state import Writes
@@ -64,7 +65,9 @@ class Rehearsal:
             optimizer: keras.optimizers.Optimizer,
             gradients: list[Any],
             variables: list[keras.Variable],
+            by_pairs: bool,
         ) -> None:
+            del by_pairs
             self._here.applied.append(Applied(optimizer, gradients, variables))
 
         def note_result(metric: keras.metrics.Metric, result: Any) -> None:
@@ -99,7 +102,7 @@ class Rehearsal:
         """
         self._here.applied = []
         with (
-            keras.StatelessScope(given or []),
+            AuthorScope(given or []),
             as_one_replica(),
             sharing(share, stands=True),
         ):

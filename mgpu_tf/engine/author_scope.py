@@ -1,0 +1,74 @@
+"""The scope in which a step of the author's own runs.
+
+    with AuthorScope(given, write) as scope:
+        model.train_step(data)
+    scope.written        the variables among `given` that the step wrote to
+
+Weights keep their places, so that the author's tapes and optimizers find them.
+State is kept in the scope, for whoever brings the replicas' values together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.state import Writes
+from mgpu_tf.errors import ConfigurationError
+
+
+class AuthorScope(keras.StatelessScope):
+    """Keeps what is written to some variables, and hands on the rest.
+
+    Args:
+        given: The variables whose values are kept, with those to begin with.
+        write: Takes another variable that is written to, and the value; by
+            default nothing is written.
+
+    Attributes:
+        written: The variables of `given` that were written to, by identity.
+    """
+
+    def __init__(
+        self,
+        given: Writes,
+        write: Callable[[keras.Variable, tf.Tensor], None] | None = None,
+    ) -> None:
+        super().__init__(given, collect_losses=True)
+        self.written: dict[int, keras.Variable] = {}
+        self._write = write
+        self._kept = set(self.state_mapping)
+        self._graph = graph_here()
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """Returns the value that is kept, or TensorFlow's own variable."""
+        value = super().get_current_value(variable)
+        return keras_internals.stored(variable) if value is None else value
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Takes what is assigned to a variable."""
+        variable, value = update
+        if id(variable) not in self._kept:
+            if self._write is not None:
+                self._write(variable, value)
+            return
+        if graph_here() is not self._graph:
+            raise ConfigurationError(
+                "On several replicas a step of one's own writes state outside "
+                "of tf.function, tf.cond and loops of TensorFlow. Received: "
+                f"{variable.path}, written inside of one. Write it in the "
+                "step itself."
+            )
+        self.written[id(variable)] = variable
+        super().add_update((variable, value))
+
+
+def graph_here() -> Any:
+    """Returns the graph that is being made; None where nothing is traced."""
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph()

@@ -1,0 +1,142 @@
+"""What a replica wrote to state, made ready to be brought together.
+
+A step on one replica has written the value of its own rows. `by_rule` returns
+what the replicas send, so that a sum or a mean of these, by the rule of the
+variable (`rules.py`), is the value of the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.contributions import BatchShare
+from mgpu_tf.engine.reading import Reader, Unreadable
+from mgpu_tf.engine.rules import Rule
+from mgpu_tf.engine.state import ReplicaState
+from mgpu_tf.errors import ConfigurationError
+
+
+def by_rule(
+    state: ReplicaState,
+    variable: keras.Variable,
+    value: tf.Tensor,
+    before: tf.Tensor | None,
+    reader: Reader,
+    share: BatchShare,
+) -> tf.Tensor:
+    """Returns what a replica sends of a variable. On a replica.
+
+    Args:
+        state: Knows or reads the rule.
+        variable: The variable.
+        value: What the step wrote to it.
+        before: What it held; None where the rule is known.
+        reader: Reads the step.
+        share: This replica's part of the global batch.
+
+    Raises:
+        ConfigurationError: The replicas' values cannot become one.
+    """
+    rule = state.read_rule(variable, value, before, reader)
+    if rule is Rule.AGREED:
+        return value
+    held = variable if before is None else before
+    if rule is Rule.SUM:
+        value = _added(value, held, reader, share)
+    if rule is Rule.MEAN and before is not None:
+        moved = _moved(value, before, reader, share)
+        if moved is None:
+            state.warn_of_mean(variable)
+        else:
+            state.adds_up(variable)
+            value = moved
+    return share.select(value, held)
+
+
+def check_plain_variables(
+    known: Iterable[keras.Variable], reader: Reader
+) -> None:
+    """Refuses what a step makes of its rows for a variable of TensorFlow.
+
+    Nobody brings such values together. Called when the step is traced.
+
+    Args:
+        known: Keras's variables that the step may write to.
+        reader: Reads the step.
+
+    Raises:
+        ConfigurationError: The step writes to a `tf.Variable`.
+    """
+    if tf.executing_eagerly():
+        return
+    own = keras_internals.handles_of(known)
+    for op in tf.compat.v1.get_default_graph().get_operations():
+        if not (
+            op.type.startswith("Assign") and op.type.endswith("VariableOp")
+        ):
+            continue
+        handle = _captured(op.inputs[0])
+        if id(handle) not in own and reader.depends(op.inputs[1]):
+            raise ConfigurationError(
+                "What replicas write to a variable must be made one, which "
+                "is done for Keras's variables. Received: a tf.Variable, to "
+                f"which {op.name!r} writes what depends on the rows of a "
+                "replica. Make it by self.add_weight(..., trainable=False)."
+            )
+
+
+def _captured(handle: tf.Tensor) -> tf.Tensor:
+    """Returns the handle that graphs inside of graphs have captured."""
+    while tf.is_symbolic_tensor(handle) and handle.op.type == "Placeholder":
+        outer = [
+            captured
+            for captured, inner in getattr(handle.graph, "captures", ())
+            if inner is handle
+        ]
+        if not outer:
+            return handle
+        handle = outer[0]
+    return handle
+
+
+def _added(
+    value: tf.Tensor, held: Any, reader: Reader, share: BatchShare
+) -> tf.Tensor:
+    """What a replica holds after it has added something.
+
+    A sum over examples stays. A mean, or a constant, is added once for all
+    replicas: each has its share of it.
+    """
+    if share.replicas == 1:
+        return value
+    try:
+        return reader.contribution(
+            value, share, state=tf.convert_to_tensor(held)
+        )
+    except Unreadable:
+        return value
+
+
+def _moved(
+    value: tf.Tensor, before: tf.Tensor, reader: Reader, share: BatchShare
+) -> tf.Tensor | None:
+    """What a replica holds after it has moved something, to be added up.
+
+    Such as a moving average of means, or of sums, over the rows. What was
+    there before is the same on all replicas, and counts once.
+
+    Returns:
+        None where it cannot be read what was averaged.
+    """
+    if share.replicas == 1 or not value.dtype.is_floating:
+        return None
+    try:
+        part = reader.contribution(value, share)
+    except Unreadable:
+        return None
+    return before + part - before * share.fraction(before.dtype)
