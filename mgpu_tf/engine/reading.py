@@ -173,6 +173,9 @@ class Reader:
             as depending on the rows.
         means: What counts as a mean over the rows and is not read further;
             the list may grow.
+        blocks: Whether rows that are put behind all others are rows of one
+            example each, such as what a generator has made behind what is
+            real. There are more rows than examples then.
     """
 
     def __init__(
@@ -183,12 +186,14 @@ class Reader:
         *,
         drawn: bool = True,
         means: list[tf.Tensor] | None = None,
+        blocks: bool = False,
     ) -> None:
         rows = list(tf.nest.flatten(list(rows), expand_composites=True))
         self._rows = {id(t) for t in rows if tf.is_symbolic_tensor(t)}
         self._declared = [] if declared is None else declared
         self._drawn = drawn
         self._means = [] if means is None else means
+        self._blocks = blocks
         # What is known to be made of one row each.
         self._unmixed = self._rows | {id(tensor) for tensor in as_given}
         # What has an id here must live as long.
@@ -666,6 +671,8 @@ class Reader:
             return False
         if op.type == "Pack":
             return op.get_attr("axis") == 0
+        if self._blocks and all(map(self.has_rows, op.inputs[:-1])):
+            return False
         return tf.get_static_value(op.inputs[-1]) in (None, 0)
 
 

@@ -319,11 +319,9 @@ class Update:
     def _apply_on_replica(self, gradients: Gradients) -> None:
         queue = iter(gradients)
         full = [next(queue) if has else None for has in self.present]
-        if self._by_pairs:
-            pairs = zip(full, self._variables, strict=True)
-            self._optimizer.apply_gradients(pairs)
-        else:
-            self._optimizer.apply(full, self._variables)
+        hand_over(
+            self._optimizer, full, self._variables, by_pairs=self._by_pairs
+        )
 
     def _accumulators(self) -> list[keras.Variable]:
         every = keras_internals.accumulators(self._optimizer, self._variables)
@@ -342,6 +340,28 @@ def unwrap(
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer, optimizer.inner_optimizer
     return None, optimizer
+
+
+def hand_over(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Gradients,
+    variables: list[keras.Variable],
+    *,
+    by_pairs: bool,
+) -> None:
+    """Gives gradients to an optimizer.
+
+    Args:
+        optimizer: Whose methods may be an author's own.
+        gradients: One for each variable, or None.
+        variables: The variables.
+        by_pairs: Whether by `apply_gradients`, as Keras's own step does. A
+            loss scaling calls `apply` of what it wraps.
+    """
+    if by_pairs:
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    else:
+        optimizer.apply(gradients, variables)
 
 
 def accumulated(

@@ -75,12 +75,14 @@ def check_plain_variables(
     if tf.executing_eagerly():
         return
     own = keras_internals.handles_of(known)
-    for op in tf.compat.v1.get_default_graph().get_operations():
+    graph = tf.compat.v1.get_default_graph()
+    outside = _Outside()
+    for op in graph.get_operations():
         if not (
             op.type.startswith("Assign") and op.type.endswith("VariableOp")
         ):
             continue
-        handle = _captured(op.inputs[0])
+        handle = outside.of(op.inputs[0])
         if id(handle) not in own and reader.depends(op.inputs[1]):
             raise ConfigurationError(
                 "What replicas write to a variable must be made one, which "
@@ -90,18 +92,25 @@ def check_plain_variables(
             )
 
 
-def _captured(handle: tf.Tensor) -> tf.Tensor:
-    """Returns the handle that graphs inside of graphs have captured."""
-    while tf.is_symbolic_tensor(handle) and handle.op.type == "Placeholder":
-        outer = [
-            captured
-            for captured, inner in getattr(handle.graph, "captures", ())
-            if inner is handle
-        ]
-        if not outer:
-            return handle
-        handle = outer[0]
-    return handle
+class _Outside:
+    """Finds what graphs inside of graphs have captured."""
+
+    def __init__(self) -> None:
+        self._captured: dict[Any, dict[int, Any]] = {}
+
+    def of(self, handle: Any) -> Any:
+        """Returns a tensor where no graph has captured it."""
+        while tf.is_symbolic_tensor(handle):
+            graph = handle.graph
+            if graph not in self._captured:
+                self._captured[graph] = {
+                    id(inner): captured
+                    for captured, inner in getattr(graph, "captures", ())
+                }
+            if id(handle) not in self._captured[graph]:
+                break
+            handle = self._captured[graph][id(handle)]
+        return handle
 
 
 def _added(

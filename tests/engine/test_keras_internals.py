@@ -473,3 +473,39 @@ def test_losses_that_are_known_by_example():
     assert not known(keras.losses.Circle())
     wrapper = keras.losses.get(lambda y, p: y)
     assert not known(type(keras.losses.Hinge()).__mro__[1](wrapper))
+
+
+def test_a_variable_is_written_whatever_scope_is_open():
+    variable = keras.Variable(1.0)
+    with keras.StatelessScope():
+        keras_internals.write_here(variable, 2.0)
+    assert float(variable) == 2.0
+    handle = keras_internals.stored(variable).handle
+    assert keras_internals.handles_of([variable]) == {id(handle)}
+
+
+def test_gradients_are_caught_whichever_method_gets_them():
+    optimizer = keras.optimizers.SGD(1.0)
+    variable = keras.Variable([1.0])
+    optimizer.build([variable])
+    gradient = tf.constant([0.25])
+    seen = []
+
+    def note(optimizer, gradients, variables, by_pairs):
+        seen.append((len(gradients), variables, by_pairs))
+        if by_pairs:
+            with keras_internals.applying_itself(optimizer):
+                pairs = zip(gradients, variables, strict=True)
+                optimizer.apply_gradients(pairs)
+
+    with keras_internals.caught_by([optimizer], note):
+        optimizer.apply([gradient], [variable])
+        optimizer.apply([gradient])
+        optimizer.apply_gradients([(gradient, variable)])
+    assert [n for n, _, _ in seen] == [1, 1, 1]
+    assert all(variables[0] is variable for _, variables, _ in seen)
+    assert [by_pairs for _, _, by_pairs in seen] == [False, False, True]
+    # One of them applied; afterwards nothing is caught.
+    assert float(variable[0]) == 0.75
+    optimizer.apply([gradient], [variable])
+    assert float(variable[0]) == 0.5

@@ -211,3 +211,27 @@ def test_a_count_of_steps_is_counted_by_one_replica(strategies):
 def test_other_functions_of_a_state(function, strategies):
     with pytest.raises(Unreadable):
         after_a_step(function, tf.float64, strategies["mirrored_x3"])
+
+
+def test_rows_behind_rows_are_read_where_it_is_said():
+    """As in a GAN: what is made and what is real, with a label for each."""
+
+    @tf.function
+    def parts(x, y):
+        both = tf.concat([x, y], 0)
+        rows = tf.shape(x)[:1]
+        labels = tf.concat([tf.ones(rows), tf.zeros(rows)], 0)
+        loss = tf.reduce_mean(tf.cast(labels, x.dtype)[:, None] * both)
+        share = BatchShare(
+            tf.shape(x, out_type=tf.int64)[0], tf.constant(7, tf.int64), 2
+        )
+        reader = Reader([x, y, share.local], blocks=True)
+        return reader.contribution(loss, share)
+
+    spec = tf.TensorSpec([None, 3], tf.float64)
+    parts = parts.get_concrete_function(spec, spec)
+    added = sum(
+        parts(tf.constant(X[low:high]), tf.constant(Y[low:high]))
+        for low, high in BOUNDS
+    )
+    assert float(added) == pytest.approx(X.sum() / (2 * X.size), rel=1e-13)

@@ -169,7 +169,12 @@ class AsynchronousUpdate:
                 self._whole(name, part, group, some, step, values, rate)
 
         with keras_internals.applied_by(self._optimizer, apply):
-            self._optimizer.apply(full, self._variables)
+            update.hand_over(
+                self._optimizer,
+                full,
+                self._variables,
+                by_pairs=self._scaler is None,
+            )
 
     def _rescale(self, change: Callable[[Any], None]) -> None:
         """Changes the scale of the loss and its counter together."""

@@ -11,7 +11,8 @@ the method on its rows of the global batch:
 So the means are those of the global batch, however the batch is split. A sum
 over rows must be declared by `mgpu_tf.sum_over_batch`. Keras is told that there
 is one replica, and divides no loss. Every optimizer that the model holds
-applies in the engine's order: reduce, then clip, then apply.
+applies in the engine's order: reduce, then clip, then apply. State that the
+method writes is kept in an `AuthorScope` and brought together by its rule.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ class AuthorStep:
             means = stack.enter_context(sharing(share, stands=True))
             self._here.means = means
             self._here.reader = reader = Reader(
-                [data, share.local, *drawn], means=means
+                [data, share.local, *drawn], means=means, blocks=True
             )
             self._here.graph = graph_here()
             scope = stack.enter_context(AuthorScope(given, self._write))
