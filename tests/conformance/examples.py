@@ -89,7 +89,9 @@ class Contrast(keras.Model):
         super().__init__()
         self.encoder, self.momentum = _network(3), _network(3)
         self.momentum.trainable = False
-        self.queue = self.add_weight(shape=(20, 3), trainable=False)
+        self.queue = self.add_weight(
+            shape=(20, 3), trainable=False, name="queue"
+        )
         self.queued = queued
 
     def train_step(self, data):
