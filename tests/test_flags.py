@@ -68,6 +68,8 @@ VALUES = {
     "save_every_seconds": 1.5,
     "save_every": "auto",
     "mean_hours_between_failures": 6.5,
+    "local_checkpoint_dir": "/local disk/a",
+    "shared_every": 4,
     "keep_checkpoints": 9,
     "snapshot_in": "memory",
     "resume": "always",
