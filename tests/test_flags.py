@@ -116,6 +116,7 @@ def test_values_cover_every_field():
 def test_value_arrives(name, value, values):
     others = {
         "checkpoint_dir": "a",
+        "local_checkpoint_dir": "c",
         "output_dir": "b",
         "model": "resnet",
         "base_batch": 8,

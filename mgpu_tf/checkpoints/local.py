@@ -1,9 +1,11 @@
 """Checkpoints on the machines of a run: written by each, found together.
 
     local = Local("/local/checkpoints", peers, snapshot)
-    local.open(run)                        # the name of the run, on all alike
-    newest = local.newest(above=40)        # a step that is there as a whole
-    local.save(state); local.finish(step, state)
+    local.open(run, token, in_memory=False)   # the same words on all
+    stored = local.newest(above=40)           # of a step that all have
+    state, pieces = local.taken(state)        # what this process saves
+    local.writer.begin(step, pieces)
+    local.writer.finish(state, KEPT)
 
     /local/checkpoints/RUN/worker-0/step-0000000120/manifest.json
                                                     arrays-0.bin
@@ -11,12 +13,15 @@
 Each process writes a checkpoint of its own with all that it holds, by the
 same `store`. What another process holds too is there twice, so the checkpoint
 of the other can take its place: it is sent to a process whose own is missing
-or broken. A step is whole if each process has its own or one that can take
+or broken. Own values of replicas, such as metrics, are sent to all at a save
+if they are small, and what only the first worker knows of callbacks is sent
+too. A step is whole if each process has its own or one that can take
 its place, all of one save.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -150,11 +155,8 @@ class Local:
     def end(self) -> None:
         """Deletes all of this process: the run has come to its end."""
         shutil.rmtree(self._mine, ignore_errors=True)
-        for folder in (self._run, self._folder):
-            try:
-                os.rmdir(folder)
-            except OSError:
-                return  # Others are there.
+        with contextlib.suppress(OSError):  # Others may be there.
+            os.rmdir(self._run)
 
     # Resuming.
 

@@ -354,7 +354,9 @@ def write_copy(
         text = next(stream, b"")
         body = _manifest(os.path.basename(path), text)
         for file in _files(body):
-            left = file["bytes"]
+            left, name = file["bytes"], file["name"]
+            if name != os.path.basename(name):
+                raise CheckpointError(f"{name!r} is no name of a file")
             with _open(os.path.join(place, file["name"]), "wb") as opened:
                 while left and (chunk := next(stream, b"")):
                     left -= opened.write(chunk)

@@ -586,7 +586,7 @@ def _copied(units: Sequence[_Unit], told: Sequence[bytes]) -> list[Piece]:
         data = told[process][begin : ends[process]]
         piece = unit.piece(unit.region, 0)
         pieces.append(
-            dataclasses.replace(piece, chunks=lambda data=data: [data])
+            dataclasses.replace(piece, chunks=functools.partial(list, [data]))
         )
     return pieces
 
