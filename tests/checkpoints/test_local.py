@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import shlex
+from unittest import mock
 
 import pytest
 
 import mgpu_tf
+from mgpu_tf.checkpoints import store
 from mgpu_tf.errors import ConfigurationError
-from tests import clusters
+from tests import clusters, pages
 from tests.jobs import local_saves
 from tests.jobs.local_saves import NEWEST, OLDER, SHARED
 
@@ -144,6 +147,42 @@ def test_one_process(strategies, tmp_path):
     assert len(lines) == 2
     assert "step-0000000016" in lines[1]
     assert "part of worker 0 of 1" in lines[1]
+
+
+@pytest.mark.full
+def test_commands_of_the_page(tmp_path):
+    (block,) = (
+        text
+        for text in pages.blocks("checkpoints.md", "sh")
+        if "local_checkpoint_dir" in text
+    )
+    for path in ("/shared", "/local"):
+        block = block.replace(path, f"{tmp_path}{path}")
+    commands = block.replace("\\\n", "").splitlines()
+    for command in commands:
+        program, *arguments = shlex.split(command, comments=True)
+        assert program == "mgpu-tf"
+        done = clusters.mgpu_tf(*arguments)
+        assert done.returncode == 0, done.stderr[-6000:]
+    assert len(commands) == 2
+    assert store.newest(str(tmp_path / "shared" / "run"))
+
+
+def test_call_of_the_page():
+    (block,) = (
+        text
+        for text in pages.blocks("checkpoints.md", "python")
+        if "local_checkpoint_dir" in text
+    )
+    trainer = mock.Mock()
+    exec(block, {"trainer": trainer, "mgpu_tf": mgpu_tf, "x": 0, "y": 0})
+    (call,) = trainer.fit.call_args_list
+    assert call.kwargs["checkpoint"] == mgpu_tf.SaveOptions(
+        "/shared/run",
+        local_checkpoint_dir="/local/checkpoints",
+        save_every_steps=5,
+        shared_every=10,
+    )
 
 
 @pytest.mark.parametrize(

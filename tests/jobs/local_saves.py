@@ -115,7 +115,12 @@ class Machine:
         return {
             "weights": weights_sha256(trainer.model.get_weights()),
             "slots": weights_sha256(
-                [np.asarray(v) for v in trainer.model.optimizer.variables]
+                list(
+                    map(
+                        keras.ops.convert_to_numpy,
+                        trainer.model.optimizer.variables,
+                    )
+                )
             ),
             "history": history.history,
             "best": float(best.best) if self.worker == 0 else None,
