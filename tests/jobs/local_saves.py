@@ -35,6 +35,11 @@ class BrokenOff(Exception):
     pass
 
 
+def steps_of(model):
+    """The steps that a model was trained for."""
+    return int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+
+
 class Breaks(keras.callbacks.Callback):
     """Raises in the middle of the training; never for None."""
 
@@ -43,7 +48,7 @@ class Breaks(keras.callbacks.Callback):
         self.at = at
 
     def on_train_batch_end(self, batch, logs=None):
-        if int(self.model.optimizer.iterations) == self.at:
+        if steps_of(self.model) == self.at:
             raise BrokenOff
 
 
@@ -320,7 +325,7 @@ class Killed(keras.callbacks.Callback):
         self.at, self.told = at, told
 
     def on_train_batch_end(self, batch, logs=None):
-        if int(self.model.optimizer.iterations) != self.at:
+        if steps_of(self.model) != self.at:
             return
         if not os.path.exists(self.told):
             open(self.told, "w").close()
