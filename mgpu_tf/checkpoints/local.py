@@ -27,6 +27,7 @@ import json
 import logging
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -406,12 +407,12 @@ def _sent(state: State) -> bytes:
         (array.dtype.name, array.shape, array.tobytes().hex())
         for array in arrays
     ]
-    return json.dumps([told, flat]).encode()
+    return zlib.compress(json.dumps([told, flat]).encode())
 
 
 def _received(state: State, told: bytes) -> State:
     """Puts what the first worker has sent into the state of this one."""
-    values, flat = json.loads(told)
+    values, flat = json.loads(zlib.decompress(told))
     arrays = {
         str(number): np.frombuffer(
             bytes.fromhex(text), tf.as_dtype(dtype).as_numpy_dtype

@@ -321,14 +321,13 @@ class Peers:
         """
         if self.alone:
             return [data]
-        sizes = np.zeros(self._workers, np.int64)
+        sizes = np.zeros(_words(self._workers), np.int64)
         sizes[self._worker] = len(data)
         with self.inside(), heartbeat.at(heartbeat.COLLECTIVE):
-            sizes = self._merge(tf.constant(sizes)).numpy()
+            sizes = self._merge(tf.constant(sizes)).numpy()[: self._workers]
             words = -(-sizes // 8)
             ends = np.cumsum(words)
-            # Few lengths, each of which is traced.
-            merged = np.zeros(1 << max(int(ends[-1]) - 1, 0).bit_length(), "i8")
+            merged = np.zeros(_words(int(ends[-1])), np.int64)
             begins = 8 * (ends - words)
             mine = merged.view(np.uint8)[begins[self._worker] :][: len(data)]
             mine[:] = np.frombuffer(data, np.uint8)
@@ -548,6 +547,14 @@ class Peers:
 
         sums = self._strategy.run(on_replica, args=(value,))
         return self._strategy.experimental_local_results(sums)[0]
+
+
+def _words(least: int) -> int:
+    """Returns one of few lengths, since each of them is traced."""
+    length = 1 << 7
+    while length < least:
+        length <<= 4
+    return length
 
 
 def _leave(worker: int) -> None:

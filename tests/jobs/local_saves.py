@@ -99,8 +99,10 @@ class Machine:
             "loss", patience=9, restore_best_weights=True
         )
         trainer = mgpu_tf.Trainer(build, self.strategy, steps_per_execution=1)
-        handler = Kept(self.said)
-        logging.getLogger("mgpu_tf").addHandler(handler)
+        logger, handler = logging.getLogger("mgpu_tf"), Kept(self.said)
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
         options = {"save_every_steps": 2, "shared_every": 5} | options
         try:
             history = trainer.fit(
@@ -116,7 +118,8 @@ class Machine:
         except BrokenOff:
             return None
         finally:
-            logging.getLogger("mgpu_tf").removeHandler(handler)
+            logger.removeHandler(handler)
+            logger.setLevel(level)
         return {
             "weights": weights_sha256(trainer.model.get_weights()),
             "slots": weights_sha256(
