@@ -92,8 +92,13 @@ class Machine:
         """
         keras.utils.set_random_seed(1)
         folder = os.path.dirname(self.shared)
+        # The largest loss is that of the first epoch, before a run breaks off;
+        # only the chief has seen it.
         best = keras.callbacks.ModelCheckpoint(
-            os.path.join(folder, "best.keras"), "loss", save_best_only=True
+            os.path.join(folder, "best.keras"),
+            "loss",
+            mode="max",
+            save_best_only=True,
         )
         early = keras.callbacks.EarlyStopping(
             "loss", patience=9, restore_best_weights=True
