@@ -401,6 +401,17 @@ class SaveOptions:
         "of the run correct it.",
         above=0.0,
     )
+    local_checkpoint_dir: str | None = option(
+        None,
+        "A folder of each machine alone, such as on its own disk. Most "
+        "checkpoints go there; checkpoint_dir gets one of shared_every.",
+    )
+    shared_every: int = option(
+        10,
+        "With local_checkpoint_dir, save to checkpoint_dir at every Nth save, "
+        "at the end, and on SIGTERM.",
+        least=1,
+    )
     keep_checkpoints: int = option(3, "Keep the N newest checkpoints.", least=1)
     resume: str = option(
         "auto",
@@ -433,6 +444,7 @@ class SaveOptions:
                 f"{getattr(self, given[0])} and {getattr(self, given[1])}."
             )
         if self.checkpoint_dir is not None:
+            self._check_local()
             return
         for field in dataclasses.fields(SaveOptions):
             value = getattr(self, field.name)
@@ -441,6 +453,22 @@ class SaveOptions:
                     "Saving and resuming need checkpoint_dir. Received: "
                     f"{field.name}={value!r} without it."
                 )
+
+    def _check_local(self) -> None:
+        local = self.local_checkpoint_dir
+        if local is None and self.shared_every != 10:
+            raise ConfigurationError(
+                "shared_every needs local_checkpoint_dir. Received: "
+                f"shared_every={self.shared_every} without it."
+            )
+        if local is not None and os.path.realpath(local) == os.path.realpath(
+            self.folder
+        ):
+            raise ConfigurationError(
+                "local_checkpoint_dir must be another folder than "
+                f"checkpoint_dir. Received: {local!r} for both. Give a folder "
+                "on a disk of each machine."
+            )
 
     @property
     def folder(self) -> str:

@@ -68,6 +68,8 @@ VALUES = {
     "save_every_seconds": 1.5,
     "save_every": "auto",
     "mean_hours_between_failures": 6.5,
+    "local_checkpoint_dir": "/local disk/a",
+    "shared_every": 4,
     "keep_checkpoints": 9,
     "snapshot_in": "memory",
     "resume": "always",
@@ -114,6 +116,7 @@ def test_values_cover_every_field():
 def test_value_arrives(name, value, values):
     others = {
         "checkpoint_dir": "a",
+        "local_checkpoint_dir": "c",
         "output_dir": "b",
         "model": "resnet",
         "base_batch": 8,

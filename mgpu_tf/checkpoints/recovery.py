@@ -11,18 +11,21 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import socket
 import time
 import uuid
 from typing import Any
 
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.folders import not_through_links
+from mgpu_tf.folders import not_through_links, write_whole
 from mgpu_tf.reports.report import known
 
 _PROGRESS = "progress"
 _TOTALS = "recovery.json"
 _OWNER = "owner"
+_RUN = "run"
+_RUN_NAME = re.compile("[0-9a-f]{12}")
 # How late a shared file system may show a file.
 SEEN_SECONDS = 60.0
 
@@ -79,12 +82,7 @@ class Owner:
             OSError: The folder cannot be written.
         """
         unfinished = f"{self._path}.{os.getpid()}"
-        with open(
-            unfinished, "w", encoding="utf-8", opener=not_through_links
-        ) as file:
-            file.write(self._mine)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_synced(unfinished, self._mine)
         os.replace(unfinished, self._path)
         self._taken = True
 
@@ -141,6 +139,29 @@ def not_seen(folder: str, shown: str, seconds: float = SEEN_SECONDS) -> str:
             return "does not see"
         time.sleep(0.1)
     return "" if os.access(folder, os.W_OK | os.X_OK) else "cannot write to"
+
+
+def run_of(folder: str) -> str:
+    """Returns the name of the run of a folder; made where there is none.
+
+    A copy of the folder elsewhere is another run.
+
+    Args:
+        folder: Where checkpoints are kept; this process writes there.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path, place = os.path.join(folder, _RUN), os.path.realpath(folder)
+    with contextlib.suppress(OSError, ValueError):
+        with open(path, encoding="utf-8", opener=not_through_links) as file:
+            name, _, where = file.read().partition(" ")
+        if where == place and _RUN_NAME.fullmatch(name):
+            return name
+    name = uuid.uuid4().hex[:12]
+    text = f"{name} {place}"
+    write_whole(path, lambda path: _write_synced(path, text))
+    return name
 
 
 class Progress:
@@ -253,3 +274,10 @@ class Progress:
         except (OSError, ValueError):
             return {}
         return known(Recovery, values)
+
+
+def _write_synced(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8", opener=not_through_links) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

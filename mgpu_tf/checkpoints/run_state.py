@@ -26,7 +26,7 @@ from mgpu_tf.checkpoints.callback_state import (
 )
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import NO_VOTES, Engine, Logs, Votes
-from mgpu_tf.engine.snapshot import Stored
+from mgpu_tf.engine.snapshot import Snapshot, Stored
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Piece
 from mgpu_tf.reports.report import LeftOut
@@ -164,6 +164,11 @@ class RunState:
         self.position = Position(epoch=first_epoch)
         self.resumed = False
         self.stopped = False
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The variables of the run."""
+        return self._snapshot
 
     def load(self, found: tuple[State, Stored] | None) -> None:
         """Takes the position from a checkpoint, and keeps the rest.

@@ -22,7 +22,14 @@ from typing import Any
 
 from mgpu_tf.checkpoints import step_losses, store
 from mgpu_tf.checkpoints.interval import Interval
-from mgpu_tf.checkpoints.recovery import Owner, Progress, Recovery, not_seen
+from mgpu_tf.checkpoints.local import KEPT, Local
+from mgpu_tf.checkpoints.recovery import (
+    Owner,
+    Progress,
+    Recovery,
+    not_seen,
+    run_of,
+)
 from mgpu_tf.checkpoints.writer import (
     Variables,
     Writer,
@@ -115,6 +122,7 @@ class CheckpointSaver(Saver):
             hold, and what this worker writes of the variables.
         meter: Knows where the time of the run has gone; goes on with it.
         lost_workers: Returns how many workers were lost so far.
+        local: Takes most of the saves, where there is a folder for them.
     """
 
     def __init__(
@@ -126,6 +134,7 @@ class CheckpointSaver(Saver):
         capture: Callable[[], tuple[int, State, Iterable[Piece]]],
         meter: Meter,
         lost_workers: Callable[[], int] = lambda: 0,
+        local: Local | None = None,
     ) -> None:
         super().__init__()
         if options.private:
@@ -138,6 +147,9 @@ class CheckpointSaver(Saver):
         self._progress: Progress | None = None
         self._thread: threading.Thread | None = None
         self._writer: Writer
+        self._local = local
+        # Saves to the folder of each machine since the last to the shared one.
+        self._local_saves = 0
         self._failed: Exception | None = None
         self._owner = Owner(options.folder)
         self._last_save = time.monotonic()
@@ -158,7 +170,7 @@ class CheckpointSaver(Saver):
             make_folder("checkpoint_dir", folder, writes=False)
             self._take(folder)
         self._meet(folder)
-        stored = self._newest(folder)
+        stored = self._newest_of_both(folder)
         if stored is None and resume == "always":
             raise ConfigurationError(
                 "resume='always' needs a usable checkpoint. Received: "
@@ -174,6 +186,9 @@ class CheckpointSaver(Saver):
         if stored is not None:
             found = read_state(stored), Variables(stored)
             self._saved = True
+            self._local_saves = found[0].get("local_saves", 0)
+        if self._local is not None:
+            self._local.goes_on_from(-1 if stored is None else stored.step)
         if self._is_chief:
             step = 0 if stored is None else stored.step
             self._begin(step, {} if found is None else found[0])
@@ -195,14 +210,44 @@ class CheckpointSaver(Saver):
                     f"and can write to. Received: {folder!r}, which worker "
                     f"{worker} {told}. Use a folder that all machines mount."
                 )
+        token, in_memory = peers.token(), self._options.snapshot_in == "memory"
         self._writer = Writer(
             folder,
-            peers.token(),
+            token,
             peers.worker,
             peers.num_workers,
-            in_memory=self._options.snapshot_in == "memory",
+            in_memory=in_memory,
             check=self._owner.check,
         )
+        if self._local is not None:
+            run = self._run_of(folder) if self._is_chief else ""
+            run = str(peers.of_all(run)[0])
+            self._local.open(run, token, in_memory=in_memory)
+
+    def _run_of(self, folder: str) -> str:
+        try:
+            return run_of(folder)
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+
+    def _newest_of_both(self, folder: str) -> store.Stored | None:
+        """Returns the newest checkpoint, of each machine or of all."""
+        if self._local is None:
+            return self._newest(folder)
+        newest = -1
+        if self._is_chief:
+            known = store.entries(folder, thorough=False)
+            newest = max((e.step for e in known if not e.problem), default=-1)
+        newest = self._peers.of_first(newest)
+        found = self._local.newest(above=newest)
+        if found is not None:
+            return found
+        shared = self._newest(folder)
+        step = -1 if shared is None else shared.step
+        if step < newest:
+            # One that had looked whole was broken.
+            return self._local.newest(above=step) or shared
+        return shared
 
     def _newest(self, folder: str) -> store.Stored | None:
         """Returns the newest checkpoint that is whole.
@@ -260,11 +305,7 @@ class CheckpointSaver(Saver):
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 return  # It is told when a checkpoint cannot be written.
-            raise ConfigurationError(
-                "checkpoint_dir must be a folder that can be made and "
-                f"written. Received: checkpoint_dir={folder!r} "
-                f"({error.strerror})."
-            ) from None
+            raise _unwritable(folder, error) from None
 
     def _begin(self, step: int, state: State) -> None:
         """Goes on with what the processes before knew of time and failures."""
@@ -335,7 +376,7 @@ class CheckpointSaver(Saver):
         # Later where an update of several steps had to end first.
         due |= step >= self._due_at
         if due or (by_epoch and epoch_ends):
-            self._save()
+            self._save(shared=votes.end)
         if votes.end:
             self._flush()
             self._peers.any(False)
@@ -343,13 +384,15 @@ class CheckpointSaver(Saver):
 
     def finish(self) -> None:
         """Saves the end of the run, and waits until it is on the disk."""
-        if not self._saved:
-            self._save()
+        if not self._saved or self._local_saves:
+            self._save(shared=True)
         self._flush()
         self._peers.any(False)
         if self._progress is not None:
             self._owner.check()
             self._progress.end()
+        if self._local is not None:
+            self._local.end()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -367,6 +410,8 @@ class CheckpointSaver(Saver):
                 self._writer.end_soon()
                 self._thread.join()
                 self._writer.close()
+                if self._local is not None:
+                    self._local.writer.close()
 
     def _note(self, number: int, frame: object) -> None:
         del number, frame
@@ -376,27 +421,47 @@ class CheckpointSaver(Saver):
     def _writing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _save(self) -> None:
-        """Takes the state, and has it brought to the disk in the background."""
+    def _save(self, *, shared: bool = False) -> None:
+        """Takes the state, and has it brought to the disk in the background.
+
+        Args:
+            shared: Whether to the folder that all see, and no other.
+        """
         began = time.perf_counter()
+        self._local_saves += 1
+        if (
+            self._local is None
+            or self._local_saves >= self._options.shared_every
+        ):
+            shared = True
         with self._meter.phase("save"), heartbeat.at(heartbeat.SAVE):
             if self._thread is not None:
                 self._thread.join()
             step, state, pieces = self._capture()
-            self._writer.begin(step, pieces)
-        self._interval.note(time.perf_counter() - began)
-        if self._is_chief:
             state["saved_at"] = time.time()
             state["goodput"] = dataclasses.asdict(self._meter.goodput())
-        self._thread = threading.Thread(target=self._finish, args=(step, state))
+            if shared or self._local is None:
+                self._local_saves = 0
+                writer, keep = self._writer, self._options.keep_checkpoints
+            else:
+                writer, keep = self._local.writer, KEPT
+                state["local_saves"] = self._local_saves
+                state, pieces = self._local.taken(state)
+            writer.begin(step, pieces)
+        self._interval.note(time.perf_counter() - began)
+        self._thread = threading.Thread(
+            target=self._finish, args=(writer, step, state, keep)
+        )
         self._thread.start()
         self._last_save = time.monotonic()
         self._saved = True
         self.saves += 1
 
-    def _finish(self, step: int, state: State) -> None:
+    def _finish(
+        self, writer: Writer, step: int, state: State, keep: int
+    ) -> None:
         try:
-            self._writer.finish(state, self._options.keep_checkpoints)
+            writer.finish(state, keep)
             self._failed = None
         except Exception as error:
             # Told now, and raised by the thread that trains at the end.
@@ -414,6 +479,13 @@ class CheckpointSaver(Saver):
                 self._thread.join()
         if self._failed is not None:
             raise self._failed
+
+
+def _unwritable(folder: str, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        "checkpoint_dir must be a folder that can be made and written. "
+        f"Received: checkpoint_dir={folder!r} ({error.strerror})."
+    )
 
 
 def _warn_of_broken(problem: str) -> None:

@@ -29,6 +29,7 @@ import dataclasses
 import datetime
 import errno
 import fcntl
+import glob
 import hashlib
 import itertools
 import json
@@ -46,6 +47,9 @@ FORMAT = 2
 READABLE = (1, 2)
 MANIFEST = "manifest.json"
 ARRAYS = "arrays.bin"
+
+# In the folders of processes in a `local_checkpoint_dir`.
+LOCAL_OWNER = "owner"
 
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished-"
@@ -107,6 +111,9 @@ class Entry:
             words.append(f"epoch {position['epoch']} step {position['step']}")
         if "num_replicas" in state:
             words.append(f"{state['num_replicas']} replicas")
+        if "part" in state:
+            part = state["part"]
+            words.append(f"part of worker {part['worker']} of {part['of']}")
         if "saved_at" in state:
             moment = datetime.datetime.fromtimestamp(state["saved_at"])
             words.append(moment.isoformat(sep=" ", timespec="seconds"))
@@ -191,10 +198,7 @@ class Part:
     def leave(self, found: Mapping[str, Any]) -> None:
         """Leaves for another process what `end` has returned."""
         path = _note(self._folder, self._process)
-        with _open(path + ".new", "wb") as file:
-            file.write(json.dumps(found).encode())
-            file.flush()
-            os.fsync(file.fileno())
+        _write_synced(path + ".new", json.dumps(found).encode())
         os.rename(path + ".new", path)
 
     def close(self) -> None:
@@ -324,6 +328,76 @@ def write(
         raise
 
 
+def write_copy(
+    folder: str, step: int, token: str, stream: Iterator[bytes]
+) -> Stored:
+    """Writes a checkpoint that was read elsewhere.
+
+    Args:
+        folder: Where checkpoints are kept; made where it is missing.
+        step: The global step; a checkpoint of the same step is replaced.
+        token: As for `Part`.
+        stream: From `Stored.stream`.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: It did not come whole.
+        OSError: The disk is full or the folder cannot be written; nothing
+            of this checkpoint is left then.
+    """
+    place = unfinished(folder, step, token)
+    path = os.path.join(folder, f"{_PREFIX}{step:010d}")
+    try:
+        os.makedirs(place, exist_ok=True)
+        text = next(stream, b"")
+        body = _manifest(os.path.basename(path), text)
+        for file in _files(body):
+            left, name = file["bytes"], file["name"]
+            if name != os.path.basename(name):
+                raise CheckpointError(f"{name!r} is no name of a file")
+            with _open(os.path.join(place, file["name"]), "wb") as opened:
+                while left and (chunk := next(stream, b"")):
+                    left -= opened.write(chunk)
+                opened.flush()
+                os.fsync(opened.fileno())
+            _check_file(place, file)
+        _write_synced(os.path.join(place, MANIFEST), text)
+        _sync(place)
+        replaced = _replace(place, path)
+        _sync(folder)
+    except BaseException:
+        abandon(folder, step, token)
+        raise
+    if replaced:
+        shutil.rmtree(replaced, ignore_errors=True)
+    return Stored(path)
+
+
+def remove_after(folder: str, step: int) -> None:
+    """Deletes the checkpoints of later steps."""
+    for entry in entries(folder, thorough=False):
+        if entry.step > step:
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def folders(path: str) -> list[str]:
+    """Returns the folders of checkpoints of a `local_checkpoint_dir`.
+
+    Args:
+        path: Such a folder, the folder of a run in it, or any other.
+
+    Returns:
+        Those of the processes in it; the folder itself where it is another.
+    """
+    for below in ("*", os.path.join("*", "*")):
+        pattern = os.path.join(glob.escape(path), below, LOCAL_OWNER)
+        if found := sorted(glob.glob(pattern)):
+            return [os.path.dirname(each) for each in found]
+    return [path]
+
+
 def abandon(folder: str, step: int, token: str) -> None:
     """Deletes what was written of a checkpoint that is not committed."""
     shutil.rmtree(unfinished(folder, step, token), ignore_errors=True)
@@ -383,6 +457,19 @@ class Stored:
         """
         for file in self._files[place::of]:
             _check_file(self.path, file)
+
+    def stream(self) -> Iterator[bytes]:
+        """Yields the bytes of all of it, for `write_copy` elsewhere.
+
+        Raises:
+            CheckpointError: A file cannot be read.
+        """
+        with _open(os.path.join(self.path, MANIFEST), "rb") as manifest:
+            yield manifest.read()
+        for number, _ in enumerate(self._files):
+            with self._opened(number) as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    yield chunk
 
     def read(self, name: str, region: Region | None = None) -> bytearray:
         """Reads elements of an array.
@@ -599,8 +686,12 @@ def _unreadable(path: str, name: str, error: OSError) -> CheckpointError:
 
 def _write_manifest(folder: str, body: dict[str, Any]) -> None:
     text = json.dumps(body | {"manifest_sha256": _digest(body)})
-    with _open(os.path.join(folder, MANIFEST), "wb") as file:
-        file.write(text.encode())
+    _write_synced(os.path.join(folder, MANIFEST), text.encode())
+
+
+def _write_synced(path: str, data: bytes) -> None:
+    with _open(path, "wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -647,10 +738,16 @@ def _read_manifest(path: str) -> dict[str, Any]:
         raise CheckpointError(f"{name}: is a link, which is not followed")
     try:
         with _open(os.path.join(path, MANIFEST), "rb") as file:
-            body = json.load(file)
-        digest = body.pop("manifest_sha256")
+            text = file.read()
     except OSError as error:
         raise _unreadable(path, MANIFEST, error) from None
+    return _manifest(name, text)
+
+
+def _manifest(name: str, text: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(text)
+        digest = body.pop("manifest_sha256")
     except (ValueError, AttributeError, KeyError, TypeError):
         raise CheckpointError(f"{name}: {MANIFEST} is not whole") from None
     if digest != _digest(body):

@@ -14,7 +14,8 @@ USAGE = """mgpu-tf checkpoints FOLDER [--keep=N]
 
 Lists the checkpoints in a folder and verifies every byte of them. With --keep,
 first deletes all but the N newest. Do not use --keep on a folder that a run is
-writing to. Exits with status 1 if a checkpoint is broken.
+writing to. Exits with status 1 if a checkpoint is broken. FOLDER may also be a
+local_checkpoint_dir: then it lists the parts of each worker.
 
 Example:
   mgpu-tf checkpoints runs/a/checkpoints --keep=2
@@ -43,15 +44,19 @@ def run(call: Call) -> int:
             f"{' '.join(rest) or 'nothing'!r}. Write mgpu-tf checkpoints "
             "RUN/checkpoints."
         )
-    (folder,) = rest
-    if not os.path.isdir(folder):
+    (path,) = rest
+    if not os.path.isdir(path):
         raise ConfigurationError(
-            f"checkpoints takes a folder. Received: {folder!r}, which is none."
+            f"checkpoints takes a folder. Received: {path!r}, which is none."
         )
-    if values.keep is not None:
-        for name in store.prune(folder, values.keep):
-            print(f"deleted {name}")
-    found = store.entries(folder)
-    for entry in found:
-        print(entry.describe())
-    return BROKEN if any(entry.problem for entry in found) else 0
+    broken = False
+    for folder in store.folders(path):
+        if folder != path:
+            print(f"{os.path.relpath(folder, path)}:")
+        if values.keep is not None:
+            for name in store.prune(folder, values.keep):
+                print(f"deleted {name}")
+        for entry in store.entries(folder):
+            print(entry.describe())
+            broken |= bool(entry.problem)
+    return BROKEN if broken else 0

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -43,6 +44,8 @@ Layouts = Mapping[str, tuple[str, tuple[int, ...]]]
 
 # What is copied from a device at once.
 CHUNK_BYTES = 1 << 23
+# Own values of replicas are sent to all processes up to so much together.
+COPIED_BYTES = 1 << 20
 
 
 class Stored(Protocol):
@@ -115,6 +118,11 @@ class _Unit:
     held: Any
     begin: int = 0
 
+    @property
+    def bytes(self) -> int:
+        """Returns the bytes of its elements."""
+        return int(self.region.size * tf.as_dtype(self.dtype).size)
+
     def piece(self, region: Region, begin: int) -> Piece:
         """Returns some of its elements.
 
@@ -128,6 +136,20 @@ class _Unit:
         return Piece(
             self.name, self.dtype, itemsize, self.shape, region, chunks
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which process holds what of the variables.
+
+    Attributes:
+        digest: The same for what is divided in the same way.
+        like: For each process those that hold all that it holds, which is
+            itself at least.
+    """
+
+    digest: str
+    like: list[list[int]]
 
 
 class Snapshot:
@@ -178,6 +200,60 @@ class Snapshot:
             mine = shares(regions, len(holders))[holders.index(me)]
             for number, begin, region in mine:
                 yield units[number].piece(region, begin)
+
+    def everything(
+        self, exchange: Callable[[bytes], list[bytes]]
+    ) -> Iterator[Piece]:
+        """Returns all that this process holds, for a folder of its own.
+
+        With it come the own values of all replicas, if they are small.
+
+        Args:
+            exchange: Sends bytes to all processes, and returns those of all.
+                It is called before the first piece is asked for.
+        """
+        if self._prepare is not None:
+            self._prepare()
+        me, own = self._process, list(self._units_of_own())
+        copies: list[Piece] = []
+        if self._copies_own(own):
+            mine = [
+                chunk
+                for unit in own
+                if me in unit.holders
+                for chunk in unit.piece(unit.region, 0).chunks()
+            ]
+            copies = _copied(own, exchange(b"".join(mine)))
+            own = []
+        units = itertools.chain(self._units_of_shared(), own)
+        here = (u.piece(u.region, 0) for u in units if me in u.holders)
+        return itertools.chain(here, copies)
+
+    def layout(self) -> Layout:
+        """Returns which process holds what; alike on all processes."""
+        digest = hashlib.sha256()
+        everyone = tuple(range(self._local.num_processes))
+        own = list(self._units_of_own())
+        copied = self._copies_own(own)
+        own_names = {unit.name for unit in own}
+        groups = set()
+        for unit in self._units():
+            is_copied = copied and unit.name in own_names
+            holders = everyone if is_copied else unit.holders
+            groups.add(holders)
+            known = (unit.name, unit.dtype, unit.shape, unit.region, holders)
+            digest.update(repr(known).encode())
+        return Layout(
+            digest.hexdigest(),
+            [
+                [
+                    other
+                    for other in everyone
+                    if all(other in g for g in groups if process in g)
+                ]
+                for process in everyone
+            ],
+        )
 
     def held(self) -> Held:
         """Returns a copy in memory of all that this process holds."""
@@ -247,10 +323,22 @@ class Snapshot:
 
     def _units(self) -> Iterator[_Unit]:
         """Yields all parts of all variables, alike on all processes."""
+        yield from self._units_of_shared()
+        yield from self._units_of_own()
+
+    def _units_of_shared(self) -> Iterator[_Unit]:
         for i, variable in enumerate(self.shared):
             yield from self._shared_units(_name("shared", i), variable)
+
+    def _units_of_own(self) -> Iterator[_Unit]:
         for name, variable in self._own():
             yield from self._own_units(name, variable)
+
+    def _copies_own(self, units: Sequence[_Unit]) -> bool:
+        """Returns whether own values of replicas are copied to all."""
+        if self._local.num_processes == 1:
+            return False
+        return sum(unit.bytes for unit in units) <= COPIED_BYTES
 
     def _shared_units(
         self, name: str, variable: keras.Variable
@@ -481,6 +569,26 @@ class _Older:
         for here, there, length in region.overlaps(whole):
             found[here : here + length] = mean[there : there + length]
         return found
+
+
+def _copied(units: Sequence[_Unit], told: Sequence[bytes]) -> list[Piece]:
+    """Returns units that processes have sent.
+
+    Args:
+        units: Each is held by one process.
+        told: From each process the bytes of its units, in their order.
+    """
+    ends = [0] * len(told)
+    pieces = []
+    for unit in units:
+        (process,) = unit.holders
+        begin, ends[process] = ends[process], ends[process] + unit.bytes
+        data = told[process][begin : ends[process]]
+        piece = unit.piece(unit.region, 0)
+        pieces.append(
+            dataclasses.replace(piece, chunks=functools.partial(list, [data]))
+        )
+    return pieces
 
 
 def _chunks(held: Any, begin: int, size: int) -> Iterator[Any]:

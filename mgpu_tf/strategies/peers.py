@@ -96,6 +96,7 @@ class Peers:
         self._worker = local.process
         self._workers = local.num_processes
         self._sum = tf.function(self._sum_over_replicas, autograph=False)
+        self._merge = tf.function(self._sum_over_workers, autograph=False)
         if not self.alone and not _HERE.leaves:
             _HERE.leaves = True
             atexit.register(_leave, self._worker)
@@ -309,6 +310,33 @@ class Peers:
         messages.put(whole, messages.packed([value, *others]))
         return [value, *others]
 
+    def bytes_of_all(self, data: bytes) -> list[bytes]:
+        """Returns the bytes that the workers have given, in their order.
+
+        They go through a collective: for what is too large for `of_all`. All
+        of them are in memory at once.
+
+        Args:
+            data: Of any length, another on each worker.
+        """
+        if self.alone:
+            return [data]
+        sizes = np.zeros(_words(self._workers), np.int64)
+        sizes[self._worker] = len(data)
+        with self.inside(), heartbeat.at(heartbeat.COLLECTIVE):
+            sizes = self._merge(tf.constant(sizes)).numpy()[: self._workers]
+            words = -(-sizes // 8)
+            ends = np.cumsum(words)
+            merged = np.zeros(_words(int(ends[-1])), np.int64)
+            begins = 8 * (ends - words)
+            mine = merged.view(np.uint8)[begins[self._worker] :][: len(data)]
+            mine[:] = np.frombuffer(data, np.uint8)
+            found = self._merge(tf.constant(merged)).numpy().view(np.uint8)
+        return [
+            found[begin : begin + size].tobytes()
+            for begin, size in zip(begins, sizes, strict=True)
+        ]
+
     def any(self, flag: bool) -> bool:
         """Returns whether a flag is set on any worker."""
         if self.alone:
@@ -506,6 +534,27 @@ class Peers:
 
         sums = self._strategy.run(on_replica, args=(value,))
         return self._strategy.experimental_local_results(sums)[0]
+
+    def _sum_over_workers(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of a tensor of integers that each worker has."""
+        count = topology_of(self._strategy).local.count
+
+        def on_replica(value: tf.Tensor) -> tf.Tensor:
+            replica = tf.distribute.get_replica_context()
+            place = replica.replica_id_in_sync_group % count
+            mine = tf.where(tf.equal(place, 0), value, tf.zeros_like(value))
+            return replica.all_reduce("sum", mine)
+
+        sums = self._strategy.run(on_replica, args=(value,))
+        return self._strategy.experimental_local_results(sums)[0]
+
+
+def _words(least: int) -> int:
+    """Returns one of few lengths, since each of them is traced."""
+    length = 1 << 7
+    while length < least:
+        length <<= 4
+    return length
 
 
 def _leave(worker: int) -> None:

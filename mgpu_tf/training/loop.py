@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf import data as data_lib
+from mgpu_tf.checkpoints.local import Local
 from mgpu_tf.checkpoints.run_state import (
     EpochRecord,
     Position,
@@ -207,9 +208,14 @@ class Training:
             return Saver()
         callbacks_lib.refuse_restoring(callbacks)
         enable_determinism()
+        peers, local = self._distributed.peers, None
+        if options.local_checkpoint_dir is not None:
+            folder = options.local_checkpoint_dir
+            local = Local(folder, peers, self._run.snapshot)
         return CheckpointSaver(
             options,
-            self._distributed.peers,
+            peers,
+            local=local,
             is_chief=self._distributed.is_chief,
             capture=self._run.capture,
             meter=self._totals.meter,

@@ -1,5 +1,6 @@
 """What failures have cost, over several beginnings of one run."""
 
+import shutil
 import time
 
 import pytest
@@ -9,6 +10,7 @@ from mgpu_tf.checkpoints.recovery import (
     Progress,
     Recovery,
     SupersededError,
+    run_of,
 )
 from mgpu_tf.reports.goodput import Goodput, Meter
 
@@ -145,3 +147,19 @@ def test_what_was_lost_need_not_be_kept(tmp_path, caplog):
     cost = Progress(str(tmp_path), 0.0).begin(0, None)
     assert cost.restarts == 1
     assert "the run goes on" in caplog.text
+
+
+def test_a_copy_of_a_folder_is_another_run(tmp_path):
+    (tmp_path / "a").mkdir()
+    name = run_of(str(tmp_path / "a"))
+    assert run_of(str(tmp_path / "a")) == name
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    other = run_of(str(tmp_path / "b"))
+    assert other != name
+    assert run_of(str(tmp_path / "b")) == other
+
+
+@pytest.mark.parametrize("text", ["../../a ", "", "x" * 12])
+def test_the_name_of_a_run_is_no_path(tmp_path, text):
+    (tmp_path / "run").write_text(f"{text} {tmp_path}")
+    assert run_of(str(tmp_path)) not in text

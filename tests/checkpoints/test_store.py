@@ -52,6 +52,29 @@ def test_what_is_written_is_read(tmp_path):
     assert (entry.step, entry.problem, entry.bytes) == (7, "", 4008)
 
 
+def test_a_copy_is_whole_or_not_at_all(tmp_path):
+    large = arrays(3, 2_000_000)
+    stored = Stored(store.write(str(tmp_path / "a"), 7, {"epoch": 3}, large))
+    stream = list(stored.stream())
+    assert len(stream) > 2
+    changed = [*stream[:-1], stream[-1][:-1] + b"?"]
+    body = json.loads(stream[0])
+    body["files"][0]["name"] = "../elsewhere"
+    del body["manifest_sha256"]
+    body["manifest_sha256"] = store._digest(body)
+    elsewhere = [json.dumps(body).encode(), *stream[1:]]
+    for bad in (changed, stream[:-1], [], [b"{}"], elsewhere):
+        with pytest.raises(CheckpointError):
+            store.write_copy(str(tmp_path / "b"), 7, "t", iter(bad))
+        assert not os.listdir(tmp_path / "b")
+    for _ in range(2):  # The second takes the place of the first.
+        copy = store.write_copy(str(tmp_path / "b"), 7, "t", stored.stream())
+        copy.check()
+        assert os.listdir(tmp_path / "b") == ["step-0000000007"]
+    assert (copy.state, copy.arrays) == (stored.state, stored.arrays)
+    assert copy.read("weights") == stored.read("weights")
+
+
 def test_the_newest_comes_last_whatever_its_digits(tmp_path):
     save(tmp_path, 9)
     store.write(str(tmp_path), 10**11, {}, arrays())
