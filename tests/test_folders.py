@@ -65,7 +65,7 @@ def test_a_private_run_is_read_by_its_owner_only(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     made = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
-    assert {"model.keras", "report.json", "arrays.bin", "owner"} <= {
+    assert {"model.keras", "report.json", "arrays-0.bin", "owner"} <= {
         path.name for path in made
     }
     for path in made:

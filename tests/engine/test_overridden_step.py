@@ -417,7 +417,7 @@ WRITES = {
     "a weight by hand": (by_hand, "Let an optimizer apply gradients"),
     "a variable of TensorFlow": (
         lambda model, x, _: model.plain.assign_add(tf.reduce_sum(x)),
-        "a tf.Variable.* add_weight",
+        "a tf.Variable.*self.add_weight",
     ),
     "state within a function": (within_a_function, "in the step itself"),
     "an optimizer within a condition": (within, "gradient_accumulation_steps"),

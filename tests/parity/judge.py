@@ -81,7 +81,7 @@ REFUSED = (
     }
     | {
         (column, "embedding_lazy_adam"): "split by its rows"
-        for column in ("tensor_x3", "data_2_tensor_2")
+        for column in ("tensor_x3", "data_2_tensor_2", "fsdp_2_tensor_2")
     }
     | {
         (column, name): rule

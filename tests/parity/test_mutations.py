@@ -146,7 +146,7 @@ def loss_mean_over_batches(patch):
         total = tf.cast(tf.stop_gradient(value), mean.total.dtype)
         return [(mean.total, total), (mean.count, part * one)]
 
-    patch.setattr(step, "_mean_increments", increments)
+    patch.setattr(step, "mean_increments", increments)
 
 
 MUTATIONS = [
