@@ -8,6 +8,7 @@ over the servers. Elsewhere the layer is an ordinary embedding.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
@@ -15,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.registry import kind_of
+from mgpu_tf.strategies.registry import kind_of, spreading_rows
 
 
 @keras.saving.register_keras_serializable(package="mgpu_tf")
@@ -78,16 +79,24 @@ class ShardedEmbedding(keras.layers.Layer):
     def build(self, input_shape: Any = None) -> None:
         """Makes one weight for each shard."""
         del input_shape
-        count = min(self.num_shards or _num_ps(), self.input_dim)
-        self.shards = [
-            self.add_weight(
-                shape=(len(range(index, self.input_dim, count)),)
-                + (self.output_dim,),
-                initializer=self.embeddings_initializer,
-                name=f"rows_{index}_of_{count}",
+        strategy = tf.distribute.get_strategy()
+        servers = strategy.num_ps if kind_of(strategy).partitions else 1
+        count = min(self.num_shards or servers, self.input_dim)
+        spreading: Any = contextlib.nullcontext()
+        if count == 1:
+            spreading = spreading_rows(
+                strategy, self.input_dim, self.output_dim
             )
-            for index in range(count)
-        ]
+        with spreading:
+            self.shards = [
+                self.add_weight(
+                    shape=(len(range(index, self.input_dim, count)),)
+                    + (self.output_dim,),
+                    initializer=self.embeddings_initializer,
+                    name=f"rows_{index}_of_{count}",
+                )
+                for index in range(count)
+            ]
         self.built = True
 
     def call(self, inputs: Any) -> tf.Tensor:
@@ -158,10 +167,3 @@ class ShardedEmbedding(keras.layers.Layer):
             ),
             "num_shards": self.num_shards,
         }
-
-
-def _num_ps() -> int:
-    strategy = tf.distribute.get_strategy()
-    if kind_of(strategy).partitions:
-        return strategy.num_ps
-    return 1

@@ -735,6 +735,7 @@ _LINEAR = (
     keras.layers.Conv3D,
     keras.layers.Embedding,
     keras.layers.ReversibleEmbedding,
+    ShardedEmbedding,
 )
 # Layers that only multiply their inputs by a drawn mask.
 _MULTIPLYING = (keras.layers.Dropout, keras.layers.GaussianDropout)
@@ -753,6 +754,7 @@ def linear_layers(model: keras.Model) -> list[keras.layers.Layer]:
             for kind in _LINEAR
         )
         and layer.built
+        and not (isinstance(layer, ShardedEmbedding) and layer.shards[1:])
         and "call" not in vars(layer)
         and not getattr(layer, "lora_enabled", False)
         and getattr(layer, "quantization_mode", None) is None
@@ -761,9 +763,18 @@ def linear_layers(model: keras.Model) -> list[keras.layers.Layer]:
 
 def kernel_of(layer: keras.layers.Layer) -> keras.Variable:
     """Returns the kernel of one of `linear_layers`, an embedding's table."""
+    if isinstance(layer, ShardedEmbedding):
+        return layer.shards[0]
     if isinstance(layer, keras.layers.Embedding):
         return layer._embeddings
     return layer._kernel
+
+
+def looks_up_alone(layer: keras.layers.Layer) -> bool:
+    """Returns whether one of `linear_layers` does nothing but look rows up."""
+    return isinstance(
+        layer, keras.layers.Embedding | ShardedEmbedding
+    ) and not isinstance(layer, keras.layers.ReversibleEmbedding)
 
 
 def is_plain_table(layer: keras.layers.Embedding) -> bool:
@@ -1389,7 +1400,7 @@ def written_in_steps(model: keras.Model) -> list[keras.Variable]:
     looked_up = {
         id(weight)
         for layer in layers_of(model)
-        if isinstance(layer, (keras.layers.Embedding, ShardedEmbedding))
+        if isinstance(layer, keras.layers.Embedding | ShardedEmbedding)
         for weight in layer.weights
     }
     return [

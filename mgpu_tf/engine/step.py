@@ -308,7 +308,13 @@ class ReplicaStep:
             }
             weights = [values.get(id(v), v) for v in variables]
             with tf.GradientTape() as tape:
-                tape.watch([w for w in weights if isinstance(w, tf.Tensor)])
+                tape.watch(
+                    [
+                        w
+                        for w in weights
+                        if isinstance(w, tf.Tensor | tf.Variable)
+                    ]
+                )
                 scope, loss, writes, logs = self._forward(
                     data, share, True, given, gathered, tape, sources
                 )

@@ -61,6 +61,8 @@ class SplittingStrategy:
             weights when the model is built.
         splitting: How the variables that are made now are divided, if they
             are weights of such layers.
+        spreading: How a table is divided that is made now, if its rows are to
+            be spread.
         first_replica: The first replica of this process.
         is_apart: Whether several processes hold the replicas.
         meeting: Returns a block that all workers enter together, to read.
@@ -71,6 +73,7 @@ class SplittingStrategy:
     smallest_split: int
     layout: Layout
     splitting: Split | None = None
+    spreading: Split | None = None
     first_replica: int = 0
     is_apart: bool = False
     meeting: Meeting = staticmethod(lambda name: contextlib.nullcontext())
@@ -84,7 +87,34 @@ class SplittingStrategy:
     @property
     def splits_later(self) -> bool:
         """Whether weights are split when the structure of a model is known."""
-        return self.mesh.tensor > 1 or not self.layout.is_auto
+        if self.mesh.tensor > 1 or not self.layout.is_auto:
+            return True
+        return self._table_axis is not None
+
+    @property
+    def _table_axis(self) -> str | None:
+        """The axis over which a `ShardedEmbedding` has its rows."""
+        if self.mesh.fsdp > 1:
+            return None  # They are split as other weights are.
+        axes = ("data", "tensor")
+        return next((axis for axis in axes if self.mesh.length(axis) > 1), None)
+
+    @contextlib.contextmanager
+    def spreading_rows(self, rows: int, width: int) -> Iterator[None]:
+        """Lets a table that is made in a block have its rows spread.
+
+        Args:
+            rows: Of the table.
+            width: The length of a row.
+        """
+        axis = self._table_axis
+        if axis is not None and rows >= self.mesh.length(axis):
+            parts = self.mesh.length(axis)
+            self.spreading = Split((rows, width), parts, 0, axis)
+        try:
+            yield
+        finally:
+            self.spreading = None
 
     def read_together(self, variable: ShardedVariable) -> tf.Tensor:
         """Returns the whole value of a variable of several processes.
@@ -279,7 +309,8 @@ class _Splitting:
             value = kwargs["initial_value"]
             value = tf.convert_to_tensor(value() if callable(value) else value)
             return self._split(next_creator, value, kwargs, strategy.splitting)
-        if strategy.splits_later and beside is None:
+        spread = strategy.spreading
+        if strategy.splits_later and beside is None and spread is None:
             return self._not_split(next_creator, kwargs)
         if not _may_be_split(kwargs, beside, strategy.shard):
             return self._not_split(next_creator, kwargs)
@@ -288,12 +319,12 @@ class _Splitting:
             value = value() if callable(value) else value
             value = tf.convert_to_tensor(value, kwargs.get("dtype"))
         shape = tuple(value.shape.as_list())
-        split = Split(shape, strategy.mesh.fsdp)
+        split = spread or Split(shape, strategy.mesh.fsdp)
         if isinstance(beside, ShardedVariable):
             split = beside.split
             splits = shape == tuple(beside.shape)
         else:
-            splits = (
+            splits = spread is not None or (
                 value.dtype.is_floating
                 and math.prod(shape) >= strategy.smallest_split
                 and split.is_possible

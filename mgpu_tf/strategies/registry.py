@@ -10,6 +10,7 @@ module of the package checks the class of a strategy.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -121,6 +122,21 @@ def is_chief(strategy: tf.distribute.Strategy) -> bool:
 def lost_workers(strategy: tf.distribute.Strategy) -> int:
     """Returns how often the strategy lost a worker and continued without it."""
     return getattr(strategy, "lost_workers", 0)
+
+
+def spreading_rows(
+    strategy: tf.distribute.Strategy, rows: int, width: int
+) -> contextlib.AbstractContextManager[None]:
+    """Lets a table that is made in a block have its rows over the replicas.
+
+    Args:
+        strategy: Any; most hold a table whole.
+        rows: Of the table.
+        width: The length of a row.
+    """
+    if isinstance(strategy, SplittingStrategy):
+        return strategy.spreading_rows(rows, width)
+    return contextlib.nullcontext()
 
 
 def create_strategy(

@@ -72,6 +72,10 @@ def nothing_starts():
             (os, "execvpe"),
         ):
             stack.enter_context(mock.patch.object(owner, name, reached))
+        # A worker of a benchmark keeps to one core, and so would its tasks.
+        stack.enter_context(
+            mock.patch.object(os, "sched_setaffinity", lambda *_: None)
+        )
         stack.enter_context(
             mock.patch.object(isolation, "_problem", lambda: "not here")
         )

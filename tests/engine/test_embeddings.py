@@ -51,16 +51,22 @@ def test_as_keras(name, strategies):
 ROWS, WIDTH = 1013, 5
 
 
-def table_model(optimizer):
+def table_model(optimizer, spread=False, masks=True):
     normal = keras.initializers.RandomNormal
+
+    def table():
+        start = normal(seed=1)
+        if spread:
+            return mgpu_tf.layers.ShardedEmbedding(ROWS, WIDTH, start)
+        return keras.layers.Embedding(
+            ROWS, WIDTH, start, mask_zero=masks, name="table"
+        )
 
     def build():
         model = keras.Sequential(
             [
                 keras.Input((4,), dtype="int32"),
-                keras.layers.Embedding(
-                    ROWS, WIDTH, normal(seed=1), mask_zero=True
-                ),
+                table(),
                 keras.layers.GlobalAveragePooling1D(),
                 keras.layers.Dense(1, kernel_initializer=normal(seed=2)),
             ]
@@ -81,14 +87,14 @@ def graphs_of(trainer):
                     yield concrete.graph._get_function(name).graph
 
 
-def whole_tables(trainer):
+def whole_tables(trainer, rows=(ROWS,)):
     """The operations of a step that make as much as a table."""
     return {
         op.type
         for graph in graphs_of(trainer)
         for op in graph.get_operations()
         for made in op.outputs
-        if made.shape.rank == 2 and made.shape[0] == ROWS
+        if made.shape.rank == 2 and made.shape[0] in rows
     }
 
 
@@ -97,6 +103,30 @@ LARGE = {
     "adagrad": lambda: keras.optimizers.Adagrad(0.1),
     "lazy_adam": lambda: mgpu_tf.optimizers.LazyAdam(0.05, amsgrad=True),
 }
+
+
+FITTED = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
+
+
+def lookups():
+    """Ids that come again, and that one replica alone has; some batches
+    look up no row of some part."""
+    random = np.random.default_rng(0)
+    x = random.integers(0, ROWS, (55, 4))
+    x[::3] = x[0]
+    x[16:32] %= 300
+    x[-1] = -1  # The last row of the table.
+    return x, random.normal(size=(55, 1))
+
+
+def check_state(model, alone):
+    """Compares weights and slots."""
+    ours = [*model.weights, *model.optimizer.variables]
+    theirs = [*alone.weights, *alone.optimizer.variables]
+    for mine, wanted in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(
+            mine.numpy(), wanted.numpy(), rtol=0, atol=1e-13
+        )
 
 
 @pytest.mark.parametrize(
@@ -112,30 +142,122 @@ LARGE = {
 )
 def test_a_step_makes_no_whole_table(column, name, strategies):
     """And its numbers are those of Keras, which does."""
-    random = np.random.default_rng(0)
-    x = random.integers(0, ROWS, (55, 4))
-    x[::3] = x[0]
-    x[-1] = -1  # The last row of the table.
-    y = random.normal(size=(55, 1))
-    fitted = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
+    x, y = lookups()
     trainer = mgpu_tf.Trainer(table_model(LARGE[name]), strategies[column])
-    trainer.fit(x, y, **fitted)
+    trainer.fit(x, y, **FITTED)
     assert trainer.fused["Embedding"] == 1
     assert whole_tables(trainer) == set()
     alone = table_model(LARGE[name])()
     start = alone.weights[0].numpy()
-    alone.fit(x, y, **fitted)
-    ours = [*trainer.model.weights, *trainer.model.optimizer.variables]
-    theirs = [*alone.weights, *alone.optimizer.variables]
-    for mine, wanted in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(
-            mine.numpy(), wanted.numpy(), rtol=0, atol=1e-13
-        )
+    alone.fit(x, y, **FITTED)
+    check_state(trainer.model, alone)
     looked_up = np.unique(x % ROWS)
     others = np.setdiff1d(np.arange(ROWS), looked_up)
     table = trainer.model.weights[0].numpy()
     np.testing.assert_array_equal(table[others], start[others])
     assert np.all(table[looked_up] != start[looked_up])
+
+
+# Meshes, and whether the layer is one of this package. The rows of a part are
+# on one device.
+SPREAD = {
+    "data": ({"data": 3}, True),
+    "layout": ({"data": 3, "layout": {".*table/.*": ("batch", None)}}, False),
+    "tensor": ({"tensor": 3, "smallest_split": 0}, False),
+    "data_2_tensor_2": ({"data": 2, "tensor": 2}, True),
+    "data_2_of_tensor": (
+        {"data": 2, "tensor": 2, "layout": {".*table/.*": ("model", None)}},
+        False,
+    ),
+}
+
+
+def spread_over(name):
+    options, spread = SPREAD[name]
+    sizes = [options.get(axis, 1) for axis in ("data", "tensor")]
+    strategy = mgpu_tf.create_model_parallel_strategy(
+        **options, num_virtual_devices=sizes[0] * sizes[1]
+    )
+    return strategy, spread
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    tiered(
+        [
+            (mesh, name)
+            for mesh in SPREAD
+            for name in (*LARGE, "momentum", "adamw", "ema")
+        ],
+        [("data", "lazy_adam"), ("tensor", "adagrad")],
+    ),
+)
+def test_tables_whose_rows_are_spread(mesh, name):
+    """The numbers of a Keras Embedding on one device, no part read whole."""
+    x, y = lookups()
+    strategy, spread = spread_over(mesh)
+    if spread:
+        x %= ROWS  # This layer takes no negative ids.
+    optimizer = (LARGE | OPTIMIZERS)[name]
+    trainer = mgpu_tf.Trainer(table_model(optimizer, spread), strategy)
+    trainer.fit(x, y, **FITTED)
+    table = trainer.model.layers[0].weights[0].value
+    assert [part.shape for part in table.values] != [table.shape]
+    parts = {part.shape[0] for part in table.values}
+    assert ROWS not in parts
+    if name in LARGE:
+        assert whole_tables(trainer, {ROWS, *parts}) == set()
+    alone = table_model(optimizer, masks=not spread)()
+    alone.fit(x, y, **FITTED)
+    check_state(trainer.model, alone)
+    np.testing.assert_allclose(
+        trainer.predict(x, verbose=0),
+        alone.predict(x, verbose=0),
+        rtol=0,
+        atol=1e-13,
+    )
+
+
+def test_a_spread_table_is_saved_as_one(tmp_path):
+    strategy, _ = spread_over("data")
+    x, y = lookups()
+    x %= ROWS
+    build = table_model(LARGE["adagrad"], spread=True)
+    trainer = mgpu_tf.Trainer(build, strategy)
+    trainer.fit(x, y, **FITTED)
+    trainer.save(str(tmp_path / "model.keras"))
+    loaded = keras.models.load_model(str(tmp_path / "model.keras"))
+    check_state(loaded, trainer.model)
+    assert loaded.layers[0].embeddings.shape == (ROWS, WIDTH)
+
+
+def test_a_spread_table_goes_on_from_checkpoints(tmp_path):
+    """On another mesh too, with the numbers of one device."""
+    x, y = lookups()
+    x %= ROWS
+    build = table_model(LARGE["lazy_adam"], spread=True)
+    folder = str(tmp_path / "run")
+    for mesh, epochs in (("data", 1), ("data_2_tensor_2", 2)):
+        trainer = mgpu_tf.Trainer(build, spread_over(mesh)[0])
+        trainer.fit(x, y, **FITTED | {"epochs": epochs}, checkpoint_dir=folder)
+    alone = table_model(LARGE["lazy_adam"], masks=False)()
+    alone.fit(x, y, **FITTED)
+    assert int(trainer.model.optimizer.iterations.numpy()) == 8
+    check_state(trainer.model, alone)
+
+
+@pytest.mark.parametrize(
+    ("spread", "wrong", "said"),
+    [(True, -1, "not be negative"), (False, ROWS, "less than input_dim")],
+)
+def test_ids_that_no_part_has(spread, wrong, said):
+    strategy, _ = spread_over("data" if spread else "layout")
+    x, y = lookups()
+    x %= ROWS
+    x[40, 2] = wrong
+    trainer = mgpu_tf.Trainer(table_model(LARGE["sgd"], spread), strategy)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=said):
+        trainer.fit(x, y, **FITTED)
 
 
 def summed_alone(x, y):

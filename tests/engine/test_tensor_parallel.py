@@ -125,6 +125,8 @@ def test_three_devices_have_the_numbers_of_one(name, strategies):
 def without_dropout(name):
     if name == "transformer":  # Devices of other rows draw other masks.
         return lambda: models.transformer(adam(global_clipnorm=0.5))
+    if name == "cnn":  # And have other statistics.
+        return lambda: models.cnn(adam(global_clipnorm=0.5), synchronized=True)
     return CASES[name]
 
 
@@ -338,7 +340,8 @@ def test_backbones_of_keras_hub(name, strategies):
     strategy = strategies["data_2_tensor_2"]
     trainer, difference = compared(build, (x, y), strategy)
     assert len(split_paths(trainer.model)) > 5
-    assert difference < 1e-9
+    # Gemma computes norms in float32: 2e-7 with whole weights on 2 replicas.
+    assert difference < (1e-6 if name == "GemmaBackbone" else 1e-9)
 
 
 WRONG = [

@@ -83,6 +83,20 @@ def transformer(optimizer):
     return build
 
 
+def spread_table():
+    model = keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            mgpu_tf.layers.ShardedEmbedding(9, 8),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(cases.CLASSES),
+        ]
+    )
+    arguments = {k: v() if callable(v) else v for k, v in COMPILE.items()}
+    model.compile(mgpu_tf.optimizers.LazyAdam(0.01), **arguments)
+    return model
+
+
 def in_parts(model):
     """Returns what builds a model with an optimizer of its own."""
 
@@ -456,5 +470,10 @@ JOBS["parts_by_batch"] = trained(
         ".*dense[^/]*/bias": ("batch",),
     },
 )
+TRAINED["spread_table"] = (
+    cases.Case(spread_table, sentences),
+    {2: [(2, 1, 1)], 3: [(3, 1, 1)], 4: [(4, 1, 1), (2, 1, 2)]},
+)
+JOBS["spread_table"] = trained("spread_table", *TRAINED["spread_table"])
 # It ends the cluster.
 JOBS["alone"] = alone

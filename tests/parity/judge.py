@@ -80,8 +80,7 @@ REFUSED = (
         }.items()
     }
     | {
-        (column, "embedding_lazy_adam"): "split by its rows"
-        for column in ("tensor_x3", "data_2_tensor_2", "fsdp_2_tensor_2")
+        ("fsdp_2_tensor_2", "embedding_lazy_adam"): "split by its rows",
     }
     | {
         (column, name): rule

@@ -224,6 +224,10 @@ def test_no_more_bytes_than_an_all_reduce(layout, job, observed):
                 for row in (*split.ROWS_IN_PARTS, "parts_by_batch")
             ),
             ("2_workers_x4", "parts_transformer"),
+            *(
+                (layout, "spread_table")
+                for layout in ("2_workers", "3_workers", "2_workers_x2")
+            ),
         ],
         [("2_workers", "mlp_adam"), ("2_workers", "parts_mlp")],
     ),

@@ -2,7 +2,7 @@
 
     columns      inputs -> some outputs             -> gathered, if they must be
     rows         a part of inputs -> a part of all  -> summed, bias, activation
-    vocabulary   numbers of words -> its own words  -> summed
+    vocabulary   ids -> the rows of its own ids     -> summed
 
 Devices of the tensor axis have the same inputs. Where weights are split over
 the data axis, each has its own rows of the batch: the rows of all are gathered
@@ -37,6 +37,9 @@ class Form:
         gathers: Whether its outputs are made whole.
         arrives: Whether its inputs are parts already.
         own_rows: Whether devices have their own rows of the batch.
+        by_rows: Whether its kernel is a table that is only looked up. Then
+            rows are read where they are stored, and the gradient has those
+            of the ids that were looked up, and no others.
     """
 
     linear: Linear
@@ -45,10 +48,11 @@ class Form:
     gathers: bool
     arrives: bool
     own_rows: bool
+    by_rows: bool
 
     def __call__(
         self,
-        part: Read,
+        part: Callable[[keras.Variable], Any],
         whole: Read,
         lent: Callable[[list[Any]], Any],
         own: Callable[..., Any],
@@ -59,7 +63,8 @@ class Form:
         """Returns the outputs. On a replica.
 
         Args:
-            part: Returns the part of a weight that this replica stores.
+            part: Returns the part of a weight that this replica stores, of
+                a table that is read by rows as a variable of TensorFlow.
             whole: Returns a weight that is not split, or all of its parts.
             lent: Makes a context in which weights have other values.
             own: The layer's own `call`.
@@ -70,6 +75,8 @@ class Form:
         if self.own_rows and not self.arrives:
             inputs = self._rows_of_all(inputs)
         kernel = self.linear.kernel
+        if self.by_rows:
+            return self._looked_up(part(kernel), inputs)
         with lent([(kernel, part(kernel))]):
             if self.dim == self.linear.rows:
                 return self._rows_of_table(own, inputs, *args, **kwargs)
@@ -155,6 +162,46 @@ class Form:
         activation = getattr(self.linear.layer, "activation", None)
         return outputs if activation is None else activation(outputs)
 
+    def _looked_up(self, table: tf.Variable, inputs: tf.Tensor) -> tf.Tensor:
+        """Returns the rows of ids, of which this replica stores some.
+
+        Args:
+            table: The rows that it stores.
+            inputs: The ids, `[...]`.
+        """
+        ids, low, high = self._checked(inputs)
+        mine = (ids >= low) & (ids < high)
+        rows = tf.gather(table, tf.boolean_mask(ids - low, mine))
+        rows = tf.cast(rows, self.linear.layer.compute_dtype)
+        shape = [*tf.unstack(tf.shape(ids)), table.shape[1]]
+        outputs = tf.scatter_nd(
+            tf.where(mine), rows, tf.cast(tf.stack(shape), tf.int64)
+        )
+        return self._sum(tf.ensure_shape(outputs, [*ids.shape, table.shape[1]]))
+
+    def _checked(self, inputs: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
+        """Returns ids of the whole table, and the bounds of this part.
+
+        An id that no part has would be a row of zeros.
+        """
+        length = self.linear.kernel.shape[0]
+        rank, size = self.groups.rank(), self.groups.size
+        bounds = length * rank // size, length * (rank + 1) // size
+        ids = inputs
+        if ids.dtype not in (tf.int32, tf.int64):
+            ids = tf.cast(ids, tf.int32)
+        if not self.linear.is_spread:
+            ids = tf.where(ids < 0, ids + length, ids)
+        checks = [
+            tf.debugging.assert_non_negative(ids, "An id must not be negative"),
+            tf.debugging.assert_less(
+                *(ids, tf.constant(length, ids.dtype)),
+                "An id must be less than input_dim",
+            ),
+        ]
+        with tf.control_dependencies(checks):
+            return tf.identity(ids), *bounds
+
     def _rows_of_table(
         self,
         own: Callable[..., Any],
@@ -170,12 +217,9 @@ class Form:
             if self.linear.is_tied:
                 outputs = self.groups.all_gather(outputs, -1, length)
             return self.groups.own_part(outputs) if self.own_rows else outputs
-        rank, size = self.groups.rank(), self.groups.size
-        low, high = length * rank // size, length * (rank + 1) // size
-        words = tf.cast(inputs, tf.int32)
-        words = tf.where(words < 0, words + length, words)
-        mine = (words >= low) & (words < high)
-        outputs = own(tf.where(mine, words - low, 0), *args, **kwargs)
+        ids, low, high = self._checked(inputs)
+        mine = (ids >= low) & (ids < high)
+        outputs = own(tf.where(mine, ids - low, 0), *args, **kwargs)
         outputs = tf.where(mine[..., tf.newaxis], outputs, 0)
         outputs = self._sum(outputs)
         if self.linear.is_reversible:

@@ -5,6 +5,7 @@ Dense               [inputs, units]           1                0
 EinsumDense         as its equation says
 Conv                [..., channels, filters]  -1               -2
 Embedding           [vocabulary, features]    1                0: by rows
+ShardedEmbedding    [vocabulary, features]                     0: by rows
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import keras
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.layers import ShardedEmbedding
 
 
 class Linear:
@@ -30,7 +32,9 @@ class Linear:
         self._outputs: dict[int, int] = {}
         self._summed: dict[int, int] = {}
         self.rows: int | None = None
-        if isinstance(layer, keras.layers.Embedding):
+        if isinstance(layer, ShardedEmbedding):
+            self.rows = 0
+        elif isinstance(layer, keras.layers.Embedding):
             self.rows = 0
             if not self.is_reversible:
                 self._outputs = {1: -1}
@@ -57,6 +61,11 @@ class Linear:
                 self._outputs[dim] = -1 - len(rest)
             elif label in inputs and label not in wanted and "." not in behind:
                 self._summed[dim] = -1 - len(behind)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether its author wants its rows over the replicas."""
+        return isinstance(self.layer, ShardedEmbedding)
 
     @property
     def is_reversible(self) -> bool:

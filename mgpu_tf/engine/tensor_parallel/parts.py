@@ -108,7 +108,8 @@ def split_model(
     used = [linear[key] for key in found.dims]
     splits = chooser.splits(found.dims, linear, over)
     for variable, split in splits:
-        _store_in_parts(model, variable, split)
+        if not _is_stored_as(variable, split):
+            _store_in_parts(model, variable, split)
     for optimizer in _built_optimizers(model):
         keras_internals.index_again(optimizer)
     _report(model, strategy, splits, found)
@@ -174,6 +175,8 @@ class _Chooser:
         dims, over = {}, {}
         for key, each in linear.items():
             found = self._named(each.kernel)
+            if found is None and keras_internals.is_split(each.kernel):
+                found = keras_internals.stored(each.kernel).split
             if found is not None and found.dim in each.dims:
                 dims[key], over[key] = found.dim, found.over
         return dims, over
@@ -283,6 +286,13 @@ def _shared(model: keras.Model) -> set[int]:
     return {key for keys in owners.values() if len(keys) > 1 for key in keys}
 
 
+def _is_stored_as(variable: keras.Variable, split: Split) -> bool:
+    if not keras_internals.is_split(variable):
+        return False
+    held: ShardedVariable = keras_internals.stored(variable)
+    return held.split == split
+
+
 def _store_in_parts(
     model: keras.Model, variable: keras.Variable, split: Split
 ) -> None:
@@ -390,6 +400,7 @@ class TensorParallel:
                 gathers=key in found.gathered,
                 arrives=key in found.arrives,
                 own_rows=axis == "data",
+                by_rows=_is_read_by_rows(linear, found.dims[key]),
             )
         self._layers = [linear.layer for linear in plan.linear]
         self._dropouts = {
@@ -410,13 +421,19 @@ class TensorParallel:
             if id(variable) not in computed
         ]
 
+        self._by_rows = {
+            id(form.linear.kernel)
+            for form in self.forms.values()
+            if form.by_rows
+        }
+
     @property
     def tables(self) -> list[str]:
-        """The paths of the embeddings that are split by their rows."""
+        """The paths of tables split by rows that are not read by rows."""
         return [
             form.linear.kernel.path
             for form in self.forms.values()
-            if form.linear.rows is not None and form.dim == form.linear.rows
+            if form.dim == form.linear.rows and not form.by_rows
         ]
 
     @contextlib.contextmanager
@@ -435,11 +452,20 @@ class TensorParallel:
     # On a replica.
 
     def sources(self) -> Writes:
-        """Returns the parts of this replica, to take gradients from."""
-        held = [
-            keras_internals.stored(variable) for variable in self._variables
+        """Returns the parts of this replica, to take gradients from.
+
+        Of a table that is read by rows it is the variable that stores them.
+        """
+        whole = [v for v in self._variables if id(v) not in self._by_rows]
+        values = computed([keras_internals.stored(v) for v in whole])
+        found = {id(v): value for v, value in zip(whole, values, strict=True)}
+        return [
+            (variable, found.get(id(variable), self._here(variable)))
+            for variable in self._variables
         ]
-        return list(zip(self._variables, computed(held), strict=True))
+
+    def _here(self, variable: keras.Variable) -> tf.Variable:
+        return keras_internals.stored(variable).here()
 
     def join(
         self, sources: Writes
@@ -458,6 +484,7 @@ class TensorParallel:
             part = parts.get(id(variable))
             if part is None:
                 [part] = computed([held])
+            part = tf.convert_to_tensor(part)
             split = held.split
             if split.over == "fsdp":
                 return part
@@ -480,8 +507,16 @@ class TensorParallel:
     ) -> Any:
         inputs = args[0] if args else kwargs.pop("inputs")
         return self.forms[id(layer)](
-            _part, _whole, _lent, own, inputs, *args[1:], **kwargs
+            self._part, _whole, _lent, own, inputs, *args[1:], **kwargs
         )
+
+    def _part(self, variable: keras.Variable) -> Any:
+        if id(variable) in self._by_rows:
+            return self._here(variable)
+        scope = keras_internals.stateless_scope()
+        if isinstance(scope, StepScope) and id(variable) in scope.sources:
+            return scope.sources[id(variable)]
+        return computed([keras_internals.stored(variable)])[0]
 
     def _drop(
         self,
@@ -531,11 +566,13 @@ def _joined(
     return whole(part)
 
 
-def _part(variable: keras.Variable) -> tf.Tensor:
-    scope = keras_internals.stateless_scope()
-    if isinstance(scope, StepScope) and id(variable) in scope.sources:
-        return scope.sources[id(variable)]
-    return computed([keras_internals.stored(variable)])[0]
+def _is_read_by_rows(linear: Linear, dim: int) -> bool:
+    """Whether a layer does nothing but look rows up where they are stored."""
+    return (
+        dim == linear.rows
+        and keras_internals.looks_up_alone(linear.layer)
+        and keras_internals.stored(linear.kernel).inner() is None
+    )
 
 
 def _whole(variable: keras.Variable) -> tf.Tensor:
