@@ -1,6 +1,10 @@
 """The time of a step against the rows of an embedding.
 
     python experiments/embeddings.py [--rows=1000000] [--output_dir=DIR]
+    python experiments/embeddings.py --strategies=spread_x4 --rows=10000000
+
+The strategies `mirrored_xN` and `N_workers` hold whole tables, `spread_xN` has
+the rows of a `ShardedEmbedding` over N devices.
 
 A step looks up 1,000 different rows of a table of 64 columns. Two tables take
 turns in one process: one of 10,000 rows, one of `--rows`. Processor time is
@@ -37,14 +41,19 @@ def optimizer_of(name):
     }[name]()
 
 
-def builder(rows, optimizer, initializer="zeros"):
+def builder(strategy, rows, optimizer, initializer="zeros"):
     import keras
+
+    import mgpu_tf
+
+    spread = mgpu_tf.layers.ShardedEmbedding
+    kind = spread if strategy.startswith("spread") else keras.layers.Embedding
 
     def build():
         model = keras.Sequential(
             [
                 keras.Input((LENGTH,), dtype="int32"),
-                keras.layers.Embedding(rows, WIDTH, initializer),
+                kind(rows, WIDTH, initializer),
                 keras.layers.GlobalAveragePooling1D(),
                 keras.layers.Dense(1, kernel_initializer="ones"),
             ]
@@ -73,7 +82,12 @@ def strategy_of(name):
 
     if name.endswith("workers"):
         return mgpu_tf.create_strategy("multi_worker_mirrored")
-    number = int(name.removeprefix("mirrored_x"))
+    kind, _, number = name.rpartition("_x")
+    number = int(number)
+    if kind == "spread":
+        return mgpu_tf.create_model_parallel_strategy(
+            data=number, num_virtual_devices=number
+        )
     return mgpu_tf.create_mirrored_strategy(num_virtual_devices=number)
 
 
@@ -98,7 +112,9 @@ def measured(arguments, strategy, optimizer):
     tables = []
     for rows in (SMALL, arguments.rows):
         trainer = mgpu_tf.Trainer(
-            builder(rows, optimizer), strategy, kernels=arguments.kernels
+            builder(arguments.worker, rows, optimizer),
+            strategy,
+            kernels=arguments.kernels,
         )
         tables.append((trainer, data_of(rows, arguments.steps, "float32")))
     found = []
@@ -129,12 +145,13 @@ def difference(arguments, strategy, optimizer):
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     normal = keras.initializers.RandomNormal(seed=1)
-    build = builder(arguments.checked_rows, optimizer, normal)
+    rows = arguments.checked_rows
+    build = builder(arguments.worker, rows, optimizer, normal)
     x, y = data_of(arguments.checked_rows, 8, "float64")
     fitted = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
     trainer = mgpu_tf.Trainer(build, strategy)
     trainer.fit(x, y, **fitted)
-    alone = build()
+    alone = builder("", rows, optimizer, normal)()
     alone.fit(x, y, **fitted)
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")

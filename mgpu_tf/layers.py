@@ -1,9 +1,10 @@
-"""Layers whose weights are spread over several parameter servers.
+"""Layers whose weights are spread over parameter servers, or over devices.
 
     layers.ShardedEmbedding(1_000_000, 64)
 
 In the scope of a parameter-server strategy, the rows of the table are spread
-over the servers. Elsewhere the layer is an ordinary embedding.
+over the servers. In that of `create_model_parallel_strategy(data=4)`, they are
+spread over the devices. Elsewhere the layer is an ordinary embedding.
 """
 
 from __future__ import annotations
@@ -21,16 +22,22 @@ from mgpu_tf.strategies.registry import kind_of, spreading_rows
 
 @keras.saving.register_keras_serializable(package="mgpu_tf")
 class ShardedEmbedding(keras.layers.Layer):
-    """An embedding whose rows are spread over the parameter servers.
+    """An embedding whose rows are spread over servers or devices.
 
-    Row i is in shard `i % num_shards`, so that ids of similar frequency are in
-    different shards. Only the rows of a batch are sent to a worker, and their
-    gradients are sent back as sparse gradients. An optimizer that clips makes
-    the gradients dense first.
+    With parameter servers, row i is in shard `i % num_shards`, so that ids of
+    similar frequency are in different shards. Only the rows of a batch are sent
+    to a worker, and their gradients are sent back as sparse gradients. An
+    optimizer that clips makes the gradients dense first.
+
+    On a mesh without `fsdp`, device r of n holds the rows from
+    `input_dim * r // n` to `input_dim * (r + 1) // n`. They are spread over
+    the axis `data`, or over `tensor` where there is one copy of the weights. A
+    layout may name another axis. With `fsdp` the table is split as other
+    weights are.
 
     The table is saved and loaded as one table, whatever the number of shards.
-    The slots of an optimizer are saved for each shard. They cannot be loaded
-    into another number of shards.
+    With parameter servers the slots of an optimizer are saved for each shard,
+    and cannot be loaded into another number of shards.
 
     Example:
         model = keras.Sequential(
@@ -41,8 +48,8 @@ class ShardedEmbedding(keras.layers.Layer):
         input_dim: Number of rows of the table. Ids are 0 to `input_dim - 1`.
         output_dim: Length of a row.
         embeddings_initializer: The initializer of the shards.
-        num_shards: Number of shards. Default: one for each parameter server,
-            or 1 without parameter servers.
+        num_shards: Number of shards with parameter servers. Default: one for
+            each server. More than 1 elsewhere: each device holds all shards.
         **options: Arguments of `keras.layers.Layer`.
 
     Raises:

@@ -17,7 +17,7 @@ def test_numbers_of_one_device():
         [
             *(SCRIPT, "--rows=20000", "--checked_rows=5000", "--rounds=1"),
             *("--steps=4", "--optimizers=adagrad,lazy_adam"),
-            "--strategies=mirrored_x2,2_workers",
+            "--strategies=mirrored_x2,2_workers,spread_x3",
         ]
     )
     assert done.returncode == 0, done.stderr
@@ -28,7 +28,7 @@ def test_numbers_of_one_device():
     ]
     assert [line[:2] for line in lines] == [
         [strategy, optimizer]
-        for strategy in ("mirrored_x2", "2_workers")
+        for strategy in ("mirrored_x2", "2_workers", "spread_x3")
         for optimizer in ("adagrad", "lazy_adam")
     ]
     for line in lines:
