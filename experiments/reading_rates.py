@@ -95,7 +95,9 @@ def one_thread():
 def serve(name, folder, index):
     """Reads a pass for each line, which gives the number of processes."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index]})
-    batches = {n: READERS[name](folder, index, n) for n in (1, WORKERS)}
+    batches = {
+        n: READERS[name](folder, min(index, n - 1), n) for n in (1, WORKERS)
+    }
     for line in sys.stdin:
         begun = time.perf_counter()
         for _ in batches[int(line)]:

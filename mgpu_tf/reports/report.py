@@ -56,9 +56,11 @@ import hashlib
 import json
 import math
 import os
-import tempfile
+import pathlib
 from collections.abc import Iterable
 from typing import Any
+
+from mgpu_tf.folders import write_whole
 
 REPORT_FILE = "report.json"
 
@@ -141,12 +143,10 @@ class Report:
         """
         path = os.path.join(folder, REPORT_FILE)
         text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-        with tempfile.NamedTemporaryFile(
-            "w", dir=folder, suffix=".tmp", delete=False, encoding="utf-8"
-        ) as file:
-            file.write(text)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+        write_whole(
+            path,
+            lambda path: pathlib.Path(path).write_text(text, encoding="utf-8"),
+        )
         return path
 
     @classmethod
