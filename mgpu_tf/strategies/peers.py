@@ -99,7 +99,7 @@ class Peers:
         self._merge = tf.function(self._sum_over_workers, autograph=False)
         if not self.alone and not _HERE.leaves:
             _HERE.leaves = True
-            atexit.register(_leave, self._worker)
+            atexit.register(_leave, self._worker, self._workers)
 
     @property
     def alone(self) -> bool:
@@ -177,9 +177,7 @@ class Peers:
             return
         call = _HERE.calls[-1]
         call.sections += 1
-        told = (self._worker, kind, text or f"the next step of {call.name}")
-        key = call.key("waits", call.sections)
-        with _HERE.watch.inside(key, json.dumps(told)):
+        with self._waiting(call.key("waits", call.sections), kind, text):
             yield
 
     # Facts.
@@ -367,6 +365,15 @@ class Peers:
         messages.put(call.key(place, "verdict"), json.dumps(verdict))
         return verdict
 
+    @contextlib.contextmanager
+    def _waiting(self, key: str, kind: str, text: str | None) -> Iterator[None]:
+        """Lets the others know under a key what this worker waits in."""
+        assert _HERE.watch is not None
+        text = text or f"the next step of {_HERE.calls[-1].name}"
+        told = json.dumps((self._worker, kind, text))
+        with _HERE.watch.inside(key, told):
+            yield
+
     def _wait(self, key: str) -> str:
         """Returns a message that another worker will send.
 
@@ -374,24 +381,54 @@ class Peers:
             ConfigurationError: It has failed in this call, or waits for this
                 worker in another place.
         """
-        while True:
+        call = _HERE.calls[-1]
+        with self._waiting(call.key("meets", call.rounds), "call", None):
+            return self._taken(key)
+
+    def _taken(self, key: str) -> str:
+        """Returns a message once it is there; see `_wait`."""
+        text = None
+        while text is None:
             text = messages.take(key, _LOOK_MILLISECONDS)
             if text is not None:
-                return text
+                break
             left = messages.take(_LEFT, 50)
-            for call in _HERE.calls:
-                failure = messages.take(call.key("failure"), 50)
-                if failure is not None:
-                    raise error_of(*json.loads(failure))
-                waits = messages.take(call.key("waits", call.sections + 1), 50)
-                if waits is not None:
-                    self._part(call, *json.loads(waits))
-            if left is not None:
+            try:
+                text = self._looked_around(key)
                 # It told of a failure, and sent its messages, before it left.
-                text = messages.take(key, 50)
-                if text is not None:
-                    return text
+                if text is None and left is not None:
+                    text = messages.take(key, 50)
+            except tf.errors.UnavailableError:
+                # The first worker may take the messages with it.
+                if left is None:
+                    raise
+            if text is None and left is not None:
                 self._deserted(int(left))
+        return text
+
+    def _looked_around(self, key: str) -> str | None:
+        """Looks whether the others have failed, or are in another place.
+
+        Returns:
+            The message, if it has come meanwhile.
+        """
+        for call in _HERE.calls:
+            told = self._told(call, 50)
+            if told is not None:
+                raise told
+            # What this worker would come to next, while another is in it.
+            for place in (
+                call.key("waits", call.sections + 1),
+                call.key("meets", call.rounds + 1),
+            ):
+                waits = messages.take(place, 50)
+                if waits is not None:
+                    # It sent its messages before it went on.
+                    text = messages.take(key, 50)
+                    if text is not None:
+                        return text
+                    self._part(call, *json.loads(waits))
+        return None
 
     def _deserted(self, worker: int) -> NoReturn:
         """Refuses a call that a worker that has ended cannot make."""
@@ -557,10 +594,19 @@ def _words(least: int) -> int:
     return length
 
 
-def _leave(worker: int) -> None:
-    """Tells the others that this program has come to its end."""
+def _leave(worker: int, workers: int) -> None:
+    """Tells the others that this program has come to its end.
+
+    The first worker holds the messages; it stays until one that waits for it
+    has looked for this one, or has ended too.
+    """
+    end = time.monotonic() + _LOOK_MILLISECONDS / 1000 + 1
     with contextlib.suppress(tf.errors.OpError, RuntimeError):
         messages.put(_LEFT, str(worker))
+        messages.put(f"{_LEFT}/{worker}", "")
+        for other in range(1, workers if worker == 0 else 0):
+            left = max(end - time.monotonic(), 0.0)
+            messages.take(f"{_LEFT}/{other}", 1 + int(1000 * left))
 
 
 _SAME_START = "Start all workers with the same script, flags and data."

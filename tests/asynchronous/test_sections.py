@@ -37,9 +37,19 @@ def doubling(variable, locked):
 
 def counted(locked):
     variable = tf.Variable(tf.zeros([500]))
-    # A function for each, as a function runs once at a time.
-    steps = [doubling(variable, locked) for _ in range(THREADS)]
-    threads = [threading.Thread(target=step) for step in steps]
+    # A function for each, as a function runs once at a time. They are traced
+    # first, and start together.
+    steps = [
+        doubling(variable, locked).get_concrete_function()
+        for _ in range(THREADS)
+    ]
+    start = threading.Barrier(THREADS)
+
+    def run(step):
+        start.wait()
+        step()
+
+    threads = [threading.Thread(target=run, args=(step,)) for step in steps]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -53,7 +63,8 @@ def test_nothing_is_lost():
 
 def test_without_a_lock_it_is():
     """Or the test above says nothing."""
-    assert counted(locked=False) < THREADS * TIMES
+    # A busy machine may run one thread after the other, not each time.
+    assert any(counted(locked=False) < THREADS * TIMES for _ in range(100))
 
 
 def test_an_error_releases_the_lock():

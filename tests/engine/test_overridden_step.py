@@ -384,7 +384,8 @@ def test_state_that_a_step_writes_is_that_of_the_global_batch(
 ):
     with caplog.at_level(logging.WARNING, logger="mgpu_tf"):
         compare(keeping(), arrays(), strategies[column])
-    assert not caplog.records
+    # TensorFlow warns too, of what all tests of a process trace.
+    assert "mgpu_tf" not in {record.name for record in caplog.records}
 
 
 def within(model, x, gradients):
