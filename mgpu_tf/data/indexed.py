@@ -107,17 +107,46 @@ class RandomAccessSource(Source):
             )
             return self._rows(place), high - low, size
 
-        bounds = start * local.count, self._passes * local.count
-        elements = tf.data.Dataset.range(*bounds).map(
-            read, num_parallel_calls=_ELEMENTS
-        )
+        def elements(first: int, last: int) -> tf.data.Dataset:
+            bounds = first * local.count, last * local.count
+            return tf.data.Dataset.range(*bounds).map(
+                read, num_parallel_calls=_ELEMENTS
+            )
+
         if self._mapped is None:
-            return elements
+            return elements(start, self._passes)
         mapped = self._mapped
-        return elements.map(
-            lambda data, held, size: (mapped(data), held, size),
-            num_parallel_calls=tf.data.AUTOTUNE,
+        rows = self._rows_of_each(local)
+        alike = 0 if rows is None else self._examples // self._batch_size
+
+        def rest() -> tf.data.Dataset:
+            return elements(max(start, alike), self._passes).map(
+                lambda data, held, size: (mapped(data), held, size),
+                num_parallel_calls=tf.data.AUTOTUNE,
+            )
+
+        if start >= alike:
+            return rest()
+        # Row by row: a dataset within one for each batch takes a third longer.
+        counts = [tf.constant(n, tf.int64) for n in (rows, self._batch_size)]
+        batches = (
+            elements(start, alike)
+            .map(lambda data, held, size: tuple(_leaves(data)))
+            .unbatch()
+            .map(mapped.leaves_of, num_parallel_calls=tf.data.AUTOTUNE)
+            .batch(rows)
+            .map(lambda *leaves: (mapped.packed(leaves), *counts))
         )
+        return batches if alike == self._passes else batches.concatenate(rest())
+
+    def _rows_of_each(self, local: LocalReplicas) -> int | None:
+        """Returns the rows of a replica, if those here have as many each."""
+        if local.bounds is not None:
+            return None
+        replicas = range(local.count)
+        bounds = (local.rows_of(self._batch_size, r) for r in replicas)
+        counts = {high - low for low, high in bounds}
+        return counts.pop() or None if len(counts) == 1 else None
 
     def example(self) -> Any:
         """Returns the spec of a batch."""
@@ -248,11 +277,11 @@ class _Mapped:
             tf.TensorSpec(leaf.shape[1:], leaf.dtype) for leaf in _leaves(spec)
         ]
         self._given = spec
-        traced = tf.function(self._leaves_of).get_concrete_function(*rows)
+        traced = tf.function(self.leaves_of).get_concrete_function(*rows)
         self._signature = tuple(
             tf.TensorSpec(t.shape, t.dtype) for t in traced.outputs
         )
-        self.spec = self._result(
+        self.spec = self.packed(
             tf.TensorSpec([None, *leaf.shape], leaf.dtype)
             if leaf.shape.rank is not None
             else tf.TensorSpec(None, leaf.dtype)
@@ -266,7 +295,7 @@ class _Mapped:
         def of_rows() -> tuple[tf.Tensor, ...]:
             examples = tf.data.Dataset.from_tensor_slices(rows)
             mapped = examples.map(
-                self._leaves_of, num_parallel_calls=tf.data.AUTOTUNE
+                self.leaves_of, num_parallel_calls=tf.data.AUTOTUNE
             )
             return mapped.batch(count).get_single_element()
 
@@ -276,9 +305,10 @@ class _Mapped:
         # Also where a worker of parameter servers maps inside of its step.
         with tf.device("CPU:0"):
             leaves = tf.cond(count > 0, of_rows, of_none)
-        return self._result(leaves)
+        return self.packed(leaves)
 
-    def _leaves_of(self, *leaves: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    def leaves_of(self, *leaves: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """Returns the leaves of the function's result, from one example's."""
         queue = iter(leaves)
         example = tf.nest.map_structure(
             lambda leaf: None if leaf is None else next(queue), self._given
@@ -294,7 +324,8 @@ class _Mapped:
             return self._function(*example)
         return self._function(example)
 
-    def _result(self, leaves: Any) -> Any:
+    def packed(self, leaves: Any) -> Any:
+        """Returns leaves in the structure of the function's result."""
         queue = iter(leaves)
         return tf.nest.map_structure(
             lambda leaf: None if leaf is None else next(queue), self._structure

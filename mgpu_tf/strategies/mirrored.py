@@ -28,6 +28,8 @@ from mgpu_tf.strategies.balance import Balance
 
 # How long a worker may be silent before TensorFlow ends the cluster.
 SILENCE_SECONDS = 45.0
+# The most that a worker sends of an initial value at once.
+MOST_SENT_BYTES = 1 << 30
 
 _view = threading.local()
 
@@ -133,21 +135,39 @@ class MultiWorkerExtended(
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
     ) -> Any:
-        """Sends initial values of bfloat16 as float32.
+        """Returns the value of the first worker, which it sends to the others.
 
-        TensorFlow sends the values of the first worker to the others, and has
-        no such operation for bfloat16.
+        TensorFlow has no such operation for bfloat16, which is sent as float32,
+        and sends less than 2 GiB at once, so larger values go in parts.
         """
         get = super()._get_variable_creator_initial_value
-        value = kwargs["initial_value"]
-        if replica_id or kwargs.get("dtype") != "bfloat16":
+        if replica_id:
             return get(replica_id, device, primary_var, **kwargs)
-        kwargs["dtype"] = tf.float32
-        kwargs["initial_value"] = lambda: tf.cast(
-            value() if callable(value) else value, tf.float32
-        )
-        sent = get(replica_id, device, primary_var, **kwargs)
-        return lambda: tf.cast(sent(), tf.bfloat16)
+
+        def sent(value: tf.Tensor) -> tf.Tensor:
+            given = kwargs | {"initial_value": value, "dtype": value.dtype}
+            return get(replica_id, device, primary_var, **given)()
+
+        def of_the_first() -> tf.Tensor:
+            with tf.device(device):
+                value = kwargs["initial_value"]
+                value = value() if callable(value) else value
+                value = getattr(value, "wrapped_value", value)
+                own = tf.convert_to_tensor(value, kwargs.get("dtype"))
+                value = own
+                if own.dtype == tf.bfloat16:
+                    value = tf.cast(own, tf.float32)
+                most = MOST_SENT_BYTES // value.dtype.size
+                if own.shape.num_elements() <= most:
+                    return tf.cast(sent(value), own.dtype)
+                flat = tf.reshape(value, [-1])
+                bounds = range(0, own.shape.num_elements(), most)
+                parts = [sent(flat[low : low + most]) for low in bounds]
+                return tf.cast(
+                    tf.reshape(tf.concat(parts, 0), own.shape), own.dtype
+                )
+
+        return of_the_first
 
 
 class MultiWorkerMirroredStrategy(

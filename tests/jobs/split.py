@@ -18,6 +18,7 @@ from mgpu_tf.checkpoints.writer import Writer
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.reports.report import weights_sha256
+from mgpu_tf.strategies import mirrored
 from mgpu_tf.strategies.peers import Peers
 from mgpu_tf.strategies.registry import topology_of
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
@@ -442,10 +443,45 @@ def kinds(given, folder):
     }
 
 
+def first_values(given, folder):
+    """What variables begin with, where each worker has another value.
+
+    Large ones are sent in parts: here, as if a message had 64 bytes at most.
+    """
+    del folder
+    found = {}
+    worker = topology_of(given).local.process
+    sharded = mgpu_tf.create_strategy("fsdp")
+    before, mirrored.MOST_SENT_BYTES = mirrored.MOST_SENT_BYTES, 64
+    try:
+        for name, strategy in {"mirrored": given, "fsdp": sharded}.items():
+            for dtype in ("float32", "float64", "bfloat16", "int64"):
+                value = tf.reshape(
+                    tf.range(77 * worker, 77 * worker + 77), [7, 11]
+                )
+                with strategy.scope():
+                    held = tf.Variable(tf.cast(value, dtype))
+                found[f"{name} {dtype}"] = (
+                    tf.cast(held, tf.int64).numpy().tolist()
+                )
+                assert held.dtype == dtype
+            with strategy.scope():
+                split = keras.Variable(
+                    lambda shape, dtype: float(worker) + tf.zeros(shape, dtype),
+                    (64, 64),
+                    "float32",
+                )
+            found[f"{name} weight"] = np.unique(split).tolist()
+    finally:
+        mirrored.MOST_SENT_BYTES = before
+    return found
+
+
 JOBS = {
     job.__name__: job
     for job in (
         kinds,
+        first_values,
         stored,
         saved,
         in_parts,

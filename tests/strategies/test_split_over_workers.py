@@ -21,7 +21,7 @@ LAYOUTS = {
     "3_workers": (3, 1),
 }
 # What the default tests have, on two workers.
-QUICK = ["kinds", "stored", "in_parts", "mlp_adam", "parts_mlp"]
+QUICK = ["kinds", "first_values", "stored", "in_parts", "mlp_adam", "parts_mlp"]
 OVER_FSDP = ["2_workers", "2_workers_x2", "3_workers"]
 
 
@@ -76,6 +76,15 @@ def test_by_name_from_the_environment(layout, job, observed):
             "split": [True, False],
             "is_mwms": True,
         }
+
+
+@by_layout("first_values", OVER_FSDP, quick=["2_workers"])
+def test_variables_begin_with_the_values_of_the_first(layout, job, observed):
+    for worker in observed(layout, job):
+        assert worker.pop("mirrored weight") == worker.pop("fsdp weight") == [0]
+        assert len(worker) == 8
+        for values in worker.values():
+            assert values == np.arange(77).reshape(7, 11).tolist()
 
 
 @by_layout("stored", OVER_FSDP, quick=["2_workers"])
