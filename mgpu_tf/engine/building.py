@@ -28,6 +28,9 @@ _log = logging.getLogger("mgpu_tf")
 class BuildContext(tf.distribute.ReplicaContext):
     """Stands for a replica while variables are made: there is no other."""
 
+    # What is split over processes is not gathered for it.
+    is_abstract = True
+
     def all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:

@@ -100,9 +100,13 @@ class ShardedVariable(values.MirroredVariable):
 
         Args:
             replica: A replica of this process. Where its group is in several
-                processes, the one that calls this.
+                processes, the one that calls this. What only stands for a
+                replica meets no other process, and gets zeros.
         """
         if not self._is_here(replica):
+            context = tf.distribute.get_replica_context()
+            if getattr(context, "is_abstract", False):
+                return tf.zeros(self.shape, self.dtype)
             part = self.values[replica - self._first]
             with tf.device(part.device):
                 return self._distribute_strategy.joined(

@@ -21,7 +21,8 @@ LAYOUTS = {
     "3_workers": (3, 1),
 }
 # What the default tests have, on two workers.
-QUICK = ["kinds", "first_values", "stored", "in_parts", "mlp_adam", "parts_mlp"]
+QUICK = ["kinds", "first_values", "stored", "in_parts"]
+QUICK += ["mlp_adam", "parts_mlp", "spread_table"]
 OVER_FSDP = ["2_workers", "2_workers_x2", "3_workers"]
 
 
@@ -238,7 +239,7 @@ def test_no_more_bytes_than_an_all_reduce(layout, job, observed):
                 for layout in ("2_workers", "3_workers", "2_workers_x2")
             ),
         ],
-        [("2_workers", "mlp_adam"), ("2_workers", "parts_mlp")],
+        [("2_workers", row) for row in QUICK[4:]],
     ),
 )
 def test_the_numbers_of_one_device(layout, job, observed, folders, floatx_of):
