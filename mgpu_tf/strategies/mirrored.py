@@ -29,7 +29,7 @@ from mgpu_tf.strategies.balance import Balance
 # How long a worker may be silent before TensorFlow ends the cluster.
 SILENCE_SECONDS = 45.0
 # The most that a worker sends of an initial value at once.
-MOST_SENT_BYTES = 1 << 30
+MOST_SENT_BYTES = 1 << 28
 
 _view = threading.local()
 
@@ -153,19 +153,24 @@ class MultiWorkerExtended(
                 value = kwargs["initial_value"]
                 value = value() if callable(value) else value
                 value = getattr(value, "wrapped_value", value)
-                own = tf.convert_to_tensor(value, kwargs.get("dtype"))
-                value = own
-                if own.dtype == tf.bfloat16:
-                    value = tf.cast(own, tf.float32)
+                value = tf.convert_to_tensor(value, kwargs.get("dtype"))
+                kind, shape = value.dtype, value.shape
+                if kind == tf.bfloat16:
+                    value = tf.cast(value, tf.float32)
                 most = MOST_SENT_BYTES // value.dtype.size
-                if own.shape.num_elements() <= most:
-                    return tf.cast(sent(value), own.dtype)
+                if shape.num_elements() <= most:
+                    return tf.cast(sent(value), kind)
                 flat = tf.reshape(value, [-1])
-                bounds = range(0, own.shape.num_elements(), most)
-                parts = [sent(flat[low : low + most]) for low in bounds]
-                return tf.cast(
-                    tf.reshape(tf.concat(parts, 0), own.shape), own.dtype
-                )
+                parts = []
+                for low in range(0, shape.num_elements(), most):
+                    part = sent(flat[low : low + most])
+                    if not self._is_chief:
+                        parts.append(part)
+                if not self._is_chief:
+                    # Its own value first, so that it is not held as well.
+                    del value, flat
+                    value = tf.reshape(tf.concat(parts, 0), shape)
+                return tf.cast(value, kind)
 
         return of_the_first
 
