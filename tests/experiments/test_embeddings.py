@@ -1,35 +1,47 @@
-"""The script of docs/embeddings.md, with small tables."""
+"""The commands of docs/embeddings.md, with small tables."""
 
-import pathlib
+import shlex
 
 import pytest
 
-from tests import clusters
+from tests import clusters, pages
 
-PAGE = (pathlib.Path(clusters.ROOT) / "docs" / "embeddings.md").read_text()
-SCRIPT = "experiments/embeddings.py"
+SMALL = ["--rows=20000", "--checked_rows=5000", "--rounds=1", "--steps=4"]
 
 
-@pytest.mark.full
-def test_numbers_of_one_device():
-    assert f"```sh\npython {SCRIPT}\n```" in PAGE
+def run(command, *options):
+    """Runs a command of the page; returns the cells of what it prints."""
+    words = shlex.split(command)
+    settings = [word.split("=", 1) for word in words[: words.index("python")]]
     done = clusters.run(
-        [
-            *(SCRIPT, "--rows=20000", "--checked_rows=5000", "--rounds=1"),
-            *("--steps=4", "--optimizers=adagrad,lazy_adam"),
-            "--strategies=mirrored_x2,2_workers,spread_x3",
-        ]
+        [*words[len(settings) + 1 :], *SMALL, *options], env=dict(settings)
     )
     assert done.returncode == 0, done.stderr
-    lines = [
+    return [
         [cell.strip() for cell in line.strip("| \n").split("|")]
         for line in done.stdout.splitlines()
         if line.startswith("|")
     ]
+
+
+@pytest.mark.full
+def test_numbers_of_one_device():
+    plain, with_huge_pages = pages.blocks("embeddings.md", "sh")
+    strategies = ["mirrored_x2", "2_workers", "spread_x3"]
+    optimizers = ["adagrad", "lazy_adam"]
+    lines = run(
+        plain,
+        f"--optimizers={','.join(optimizers)}",
+        f"--strategies={','.join(strategies)}",
+    )
     assert [line[:2] for line in lines] == [
         [strategy, optimizer]
-        for strategy in ("mirrored_x2", "2_workers", "spread_x3")
-        for optimizer in ("adagrad", "lazy_adam")
+        for strategy in strategies
+        for optimizer in optimizers
     ]
+    lines += run(
+        with_huge_pages, "--optimizers=sgd", "--strategies=mirrored_x2"
+    )
+    assert len(lines) == 7
     for line in lines:
         assert float(line[-1]) < 1e-12
