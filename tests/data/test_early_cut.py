@@ -74,8 +74,8 @@ PIPELINES = {
         .prefetch(3)
         .batch(SIZE, num_parallel_calls=2)
     ),
-    # After a map, `take` would leave rows that TensorFlow has read ahead.
-    "repeated": lambda work: numbers().take(25).map(work).repeat(2).batch(SIZE),
+    # A take after the map leaves rows that TensorFlow has read ahead.
+    "repeated": lambda work: numbers().take(27).map(work).repeat(2).batch(SIZE),
     "batches_repeated": lambda work: (
         numbers().map(work).batch(SIZE).repeat(2).skip(1)
     ),
