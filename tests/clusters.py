@@ -149,23 +149,34 @@ class Workers:
         """Runs jobs of a module.
 
         Raises:
-            AssertionError: A worker failed. The cluster has ended then.
+            AssertionError: A worker failed, or a job took longer than
+                `LIMIT_SECONDS`. The cluster has ended then.
         """
         from tests.jobs import worker
 
         self._ask({"module": module, "jobs": jobs, "folder": folder})
+        indices = range(self.num_workers)
         done = [
             worker.done_file(self._requests.name, self._asked, index)
-            for index in range(self.num_workers)
+            for index in indices
         ]
+        left = {
+            worker.result_file(folder, job, index)
+            for job in jobs
+            for index in indices
+        }
         self._asked += 1
         limit = time.monotonic() + LIMIT_SECONDS
         while not all(map(os.path.exists, done)):
+            still = {path for path in left if not os.path.exists(path)}
+            if still != left:
+                left, limit = still, time.monotonic() + LIMIT_SECONDS
             if self._process.poll() is not None or time.monotonic() > limit:
                 with open(self._log) as log:
                     said = log.read()[-6000:]
                 self.end()
-                raise AssertionError(said)
+                missing = sorted(map(os.path.basename, left))
+                raise AssertionError(f"{said}\nWithout {missing}.")
             time.sleep(0.05)
         with open(self._log) as log:
             assert "auto-shard" not in log.read().lower()

@@ -23,6 +23,8 @@ LAYOUTS = {
 # What the default tests have, on two workers.
 QUICK = ["kinds", "first_values", "stored", "in_parts"]
 QUICK += ["mlp_adam", "parts_mlp", "spread_table"]
+# A busy machine takes long for all jobs of a cluster; each has its own limit.
+pytestmark = pytest.mark.timeout(3600)
 OVER_FSDP = ["2_workers", "2_workers_x2", "3_workers"]
 
 
