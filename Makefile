@@ -4,6 +4,7 @@
 # make test-full  the full tier: what the default leaves out; installs Slurm
 # make test-clusters  of it, jobs on a real Slurm, Ray, sshd and namespaces
 # make test-rest  the rest of the full tier, which needs no root
+# make test-rows  its rows of the parity matrix
 # make slurm   Debian's Slurm and sshd, for the full tier; as root
 # make lint    ruff and mypy
 # make soak    breaks jobs and compares weights; FAULTS=30 SEED=2
@@ -19,7 +20,7 @@ METADATA := setup.cfg pyproject.toml
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: bench conformance growth setup demo test test-clusters test-full test-rest lint parity slurm soak format clean
+.PHONY: bench conformance growth setup demo test test-clusters test-full test-rest test-rows lint parity slurm soak format clean
 
 setup: $(VENV)/.base
 
@@ -38,8 +39,14 @@ test-full: $(VENV)/.test slurm
 test-clusters: $(VENV)/.test slurm
 	$(BIN)/python -m pytest -m full $(THREE) tests/cluster tests/launch $(ARGS)
 
+# Of these, `make parity` runs each row on each column.
+ROWS := tests/parity/test_one_machine.py tests/parity/test_multi_worker.py
+
 test-rest: $(VENV)/.test
-	$(BIN)/python -m pytest -m full $(THREE) --ignore=tests/cluster --ignore=tests/launch $(ARGS)
+	$(BIN)/python -m pytest -m full $(THREE) --ignore=tests/cluster --ignore=tests/launch $(ROWS:%=--ignore=%) $(ARGS)
+
+test-rows: $(VENV)/.test
+	$(BIN)/python -m pytest -m full $(THREE) $(ROWS) $(ARGS)
 
 # Its daemons are started by the tests themselves.
 SLURM := slurmctld slurmd slurm-client munge iproute2 openssh-server openssh-client
