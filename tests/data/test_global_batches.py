@@ -15,7 +15,13 @@ from mgpu_tf.strategies.topology import LocalReplicas
 def passes(source, part, count, index=0):
     """The elements of a pass as arrays, for one process."""
     dataset = source.pass_dataset(index, part).take(count)
-    return list(dataset.as_numpy_iterator())
+    # Not as_numpy_iterator, which takes no None with TensorFlow 2.19.
+    return [
+        tf.nest.map_structure(
+            lambda leaf: None if leaf is None else leaf.numpy(), element
+        )
+        for element in dataset
+    ]
 
 
 def parts(total, local=1):
