@@ -21,15 +21,26 @@ from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author_scope import AuthorScope
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.registry import topology_of
 
 _log = logging.getLogger("mgpu_tf")
 
 
 class BuildContext(tf.distribute.ReplicaContext):
-    """Stands for a replica while variables are made: there is no other."""
+    """Stands for a replica while variables are made: there is no other.
+
+    It is the first of this process: a process cannot read what another one
+    holds.
+
+    Args:
+        strategy: The strategy of the model.
+    """
 
     # What is split over processes is not gathered for it.
     is_abstract = True
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        super().__init__(strategy, topology_of(strategy).local.first)
 
     def all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
@@ -131,7 +142,7 @@ def _run_once(
     """Runs a step for the variables that it makes; nothing is written."""
 
     def alone(data: Any) -> None:
-        with BuildContext(model.distribute_strategy, 0):
+        with BuildContext(model.distribute_strategy):
             step(data)
 
     def run() -> None:

@@ -79,6 +79,11 @@ ROWS = {
         "scores_of_1797",
         "last_batch_of_1",
         "last_batch_of_2",
+        "own_train_step",
+        "own_train_step_clipped",
+        "own_compute_loss",
+        "two_optimizers",
+        "subclassed",
     ],
 }
 _SPLIT = [

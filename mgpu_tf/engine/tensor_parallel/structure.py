@@ -207,7 +207,7 @@ def _traced(
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         named = {} if training is None else {"training": training}
         strategy = model.distribute_strategy
-        with BuildContext(strategy, 0), keras.StatelessScope():
+        with BuildContext(strategy), keras.StatelessScope():
             return model(x, **named)
 
     with keras_internals.calls_replaced(layers, note):
