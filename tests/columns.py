@@ -45,6 +45,10 @@ def strategies():
             num_virtual_devices=4,
             smallest_split=4,
         ),
+        # A mesh that splits nothing: what is promised of replicas holds.
+        "data_3": mgpu_tf.create_model_parallel_strategy(
+            data=3, num_virtual_devices=3, smallest_split=4
+        ),
         "zero1_x2": mgpu_tf.create_model_parallel_strategy(
             fsdp=2, shard="optimizer", num_virtual_devices=2, smallest_split=4
         ),

@@ -837,6 +837,14 @@ def is_split(variable: keras.Variable) -> bool:
     return isinstance(stored(variable), ShardedVariable)
 
 
+def is_spread(variable: keras.Variable) -> bool:
+    """Returns whether a replica computes with its part of a variable alone.
+
+    Weights that are split over the fsdp axis are gathered instead.
+    """
+    return is_split(variable) and stored(variable).split.over != "fsdp"
+
+
 def as_one_call(run: Callable[[], Any], *, training: bool) -> None:
     """Runs layers as a model's call would: inner layers inherit `training`.
 

@@ -87,9 +87,12 @@ class SplittingStrategy:
     @property
     def splits_later(self) -> bool:
         """Whether weights are split when the structure of a model is known."""
-        if self.mesh.tensor > 1 or not self.layout.is_auto:
-            return True
-        return self._table_axis is not None
+        return self.mesh.tensor > 1 or not self.layout.is_auto
+
+    @property
+    def splits_by_size(self) -> bool:
+        """Whether weights are split when they are made, if they are large."""
+        return not self.splits_later and self._table_axis is None
 
     @property
     def _table_axis(self) -> str | None:
@@ -310,7 +313,8 @@ class _Splitting:
             value = tf.convert_to_tensor(value() if callable(value) else value)
             return self._split(next_creator, value, kwargs, strategy.splitting)
         spread = strategy.spreading
-        if strategy.splits_later and beside is None and spread is None:
+        is_weight = beside is None
+        if is_weight and spread is None and not strategy.splits_by_size:
             return self._not_split(next_creator, kwargs)
         if not _may_be_split(kwargs, beside, strategy.shard):
             return self._not_split(next_creator, kwargs)

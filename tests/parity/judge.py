@@ -67,6 +67,7 @@ REFUSED = (
         (column, name): rule
         for column in (
             "fsdp_x3",
+            "data_3",
             "data_2_fsdp_2",
             "zero1_x2",
             "tensor_x3",

@@ -36,6 +36,7 @@ MACHINE = (
     "mirrored_x4",
     "central_storage_x2",
     "fsdp_x3",
+    "data_3",
     "data_2_fsdp_2",
     "zero1_x2",
     "tensor_x3",

@@ -66,6 +66,7 @@ def test_kinds(strategies):
         "central_storage_x2": "central_storage",
         "fsdp_x1": "model_parallel",
         "fsdp_x3": "model_parallel",
+        "data_3": "model_parallel",
         "data_2_fsdp_2": "model_parallel",
         "zero1_x2": "model_parallel",
         "pipeline_x2": "model_parallel",

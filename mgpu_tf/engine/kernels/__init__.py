@@ -61,9 +61,7 @@ class Kernels:
         self._model = model
         self._active = choice == "fused" and kind_of(strategy).name != "tpu"
         self._replicas = strategy.num_replicas_in_sync
-        # The operations of a layer that is computed in parts are repeated on
-        # the parts, with TensorFlow's own gradients.
-        self._in_parts = getattr(strategy, "splits_later", False)
+        self._splits_layers = getattr(strategy, "splits_later", False)
         # By identity, since a step may be traced several times.
         self._replaced: dict[tuple[int, str], str] = {}
         self._logged = 0
@@ -73,6 +71,17 @@ class Kernels:
         """Returns how many layers and optimizers are fused, by their class."""
         return dict(
             sorted(collections.Counter(self._replaced.values()).items())
+        )
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether layers are computed in parts.
+
+        Their operations are repeated on the parts, with TensorFlow's own
+        gradients.
+        """
+        return self._splits_layers or any(
+            map(keras_internals.is_spread, self._model.variables)
         )
 
     def around(self, python: Callable[..., Any]) -> Callable[..., Any]:

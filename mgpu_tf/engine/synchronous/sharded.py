@@ -104,12 +104,8 @@ class ShardedEngine(SynchronousEngine):
                 "in graphs. Received: run_eagerly=True. Leave it out, or use "
                 "one process."
             )
-        if options.recompute is not None and strategy.splits_later:
-            raise ConfigurationError(
-                "recompute does not go with layers that are computed in "
-                f"parts. Received: recompute={options.recompute!r} with "
-                "tensor_parallel. Leave it out, or use 'fsdp'."
-            )
+        if strategy.splits_later:
+            self._refuse_recompute("tensor_parallel")
         self._parts: TensorParallel | None = None
         if model.optimizer is not None:
             _check_elementwise(model.optimizer)
@@ -126,11 +122,24 @@ class ShardedEngine(SynchronousEngine):
         self._split_layers(source)
 
     def _split_layers(self, source: Source) -> None:
-        if self._strategy.splits_later and self._parts is None:
+        if self._parts is not None:
+            return
+        has_tables = any(map(keras_internals.is_spread, self._model.variables))
+        if has_tables:
+            self._refuse_recompute("a ShardedEmbedding")
+        if has_tables or self._strategy.splits_later:
             plan = split_model(self._model, self._strategy, source.example())
             self._parts = TensorParallel(self._model, self._strategy, plan)
             if self._parts.tables and self._model.optimizer is not None:
                 _check_not_lazy(self._model.optimizer, self._parts.tables)
+
+    def _refuse_recompute(self, what: str) -> None:
+        if self._options.recompute is not None:
+            raise ConfigurationError(
+                "recompute does not go with layers that are computed in "
+                f"parts. Received: recompute={self._options.recompute!r} with "
+                f"{what}. Leave it out, or use 'fsdp'."
+            )
 
     def _tensor(self) -> TensorParallel | None:
         return self._parts
@@ -212,7 +221,9 @@ class ShardedEngine(SynchronousEngine):
 
     @property
     def _gathers_at_once(self) -> bool:
-        return self._parts is not None or self._strategy.shard != "weights"
+        if self._parts is not None or self._strategy.shard != "weights":
+            return True
+        return not any(map(keras_internals.is_split, self._model.variables))
 
     def _gathered(self) -> Writes:
         if not self._gathers_at_once or self._options.recompute is not None:
@@ -270,7 +281,9 @@ class ShardedUpdate(Update):
         variables: list[keras.Variable],
         alike: list[bool],
     ) -> Gradients:
-        if self._strategy.splits_later:
+        if self._strategy.splits_later or any(
+            map(keras_internals.is_spread, variables)
+        ):
             return self._summed_by_axes(gradients, variables, alike)
         split = [keras_internals.is_split(v) for v in variables]
         sparse = [
