@@ -73,7 +73,7 @@ QUICK = [
     ("central_storage_x2", "embedding_adam"),
     ("fsdp_x3", "adam_global_clipnorm"),
     ("fsdp_x3", "loss_scale_overflow"),
-    ("data_3", "jit_compile"),
+    ("data_3", "mixed_float16"),
     ("data_2_fsdp_2", "accumulation_clipped"),
     ("fsdp_2_tensor_2", "embedding_adam"),
     ("zero1_x2", "accumulation_3_uneven"),

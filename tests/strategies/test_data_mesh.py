@@ -55,7 +55,9 @@ def test_xla_compiles_the_step(strategies, caplog):
 
 
 def test_a_spread_table_does_not_recompute(strategies):
-    build = lambda: build_model(table=True)  # noqa: E731
+    def build():
+        return build_model(table=True)
+
     trained(strategies["data_3"], build)
     with pytest.raises(
         mgpu_tf.ConfigurationError, match="with a ShardedEmbedding"
