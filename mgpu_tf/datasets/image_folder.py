@@ -19,6 +19,17 @@ from mgpu_tf.errors import ConfigurationError
 
 _ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 _CHANNELS = {"grayscale": 1, "rgb": 3, "rgba": 4}
+# Whether an image that has the wanted size stays as it is, bit for bit.
+_INTERPOLATIONS = {
+    "area": True,
+    "bicubic": True,
+    "bilinear": True,
+    "gaussian": False,
+    "lanczos3": False,
+    "lanczos5": False,
+    "mitchellcubic": False,
+    "nearest": True,
+}
 
 
 def image_folder(
@@ -41,7 +52,9 @@ def image_folder(
         class_names: The folders of the labels 0, 1, ...; by default all, in
             alphabetical order.
         color_mode: "grayscale", "rgb" or "rgba".
-        interpolation: As for `tf.image.resize`.
+        interpolation: As for `tf.image.resize`. With "gaussian" and
+            "mitchellcubic", images that have this size already are smoothed
+            too.
 
     Returns:
         What `Trainer.fit` takes, with `class_names`: images
@@ -58,22 +71,32 @@ def image_folder(
             "color_mode must be 'grayscale', 'rgb' or 'rgba'. Received: "
             f"{color_mode!r}."
         )
+    if interpolation not in _INTERPOLATIONS:
+        raise ConfigurationError(
+            f"interpolation must be one of {', '.join(_INTERPOLATIONS)}. "
+            f"Received: {interpolation!r}."
+        )
     paths, labels, names = files_of(
         directory, label_mode, class_names, "images", _ENDINGS
     )
     channels = _CHANNELS[color_mode]
 
+    def resized(image: tf.Tensor) -> tf.Tensor:
+        image = tf.image.resize(image, image_size, interpolation)
+        return tf.cast(image, tf.float32)
+
     def decoded(path: tf.Tensor) -> tf.Tensor:
         image = tf.io.decode_image(
             tf.io.read_file(path), channels, expand_animations=False
         )
-        image = tf.cond(
-            tf.reduce_all(tf.shape(image)[:2] == image_size),
-            lambda: tf.cast(image, tf.float32),
-            lambda: tf.cast(
-                tf.image.resize(image, image_size, interpolation), tf.float32
-            ),
-        )
+        if _INTERPOLATIONS[interpolation]:
+            image = tf.cond(
+                tf.reduce_all(tf.shape(image)[:2] == image_size),
+                lambda: tf.cast(image, tf.float32),
+                lambda: resized(image),
+            )
+        else:
+            image = resized(image)
         return tf.ensure_shape(image, [*image_size, channels])
 
     return labelled_files(paths, labels, names, label_mode, decoded)

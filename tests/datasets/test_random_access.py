@@ -68,6 +68,26 @@ def test_image_folder_is_that_of_keras(photos, label_mode):
             np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+INTERPOLATIONS = [
+    *("area", "bicubic", "bilinear", "gaussian"),
+    *("lanczos3", "lanczos5", "mitchellcubic", "nearest"),
+]
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_image_folder_interpolates_as_keras(photos, interpolation):
+    """Of the photos, one has this size already."""
+    options = {"image_size": (12, 12), "interpolation": interpolation}
+    theirs = keras.utils.image_dataset_from_directory(
+        photos, batch_size=4, shuffle=False, verbose=False, **options
+    )
+    ours = datasets.image_folder(photos, **options)
+    for (one, _), (other, _) in zip(
+        batches(ours), theirs.as_numpy_iterator(), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
 def test_image_folder_with_classes_of_ones_own(photos):
     ours = datasets.image_folder(photos, class_names=["cow", "ant"])
     labels = np.concatenate([y for _, y in batches(ours)])
@@ -80,6 +100,7 @@ def test_image_folder_with_classes_of_ones_own(photos):
         ({"directory": "missing"}, "folder that can be read"),
         ({"class_names": ["ant", "fox"]}, "Received: fox, not below"),
         ({"color_mode": "blue"}, "Received: 'blue'"),
+        ({"interpolation": "cubic"}, "nearest. Received: 'cubic'"),
         ({"label_mode": "binary"}, "'int', 'categorical' or None"),
     ],
 )
