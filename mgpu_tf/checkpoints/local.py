@@ -3,9 +3,9 @@
     local = Local("/local/checkpoints", peers, snapshot)
     local.open(run, token, in_memory=False)   # the same words on all
     stored = local.newest(above=40)           # of a step that all have
-    state, pieces = local.taken(state)        # what this process saves
+    state, pieces, before = local.taken(state)    # what this process saves
     local.writer.begin(step, pieces)
-    local.writer.finish(state, KEPT)
+    local.writer.finish(state, KEPT, before)
 
     /local/checkpoints/RUN/worker-0/step-0000000120/manifest.json
                                                     arrays-0.bin
@@ -21,7 +21,6 @@ its place, all of one save.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -44,8 +43,8 @@ from mgpu_tf.folders import make_folder
 from mgpu_tf.mesh import Piece
 from mgpu_tf.strategies.peers import Peers
 
-# One that is whole on all, and one that some processes have written already.
-KEPT = 2
+# The newest; beside it stays the newest that is whole on all processes.
+KEPT = 1
 # What of a run's state is that of the first worker, as in a shared checkpoint.
 _OF_FIRST = ("generators", "goodput", "saved_at")
 # Larger arrays of callbacks are not sent; each worker saves its own.
@@ -90,6 +89,8 @@ class Local:
         self._layout = snapshot.layout()
         self.writer: Writer
         self._resumed: int | None = None
+        # The newest step that is whole here.
+        self._whole = -1
 
     def open(self, run: str, token: str, *, in_memory: bool) -> None:
         """Makes the folder of this process.
@@ -111,6 +112,7 @@ class Local:
             make_folder("local_checkpoint_dir", self._folder)
             make_folder("local_checkpoint_dir", self._mine)
             owner.take()
+            store.recover(self._mine)
         except ConfigurationError as error:
             wrong = str(error)
         except OSError as error:
@@ -128,22 +130,29 @@ class Local:
 
     # Saving.
 
-    def taken(self, state: State) -> tuple[State, Iterator[Piece]]:
+    def taken(self, state: State) -> tuple[State, Iterator[Piece], int]:
         """Returns what this process writes; all of them take part.
 
         Args:
             state: From `RunState.capture`.
 
         Returns:
-            The state, with what only the first worker knows, and the pieces.
+            The state, with what only the first worker knows, the pieces, and
+            the step before that all processes can go on from, -1 for none.
         """
         if self._resumed is not None:
             # Nobody will go on from these.
             store.remove_after(self._mine, self._resumed)
             self._resumed = None
-        told = self._peers.bytes_of_all(
-            _sent(state) if self._peers.worker == 0 else b""
-        )[0]
+        whole = max(self._whole, self.writer.written)
+        every = self._peers.bytes_of_all(
+            whole.to_bytes(8, "big", signed=True)
+            + (_sent(state) if self._peers.worker == 0 else b"")
+        )
+        told = every[0][8:]
+        whole = min(
+            int.from_bytes(each[:8], "big", signed=True) for each in every
+        )
         part = {
             "save": self._token,
             "worker": self._peers.worker,
@@ -151,13 +160,16 @@ class Local:
             "layout": self._layout.digest,
         }
         state = _received(state, told) | {"part": part}
-        return state, self._snapshot.everything(self._peers.bytes_of_all)
+        pieces = self._snapshot.everything(self._peers.bytes_of_all)
+        return state, pieces, whole
 
     def end(self) -> None:
-        """Deletes all of this process: the run has come to its end."""
-        shutil.rmtree(self._mine, ignore_errors=True)
-        with contextlib.suppress(OSError):  # Others may be there.
-            os.rmdir(self._run)
+        """Deletes all of the run on this machine: it has come to its end.
+
+        Also what an earlier start has left here with more workers. No process
+        writes any more.
+        """
+        shutil.rmtree(self._run, ignore_errors=True)
 
     # Resuming.
 
@@ -204,9 +216,9 @@ class Local:
         )
         return self._gather(plan, mine)
 
-    def _found(self, above: int) -> dict[_Part, str]:
-        """Returns the paths of whole checkpoints here."""
-        found = {}
+    def _found(self, above: int) -> dict[_Part, list[str]]:
+        """Returns the paths of whole checkpoints here, of equal ones all."""
+        found: dict[_Part, list[str]] = {}
         try:
             folders = sorted(os.listdir(self._run))
         except OSError:
@@ -219,17 +231,9 @@ class Local:
                 if entry.problem:
                     _warn_of_broken(path, entry.problem)
                     continue
-                part = entry.manifest["state"].get("part")
-                if part is None:
-                    continue
-                key = _Part(
-                    entry.step,
-                    part["save"],
-                    part["worker"],
-                    part["of"],
-                    part["layout"],
-                )
-                found[key] = entry.path
+                part = _part_of(entry.step, entry.manifest["state"])
+                if part is not None:
+                    found.setdefault(part, []).append(entry.path)
         return found
 
     def _plan(self, every: Sequence[Sequence[_Part]]) -> list[_Use] | None:
@@ -275,46 +279,57 @@ class Local:
         part = min(fit, key=lambda each: each[:3])[-1]
         return _Use(part, process if part in has else senders[part])
 
-    def _broken(self, plan: Sequence[_Use], mine: dict[_Part, str]) -> bool:
+    def _broken(
+        self, plan: Sequence[_Use], mine: dict[_Part, list[str]]
+    ) -> bool:
         """Reads whole what this process uses or sends; forgets what is broken.
 
         Returns:
-            Whether something was.
+            Whether a part is no longer there.
         """
         broken = False
         for part in {use.part for use in plan if use.source == self._me}:
-            path = mine[part]
-            try:
-                store.Stored(path).check()
-            except store.CheckpointError as error:
-                _warn_of_broken(os.path.dirname(path), str(error))
+            paths = mine[part]
+            while paths:
+                try:
+                    store.Stored(paths[0]).check()
+                    break
+                except store.CheckpointError as error:
+                    _warn_of_broken(os.path.dirname(paths[0]), str(error))
+                    del paths[0]
+            if not paths:
                 del mine[part]
                 broken = True
         return broken
 
     def _gather(
-        self, plan: Sequence[_Use], mine: Mapping[_Part, str]
+        self, plan: Sequence[_Use], mine: Mapping[_Part, list[str]]
     ) -> store.Stored:
         """Sends parts to those that lack them; returns this process's."""
         use = plan[self._me]
         stored, wrong = None, ""
         if use.source == self._me:
-            stored = store.Stored(mine[use.part])
+            stored = store.Stored(mine[use.part][0])
         sent = {
             (each.source, each.part)
             for process, each in enumerate(plan)
             if each.source != process
         }
-        for source, part in sorted(sent, key=lambda each: each[0]):
+        # In one order on all processes, also of parts that one sends.
+        for source, part in sorted(
+            sent, key=lambda each: (each[0], dataclasses.astuple(each[1]))
+        ):
             outgoing: Iterator[bytes] = iter(())
             if source == self._me:
-                outgoing = store.Stored(mine[part]).stream()
+                outgoing = store.Stored(mine[part][0]).stream()
             incoming = self._from(source, outgoing)
             if use == _Use(part, source) and source != self._me:
                 try:
                     stored = store.write_copy(
                         self._mine, part.step, self._token, incoming
                     )
+                    if _part_of(stored.step, stored.state) != part:
+                        raise store.CheckpointError("another part came")
                 except (OSError, store.CheckpointError) as error:
                     wrong = getattr(error, "strerror", None) or str(error)
             for _ in incoming:
@@ -327,6 +342,7 @@ class Local:
                     f"one of another worker could not be written ({told})."
                 )
         assert stored is not None
+        self._whole = stored.step
         if self._me == 0:
             lacked = [
                 f"worker {process} lacked it, and has it from worker "
@@ -383,6 +399,14 @@ class _Use:
 
     part: _Part
     source: int
+
+
+def _part_of(step: int, state: Mapping[str, Any]) -> _Part | None:
+    """Returns what the checkpoint of one process is a part of."""
+    part = state.get("part")
+    if part is None:
+        return None
+    return _Part(step, part["save"], part["worker"], part["of"], part["layout"])
 
 
 def _sent(state: State) -> bytes:

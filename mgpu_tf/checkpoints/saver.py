@@ -169,6 +169,7 @@ class CheckpointSaver(Saver):
         if self._is_chief:
             make_folder("checkpoint_dir", folder, writes=False)
             self._take(folder)
+            store.recover(folder)
         self._meet(folder)
         stored = self._newest_of_both(folder)
         if stored is None and resume == "always":
@@ -440,17 +441,18 @@ class CheckpointSaver(Saver):
             step, state, pieces = self._capture()
             state["saved_at"] = time.time()
             state["goodput"] = dataclasses.asdict(self._meter.goodput())
+            before = -1
             if shared or self._local is None:
                 self._local_saves = 0
                 writer, keep = self._writer, self._options.keep_checkpoints
             else:
                 writer, keep = self._local.writer, KEPT
                 state["local_saves"] = self._local_saves
-                state, pieces = self._local.taken(state)
+                state, pieces, before = self._local.taken(state)
             writer.begin(step, pieces)
         self._interval.note(time.perf_counter() - began)
         self._thread = threading.Thread(
-            target=self._finish, args=(writer, step, state, keep)
+            target=self._finish, args=(writer, step, state, keep, before)
         )
         self._thread.start()
         self._last_save = time.monotonic()
@@ -458,10 +460,10 @@ class CheckpointSaver(Saver):
         self.saves += 1
 
     def _finish(
-        self, writer: Writer, step: int, state: State, keep: int
+        self, writer: Writer, step: int, state: State, keep: int, before: int
     ) -> None:
         try:
-            writer.finish(state, keep)
+            writer.finish(state, keep, before)
             self._failed = None
         except Exception as error:
             # Told now, and raised by the thread that trains at the end.

@@ -53,6 +53,7 @@ LOCAL_OWNER = "owner"
 
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished-"
+_REPLACED = f"{_UNFINISHED}replaced-"
 _SPARE = "spare"
 _CHUNK_BYTES = 1 << 22
 
@@ -197,22 +198,37 @@ class Part:
 
     def leave(self, found: Mapping[str, Any]) -> None:
         """Leaves for another process what `end` has returned."""
-        path = _note(self._folder, self._process)
-        _write_synced(path + ".new", json.dumps(found).encode())
-        os.rename(path + ".new", path)
+        _leave(self._folder, self._process, found)
 
     def close(self) -> None:
         """Closes the file, whatever became of it."""
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def drop(self, reason: str) -> None:
-        """Gives up, and tells so to the process that would commit."""
+    def drop(self) -> None:
+        """Gives up, and leaves the disk what it had."""
         self.close()
         with contextlib.suppress(OSError):
-            # What tells so needs a place on a disk that may be full.
             os.truncate(self._path, 0)
-            self.leave({"failed": reason})
+
+
+def refuse(
+    folder: str, step: int, token: str, process: int, reason: str
+) -> None:
+    """Tells the process that would commit that a part will not come.
+
+    Args:
+        folder: Where checkpoints are kept. Where it cannot be written, the
+            other process has to wait.
+        step: The global step.
+        token: As for `Part`.
+        process: The number of this process.
+        reason: Why.
+    """
+    place = unfinished(folder, step, token)
+    with contextlib.suppress(OSError):
+        os.makedirs(place, exist_ok=True)
+        _leave(place, process, {"failed": reason})
 
 
 def left(
@@ -375,6 +391,19 @@ def write_copy(
     return Stored(path)
 
 
+def recover(folder: str) -> None:
+    """Gives back its name to a checkpoint that was about to be replaced.
+
+    A process was killed then, and the one that takes its place was not whole
+    under any name. Nobody may be writing there.
+    """
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            path = os.path.join(folder, name.removeprefix(_REPLACED))
+            if name.startswith(_REPLACED) and not os.path.lexists(path):
+                os.rename(os.path.join(folder, name), path)
+
+
 def remove_after(folder: str, step: int) -> None:
     """Deletes the checkpoints of later steps."""
     for entry in entries(folder, thorough=False):
@@ -401,6 +430,21 @@ def folders(path: str) -> list[str]:
 def abandon(folder: str, step: int, token: str) -> None:
     """Deletes what was written of a checkpoint that is not committed."""
     shutil.rmtree(unfinished(folder, step, token), ignore_errors=True)
+
+
+def abandon_earlier(folder: str, step: int, token: str) -> None:
+    """Deletes what a run has written of earlier steps and never committed."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            number = name.removeprefix(_UNFINISHED + _PREFIX).split("-")[0]
+            if (
+                name.startswith(_UNFINISHED + _PREFIX)
+                and name.endswith(f"-{token}")
+                and number.isdecimal()
+                and int(number) < step
+            ):
+                path = os.path.join(folder, name)
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def abandon_spare(folder: str, token: str) -> None:
@@ -563,7 +607,9 @@ def newest(
     return None
 
 
-def prune(folder: str, keep: int, token: str | None = None) -> list[str]:
+def prune(
+    folder: str, keep: int, token: str | None = None, beside: int = -1
+) -> list[str]:
     """Deletes all but the newest checkpoints that are whole.
 
     Broken ones that are older than the newest whole one go too, and what a
@@ -575,13 +621,16 @@ def prune(folder: str, keep: int, token: str | None = None) -> list[str]:
         token: The word of the run that is writing there, if there is one.
             What is unfinished of it stays, and one checkpoint becomes the
             files that it writes over next.
+        beside: The step of one that is kept beside the newest.
 
     Returns:
         The names of what was deleted.
     """
+    recover(folder)
     every = entries(folder, thorough=False)
     whole = [entry for entry in every if not entry.problem]
     kept = {entry.path for entry in whole[-keep:]}
+    kept |= {entry.path for entry in whole if entry.step == beside}
     last = whole[-1].step if whole else -1
     gone = [e for e in every if e.path not in kept and e.step <= last]
     paths = [entry.path for entry in gone]
@@ -656,6 +705,12 @@ def _reading(path: str) -> Iterator[IO[bytes]]:
         yield file
 
 
+def _leave(place: str, process: int, found: Mapping[str, Any]) -> None:
+    path = _note(place, process)
+    _write_synced(path + ".new", json.dumps(found).encode())
+    os.rename(path + ".new", path)
+
+
 def _note(folder: str, process: int) -> str:
     return os.path.join(folder, f"arrays-{process}.json")
 
@@ -702,11 +757,15 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def _replace(unfinished: str, path: str) -> str | None:
-    """Renames to the final name; returns what stood there before."""
+    """Renames to the final name; returns what stood there before.
+
+    A kill between the two renames leaves `step-N` under its other name only:
+    `recover` gives it back.
+    """
     replaced = None
     if os.path.lexists(path):
         folder, name = os.path.split(path)
-        replaced = os.path.join(folder, f"{_UNFINISHED}replaced-{name}")
+        replaced = os.path.join(folder, _REPLACED + name)
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(path, replaced)
     os.rename(unfinished, path)

@@ -30,9 +30,9 @@ from mgpu_tf.mesh import Piece, Region
 State = dict[str, Any]
 
 _VARIABLES = "variables/"
-# How long the first process waits for the parts of the others, and how long
-# where the run has failed meanwhile.
-WAIT_SECONDS = 600.0
+# How long the first process waits for the parts of the others, which is less
+# than the watchdog does, and how long where the run has failed meanwhile.
+WAIT_SECONDS = 300.0
 _ENDING_SECONDS = 10.0
 _LOOK_SECONDS = 0.02
 
@@ -48,6 +48,10 @@ class Writer:
         in_memory: Whether `begin` copies the pieces and leaves the writing
             to `finish`.
         check: Raises where this run may no longer write there.
+
+    Attributes:
+        written: The step of the last checkpoint that is whole, -1 for none.
+            Known on the first process.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Writer:
         self._in_memory = in_memory
         self._check = check
         self._ending = threading.Event()
+        self.written = -1
         self._step = 0
         self._part: store.Part | None = None
         self._left: list[Piece] = []
@@ -81,6 +86,9 @@ class Writer:
         self._part = self._failed = None
         try:
             self._check()
+            if self._process == 0:
+                # Of a save that another process was late to give up.
+                store.abandon_earlier(self._folder, step, self._token)
             self._part = store.Part(
                 self._folder, step, self._token, self._process
             )
@@ -92,13 +100,16 @@ class Writer:
         except Exception as error:
             self._failed = error
 
-    def finish(self, state: Mapping[str, Any], keep: int) -> None:
+    def finish(
+        self, state: Mapping[str, Any], keep: int, before: int = -1
+    ) -> None:
         """Waits for the disk; on the first process, for all of them.
 
         Args:
             state: The state of the run, with arrays anywhere in it. The first
                 process writes it.
             keep: How many checkpoints to keep.
+            before: The step of one that is kept beside them.
 
         Raises:
             OSError: The disk is full or the folder cannot be written.
@@ -106,19 +117,28 @@ class Writer:
             ConfigurationError: The part of another process is not seen here.
         """
         try:
-            self._finish(state, keep)
+            self._finish(state, keep, before)
         except BaseException as error:
-            if self._process == 0:
-                store.abandon(self._folder, self._step, self._token)
-            elif self._part is not None:
-                self._part.drop(told_of(error))
+            self._give_up(told_of(error))
             raise
         finally:
             self._left = []
             if self._part is not None:
                 self._part.close()
 
-    def _finish(self, state: Mapping[str, Any], keep: int) -> None:
+    def _give_up(self, reason: str) -> None:
+        """Leaves nothing of this part but why it does not come."""
+        if self._process == 0:
+            store.abandon(self._folder, self._step, self._token)
+            return
+        if self._part is not None:
+            # What tells so needs a place on a disk that may be full.
+            self._part.drop()
+        store.refuse(
+            self._folder, self._step, self._token, self._process, reason
+        )
+
+    def _finish(self, state: Mapping[str, Any], keep: int, before: int) -> None:
         if self._failed is not None:
             raise self._failed
         assert self._part is not None
@@ -142,8 +162,9 @@ class Writer:
         store.commit(
             self._folder, self._step, self._token, state, [mine, *others]
         )
+        self.written = self._step
         self._check()
-        store.prune(self._folder, keep, self._token)
+        store.prune(self._folder, keep, self._token, before)
 
     def close(self) -> None:
         """Deletes the files that another save would have written over."""

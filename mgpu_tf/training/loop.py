@@ -109,6 +109,11 @@ class Training:
         if not peers.alone:
             facts = fit_facts(source, self._validation, numbers)
             facts["balance"] = str(balance_of(distributed.strategy))
+            if saving is not None:
+                names = [type(callback).__name__ for callback in callbacks]
+                facts["callbacks, which a checkpoint has the state of"] = (
+                    " and ".join(names) or "none"
+                )
             peers.compare(facts)
             _log.info("data: each worker reads %s", source.reads)
         self._distributed = distributed

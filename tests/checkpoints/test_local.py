@@ -37,7 +37,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def workers(folder):
-    return clusters.run_jobs(local_saves, 2, folder)
+    jobs = [job for job in local_saves.JOBS if job != "moved"]
+    return clusters.run_jobs(local_saves, 2, folder, jobs)
 
 
 def resumed_at(said):
@@ -61,6 +62,28 @@ def test_goes_on_from_the_newest(case, workers):
         # What the disks have is deleted when the run has ended.
         assert not any(each["left"] for each in found)
     assert found[0]["shared"][-1] == 30
+
+
+@pytest.mark.full
+def test_one_machine_has_the_parts_of_others(tmp_path):
+    """It sends each of them its own."""
+    jobs = ["control", "moved"]
+    found = clusters.run_jobs(local_saves, 3, str(tmp_path), jobs)
+    assert [each["ended"] for each in found["moved"]] == found["control"]
+    assert resumed_at(found["moved"][0]["said"]) == [NEWEST]
+    told = "worker {0} lacked it, and has it from worker 0"
+    for worker in (1, 2):
+        assert told.format(worker) in "\n".join(found["moved"][0]["said"])
+    assert not any(each["left"] for each in found["moved"])
+
+
+@pytest.mark.full
+def test_a_worker_whose_saves_fail(workers):
+    """The newest step that all have stays on the disks of the others."""
+    first, second = workers["failing"]
+    assert (first["before"], second["before"]) == ([12, NEWEST], [8, 12])
+    assert [first["ended"], second["ended"]] == workers["split_control"]
+    assert resumed_at(first["said"]) == [12]
 
 
 @pytest.mark.full

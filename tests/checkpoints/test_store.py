@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import store, writer
 from mgpu_tf.checkpoints.store import CheckpointError, Part, Stored
 from mgpu_tf.mesh import Piece, Region
 from tests import clusters
@@ -357,7 +357,8 @@ def test_a_part_that_failed_is_told(tmp_path):
     assert store.left(str(tmp_path), 1, "t", 1) is None
     part = Part(str(tmp_path), 1, "t", 1)
     part.add(arrays()[0])
-    part.drop("No space left on device")
+    part.drop()
+    store.refuse(str(tmp_path), 1, "t", 1, "No space left on device")
     with pytest.raises(CheckpointError, match="process 1: No space left on"):
         store.left(str(tmp_path), 1, "t", 1)
     # A run that still writes keeps what it has not finished.
@@ -365,6 +366,78 @@ def test_a_part_that_failed_is_told(tmp_path):
     assert len(os.listdir(tmp_path)) == 1
     store.prune(str(tmp_path), 1, "another")
     assert not os.listdir(tmp_path)
+
+
+def test_a_process_that_cannot_begin_tells_so(tmp_path):
+    """As where its file cannot be made; the first one does not wait."""
+    folder = str(tmp_path)
+    place = pathlib.Path(store.unfinished(folder, 1, "t"))
+    (place / "arrays-1.bin").mkdir(parents=True)
+    second = writer.Writer(folder, "t", 1, 2)
+    second.begin(1, arrays())
+    with pytest.raises(OSError, match="Is a directory"):
+        second.finish({}, 1)
+    first = writer.Writer(folder, "t", 0, 2)
+    first.begin(1, arrays())
+    with pytest.raises(CheckpointError, match="process 1: Is a directory"):
+        first.finish({}, 1)
+    assert not os.listdir(tmp_path)
+
+
+def test_what_came_late_goes_with_the_next_save(tmp_path):
+    """The first process has given up a save when a part of it comes."""
+    folder = str(tmp_path)
+    Part(folder, 1, "another", 1).close()
+    for step in (1, 2):
+        part = Part(folder, step, "t", 1)
+        part.add(arrays()[0])
+        part.leave(part.end())
+    first = writer.Writer(folder, "t", 0, 2)
+    first.begin(2, arrays())
+    assert sorted(os.listdir(tmp_path)) == [
+        ".unfinished-step-0000000001-another",
+        ".unfinished-step-0000000002-t",
+    ]
+    first.finish({}, 1)
+    assert first.written == 2
+    assert os.listdir(tmp_path) == ["step-0000000002"]
+
+
+def test_killed_while_one_is_replaced(tmp_path):
+    """Between its two names it has the one that nobody looks for."""
+    save(tmp_path, 3)
+    code = """
+import os, signal, sys
+from mgpu_tf.checkpoints import store
+
+rename = os.rename
+
+def killed(before, after):
+    rename(before, after)
+    if "replaced" in after:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+os.rename = killed
+store.write(sys.argv[1], 3, {}, [])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=clusters.environment(),
+        timeout=clusters.LIMIT_SECONDS,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert store.newest(str(tmp_path)) is None
+    store.recover(str(tmp_path))
+    entry = store.newest(str(tmp_path))
+    assert entry.manifest["state"] == {"step": 3}
+    store.prune(str(tmp_path), 1)
+    assert os.listdir(tmp_path) == ["step-0000000003"]
+
+
+def test_one_is_kept_beside_the_newest(tmp_path):
+    save(tmp_path, 1, 2, 3, 4)
+    store.prune(str(tmp_path), 1, "t", beside=2)
+    assert names(tmp_path) == ["step-0000000002", "step-0000000004"]
 
 
 def write_as_run(folder, step, count):

@@ -5,6 +5,7 @@ been. It returns what it was told, and the losses of that training.
 """
 
 import contextlib
+import os
 
 import keras
 import numpy as np
@@ -130,6 +131,18 @@ def callback_of_all(strategy, folder):
 
     return refused(
         strategy, lambda: fitting(strategy, epochs=3, callbacks=[Broken()])
+    )
+
+
+def callbacks_of_a_checkpoint(strategy, folder):
+    """Without a checkpoint, workers may have callbacks of their own."""
+    stops = [keras.callbacks.EarlyStopping("loss", patience=9)]
+    mine = stops if me() == 1 else []
+    fitting(strategy, callbacks=mine)
+    shared = os.path.join(folder, "callbacks")
+    return refused(
+        strategy,
+        lambda: fitting(strategy, callbacks=mine, checkpoint_dir=shared),
     )
 
 
@@ -359,6 +372,10 @@ REFUSED = {
     paths: [SAME + "path. Received: "],
     in_the_loop: ["ConfigurationError The loss needs targets."],
     callback_of_all: ["ArithmeticError of a callback"],
+    callbacks_of_a_checkpoint: [
+        SAME + "callbacks, which a checkpoint has the state of. Received: none "
+        "on worker 0, EarlyStopping on worker 1."
+    ],
     diverged: [
         "DivergedError All replicas must hold the same weights and optimizer "
         "state. Received: others on replica 1 of worker 1 at step 8, in "

@@ -5,6 +5,7 @@ each second of 30 steps, and each fifth of them is to the shared folder: at 10,
 20, 30. A run ends within step 17, with steps 14 and 16 on the disks.
 """
 
+import errno
 import json
 import logging
 import os
@@ -12,6 +13,8 @@ import random
 import shutil
 import signal
 import sys
+import time
+from unittest import mock
 
 import keras
 import numpy as np
@@ -236,6 +239,42 @@ def no_manifest(machine):
         shutil.rmtree(machine.local)
 
 
+def moved_to_one(machine):
+    """The first machine has what all had, the others have nothing."""
+    if machine.worker == 0:
+        for other in (1, 2):
+            shutil.copytree(
+                f"{machine.local[:-1]}{other}",
+                machine.local,
+                dirs_exist_ok=True,
+            )
+        open(machine.local + "-has-all", "w").close()
+    while not os.path.exists(f"{machine.local[:-1]}0-has-all"):
+        time.sleep(0.01)
+    if machine.worker:
+        shutil.rmtree(machine.local)
+
+
+def failing(strategy, folder):
+    """Worker 1 cannot write its last saves before the run breaks off.
+
+    It has a part of the weights that nobody else has.
+    """
+    strategy = split.strategy_of(strategy, (1, 2, 1))
+    machine = Machine(strategy, folder, "failing")
+    write = store.commit
+
+    def commit(folder, step, *others):
+        if step > SHARED + 2 and machine.worker and machine.local in folder:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(folder, step, *others)
+
+    with mock.patch.object(store, "commit", commit):
+        assert machine.train(BREAKS_AT) is None
+    before = machine.steps()
+    return {"before": before, "ended": machine.train(), "said": machine.said}
+
+
 def other_run(machine):
     """The checkpoints of a run with another shared folder, and a copy."""
     machine.shared += "-2"
@@ -260,6 +299,10 @@ DAMAGES = {
     "other_run": other_run,
     "copied": copied,
 }
+
+
+def moved(strategy, folder):
+    return broken_off(Machine(strategy, folder, "moved"), moved_to_one)
 
 
 def control(strategy, folder):
@@ -316,6 +359,8 @@ JOBS = {
     for job in (
         control,
         *map(damaged, DAMAGES),
+        moved,
+        failing,
         split_control,
         split_nothing,
         split_lost,
