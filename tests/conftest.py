@@ -1,6 +1,5 @@
 """Fixtures of all tests: strategies on parts of the CPU, float64."""
 
-import datetime
 import os
 import pathlib
 import random
@@ -27,10 +26,13 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("until") is None:
+    until = config.getoption("until")
+    if until is None:
         return
+    # Of the day that all processes of a run were told.
+    day = int(until) // 86_400
     files = sorted({item.nodeid.partition("::")[0] for item in items})
-    random.Random(datetime.date.today().toordinal()).shuffle(files)
+    random.Random(day).shuffle(files)
     turns = {file: turn for turn, file in enumerate(files)}
     items.sort(key=lambda item: turns[item.nodeid.partition("::")[0]])
 
