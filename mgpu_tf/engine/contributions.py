@@ -28,6 +28,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +87,7 @@ class BatchShare:
         """Returns the sum of a value over all replicas, without gradient."""
         if self.replicas == 1:
             return value
-        context = tf.distribute.get_replica_context()
-        total = context.all_reduce("sum", tf.stop_gradient(value))
+        total = sum_over_replicas(tf.stop_gradient(value))
         if self.same_rows == 1:
             return total
         return total / tf.cast(self.same_rows, total.dtype)

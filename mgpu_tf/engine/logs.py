@@ -23,6 +23,7 @@ from mgpu_tf.engine.reading import Reader, Unreadable, is_same
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 # Names that no log has: what metrics held before the step.
 _BEFORE = "before the step: "
@@ -96,9 +97,8 @@ class OwnLogs:
         """Adds the contributions up. On a replica."""
         if self._replicas == 1 or not own:
             return own
-        context = tf.distribute.get_replica_context()
         return {
-            name: self._state.counted_once(context.all_reduce("sum", value))
+            name: self._state.counted_once(sum_over_replicas(value))
             for name, value in own.items()
         }
 

@@ -22,6 +22,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 
 class Moments:
@@ -74,14 +75,13 @@ def _masked(
     inputs: tf.Tensor, mask: tf.Tensor, kept: list[int]
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Mean and variance of what is not masked out, over all replicas."""
-    context = tf.distribute.get_replica_context()
     axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
     mask = tf.cast(mask, tf.bool)[..., tf.newaxis]
     mask = tf.broadcast_to(mask, tf.shape(inputs))
 
     def total(values: tf.Tensor) -> tf.Tensor:
         local = tf.reduce_sum(values, axes, keepdims=True)
-        return context.all_reduce("sum", local)
+        return sum_over_replicas(local)
 
     epsilon = tf.cast(keras.config.epsilon(), inputs.dtype)
     count = total(tf.cast(mask, inputs.dtype)) + epsilon

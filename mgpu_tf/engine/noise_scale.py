@@ -32,6 +32,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine.rows import summed_rows
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 # What an average keeps of itself in a step: it looks back over 100 steps.
 DECAY = 0.99
@@ -159,8 +160,7 @@ class NoiseScale:
         found = tf.stack(
             [tf.where(held, square, 0.0), tf.cast(held, tf.float64)]
         )
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce("sum", found)
+        return sum_over_replicas(found)
 
 
 def _zeros(size: int, name: str) -> keras.Variable:

@@ -30,6 +30,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.step_scope import Gather, StepScope
+from mgpu_tf.strategies.own_gradient import own_gradient
 
 
 class LayerByLayer:
@@ -198,7 +199,7 @@ class _Pass:
             self._scope.lend(self._lent, self._weights(self._before()))
             return self._outputs_of(self._inputs())
         sources = [self._scope.sources[id(v)] for v in self._trained()]
-        flat = tf.custom_gradient(self._forward)(*self._inputs(), *sources)
+        flat = own_gradient(self._forward)(*self._inputs(), *sources)
         flat = iter(flat if isinstance(flat, (list, tuple)) else [flat])
         outputs = [
             keras_internals.with_mask_of(next(flat), value)
@@ -312,7 +313,7 @@ class _Pass:
 def _linked(value: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
     """Returns a value whose gradient is that of another tensor."""
 
-    @tf.custom_gradient
+    @own_gradient
     def linked(source: tf.Tensor) -> Any:
         del source
         return value, lambda upstream: upstream

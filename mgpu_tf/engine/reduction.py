@@ -7,13 +7,13 @@ small ones go together, for a reduction takes milliseconds whatever its size.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.collectives import Groups
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 # What a reduction costs anyway is worth about this number of bytes more in one.
 PACK_BYTES = 1 << 20
@@ -89,8 +89,7 @@ class Reduction:
     def _summed(self, sent: list[tf.Tensor]) -> list[tf.Tensor]:
         if self._groups is not None:
             return _in_packs(sent, self._groups.all_reduce)
-        context = tf.distribute.get_replica_context()
-        return _in_packs(sent, functools.partial(context.all_reduce, "sum"))
+        return _in_packs(sent, sum_over_replicas)
 
     def _sent(self, gradient: tf.Tensor) -> tf.Tensor:
         if self._dtype is None or gradient.dtype.size <= self._dtype.size:

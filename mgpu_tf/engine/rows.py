@@ -26,6 +26,7 @@ import tensorflow as tf
 from mgpu_tf.optimizers.lazy_adam import summed_rows
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.collectives import Groups
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 # Between processes rows travel in blocks of 64, 256, 1024 ... rows, each its
 # own collective: one whose shape changes from step to step is an error in a
@@ -178,7 +179,7 @@ class RowGather:
         )
         if self._groups is not None:
             return self._groups.all_reduce(placed)
-        return context.all_reduce("sum", placed)
+        return sum_over_replicas(placed)
 
     def _in_block(self, slices: Any, lengths: tf.Tensor) -> Any:
         """Gathers in the smallest block that holds any replica's rows."""

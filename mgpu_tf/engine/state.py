@@ -29,6 +29,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.rules import DECLARED, Rule, rule_of
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import kind_of, topology_of
 
 _log = logging.getLogger("mgpu_tf")
@@ -532,12 +533,11 @@ def _assign_here(variable: keras.Variable, value: tf.Tensor) -> None:
 
 def _sum_over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
     """Sums tensors over replicas with one reduction for each dtype."""
-    context = tf.distribute.get_replica_context()
     summed: list[tf.Tensor] = list(values)
     for dtype in sorted({v.dtype for v in values}, key=lambda d: d.name):
         places = [i for i, v in enumerate(values) if v.dtype == dtype]
         flat = tf.concat([tf.reshape(values[i], [-1]) for i in places], 0)
-        flat = context.all_reduce("sum", flat)
+        flat = sum_over_replicas(flat)
         sizes = [values[i].shape.num_elements() for i in places]
         for i, part in zip(places, tf.split(flat, sizes), strict=True):
             summed[i] = tf.reshape(part, values[i].shape)

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import topology_of
 
 # Sum of losses, number of examples, replicas whose weights are not finite.
@@ -125,7 +126,7 @@ class StepWatch:
             context = tf.distribute.get_replica_context()
             place = context.replica_id_in_sync_group % self._local.count
             mine = tf.where(tf.equal(place, 0), own, tf.zeros_like(own))
-            return context.all_reduce("sum", mine)
+            return sum_over_replicas(mine)
 
         sums = self._strategy.run(on_replica)
         return self._strategy.experimental_local_results(sums)[0], own

@@ -28,6 +28,7 @@ from mgpu_tf.engine.rows import RowGather
 from mgpu_tf.engine.traced import Watch
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import topology_of
 
 Gradients = list[Any]
@@ -281,8 +282,7 @@ class Update:
         ]
         count = tf.cast(tf.reduce_any(tf.stack(bad)), tf.float32)
         if not self._are_alike:
-            context = tf.distribute.get_replica_context()
-            count = context.all_reduce("sum", count)
+            count = sum_over_replicas(count)
         return tf.equal(count, 0.0)
 
     def _unscale(self, gradients: Gradients) -> Gradients:

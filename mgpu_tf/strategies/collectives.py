@@ -34,6 +34,7 @@ from typing import Any
 import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.own_gradient import own_gradient
 from mgpu_tf.strategies.topology import synchronous_topology
 
 # Groups of TensorFlow's own strategies have small numbers.
@@ -137,7 +138,7 @@ class Groups:
         if self.size == 1:
             return tf.identity(value)
 
-        @tf.custom_gradient
+        @own_gradient
         def summed(value: tf.Tensor) -> Any:
             return self._all_reduce(value), self.all_reduce
 
@@ -160,7 +161,7 @@ class Groups:
         if length is None:
             length = _length(part, axis) * self.size
 
-        @tf.custom_gradient
+        @own_gradient
         def gathered(part: tf.Tensor) -> Any:
             whole = self._all_gather(part, axis, length)
             return whole, lambda up: self.reduce_scatter(
@@ -181,7 +182,7 @@ class Groups:
         axis %= value.shape.rank
         length = _length(value, axis)
 
-        @tf.custom_gradient
+        @own_gradient
         def scattered(value: tf.Tensor) -> Any:
             part = self._reduce_scatter(value, axis, length)
             return part, lambda up: self.all_gather(up, axis, length)

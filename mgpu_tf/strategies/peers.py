@@ -48,6 +48,7 @@ from mgpu_tf.strategies.calls import (
     mistake_behind,
     unheard,
 )
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import topology_of
 
 # How long one look for a message waits before failures are looked for.
@@ -566,8 +567,7 @@ class Peers:
 
     def _sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
         def on_replica(value: tf.Tensor) -> tf.Tensor:
-            replica = tf.distribute.get_replica_context()
-            return replica.all_reduce("sum", tf.identity(value))
+            return sum_over_replicas(tf.identity(value))
 
         sums = self._strategy.run(on_replica, args=(value,))
         return self._strategy.experimental_local_results(sums)[0]
@@ -580,7 +580,7 @@ class Peers:
             replica = tf.distribute.get_replica_context()
             place = replica.replica_id_in_sync_group % count
             mine = tf.where(tf.equal(place, 0), value, tf.zeros_like(value))
-            return replica.all_reduce("sum", mine)
+            return sum_over_replicas(mine)
 
         sums = self._strategy.run(on_replica, args=(value,))
         return self._strategy.experimental_local_results(sums)[0]

@@ -25,6 +25,7 @@ from mgpu_tf.engine.asynchronous.sections import whole
 from mgpu_tf.engine.rows import RowGather
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 Gradients = list[Any]
 
@@ -145,7 +146,7 @@ class AsynchronousUpdate:
             )
         dense = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]
         if dense and context.num_replicas_in_sync > 1:
-            dense = context.all_reduce("sum", dense)
+            dense = sum_over_replicas(dense)
         rows, sums = iter(found), iter(dense)
         return [next(rows) if each else next(sums) for each in sparse]
 

@@ -16,6 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from mgpu_tf.strategies.own_gradient import own_gradient
+
 
 def is_gelu(layer: keras.layers.Layer) -> bool:
     """Returns whether a layer ends with Keras's GELU, not approximated."""
@@ -27,7 +29,7 @@ def gelu(inputs: tf.Tensor) -> tf.Tensor:
     # TensorFlow rounds it to float32, for float64 too.
     scale = float(np.float32(math.sqrt(0.5)))
 
-    @tf.custom_gradient
+    @own_gradient
     def of(inputs: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
         phi = 0.5 * tf.math.erfc(-inputs * scale)
 

@@ -18,6 +18,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from mgpu_tf.strategies.own_gradient import own_gradient
+
 
 def is_same(layer: keras.layers.Layer, replicas: int) -> bool:
     """Returns whether this form computes what a built layer does.
@@ -74,7 +76,7 @@ def call(
 def _normalized(
     inputs: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, epsilon: float
 ) -> tf.Tensor:
-    @tf.custom_gradient
+    @own_gradient
     def normalize(
         inputs: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor
     ) -> tuple[tf.Tensor, Callable[..., Any]]:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.update import Gradients, Update, divided, values
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 
 class PipelineUpdate(Update):
@@ -113,8 +114,7 @@ class PipelineUpdate(Update):
                 bad.append(tf.reduce_any(~finite))
         count = tf.cast(tf.reduce_any(tf.stack(bad)), tf.float32)
         if not self._are_alike:
-            context = tf.distribute.get_replica_context()
-            count = context.all_reduce("sum", count)
+            count = sum_over_replicas(count)
         return tf.equal(count, 0.0)
 
     def _unscaled(self, gradient: Any, scale: tf.Tensor) -> Any:

@@ -63,6 +63,7 @@ from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.balance import balanced
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import kind_of, topology_of
 from mgpu_tf.strategies.topology import balance_of
 
@@ -684,8 +685,7 @@ class SynchronousEngine(Engine):
             return ended
 
         def on_replica(ended: tf.Tensor) -> tf.Tensor:
-            replica = tf.distribute.get_replica_context()
-            return replica.all_reduce("sum", tf.identity(ended))
+            return sum_over_replicas(tf.identity(ended))
 
         return self._first(self._strategy.run(on_replica, args=(ended,)))
 
@@ -862,7 +862,7 @@ class SynchronousEngine(Engine):
         first = replica % self._local.count == 0
         first &= self._local.is_first_of_rows
         mine = tf.where(first, padded, tf.zeros_like(padded))
-        return context.all_reduce("sum", mine)
+        return sum_over_replicas(mine)
 
 
 @dataclasses.dataclass

@@ -43,6 +43,7 @@ from mgpu_tf.engine.written import by_rule, check_plain_variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.mirrored import OneReplicaView, as_one_replica
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -187,11 +188,8 @@ class AuthorStep:
             for name, value in values.items()
             if id(value) in self._read
         }
-        context = tf.distribute.get_replica_context()
         return {
-            name: context.all_reduce(
-                "sum", self._part(name, as_float(value), share)
-            )
+            name: sum_over_replicas(self._part(name, as_float(value), share))
             for name, value in values.items()
             if name not in self._results
         }

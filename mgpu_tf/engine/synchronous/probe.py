@@ -31,6 +31,7 @@ from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.synchronous.rehearsal import Applied, Rehearsal
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import topology_of
 
 _log = logging.getLogger("mgpu_tf")
@@ -232,8 +233,7 @@ class Probe:
         """
 
         def on_replica(values: list[tf.Tensor]) -> list[tf.Tensor]:
-            context = tf.distribute.get_replica_context()
-            return context.all_reduce("sum", [tf.identity(v) for v in values])
+            return sum_over_replicas([tf.identity(v) for v in values])
 
         flat = tf.nest.flatten(found)
         sums = self._strategy.run(on_replica, args=(flat,))

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from mgpu_tf.cluster import heartbeat
 from mgpu_tf.errors import DivergedError
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import topology_of
 
 # Variables that a message names.
@@ -98,7 +99,7 @@ class ReplicaCheck:
             row = tf.one_hot(
                 replica.replica_id_in_sync_group, total, dtype=tf.int64
             )
-            return replica.all_reduce("sum", row[:, None] * mine[None, :])
+            return sum_over_replicas(row[:, None] * mine[None, :])
 
         sums = self._strategy.run(on_replica)
         return self._strategy.experimental_local_results(sums)[0]

@@ -46,6 +46,7 @@ from mgpu_tf.optimizers.by_norms import Norms
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
 
 # Optimizers that compute each element of a weight from that element alone.
@@ -582,8 +583,7 @@ class ShardedUpdate(Update):
             )
             for each, variable in zip(sums, variables, strict=True)
         ]
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce("sum", tf.stack(own))
+        return sum_over_replicas(tf.stack(own))
 
     def _moved(
         self,

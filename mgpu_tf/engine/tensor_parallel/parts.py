@@ -36,6 +36,7 @@ from mgpu_tf.mesh import Split
 from mgpu_tf.strategies.collectives import Groups
 from mgpu_tf.strategies.fully_sharded import split_over
 from mgpu_tf.strategies.layout import Layout
+from mgpu_tf.strategies.own_gradient import own_gradient
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
 
 _log = logging.getLogger("mgpu_tf")
@@ -554,7 +555,7 @@ def _joined(
         shape = tf.shape(part, indices.dtype)
         return tf.IndexedSlices(groups.own_part(values, dim), indices, shape)
 
-    @tf.custom_gradient
+    @own_gradient
     def whole(part: tf.Tensor) -> Any:
         def gradient(up: Any) -> Any:
             if isinstance(up, tf.IndexedSlices):
