@@ -102,12 +102,11 @@ def test_sums_and_their_gradients_are_tensorflows(strategies):
         context = tf.distribute.get_replica_context()
         return context.all_reduce("sum", values)
 
+    def outside(summed):
+        return strategy.run(on_replica, (summed,))
+
     found, expected = (
-        tf.nest.flatten(
-            strategy.experimental_local_results(
-                tf.function(lambda: strategy.run(on_replica, (summed,)))()
-            )
-        )
+        tf.nest.flatten(tf.function(outside)(summed))
         for summed in (sum_over_replicas, tensorflows)
     )
     values = [
