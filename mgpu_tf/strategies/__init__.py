@@ -11,7 +11,8 @@
 `registry` has one row for each kind, `topology` tells where this process
 stands. `synchronous` and `parameter_server` have the factories, `servers` the
 processes that serve a coordinator. `peers` is what workers tell each other
-beside their steps, by `calls` and `messages`.
+beside their steps, by `calls` and `messages`. `collectives` and `own_gradient`
+are what replicas send each other within them, and its gradients.
 """
 
 from mgpu_tf.runtime import versions
