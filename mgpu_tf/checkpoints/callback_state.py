@@ -9,6 +9,10 @@
 Taken are numbers, texts, lists, dicts and arrays among a callback's
 attributes, where they differ from what they were when training began: so a
 counter comes back, and a setting that was changed on purpose stays changed.
+
+`EarlyStopping` and `ReduceLROnPlateau` turn the sign of `min_delta` once they
+know that less is better. It is stored as it was given: a new process turns it
+again.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import keras
 import numpy as np
 
 Encoded = dict[str, Any]
 
 # Set by Keras, not by the callback.
 _NOT_STATE = ("params", "_params", "_model")
+_TURNED = "min_delta"
 
 
 def remembered(callback: Any) -> Encoded:
@@ -37,6 +43,8 @@ def remembered(callback: Any) -> Encoded:
     for name, value in vars(callback).items():
         if name in _NOT_STATE:
             continue
+        if name == _TURNED and _has_turned(callback):
+            value = -value
         try:
             values[name] = encode(value)
         except TypeError:
@@ -55,8 +63,12 @@ def changes(before: Encoded, now: Encoded) -> Encoded:
 
 def remind(callback: Any, values: Encoded) -> None:
     """Gives a callback its attributes back."""
-    for name, value in values.items():
-        setattr(callback, name, decode(value))
+    for name, stored in values.items():
+        value = decode(stored)
+        if name == _TURNED and hasattr(callback, "monitor_op"):
+            # Checkpoints of earlier versions have it turned.
+            value = -abs(value) if _has_turned(callback) else abs(value)
+        setattr(callback, name, value)
 
 
 def encode(value: Any) -> Any:
@@ -130,6 +142,10 @@ def with_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     if value.get("kind") in ("array", "scalar"):
         return {"kind": value["kind"], "of": arrays[value["of"]]}
     return {k: with_arrays(v, arrays) for k, v in value.items()}
+
+
+def _has_turned(callback: Any) -> bool:
+    return getattr(callback, "monitor_op", None) is keras.ops.less
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -95,3 +95,29 @@ def test_not_a_number_is_no_change():
     callback = keras.callbacks.Callback()
     callback.last = math.nan
     assert not changes(remembered(callback), remembered(callback))
+
+
+@pytest.mark.parametrize("stored", ["as given", "by an earlier version"])
+def test_the_least_improvement_keeps_its_sign(stored):
+    """Keras turns it in the first epoch of a process, if less is better."""
+
+    def trained(values=None):
+        callback = keras.callbacks.EarlyStopping("loss", 0.5, patience=3)
+        before = remembered(callback)
+        if values is not None:
+            remind(callback, values)
+        callback.set_model(keras.Sequential())
+        for epoch, loss in enumerate((1.0, 0.9, 0.8)):
+            callback.on_epoch_end(epoch, {"loss": loss})
+        return callback, changes(before, remembered(callback))
+
+    first, found = trained()
+    assert first.min_delta == -0.5
+    assert "min_delta" not in found
+    if stored == "by an earlier version":
+        found["min_delta"] = -0.5
+    second, _ = trained(found)
+    assert second.min_delta == -0.5
+    assert (first.wait, second.wait) == (2, 5)
+    remind(second, found)
+    assert second.min_delta == -0.5
