@@ -118,6 +118,7 @@ _ACROSS = {
     "ArgMin",
     "Cumprod",
     "Cumsum",
+    "CumulativeLogsumexp",
     "EuclideanNorm",
     "Max",
     "Mean",
@@ -136,15 +137,57 @@ _MIXING = {
     "RandomShuffle",
     "Roll",
     "ScatterNd",
+    "SegmentMax",
+    "SegmentMaxV2",
     "SegmentMean",
+    "SegmentMin",
+    "SegmentMinV2",
+    "SegmentProd",
+    "SegmentProdV2",
     "SegmentSum",
+    "SegmentSumV2",
+    "SparseSegmentMean",
+    "SparseSegmentSqrtN",
     "SparseSegmentSum",
+    "TensorScatterAdd",
+    "TensorScatterMax",
+    "TensorScatterMin",
+    "TensorScatterSub",
     "TensorScatterUpdate",
     "Unique",
     "UniqueV2",
     "UnsortedSegmentMax",
+    "UnsortedSegmentMin",
+    "UnsortedSegmentProd",
     "UnsortedSegmentSum",
     "Where",
+}
+# Over how many of the last axes an operation works.
+_LAST_AXES = {
+    "Cholesky": 2,
+    "FFT": 1,
+    "FFT2D": 2,
+    "FFT3D": 3,
+    "IFFT": 1,
+    "IFFT2D": 2,
+    "IFFT3D": 3,
+    "IRFFT": 1,
+    "IRFFT2D": 2,
+    "IRFFT3D": 3,
+    "LogMatrixDeterminant": 2,
+    "LogSoftmax": 1,
+    "MatrixDeterminant": 2,
+    "MatrixInverse": 2,
+    "MatrixSolve": 2,
+    "MatrixTriangularSolve": 2,
+    "Qr": 2,
+    "RFFT": 1,
+    "RFFT2D": 2,
+    "RFFT3D": 3,
+    "SelfAdjointEigV2": 2,
+    "Softmax": 1,
+    "Svd": 2,
+    "TopKV2": 1,
 }
 
 
@@ -157,6 +200,7 @@ class Unreadable(Exception):
             if op is None
             else f"what {op.type} makes in {op.name!r}"
         )
+        self.op = op
 
 
 class Reader:
@@ -629,6 +673,12 @@ class Reader:
                 len(ranks) == 1
                 and any(map(self._has_rows_elsewhere, op.inputs))
             )
+        if op.type in _LAST_AXES:
+            (source, *_) = op.inputs
+            rank = source.shape.rank
+            if self.has_rows(source):
+                return rank is None or rank <= _LAST_AXES[op.type]
+            return self._has_rows_elsewhere(source)
         if source is None or not self.has_rows(source):
             return op.type in ("Pack", "ConcatV2") and self._stacks(op)
         if op.type in _ACROSS:

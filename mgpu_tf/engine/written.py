@@ -28,6 +28,8 @@ def by_rule(
     before: tf.Tensor | None,
     reader: Reader,
     share: BatchShare,
+    *,
+    in_own_step: bool = False,
 ) -> tf.Tensor:
     """Returns what a replica sends of a variable. On a replica.
 
@@ -38,6 +40,8 @@ def by_rule(
         before: What it held; None where the rule is known.
         reader: Reads the step.
         share: This replica's part of the global batch.
+        in_own_step: Whether a step of the author's own has written it. It
+            may add products of losses, which the step itself warns of.
 
     Raises:
         ConfigurationError: The replicas' values cannot become one.
@@ -47,7 +51,11 @@ def by_rule(
         return value
     held = variable if before is None else before
     if rule is Rule.SUM:
-        value = _added(value, held, reader, share)
+        try:
+            value = _added(value, held, reader, share)
+        except Unreadable as error:
+            if not in_own_step:
+                _refuse_what_is_reduced(variable, reader, error)
     if rule is Rule.MEAN and before is not None:
         moved = _moved(value, before, reader, share)
         if moved is None:
@@ -120,15 +128,33 @@ def _added(
 
     A sum over examples stays. A mean, or a constant, is added once for all
     replicas: each has its share of it.
+
+    Raises:
+        Unreadable: It cannot be read what was added.
     """
     if share.replicas == 1:
         return value
-    try:
-        return reader.contribution(
-            value, share, state=tf.convert_to_tensor(held)
+    return reader.contribution(value, share, state=tf.convert_to_tensor(held))
+
+
+def _refuse_what_is_reduced(
+    variable: keras.Variable, reader: Reader, error: Unreadable
+) -> None:
+    """Refuses what was made of a sum or a mean, such as its root.
+
+    What is made of each row by itself, and added up after that, is a sum over
+    the rows, whatever it is.
+    """
+    made = error.op.outputs if error.op is not None else []
+    if not made or reader.has_rows(made[0]) or not reader.depends(made[0]):
+        return
+    if made[0].dtype.is_floating:
+        raise ConfigurationError(
+            "What is added to a variable must be a sum or a mean over the "
+            "rows, since replicas have their own rows. Received: "
+            f"{variable.path}, which adds {error}. Make it of such sums in "
+            "the end: in result() of a metric, or in the call that reads it."
         )
-    except Unreadable:
-        return value
 
 
 def _moved(

@@ -564,14 +564,41 @@ def pairs(y_true, y_pred):
     return ops.mean(distances * y_true[:, :1], -1)
 
 
+def softmax_of_rows(y_true, y_pred):
+    errors = ops.mean(ops.square(y_true - y_pred), -1)
+    return errors * ops.softmax(errors)
+
+
+def softmax_along_rows(y_true, y_pred):
+    errors = ops.square(y_true - y_pred)
+    return ops.mean(errors * ops.softmax(errors, axis=0), -1)
+
+
+def cox(y_true, y_pred):
+    return tf.math.cumulative_logsumexp(y_pred[:, :1]) - y_pred[:, :1]
+
+
+def largest_of_segment(y_true, y_pred):
+    errors = ops.mean(ops.square(y_true - y_pred), -1)
+    kinds = tf.cast(y_pred[:, 0] > 0, tf.int32)
+    largest = tf.math.unsorted_segment_prod(errors, kinds, 2)
+    return errors - tf.gather(largest, kinds)
+
+
 WARNED = {
+    "softmax_of_rows": lambda: softmax_of_rows,
+    "softmax_along_rows": lambda: softmax_along_rows,
+    "cox": lambda: cox,
+    "largest_of_segment": lambda: largest_of_segment,
     "dice": lambda: keras.losses.Dice(name="dice"),
     "tversky": lambda: keras.losses.Tversky(name="tversky"),
     "pairs": lambda: pairs,
 }
 
 
-@pytest.mark.parametrize("name", tiered(list(WARNED), ["pairs"]))
+@pytest.mark.parametrize(
+    "name", tiered(list(WARNED), ["pairs", "softmax_along_rows"])
+)
 def test_loss_of_a_batch_is_warned_of_once(name, strategies, caplog):
     for column, times in (("one_device", 0), ("mirrored_x2", 1)):
         trainer = mgpu_tf.Trainer(dense(loss=WARNED[name]), strategies[column])

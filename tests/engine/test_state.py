@@ -234,6 +234,38 @@ def test_what_cannot_be_read_is_refused(strategies):
     alone.fit(**regression(), verbose=0)
 
 
+class Deviation(Stateful):
+    """Adds what is made of a sum over rows in the end."""
+
+    def call(self, inputs, training=False):
+        if training:
+            self.largest.assign_add(keras.ops.std(inputs))
+        return inputs
+
+
+def root_of_mean(y_true, y_pred):
+    return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_true - y_pred)))
+
+
+def of_metric():
+    model = model_of(frozen)()
+    model.compile("sgd", "mse", metrics=[root_of_mean])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [(model_of(Deviation), "largest"), (of_metric, "total")],
+    ids=["layer", "metric"],
+)
+def test_a_root_of_a_mean_is_not_added_up(build, name, strategies):
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    with pytest.raises(mgpu_tf.ConfigurationError, match=name) as error:
+        trainer.fit(**regression(), verbose=0)
+    assert "a sum or a mean over the rows" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_checkpoints_of_the_older_layout(strategies):
     """Moving statistics were once stored for every replica."""
 

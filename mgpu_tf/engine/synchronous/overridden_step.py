@@ -227,6 +227,7 @@ class AuthorStep:
                     known.get(id(variable)),
                     reader,
                     share,
+                    in_own_step=True,
                 ),
             )
             for variable in scope.written.values()
