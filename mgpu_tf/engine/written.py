@@ -20,6 +20,12 @@ from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState
 from mgpu_tf.errors import ConfigurationError
 
+# What these make of a sum or of a mean is no sum any more.
+_NO_SUMS = {
+    *("Exp", "Expm1", "Log", "Log1p", "Max", "Min", "Pow", "Prod", "Rsqrt"),
+    *("Sigmoid", "Sqrt", "Tanh"),
+}
+
 
 def by_rule(
     state: ReplicaState,
@@ -145,10 +151,10 @@ def _refuse_what_is_reduced(
     What is made of each row by itself, and added up after that, is a sum over
     the rows, whatever it is.
     """
-    made = error.op.outputs if error.op is not None else []
-    if not made or reader.has_rows(made[0]) or not reader.depends(made[0]):
+    if error.op is None or error.op.type not in _NO_SUMS:
         return
-    if made[0].dtype.is_floating:
+    (made,) = error.op.outputs
+    if reader.depends(made) and not reader.has_rows(made):
         raise ConfigurationError(
             "What is added to a variable must be a sum or a mean over the "
             "rows, since replicas have their own rows. Received: "
