@@ -355,7 +355,7 @@ class SynchronousEngine(Engine):
         if self._options.recompute is None:
             return None
         refuse_stages(self._options)
-        return LayerByLayer(self._model, lambda variable: None)
+        return LayerByLayer(self._model)
 
     def _tensor(self) -> TensorParallel | None:
         """Returns what computes with parts of weights, None where none does."""
@@ -834,6 +834,7 @@ class SynchronousEngine(Engine):
         )
         self._update.present = step.present
         self._update.alike = step.alike
+        self._update.in_parts = step.in_parts
         self._state.write(list(zip(step.written, values, strict=True)))
         share = self._share(local, total)
         return self._selected(gradients, share), step.logs.summed(logs)
