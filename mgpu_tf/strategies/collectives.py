@@ -264,12 +264,13 @@ class Groups:
         longest = -(-length // self.size)
         sent = _moved(value, axis, 0)
         if not _divides(length, self.size):
-            chunks = [
-                _padded(sent[low:high], longest)
-                for rank in range(self.size)
-                for low, high in [_bounds(length, rank, self.size)]
-            ]
-            sent = tf.concat(chunks, 0)
+            # Slices are no copies, so that there is one copy in all.
+            pieces = []
+            for rank in range(self.size):
+                low, high = _bounds(length, rank, self.size)
+                chunk = sent[low:high]
+                pieces += [chunk, _missing(chunk, high - low, longest)]
+            sent = tf.concat(pieces, 0)
         summed = self._summed_chunk(sent, dtype)
         low, high = _bounds(length, self.rank(), self.size)
         part = _moved(summed[: high - low], 0, axis)
@@ -484,6 +485,12 @@ def _moved(value: tf.Tensor, source: int, target: int) -> tf.Tensor:
     order = [axis for axis in range(value.shape.rank) if axis != source]
     order.insert(target, source)
     return tf.transpose(value, order)
+
+
+def _missing(value: tf.Tensor, length: Any, full: Any) -> tf.Tensor:
+    """Returns the zeros that an axis of a tensor lacks up to a length."""
+    rest = [_length(value, axis) for axis in range(1, value.shape.rank)]
+    return tf.zeros([full - length, *rest], value.dtype)
 
 
 def _padded(value: tf.Tensor, length: Any) -> tf.Tensor:

@@ -10,6 +10,7 @@ two are ordered so is the most that any order of execution can hold.
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mgpu_tf
 from tests.strategies.test_bytes_between_devices import body_of, device
@@ -22,11 +23,12 @@ PASSES_ON = ("Identity", "IdentityN", "Reshape")
 CHOOSES = ("If", "StatelessIf")
 
 
-def build():
+def build(dtype=None):
     model = keras.Sequential([keras.Input((WIDTH,))])
     for _ in range(LAYERS):
         # The gradient of tanh takes what was computed again.
-        model.add(keras.layers.Dense(WIDTH, "tanh", use_bias=False))
+        layer = keras.layers.Dense(WIDTH, "tanh", use_bias=False, dtype=dtype)
+        model.add(layer)
     model.compile(keras.optimizers.Adam(), "mse")
     return model
 
@@ -70,7 +72,7 @@ def takers(tensor, run):
 def gathers(op):
     """Whether an operation makes a whole weight of parts."""
     return op.type == "ConcatV2" and all(
-        tensor.op.type in ("ReadVariableOp", "Identity", "Const")
+        tensor.op.type in ("ReadVariableOp", "Identity", "Const", "Cast")
         for tensor in op.inputs
     )
 
@@ -118,13 +120,17 @@ def most_at_once(held):
     return len(held) - sum(matched(one, set()) for one in held)
 
 
-@pytest.fixture(scope="module")
-def graph():
+def graph_of(build):
     strategy = mgpu_tf.create_model_parallel_strategy(num_virtual_devices=2)
     trainer = mgpu_tf.Trainer(build, strategy)
     x = np.ones((16, WIDTH), "float32")
     trainer.fit(x, x, batch_size=8, verbose=0)
     return body_of(trainer)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return graph_of(build)
 
 
 def test_a_device_holds_two_layers_at_most(graph):
@@ -138,3 +144,12 @@ def test_a_device_holds_gradients_of_two_layers_at_most(graph):
     gradients = made_by(differentiates, graph)
     assert len(gradients) == LAYERS
     assert most_at_once(gradients) == AT_ONCE
+
+
+@pytest.mark.full
+def test_weights_travel_in_the_type_that_layers_compute_in():
+    found = graph_of(lambda: build("mixed_bfloat16"))
+    weights = made_by(gathers, found)
+    assert len(weights) == 2 * LAYERS
+    assert {op.outputs[0].dtype for op in weights} == {tf.bfloat16}
+    assert most_at_once(weights) == AT_ONCE

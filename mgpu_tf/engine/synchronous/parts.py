@@ -225,8 +225,9 @@ class _Pack:
             whole = group.all_gather(parts[0], 0, split.length)
             return [tf.reshape(whole, split.shape)]
         sent = [
-            _padded(part, size)
+            piece
             for part, size in zip(parts, self._sizes, strict=True)
+            for piece in _with_zeros(part, size)
         ]
         flat = group.all_gather(tf.concat(sent, 0))
         values = []
@@ -274,11 +275,12 @@ class _Pack:
                 value = tf.reshape(value, [-1])
             return [copies.all_reduce(group.reduce_scatter(value, 0, own))]
         sent = [
-            _padded(part_of(gradient, split, rank), size)
+            piece
             for rank in self._ranks
             for gradient, split, size in zip(
                 gradients, splits, self._sizes, strict=True
             )
+            for piece in _with_zeros(part_of(gradient, split, rank), size)
         ]
         flat = group.reduce_scatter(tf.concat(sent, 0), 0, own)
         flat = copies.all_reduce(flat)
@@ -313,8 +315,8 @@ def _longest(split: Split) -> int:
     return max(math.prod(split.shape_of(rank)) for rank in range(split.parts))
 
 
-def _padded(part: tf.Tensor, size: int) -> tf.Tensor:
-    """Returns the elements of a part, with zeros up to a number of them."""
+def _with_zeros(part: tf.Tensor, size: int) -> list[tf.Tensor]:
+    """Returns the elements of a part, and zeros up to a number of them."""
     flat = tf.reshape(part, [-1])
     missing = size - flat.shape[0]
-    return tf.pad(flat, [[0, missing]]) if missing else flat
+    return [flat, tf.zeros([missing], flat.dtype)] if missing else [flat]
