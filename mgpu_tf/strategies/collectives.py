@@ -377,18 +377,16 @@ class Groups:
         length: Any,
         dtype: tf.DType,
     ) -> dict[int, tf.Tensor]:
+        cut = {}
+        for sender, value in group.items():
+            with tf.device(self._device(sender)):
+                cut[sender] = _parts(value, axis, length, self.size)
         found = {}
         for rank, member in enumerate(group):
-            parts = []
-            for sender, value in group.items():
-                with tf.device(self._device(sender)):
-                    size = length
-                    if not isinstance(length, int):
-                        size = _length(value, axis)
-                    low, high = _bounds(size, rank, self.size)
-                    parts.append(_slice(value, axis, low, high))
             with tf.device(self._device(member)):
-                found[member] = tf.add_n([tf.cast(p, dtype) for p in parts])
+                found[member] = tf.add_n(
+                    [tf.cast(parts[rank], dtype) for parts in cut.values()]
+                )
         return found
 
     def _device(self, replica: int) -> str:
@@ -466,6 +464,18 @@ def _length(value: tf.Tensor, axis: int) -> Any:
 
 def _bounds(length: Any, rank: int, size: int) -> tuple[Any, Any]:
     return length * rank // size, length * (rank + 1) // size
+
+
+def _parts(
+    value: tf.Tensor, axis: int, length: Any, size: int
+) -> list[tf.Tensor]:
+    """Returns the parts of a tensor, cut by one operation where it can be."""
+    if isinstance(length, int):
+        every = [_bounds(length, rank, size) for rank in range(size)]
+        return tf.split(value, [high - low for low, high in every], axis)
+    length = _length(value, axis)
+    every = [_bounds(length, rank, size) for rank in range(size)]
+    return [_slice(value, axis, low, high) for low, high in every]
 
 
 def _divides(length: Any, size: int) -> bool:

@@ -10,9 +10,8 @@ number. In it, what belongs to a rank of the fsdp axis lies together:
     rank 0                       rank 1
     kernel, its part | bias |    kernel, its part | bias |
 
-each part with zeros up to the longest of its variable, and to where memory may
-be shared: then a part is cut out without a copy. A weight that goes alone is
-not copied into a pack.
+each part with zeros up to the longest of its variable. A weight that goes alone
+is not copied into a pack.
 
 What a replica computes with is the whole of a weight, or where layers are
 computed in parts its part on the axis of these.
@@ -31,9 +30,6 @@ from mgpu_tf.engine.reduction import of_one_type, packs
 from mgpu_tf.mesh import Split, others_than
 from mgpu_tf.strategies.collectives import Groups
 from mgpu_tf.strategies.sharded_variable import ShardedVariable, part_of
-
-# TensorFlow cuts a tensor without a copy where a cut lies at such an address.
-_ALIGNED_BYTES = 64
 
 
 class LayerParts:
@@ -115,7 +111,7 @@ def scattered(
     splits = _inner(variables)
     received: list[tf.Tensor] = list(gradients)
     for places in of_one_type(list(range(len(gradients))), gradients):
-        pack = _Pack([splits[place] for place in places], gradients[places[0]])
+        pack = _Pack([splits[place] for place in places])
         parts = pack.scattered(
             strategy.along("fsdp"),
             copies,
@@ -151,7 +147,7 @@ def joined(
     splits = _inner(variables)
     values: list[tf.Tensor] = list(parts)
     for places in of_one_type(list(range(len(parts))), parts):
-        pack = _Pack([splits[place] for place in places], parts[places[0]])
+        pack = _Pack([splits[place] for place in places])
         whole = pack.gathered(group, [parts[place] for place in places])
         for place, value in zip(places, whole, strict=True):
             values[place] = value
@@ -203,18 +199,16 @@ def computed(variables: list[ShardedVariable]) -> list[tf.Tensor]:
 
 
 class _Pack:
-    """Variables of one type that travel together.
+    """Variables of one type that travel together, `[ranks, elements]`.
 
     Args:
         splits: How each is divided over the fsdp axis.
-        like: A tensor of the type.
     """
 
-    def __init__(self, splits: Sequence[Split], like: tf.Tensor) -> None:
+    def __init__(self, splits: Sequence[Split]) -> None:
         self._splits = splits
-        self._ranks = range(splits[0].parts)
-        unit = max(1, _ALIGNED_BYTES // like.dtype.size)
-        self._sizes = [-(-_longest(s) // unit) * unit for s in splits]
+        self._ranks = splits[0].parts
+        self._sizes = [_longest(split) for split in splits]
 
     def gathered(
         self, group: Groups, parts: list[tf.Tensor]
@@ -229,16 +223,10 @@ class _Pack:
             for part, size in zip(parts, self._sizes, strict=True)
             for piece in _with_zeros(part, size)
         ]
-        flat = group.all_gather(tf.concat(sent, 0))
-        values = []
-        before, stride = 0, sum(self._sizes)
+        every = group.all_gather(tf.concat(sent, 0)[tf.newaxis])
+        values, before = [], 0
         for split, size in zip(self._splits, self._sizes, strict=True):
-            pieces = []
-            for rank in self._ranks:
-                first = rank * stride + before
-                count = math.prod(split.shape_of(rank))
-                pieces.append(flat[first : first + count])
-            values.append(tf.reshape(tf.concat(pieces, 0), split.shape))
+            values.append(_whole(every[:, before : before + size], split))
             before += size
         return values
 
@@ -274,15 +262,14 @@ class _Pack:
             if not splits[0].by_rows:
                 value = tf.reshape(value, [-1])
             return [copies.all_reduce(group.reduce_scatter(value, 0, own))]
-        sent = [
-            piece
-            for rank in self._ranks
-            for gradient, split, size in zip(
-                gradients, splits, self._sizes, strict=True
-            )
-            for piece in _with_zeros(part_of(gradient, split, rank), size)
-        ]
-        flat = group.reduce_scatter(tf.concat(sent, 0), 0, own)
+        sent = tf.concat(
+            [
+                _by_rank(gradient, split)
+                for gradient, split in zip(gradients, splits, strict=True)
+            ],
+            1,
+        )
+        flat = tf.reshape(group.reduce_scatter(sent, 0, own), [-1])
         flat = copies.all_reduce(flat)
         parts, before = [], 0
         for split, size in zip(splits, self._sizes, strict=True):
@@ -313,6 +300,35 @@ def _packs(variables: list[ShardedVariable]) -> list[list[int]]:
 def _longest(split: Split) -> int:
     """Returns the elements of the largest part."""
     return max(math.prod(split.shape_of(rank)) for rank in range(split.parts))
+
+
+def _divides(split: Split) -> bool:
+    """Whether all parts have as many elements."""
+    return split.length % split.parts == 0
+
+
+def _by_rank(value: tf.Tensor, split: Split) -> tf.Tensor:
+    """Returns the parts of a whole value, `[ranks, elements]`."""
+    shape = [split.parts, _longest(split)]
+    if _divides(split):
+        return tf.reshape(value, shape)
+    pieces = [
+        piece
+        for rank in range(split.parts)
+        for piece in _with_zeros(part_of(value, split, rank), shape[1])
+    ]
+    return tf.reshape(tf.concat(pieces, 0), shape)
+
+
+def _whole(every: tf.Tensor, split: Split) -> tf.Tensor:
+    """Returns the whole value of parts, `[ranks, elements]`."""
+    if _divides(split):
+        return tf.reshape(every, split.shape)
+    pieces = [
+        every[rank, : math.prod(split.shape_of(rank))]
+        for rank in range(split.parts)
+    ]
+    return tf.reshape(tf.concat(pieces, 0), split.shape)
 
 
 def _with_zeros(part: tf.Tensor, size: int) -> list[tf.Tensor]:
