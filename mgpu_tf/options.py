@@ -28,6 +28,7 @@ from mgpu_tf.names import (
     LEARNING_RATE_RULES,
     ON_NAN,
     PIPELINE_SCHEDULES,
+    RANDOM,
     RECOMPUTE,
     RESUME,
     SAVE_EVERY,
@@ -175,6 +176,13 @@ class StepOptions:
         "what a layer or an optimizer of Keras does in several. keras: as "
         "Keras does it.",
         KERNELS,
+    )
+    random: str = option(
+        "equal",
+        "equal: a replica draws its rows of the random numbers that one "
+        "device draws for the global batch. per_replica: each replica draws "
+        "its own, from a seed to which its number is added.",
+        RANDOM,
     )
     jit_compile: str | None = option(
         None,

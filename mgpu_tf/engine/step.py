@@ -20,6 +20,7 @@ from mgpu_tf.engine.logs import OwnLogs
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.moments import Moments
 from mgpu_tf.engine.per_layer import LayerByLayer
+from mgpu_tf.engine.random_rows import rows_of_global_draws, seed_for_rows
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
@@ -114,6 +115,8 @@ class ReplicaStep:
         gathered: Sequence[tuple[keras.Variable, tf.Tensor]],
         tape: tf.GradientTape | None = None,
         sources: Writes | None = None,
+        *,
+        compiled: bool = False,
     ) -> tuple[StepScope, tf.Tensor, Writes, Logs]:
         model = self._model
         if self._state.generator is not None:
@@ -138,6 +141,7 @@ class ReplicaStep:
             stack.enter_context(as_one_replica())
             declared = stack.enter_context(sharing(share))
             moments = stack.enter_context(self._moments.noted())
+            drawn = stack.enter_context(drawing(share, data, compiled=compiled))
             scope = stack.enter_context(
                 StepScope(
                     model,
@@ -153,7 +157,14 @@ class ReplicaStep:
             else:
                 y_pred = model(x)
             reader = Reader(
-                [data, y_pred, self._state.drawn(given), share.local],
+                [
+                    data,
+                    y_pred,
+                    self._state.drawn(given),
+                    share.local,
+                    share.low,
+                    drawn,
+                ],
                 declared,
                 moments,
             )
@@ -260,6 +271,11 @@ class ReplicaStep:
         Outside of replicas, around the steps of all.
         """
         with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                keras_internals.seeds_replaced(
+                    self._model, self._state.generator, seed_for_rows
+                )
+            )
             stack.enter_context(self._loss.in_place())
             stack.enter_context(self._moments.in_place())
             if self._layers is not None:
@@ -271,8 +287,7 @@ class ReplicaStep:
     def gradients(
         self,
         data: Any,
-        local: tf.Tensor,
-        total: tf.Tensor,
+        share: BatchShare,
         scale: Callable[[tf.Tensor], tf.Tensor],
         given: Writes | None = None,
         gathered: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
@@ -282,8 +297,7 @@ class ReplicaStep:
 
         Args:
             data: The rows of this replica.
-            local: How many they are.
-            total: Rows of the global batch.
+            share: This replica's part of the global batch.
             scale: Scales the loss.
             given: As for `forward`.
             gathered: As for `forward`.
@@ -295,9 +309,9 @@ class ReplicaStep:
         """
 
         def compute(
-            data: Any, local: tf.Tensor, total: tf.Tensor
+            data: Any, *rows: tf.Tensor
         ) -> tuple[list[Any], list[tf.Tensor], Logs]:
-            share = BatchShare(local, total, self._replicas, self._same_rows)
+            part = share.with_places(rows)
             variables = self._model.trainable_variables
             sources = [] if self._layers is None else self._layers.sources()
             if self._tensor is not None:
@@ -316,7 +330,14 @@ class ReplicaStep:
                     ]
                 )
                 scope, loss, writes, logs = self._forward(
-                    data, share, True, given, gathered, tape, sources
+                    data,
+                    part,
+                    True,
+                    given,
+                    gathered,
+                    tape,
+                    sources,
+                    compiled=jitted,
                 )
                 loss = scale(loss)
                 if self._same_rows > 1:
@@ -334,11 +355,16 @@ class ReplicaStep:
             present = [g for g in gradients if g is not None]
             return present, [value for _, value in writes], logs
 
-        eagerly = tf.executing_eagerly()
-        if eagerly or not jit_compile or not self._compiled_by_xla():
-            return compute(data, local, total)
-        jitted = tf.function(compute, jit_compile=True, autograph=False)
-        return jitted(data, local, total)
+        jitted = (
+            jit_compile
+            and not tf.executing_eagerly()
+            and self._compiled_by_xla()
+        )
+        rows = share.places
+        if not jitted:
+            return compute(data, *rows)
+        function = tf.function(compute, jit_compile=True, autograph=False)
+        return function(data, *rows)
 
     @property
     def can_be_compiled(self) -> bool:
@@ -360,16 +386,45 @@ class ReplicaStep:
         return can_be
 
 
-def outputs_of(model: keras.Model, data: Any, generator: Any) -> Any:
+def drawing(
+    share: BatchShare, data: Any, *, compiled: bool = False
+) -> contextlib.AbstractContextManager[list[tf.Tensor]]:
+    """Returns the scope in which a replica draws its rows of global draws.
+
+    Args:
+        share: The part of the replica in the global batch.
+        data: Its rows.
+        compiled: Whether XLA compiles what is traced.
+    """
+    if share.low is None or share.replicas == 1:
+        return contextlib.nullcontext([])
+    return rows_of_global_draws(
+        share.low, share.local, share.total, data, compiled=compiled
+    )
+
+
+def outputs_of(
+    model: keras.Model,
+    data: Any,
+    generator: Any,
+    share: BatchShare | None = None,
+) -> Any:
     """Returns what a model predicts for the rows of one replica.
 
     Args:
         model: The model.
         data: The rows.
         generator: That of unseeded draws; None where there is none.
+        share: The part of the replica in the global batch; None where it
+            draws its own random numbers.
     """
     if generator is not None:
         keras_internals.lend_global_seed(generator)
+    if share is not None:
+        if share.replicas > 1:
+            data = tf.nest.map_structure(of_unknown_length, data)
+        with drawing(share, data):
+            return outputs_of(model, data, generator)
     if keras_internals.overrides(model, "predict_step"):
         return model.predict_step(data)
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)

@@ -14,6 +14,7 @@ and only then written.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.noise_scale import NoiseScale
 from mgpu_tf.engine.per_layer import LayerByLayer
+from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.engine.state import ReplicaState, Writes, state_for
@@ -266,9 +268,9 @@ class SynchronousEngine(Engine):
         iterator = self.feed(source, chain=False, training=True).iterator(0, 1)
         replicas = TracedReplicas(self._strategy)
 
-        def step(data: Any, local: Any, total: tf.Tensor) -> Any:
+        def step(data: Any, local: Any, total: tf.Tensor, low: Any) -> Any:
             replicas.begin(data, local, total, optimizer, scaler)
-            return self._train_step(data, local, total)
+            return self._train_step(data, local, total, low)
 
         with undone(self), one_by_one():
             weights = Weights(self._model)
@@ -298,10 +300,12 @@ class SynchronousEngine(Engine):
         self.build_layers(source)
         self._begin()
         iterator = self.feed(source, chain=False, training=False).iterator(0)
-        data, local, total = self._next(iterator, source)
+        data, local, total, low = self._next(iterator, source)
         on_replica = self._predicting()
-        with one_by_one():
-            outputs = self._strategy.run(on_replica, args=(data, local))
+        with one_by_one(), self._seeds_in_place():
+            outputs = self._strategy.run(
+                on_replica, args=(data, local, total, low)
+            )
         replicas = TracedReplicas(self._strategy)
         replicas.begin(data, local, total)
         return replicas.predicted(outputs)
@@ -385,6 +389,7 @@ class SynchronousEngine(Engine):
     def _make_state(self) -> ReplicaState:
         state = state_for(self._model, self._strategy)
         state.add_global_seed(self._strategy)
+        state.draws_alike = self._options.random == "equal"
         return state
 
     def reset_metrics(self) -> None:
@@ -504,7 +509,7 @@ class SynchronousEngine(Engine):
 
     def _steps(
         self,
-        step: Callable[[Any, tf.Tensor, tf.Tensor], Any],
+        step: Callable[[Any, tf.Tensor, tf.Tensor, Any], Any],
         source: Source,
         iterator: Any,
         steps: tf.Tensor,
@@ -532,7 +537,7 @@ class SynchronousEngine(Engine):
             seconds = self._clock(number, steps)
             before = seconds()
             with tf.control_dependencies([before]):
-                data, local, total = self._next(iterator, source, bounds)
+                data, local, total, low = self._next(iterator, source, bounds)
             if not first:
                 first.append((data, total))
             arrived = [
@@ -548,7 +553,7 @@ class SynchronousEngine(Engine):
 
             def timed() -> tuple[Any, tf.Tensor]:
                 self._computed, self._seconds = None, seconds
-                logs = step(data, local, total)
+                logs = step(data, local, total, low)
                 if self._computed is None:
                     return logs, tf.zeros([], tf.float64)
                 return logs, self._computed - began
@@ -696,24 +701,48 @@ class SynchronousEngine(Engine):
 
     def _next(
         self, iterator: Any, source: Source, bounds: tf.Tensor | None = None
-    ) -> tuple[Any, Any, tf.Tensor]:
-        """Takes a global batch; its size comes as one tensor."""
+    ) -> tuple[Any, Any, tf.Tensor, Any]:
+        """Takes a global batch; its size comes as one tensor.
+
+        Returns:
+            The rows of each replica, how many they are, the size, and the
+            first row of each replica; None where replicas draw their own
+            random numbers.
+        """
         data, local, total = next_batch(
             iterator, source, self._strategy, bounds
         )
+        topology = self._local
         if source.totals_known:
-            return data, local, self._first(total)
-        total = self._strategy.reduce("SUM", local, axis=None)
-        if self._local.same_rows > 1:
-            total //= self._local.same_rows
-        return data, local, total
+            total = self._first(total)
+            if not self._draws_alike:
+                return data, local, total, None
+            if bounds is not None:
+                topology = dataclasses.replace(topology, bounds=bounds)
+            low = self._strategy.experimental_distribute_values_from_function(
+                lambda context: topology.rows_of(
+                    total, context.replica_id_in_sync_group - topology.first
+                )[0]
+            )
+            return data, local, total, low
+        counts = self._strategy.run(self._replica_counts, args=(local,))
+        total = tf.reduce_sum(self._first(counts)) // topology.same_rows
+        if not self._draws_alike:
+            return data, local, total, None
+        low = self._strategy.run(self._replica_low, args=(counts,))
+        return data, local, total, low
+
+    @property
+    def _draws_alike(self) -> bool:
+        """Whether replicas draw their rows of what one device draws."""
+        return self._options.random == "equal" and self._local.ranges > 1
 
     def _train_step(
-        self, data: Any, local: Any, total: tf.Tensor
+        self, data: Any, local: Any, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
         with self._step.in_place(), tf.name_scope("forward_backward"):
             gradients, logs = self._strategy.run(
-                self._replica_gradients, args=(data, local, total)
+                self._replica_gradients, args=(data, local, total, low)
             )
         if balance_of(self._strategy).measured or (
             self._local.num_processes > 1
@@ -740,11 +769,11 @@ class SynchronousEngine(Engine):
             return self._seconds()
 
     def _evaluate_step(
-        self, data: Any, local: Any, total: tf.Tensor
+        self, data: Any, local: Any, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
         with self._step.in_place():
             logs = self._strategy.run(
-                self._replica_evaluate, args=(data, local, total)
+                self._replica_evaluate, args=(data, local, total, low)
             )
         return {name: self._first(value) for name, value in logs.items()}
 
@@ -752,14 +781,16 @@ class SynchronousEngine(Engine):
         self, source: Source, iterator: Any
     ) -> tuple[Any, tf.Tensor, tf.Tensor]:
         self._begin()
-        data, local, total = next_batch(iterator, source, self._strategy)
-        total = self._first(total)
+        data, local, total, low = self._next(iterator, source)
         ended = self._ended_on(source, total)
         like: list[Any] = []
         on_replica = self._predicting()
 
         def outputs() -> Any:
-            every = self._strategy.run(on_replica, args=(data, local))
+            with self._seeds_in_place():
+                every = self._strategy.run(
+                    on_replica, args=(data, local, total, low)
+                )
             every = tf.nest.map_structure(self._rows_of_worker, every)
             if self._local.num_processes > 1:
                 every = tf.nest.map_structure(
@@ -781,15 +812,24 @@ class SynchronousEngine(Engine):
             return (outputs() if going else ()), total, ended
         return tf.cond(going, outputs, nothing), total, ended
 
-    def _predicting(self) -> Callable[[Any, tf.Tensor], Any]:
+    def _seeds_in_place(self) -> contextlib.AbstractContextManager[None]:
+        """Lets random layers draw rows, while replicas predict."""
+        generator = keras_internals.global_seed_generator()
+        return keras_internals.seeds_replaced(
+            self._model, generator, seed_for_rows
+        )
+
+    def _predicting(self) -> Callable[..., Any]:
         """Returns what predicts the rows of a replica."""
         state = self._state if self._prepared else self._make_state()
         generator = keras_internals.global_seed_generator()
 
-        def on_replica(rows: Any, local: tf.Tensor) -> Any:
-            del local
+        def on_replica(
+            rows: Any, local: tf.Tensor, total: tf.Tensor, low: Any
+        ) -> Any:
+            share = self._share(local, total, low)
             with state.replica_seeds_in_place():
-                return outputs_of(self._model, rows, generator)
+                return outputs_of(self._model, rows, generator, share)
 
         return on_replica
 
@@ -820,14 +860,31 @@ class SynchronousEngine(Engine):
         """Returns weights that are not stored whole, with their values."""
         return []
 
+    def _replica_counts(self, local: tf.Tensor) -> tf.Tensor:
+        """Returns the rows of every replica."""
+        context = tf.distribute.get_replica_context()
+        where = tf.one_hot(
+            context.replica_id_in_sync_group,
+            self._local.total,
+            dtype=tf.int64,
+        )
+        return sum_over_replicas(where * local)
+
+    def _replica_low(self, counts: tf.Tensor) -> tf.Tensor:
+        """Returns the first row of this replica."""
+        context = tf.distribute.get_replica_context()
+        same = self._local.same_rows
+        first = context.replica_id_in_sync_group // same * same
+        return tf.reduce_sum(counts[:first]) // same
+
     def _replica_gradients(
-        self, data: Any, local: tf.Tensor, total: tf.Tensor
+        self, data: Any, local: tf.Tensor, total: tf.Tensor, low: Any
     ) -> tuple[list[Any], dict[str, tf.Tensor]]:
         step = self._step
+        share = self._share(local, total, low)
         gradients, values, logs = step.gradients(
             data,
-            local,
-            total,
+            share,
             self._model.optimizer.scale_loss,
             gathered=self._gathered(),
             jit_compile=self._jit_compile,
@@ -835,13 +892,12 @@ class SynchronousEngine(Engine):
         self._update.present = step.present
         self._update.alike = step.alike
         self._state.write(list(zip(step.written, values, strict=True)))
-        share = self._share(local, total)
         return self._selected(gradients, share), step.logs.summed(logs)
 
     def _replica_evaluate(
-        self, data: Any, local: tf.Tensor, total: tf.Tensor
+        self, data: Any, local: tf.Tensor, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
-        share = self._share(local, total)
+        share = self._share(local, total, low)
         _, writes, logs = self._step.forward(
             data, share, training=False, gathered=self._gathered()
         )
@@ -852,9 +908,11 @@ class SynchronousEngine(Engine):
         """Returns gradients, zeros of a replica without rows of its own."""
         return share.select_all(gradients)
 
-    def _share(self, local: tf.Tensor, total: tf.Tensor) -> BatchShare:
+    def _share(
+        self, local: tf.Tensor, total: tf.Tensor, low: tf.Tensor | None
+    ) -> BatchShare:
         ranges, same_rows = self._local.ranges, self._local.same_rows
-        return BatchShare(local, total, ranges, same_rows)
+        return BatchShare(local, total, ranges, same_rows, low)
 
     def _replica_gather(self, padded: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()

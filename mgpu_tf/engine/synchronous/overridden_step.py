@@ -36,8 +36,10 @@ from mgpu_tf.engine.contributions import (
     sharing,
 )
 from mgpu_tf.engine.logs import flat_logs
+from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.reading import Reader, Unreadable, variable_read_by
 from mgpu_tf.engine.state import ReplicaState, Writes
+from mgpu_tf.engine.step import drawing, of_unknown_length
 from mgpu_tf.engine.update import Update
 from mgpu_tf.engine.written import by_rule, check_plain_variables
 from mgpu_tf.errors import ConfigurationError
@@ -125,7 +127,7 @@ class AuthorStep:
             )
 
     def __call__(
-        self, data: Any, local: Any, total: tf.Tensor
+        self, data: Any, local: Any, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
         """Runs the method once on every replica. Outside of replicas.
 
@@ -137,7 +139,7 @@ class AuthorStep:
         self._generator = keras_internals.global_seed_generator()
         with self._as_alone():
             values = self._strategy.run(
-                self._on_replica, args=(data, local, total)
+                self._on_replica, args=(data, local, total, low)
             )
         return {
             name: self._strategy.experimental_local_results(value)[0]
@@ -168,7 +170,7 @@ class AuthorStep:
     # On a replica.
 
     def _on_replica(
-        self, data: Any, local: tf.Tensor, total: tf.Tensor
+        self, data: Any, local: tf.Tensor, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
         if self._replicas == 1:
             values = flat_logs(getattr(self._model, self._method)(data))
@@ -178,7 +180,9 @@ class AuthorStep:
         check = tf.debugging.assert_positive(local, NO_EXAMPLES)
         with tf.control_dependencies([check]):
             data = _copied(data)
-        share = BatchShare(local, total, self._replicas)
+        if low is not None:
+            data = tf.nest.map_structure(of_unknown_length, data)
+        share = BatchShare(local, total, self._replicas, low=low)
         with self._state.replica_seeds_in_place():
             values, writes = self._run(data, share)
         self._state.write(writes)
@@ -209,9 +213,12 @@ class AuthorStep:
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_one_replica())
             means = stack.enter_context(sharing(share, stands=True))
+            of_draws = stack.enter_context(drawing(share, data))
             self._here.means = means
             self._here.reader = reader = Reader(
-                [data, share.local, *drawn], means=means, blocks=True
+                [data, share.local, share.low, of_draws, *drawn],
+                means=means,
+                blocks=True,
             )
             self._here.graph = graph_here()
             scope = stack.enter_context(AuthorScope(given, self._write))
@@ -310,7 +317,11 @@ class AuthorStep:
         if self._replicas == 1:
             yield
             return
+        generator = self._generator
         with (
+            keras_internals.seeds_replaced(
+                self._model, generator, seed_for_rows
+            ),
             keras_internals.caught_by(self._optimizers, self._apply),
             keras_internals.watched_metrics(
                 self._metrics, self._given_to, self._note
