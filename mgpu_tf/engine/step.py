@@ -20,7 +20,12 @@ from mgpu_tf.engine.logs import OwnLogs
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.moments import Moments
 from mgpu_tf.engine.per_layer import LayerByLayer
-from mgpu_tf.engine.random_rows import rows_of_global_draws, seed_for_rows
+from mgpu_tf.engine.random_rows import (
+    RowScope,
+    entered_again,
+    rows_of_global_draws,
+    seed_for_rows,
+)
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
@@ -141,7 +146,7 @@ class ReplicaStep:
             stack.enter_context(as_one_replica())
             declared = stack.enter_context(sharing(share))
             moments = stack.enter_context(self._moments.noted())
-            drawn = stack.enter_context(drawing(share, data, compiled=compiled))
+            draws = stack.enter_context(drawing(share, data, compiled=compiled))
             scope = stack.enter_context(
                 StepScope(
                     model,
@@ -152,6 +157,7 @@ class ReplicaStep:
                     join,
                 )
             )
+            scope.draws = draws
             if keras_internals.takes_training(model):
                 y_pred = model(x, training=training)
             else:
@@ -163,7 +169,7 @@ class ReplicaStep:
                     self._state.drawn(given),
                     share.local,
                     share.low,
-                    drawn,
+                    drawn_in(draws),
                 ],
                 declared,
                 moments,
@@ -343,7 +349,8 @@ class ReplicaStep:
                 if self._same_rows > 1:
                     # Each of them computes the loss of the same rows.
                     loss = loss / tf.cast(self._same_rows, loss.dtype)
-            gradients = scope.gradients(tape, loss, variables, weights)
+            with entered_again(scope.draws):
+                gradients = scope.gradients(tape, loss, variables, weights)
             check_gradients(gradients, variables)
             self.present = [g is not None for g in gradients]
             self.alike = [
@@ -388,7 +395,7 @@ class ReplicaStep:
 
 def drawing(
     share: BatchShare, data: Any, *, compiled: bool = False
-) -> contextlib.AbstractContextManager[list[tf.Tensor]]:
+) -> contextlib.AbstractContextManager[RowScope | None]:
     """Returns the scope in which a replica draws its rows of global draws.
 
     Args:
@@ -397,10 +404,15 @@ def drawing(
         compiled: Whether XLA compiles what is traced.
     """
     if share.low is None or share.replicas == 1:
-        return contextlib.nullcontext([])
+        return contextlib.nullcontext()
     return rows_of_global_draws(
         share.low, share.local, share.total, data, compiled=compiled
     )
+
+
+def drawn_in(draws: RowScope | None) -> list[tf.Tensor]:
+    """Returns the list of what is drawn with rows in a scope."""
+    return [] if draws is None else draws.drawn
 
 
 def outputs_of(

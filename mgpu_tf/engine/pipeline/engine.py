@@ -157,9 +157,10 @@ class PipelineEngine(SynchronousEngine):
         return state
 
     @property
-    def _draws_alike(self) -> bool:
-        """Whether micro-batches draw their rows of what one device draws."""
-        return self._options.random == "equal"
+    def _cuts(self) -> bool:
+        """Whether rows of a batch are computed apart; micro-batches are."""
+        parts = self._local.ranges * self._strategy.micro_batches
+        return parts > 1
 
     def _make_step(self) -> PipelineStep:
         return self._step_with(self._loss, self._state)

@@ -42,6 +42,7 @@ from mgpu_tf.engine.step import (
     batch_increments,
     check_gradients,
     drawing,
+    drawn_in,
     mean_increments,
     of_unknown_length,
 )
@@ -265,7 +266,7 @@ class PipelineStep(ReplicaStep):
             declared = stack.enter_context(sharing(share))
             moments = stack.enter_context(self._moments.noted())
             rows = [t for t, _ in taken if t.shape.rank and not t.shape[0]]
-            drawn = stack.enter_context(drawing(share, [rows, data]))
+            draws = stack.enter_context(drawing(share, [rows, data]))
             scope = stack.enter_context(StepScope(self._model, given, None))
             made = self._outputs_of(stage, taken, kind == "train")
             y_pred: Any = None
@@ -281,7 +282,7 @@ class PipelineStep(ReplicaStep):
                     self._state.drawn(given),
                     local,
                     share.low,
-                    drawn,
+                    drawn_in(draws),
                 ],
                 declared,
                 moments,

@@ -11,7 +11,16 @@ numbers are those of the rows in a draw for the whole batch, bit for bit
 of a type that TensorFlow's random functions dispatch on (`seeds.py`).
 """
 
-from mgpu_tf.engine.random_rows.scope import rows_of_global_draws
+from mgpu_tf.engine.random_rows.scope import (
+    RowScope,
+    entered_again,
+    rows_of_global_draws,
+)
 from mgpu_tf.engine.random_rows.seeds import seed_for_rows
 
-__all__ = ["rows_of_global_draws", "seed_for_rows"]
+__all__ = [
+    "RowScope",
+    "entered_again",
+    "rows_of_global_draws",
+    "seed_for_rows",
+]

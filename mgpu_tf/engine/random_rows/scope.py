@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import threading
@@ -16,6 +15,9 @@ import tensorflow as tf
 from mgpu_tf.engine.random_rows.dimensions import OTHER, ROWS, RowDimensions
 
 _log = logging.getLogger("mgpu_tf")
+
+# What was warned of in this process, and of which draw.
+warned: set[tuple[str, str]] = set()
 
 # Operations that draw with a state of their own, which no other layout has.
 _STATEFUL = {
@@ -225,7 +227,7 @@ def rows_of_global_draws(
     data: Any,
     *,
     compiled: bool = False,
-) -> Iterator[list[tf.Tensor]]:
+) -> Iterator[RowScope]:
     """Lets a replica draw its rows of what one device would draw.
 
     For generators whose seeds pass through `seed_for_rows`. A draw of which a
@@ -242,22 +244,31 @@ def rows_of_global_draws(
             have another order.
 
     Yields:
-        A list of what is drawn with rows on the first axis.
+        The scope, for `entered_again`.
     """
-    before = _current.scope
-    _current.scope = scope = RowScope(
-        low, local, total, data, compiled=compiled
-    )
+    scope = RowScope(low, local, total, data, compiled=compiled)
     graph = None
     if not tf.executing_eagerly():
         graph = tf.compat.v1.get_default_graph()
         done = len(graph.get_operations())
-    try:
-        yield scope.drawn
-    finally:
-        _current.scope = before
+    with entered_again(scope):
+        yield scope
     if graph is not None:
         scope.warn_of_others(graph.get_operations()[done:])
+
+
+@contextlib.contextmanager
+def entered_again(scope: RowScope | None) -> Iterator[None]:
+    """Enters a scope anew, such as for layers that are computed again.
+
+    Args:
+        scope: The scope; None for none.
+    """
+    before, _current.scope = _current.scope, scope
+    try:
+        yield
+    finally:
+        _current.scope = before
 
 
 def _is_stateless_draw(op: tf.Operation) -> bool:
@@ -266,6 +277,7 @@ def _is_stateless_draw(op: tf.Operation) -> bool:
     )
 
 
-@functools.cache
 def _warn_once(text: str, name: str) -> None:
-    _log.warning(text, name)
+    if (text, name) not in warned:
+        _log.warning(text, name)
+    warned.add((text, name))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from mgpu_tf.engine.base import NO_VOTES, Engine, Execution, UnevenData, Votes
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
+from mgpu_tf.engine.moments import normalizations
 from mgpu_tf.engine.noise_scale import NoiseScale
 from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.random_rows import seed_for_rows
@@ -68,6 +70,8 @@ from mgpu_tf.strategies.balance import balanced
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import kind_of, topology_of
 from mgpu_tf.strategies.topology import balance_of
+
+_log = logging.getLogger("mgpu_tf")
 
 
 class SynchronousEngine(Engine):
@@ -341,7 +345,34 @@ class SynchronousEngine(Engine):
             check_held(self._model)
             self._state.add_global_seed(self._strategy, create=True)
             self._probe = Probe(self._model, self._strategy, self._state)
+        self._tell_of_statistics()
         self._prepared = True
+
+    def _tell_of_statistics(self) -> None:
+        """Says once which layers take the statistics of each replica."""
+        own = [
+            layer.name
+            for layer in normalizations(self._model)
+            if layer.trainable and not layer.synchronized
+        ]
+        if own and self._cuts:
+            _log.info(
+                "BatchNormalization takes the statistics of the rows of each "
+                "replica in %d layers (%s, ...); with batch_normalization="
+                "'synchronized' those of the global batch, as on one device",
+                len(own),
+                own[0],
+            )
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether rows of a batch are computed apart."""
+        return self._local.ranges > 1
+
+    @property
+    def _draws_alike(self) -> bool:
+        """Whether replicas draw their rows of what one device draws."""
+        return self._options.random == "equal" and self._cuts
 
     def _make_step(self) -> ReplicaStep:
         return ReplicaStep(
@@ -731,11 +762,6 @@ class SynchronousEngine(Engine):
             return data, local, total, None
         low = self._strategy.run(self._replica_low, args=(counts,))
         return data, local, total, low
-
-    @property
-    def _draws_alike(self) -> bool:
-        """Whether replicas draw their rows of what one device draws."""
-        return self._options.random == "equal" and self._local.ranges > 1
 
     def _train_step(
         self, data: Any, local: Any, total: tf.Tensor, low: Any

@@ -39,7 +39,7 @@ from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.reading import Reader, Unreadable, variable_read_by
 from mgpu_tf.engine.state import ReplicaState, Writes
-from mgpu_tf.engine.step import drawing, of_unknown_length
+from mgpu_tf.engine.step import drawing, drawn_in, of_unknown_length
 from mgpu_tf.engine.update import Update
 from mgpu_tf.engine.written import by_rule, check_plain_variables
 from mgpu_tf.errors import ConfigurationError
@@ -206,17 +206,18 @@ class AuthorStep:
             together.
         """
         state = self._state
-        drawn = [variable_read_by(seed.value) for seed in state.seeds]
+        seeds = [] if state.draws_alike else state.seeds
+        drawn = [variable_read_by(seed.value) for seed in seeds]
         before = state.values()
         given = [*before, *state.metric_values(before)]
         given += state.layer_values(given)
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_one_replica())
             means = stack.enter_context(sharing(share, stands=True))
-            of_draws = stack.enter_context(drawing(share, data))
+            draws = stack.enter_context(drawing(share, data))
             self._here.means = means
             self._here.reader = reader = Reader(
-                [data, share.local, share.low, of_draws, *drawn],
+                [data, share.local, share.low, drawn_in(draws), *drawn],
                 means=means,
                 blocks=True,
             )
