@@ -415,34 +415,61 @@ def drawn_in(draws: RowScope | None) -> list[tf.Tensor]:
     return [] if draws is None else draws.drawn
 
 
-def outputs_of(
-    model: keras.Model,
-    data: Any,
-    generator: Any,
-    share: BatchShare | None = None,
-) -> Any:
+def outputs_of(model: keras.Model, data: Any, generator: Any) -> Any:
     """Returns what a model predicts for the rows of one replica.
 
     Args:
         model: The model.
         data: The rows.
         generator: That of unseeded draws; None where there is none.
-        share: The part of the replica in the global batch; None where it
-            draws its own random numbers.
     """
     if generator is not None:
         keras_internals.lend_global_seed(generator)
-    if share is not None:
-        if share.replicas > 1:
-            data = tf.nest.map_structure(of_unknown_length, data)
-        with drawing(share, data):
-            return outputs_of(model, data, generator)
     if keras_internals.overrides(model, "predict_step"):
         return model.predict_step(data)
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     if keras_internals.takes_training(model):
         return model(x, training=False)
     return model(x)
+
+
+def outputs_of_share(
+    model: keras.Model, data: Any, state: ReplicaState, share: BatchShare
+) -> Any:
+    """Returns what a model predicts for the rows of one replica of several.
+
+    Args:
+        model: The model.
+        data: The rows.
+        state: What the model may write.
+        share: The part of the replica in the global batch.
+
+    Raises:
+        ConfigurationError: The model writes what it makes of the rows.
+    """
+    generator = state.generator
+    if share.replicas == 1 or tf.executing_eagerly():
+        with drawing(share, data):
+            return outputs_of(model, data, generator)
+    data = tf.nest.map_structure(of_unknown_length, data)
+    with drawing(share, data) as draws, StepScope(model, [], None) as scope:
+        outputs = outputs_of(model, data, generator)
+    reader = Reader([data, share.local, share.low, drawn_in(draws)])
+    writes = [
+        (variable, scope.value(variable))
+        for variable in state.variables
+        if scope.is_written(variable)
+    ]
+    for variable, value in writes:
+        if reader.depends(value):
+            raise ConfigurationError(
+                "On several replicas, predict may write only state that is "
+                "the same on all of them. Received: a layer that writes what "
+                f"it makes of its rows to {variable.path}. Write state with "
+                "training=True alone, or use 'one_device'."
+            )
+    state.write(writes)
+    return outputs
 
 
 def of_unknown_length(tensor: Any) -> Any:

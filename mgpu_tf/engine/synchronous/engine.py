@@ -37,7 +37,7 @@ from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.engine.state import ReplicaState, Writes, state_for
-from mgpu_tf.engine.step import ReplicaStep, outputs_of
+from mgpu_tf.engine.step import ReplicaStep, outputs_of_share
 from mgpu_tf.engine.step_watch import StepWatch, Watched
 from mgpu_tf.engine.synchronous.overridden_step import (
     NO_EXAMPLES,
@@ -848,14 +848,14 @@ class SynchronousEngine(Engine):
     def _predicting(self) -> Callable[..., Any]:
         """Returns what predicts the rows of a replica."""
         state = self._state if self._prepared else self._make_state()
-        generator = keras_internals.global_seed_generator()
+        state.generator = keras_internals.global_seed_generator()
 
         def on_replica(
             rows: Any, local: tf.Tensor, total: tf.Tensor, low: Any
         ) -> Any:
             share = self._share(local, total, low)
             with state.replica_seeds_in_place():
-                return outputs_of(self._model, rows, generator, share)
+                return outputs_of_share(self._model, rows, state, share)
 
         return on_replica
 
