@@ -162,6 +162,9 @@ class PipelineEngine(SynchronousEngine):
         parts = self._local.ranges * self._strategy.micro_batches
         return parts > 1
 
+    def _make_exchange(self) -> None:
+        """A stage has a micro-batch, and never the rows of all replicas."""
+
     def _make_step(self) -> PipelineStep:
         return self._step_with(self._loss, self._state)
 

@@ -42,7 +42,6 @@ from mgpu_tf.engine.step import (
     batch_increments,
     check_gradients,
     drawing,
-    drawn_in,
     mean_increments,
     of_unknown_length,
 )
@@ -266,9 +265,10 @@ class PipelineStep(ReplicaStep):
             declared = stack.enter_context(sharing(share))
             moments = stack.enter_context(self._moments.noted())
             rows = [t for t, _ in taken if t.shape.rank and not t.shape[0]]
-            draws = stack.enter_context(drawing(share, [rows, data]))
+            drawn: list[tf.Tensor] = []
             scope = stack.enter_context(StepScope(self._model, given, None))
-            made = self._outputs_of(stage, taken, kind == "train")
+            with drawing(share, [rows, data], drawn):
+                made = self._outputs_of(stage, taken, kind == "train")
             y_pred: Any = None
             if number == len(self._stages.every) - 1:
                 y_pred = keras_internals.structured(
@@ -282,7 +282,7 @@ class PipelineStep(ReplicaStep):
                     self._state.drawn(given),
                     local,
                     share.low,
-                    drawn_in(draws),
+                    drawn,
                 ],
                 declared,
                 moments,
@@ -341,7 +341,7 @@ class PipelineStep(ReplicaStep):
             scope.reader,
             trained,
         )
-        self._model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        self._metrics.computed((x, y, y_pred, sample_weight))
         increments: Writes = []
         for mean, part in zip(self._loss.trackers, terms, strict=False):
             increments += batch_increments(mean, part, share)

@@ -7,12 +7,15 @@ import dataclasses
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from mgpu_tf.engine.random_rows.dimensions import OTHER, ROWS, RowDimensions
+
+# Is told of draws: the tensor, the axis of its rows, their block.
+Taken = Callable[[tf.Tensor, int, int], None]
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -43,6 +46,8 @@ class DrawnRows:
         row: Elements for each example: an integer where it is known.
         first: The first row of the part, counted along the axis.
         total: How long the axis is in the draw of the whole batch.
+        block: How many neighbours on the axis belong to an example; None
+            where the graph does not tell.
     """
 
     axis: int
@@ -50,6 +55,7 @@ class DrawnRows:
     row: int | tf.Tensor
     first: tf.Tensor
     total: tf.Tensor
+    block: int | None
 
 
 class RowScope:
@@ -60,10 +66,8 @@ class RowScope:
         local: How many rows it has, int64.
         total: How many the global batch has, int64.
         data: Tensors that have these rows.
+        taken: See `rows_of_global_draws`.
         compiled: Whether XLA compiles what is traced.
-
-    Attributes:
-        drawn: What was drawn with rows on the first axis.
     """
 
     def __init__(
@@ -72,14 +76,15 @@ class RowScope:
         local: tf.Tensor,
         total: tf.Tensor,
         data: Any,
+        taken: Taken,
         *,
         compiled: bool,
     ) -> None:
+        self._taken = taken
         self.low, self.local, self.total = low, local, total
         self.compiled = compiled
         self._dimensions = RowDimensions(tf.nest.flatten(data))
         self._own: set[str] = set()
-        self.drawn: list[tf.Tensor] = []
 
     def rows_of(self, shape: Any) -> DrawnRows | None:
         """Returns which part of a draw this replica has.
@@ -110,12 +115,19 @@ class RowScope:
             _row(shape, axis, dimensions, several),
             self.low * several,
             self.total * several,
+            _block(dimensions[axis]),
         )
 
     def note(self, drawn: tf.Tensor) -> tf.Tensor:
         """Notes a draw that was made here; returns it."""
         if tf.is_symbolic_tensor(drawn):
             self._own.add(drawn.op.name)
+        return drawn
+
+    def take(self, drawn: tf.Tensor, rows: DrawnRows) -> tf.Tensor:
+        """Tells of the rows that were drawn; returns them."""
+        if rows.block is not None:
+            self._taken(drawn, rows.axis, rows.block)
         return drawn
 
     def warn_of_others(self, operations: list[tf.Operation]) -> None:
@@ -130,7 +142,7 @@ class RowScope:
             if op.type in _STATEFUL:
                 _warn_once(
                     "%s draws by an operation of TensorFlow that has a state "
-                    "of its own: its numbers are others on each replica. Use "
+                    "of its own: its numbers are not those of one device. Use "
                     "keras.random with a keras.random.SeedGenerator",
                     op.name,
                 )
@@ -186,6 +198,12 @@ class RowScope:
         return 0 if dimensions[:1] == [int(self.local)] else None
 
 
+def _block(length: int | None) -> int | None:
+    if not length or length % ROWS or length // ROWS % OTHER == 0:
+        return None
+    return length // ROWS
+
+
 def _row(
     shape: tf.Tensor,
     axis: int,
@@ -227,6 +245,7 @@ def rows_of_global_draws(
     data: Any,
     *,
     compiled: bool = False,
+    taken: Taken = lambda drawn, axis, block: None,
 ) -> Iterator[RowScope]:
     """Lets a replica draw its rows of what one device would draw.
 
@@ -242,11 +261,13 @@ def rows_of_global_draws(
             first dimension is unknown.
         compiled: Whether XLA compiles what is traced, where normal numbers
             have another order.
+        taken: Called with what was drawn with rows, their axis, and how many
+            neighbours on it belong to an example.
 
     Yields:
         The scope, for `entered_again`.
     """
-    scope = RowScope(low, local, total, data, compiled=compiled)
+    scope = RowScope(low, local, total, data, taken, compiled=compiled)
     graph = None
     if not tf.executing_eagerly():
         graph = tf.compat.v1.get_default_graph()

@@ -88,9 +88,7 @@ def _cut(found: tuple[RowScope, DrawnRows], draw: Any) -> tf.Tensor:
         rows.axis,
         (rows.first, rows.total),
     )
-    if rows.axis == 0:
-        scope.drawn.append(drawn)
-    return drawn
+    return scope.take(drawn, rows)
 
 
 def _counted(
@@ -119,8 +117,7 @@ def _counted(
         _PER[dtype.size],
         stride,
     )
-    scope.drawn.append(drawn)
-    return drawn
+    return scope.take(drawn, rows)
 
 
 @tf.experimental.dispatch_for_api(
@@ -347,4 +344,4 @@ def _categorical(
             whole, num_samples, seed.value, dtype, name
         )
     )
-    return drawn[rows.first : rows.first + rows.shape[0]]
+    return scope.take(drawn[rows.first : rows.first + rows.shape[0]], rows)
