@@ -30,6 +30,7 @@ from mgpu_tf.engine.random_rows import (
     seed_for_rows,
 )
 from mgpu_tf.engine.reading import Reader
+from mgpu_tf.engine.row_proof import Rows, note
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.step_scope import StepScope
@@ -82,6 +83,7 @@ class ReplicaStep:
         exchange: Exchange | None = None,
     ) -> None:
         self._model = model
+        self._exchange = exchange
         self._metrics = GlobalMetrics(model, exchange)
         # What computes layers in its own way does not compute them whole.
         looked_at = None if layers is not None else exchange
@@ -155,7 +157,9 @@ class ReplicaStep:
         with contextlib.ExitStack() as stack:
             # Keras would divide a loss by the number of replicas.
             stack.enter_context(as_one_replica())
-            declared = stack.enter_context(sharing(share))
+            declared = stack.enter_context(
+                sharing(share, exchange=self._exchange)
+            )
             moments = stack.enter_context(self._moments.noted())
             scope = stack.enter_context(
                 StepScope(
@@ -168,9 +172,7 @@ class ReplicaStep:
                 )
             )
             drawn: list[tf.Tensor] = []
-            with drawing(
-                share, data, drawn, self._calls.draw, compiled=compiled
-            ) as draws:
+            with drawing(share, data, drawn, compiled=compiled) as draws:
                 scope.draws = draws
                 if keras_internals.takes_training(model):
                     y_pred = model(x, training=training)
@@ -434,9 +436,6 @@ def drawing(
     share: BatchShare,
     data: Any,
     drawn: list[tf.Tensor],
-    note: Callable[[tf.Tensor, int, int], None] = lambda drawn, axis, block: (
-        None
-    ),
     *,
     compiled: bool = False,
 ) -> contextlib.AbstractContextManager[RowScope | None]:
@@ -446,15 +445,13 @@ def drawing(
         share: The part of the replica in the global batch.
         data: Its rows.
         drawn: Gets what is drawn with rows on the first axis.
-        note: Called with what is drawn with rows, their axis, and how many
-            neighbours on it belong to an example.
         compiled: Whether XLA compiles what is traced.
     """
     if share.low is None or share.replicas == 1:
         return contextlib.nullcontext()
 
     def take(values: tf.Tensor, axis: int, block: int) -> None:
-        note(values, axis, block)
+        note(values, Rows(axis=axis, block=block))
         if not axis:
             drawn.append(values)
 
