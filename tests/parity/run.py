@@ -12,7 +12,6 @@ row does not hold.
 """
 
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import pathlib
@@ -21,10 +20,10 @@ import tempfile
 
 import mgpu_tf
 from mgpu_tf.runtime import quiet_import
-from tests import clusters
+from tests import clusters, tables
 
 ROOT = pathlib.Path(clusters.ROOT)
-LEDGER = ROOT / "docs" / "parity.json"
+LEDGER = tables.PARITY.results
 TABLE = ROOT / "docs" / "parity.md"
 README = ROOT / "README.md"
 MARKS = ("<!-- parity: begin -->", "<!-- parity: end -->")
@@ -155,13 +154,8 @@ def _judged_by_noise(name):
 
 def _ledger():
     """Reads what an earlier run has left, if it was of the same sources."""
-    digest = hashlib.sha256()
-    for path in sorted(
-        [*ROOT.glob("mgpu_tf/**/*.py"), *ROOT.glob("tests/parity/*.py")]
-    ):
-        digest.update(path.read_bytes())
     head = {
-        "sources": digest.hexdigest(),
+        "sources": tables.PARITY.digest(),
         "versions": {
             name: importlib.metadata.version(name)
             for name in ("tensorflow", "keras", "numpy")
@@ -256,15 +250,10 @@ def _write_tables(ledger):
         f"Measured on {ledger['date']} with {versions}, by `make parity`, on "
         "parts of a CPU and processes of one machine."
     )
-    if ledger.get("kept"):
-        head += (
-            " Cells that held were kept while others were mended and "
-            "measured again."
-        )
     lines = [
         "# The parity matrix",
         "",
-        head,
+        f"{head} {tables.stated(ledger)}",
         "",
         "Each cell is the largest difference from Keras's own `fit` on one "
         "device after 3 epochs: of any weight or optimizer variable, and "
