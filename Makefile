@@ -11,6 +11,8 @@
 # make growth  step time against replicas and parameters
 # make parity  the whole parity matrix, up to an hour; writes its tables
 # make conformance  what Keras runs against Keras's numbers; writes its table
+# make matrix  the tests that no tier has; writes its table
+# make mutations  faults that are planted, and which tier sees them
 # make test-versions  the default tests with the oldest and newest versions
 # make release-check  whether the tables are of these sources
 
@@ -21,7 +23,7 @@ METADATA := setup.cfg pyproject.toml
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: bench conformance growth setup demo test test-clusters test-full test-rest test-versions lint parity release-check slurm soak format clean
+.PHONY: bench conformance growth setup demo test test-clusters test-full test-rest test-versions lint matrix mutations parity release-check slurm soak format clean
 
 setup: $(VENV)/.base
 
@@ -35,13 +37,19 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(THREE) $(ARGS)
 
 test-full: $(VENV)/.test slurm
-	$(BIN)/python -m pytest -m full $(THREE) $(ARGS)
+	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) $(ARGS)
 
 test-clusters: $(VENV)/.test slurm
-	$(BIN)/python -m pytest -m full $(THREE) tests/cluster tests/launch $(ARGS)
+	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) tests/cluster tests/launch $(ARGS)
 
 test-rest: $(VENV)/.test
-	$(BIN)/python -m pytest -m full $(THREE) --ignore=tests/cluster --ignore=tests/launch $(ARGS)
+	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) --ignore=tests/cluster --ignore=tests/launch $(ARGS)
+
+matrix: $(VENV)/.test
+	$(BIN)/python -m tests.matrix.run $(ARGS)
+
+mutations: $(VENV)/.test
+	$(BIN)/python -m tests.mutations.run $(ARGS)
 
 ENDS ?= oldest,newest
 

@@ -82,8 +82,10 @@ def stated(values):
 PARITY = Table("parity", "make parity")
 CONFORMANCE = Table("conformance", "make conformance")
 SOAK = Table("soak", "make soak")
+MATRIX = Table("matrix", "make matrix")
 VERSIONS = Table("versions", "make test-versions")
-ALL = (PARITY, CONFORMANCE, SOAK, VERSIONS)
+MUTATIONS = Table("mutations", "make mutations")
+ALL = (PARITY, CONFORMANCE, SOAK, MATRIX, VERSIONS, MUTATIONS)
 
 
 def old():
