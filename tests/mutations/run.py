@@ -1,7 +1,7 @@
 """Plants each fault in a copy of the package, and says which tier sees it.
 
     make mutations
-    python -m tests.mutations.run --only=clip --tests_of=../older
+    python -m tests.mutations.run --only=clip --tests_of=../older --seconds=60
 
 Of each fault the tests that are named with it run, those of the default tier
 first, and no more of them than until one fails. Results are kept in
@@ -13,14 +13,16 @@ cores about half an hour. Exits with status 1 where no test sees a fault.
 import argparse
 import datetime
 import json
+import os
 import pathlib
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 
-from tests import clusters, tables
+from tests import tables
 from tests.mutations.faults import FAULTS
 
 RESULTS = tables.MUTATIONS.results
@@ -32,6 +34,8 @@ TIERS = {
     "full": "full and not matrix",
     "matrix": "matrix",
 }
+# A fault may be a hang.
+LIMIT_SECONDS = 900
 UNSEEN = "**none**"
 GONE = "the line is gone"
 
@@ -70,6 +74,48 @@ def planted(fault, root, folder):
     return True
 
 
+def tested(fault, folder, marks):
+    """Runs the tests of a fault; returns the exit code and what was printed.
+
+    In a fork of this process, which has imported TensorFlow: to import it
+    costs more than most of the tests.
+    """
+    with tempfile.TemporaryFile("w+") as output:
+        pid = os.fork()
+        if not pid:
+            code = 3
+            try:
+                os.setsid()
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                code = _pytest_in(fault, folder, marks)
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        limit = time.monotonic() + LIMIT_SECONDS
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            time.sleep(0.1)
+            if time.monotonic() > limit:
+                os.killpg(pid, signal.SIGKILL)
+        output.seek(0)
+        return os.waitstatus_to_exitcode(ended[1]), output.read()
+
+
+def _pytest_in(fault, folder, marks):
+    """Runs the tests of the copy in a folder, with its package."""
+    import pytest
+
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("tests", "mgpu_tf"):
+            del sys.modules[name]
+    os.chdir(folder)
+    sys.path[0] = str(folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    return pytest.main(
+        ["-x", "-q", "-m", marks, "-p", "no:cacheprovider", *fault.tests]
+    )
+
+
 def seen_by(fault, root):
     """Returns the tier that sees a fault, and the test that did."""
     with tempfile.TemporaryDirectory(prefix="mgpu_tf_fault_") as name:
@@ -77,23 +123,15 @@ def seen_by(fault, root):
         if not planted(fault, root, folder):
             return GONE, ""
         for tier, marks in TIERS.items():
-            done = subprocess.run(
-                [
-                    *(sys.executable, "-m", "pytest", "-x", "-q"),
-                    *("-m", marks, "-p", "no:cacheprovider", *fault.tests),
-                ],
-                cwd=folder,
-                env=clusters.environment(PYTHONPATH=name),
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode in (0, 5):  # All passed, or there are none.
+            code, output = tested(fault, folder, marks)
+            if code in (0, 5):  # All passed, or there are none.
                 continue
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
-            if failed is None:
-                raise RuntimeError((done.stdout + done.stderr)[-6000:])
-            return tier, failed[1]
+            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+            if failed is not None:
+                return tier, failed[1]
+            if code == -signal.SIGKILL:
+                return tier, "the time limit"
+            raise RuntimeError(output[-6000:])
     return UNSEEN, ""
 
 
@@ -123,14 +161,19 @@ def write(values):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="a pattern of names")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--tests_of", default="", help="another checkout")
     arguments = parser.parse_args()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import keras  # noqa: F401  For all that are forked.
+
     digest = tables.MUTATIONS.digest()
     values = {"faults": {}}
     if RESULTS.exists():
         values = json.loads(RESULTS.read_text())
+    end = time.monotonic() + arguments.seconds
     for fault in FAULTS:
-        if not re.search(arguments.only, fault.name):
+        if time.monotonic() > end or not re.search(arguments.only, fault.name):
             continue
         row = values["faults"].setdefault(fault.name, {"seen": "", "test": ""})
         if arguments.tests_of:
