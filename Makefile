@@ -1,7 +1,7 @@
 # make setup   the environment, in .venv
 # make demo    the main job: two worker processes, then one device
 # make test    the default tests, in three processes
-# make test-full  the full tier: what the default leaves out; installs Slurm
+# make test-full  the full tier: what the default leaves out; as root
 # make test-clusters  of it, jobs on a real Slurm, Ray, sshd and namespaces
 # make test-rest  the rest of the full tier, which needs no root
 # make slurm   Debian's Slurm and sshd, for the full tier; as root
@@ -9,7 +9,7 @@
 # make soak    breaks jobs and compares weights; FAULTS=30 SEED=2
 # make bench   the benchmarks; ONLY=name, ARGS=--continue
 # make growth  step time against replicas and parameters
-# make parity  the whole parity matrix, up to an hour; writes its tables
+# make parity  the whole parity matrix, up to two hours; writes its tables
 # make conformance  what Keras runs against Keras's numbers; writes its table
 # make matrix  the tests that no tier has; writes its table
 # make mutations  faults that are planted, and which tier sees them
@@ -31,7 +31,7 @@ demo: $(VENV)/.base
 	$(BIN)/python experiments/demo.py
 
 # More than cores, since some tests wait. What starts clusters comes early.
-THREE := --numprocesses=3 --no-loadscope-reorder
+THREE := --numprocesses=3 --no-loadscope-reorder --max-worker-restart=3
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(THREE) $(ARGS)

@@ -104,17 +104,21 @@ def main():
     sys.stdout.reconfigure(line_buffering=True)
     RECORDS.mkdir(parents=True, exist_ok=True)
     red, flaky = [], []
+
+    def decide(name):
+        passed, found = tier(name)
+        flaky.extend(found)
+        if not passed:
+            red.append(f"make {name}")
+
     if run("make", "lint"):
         red.append("make lint")
-    targets = ["test", "test-full"]
+    decide("test")
     if missing := missing_for_clusters():
         red.append(f"make test-full, which needs {missing}: NOT RUN")
-        targets = ["test", "test-rest"]
-    for target in targets:
-        passed, found = tier(target)
-        flaky += found
-        if not passed:
-            red.append(f"make {target}")
+        decide("test-rest")
+    else:
+        decide("test-full")
     run(".venv/bin/python", "-m", "tests.tables")
     for test in flaky:
         print(f"FLAKY: {test}")
