@@ -71,7 +71,7 @@ class Record:
         self._spend(BETWEEN)
         output = getattr(self._config, "workeroutput", None)
         if output is not None:
-            output[_SPENT] = self._seconds
+            output[_SPENT] = dict(self._seconds)
             return
         file = self._config.getoption("record")
         if file:
@@ -96,4 +96,4 @@ class Record:
 
 
 def _dearest_first(seconds):
-    return {name: round(spent, 1) for name, spent in seconds.most_common()}
+    return {name: round(spent, 2) for name, spent in seconds.most_common()}
