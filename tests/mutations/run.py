@@ -126,7 +126,9 @@ def seen_by(fault, root):
             code, output = tested(fault, folder, marks)
             if code in (0, 5):  # All passed, or there are none.
                 continue
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+            failed = re.search(
+                r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.M
+            )
             if failed is not None:
                 return tier, failed[1]
             if code == -signal.SIGKILL:
