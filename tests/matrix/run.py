@@ -4,7 +4,7 @@
 
 They are the cells of a matrix of which the tiers have a sample. Results are in
 docs/matrix.json, the table is docs/matrix.md. Hardware: any; on 2 quiet CPU
-cores about 15 minutes. Exits with status 1 where one fails.
+cores about an hour. Exits with status 1 where one fails.
 """
 
 import collections

@@ -39,7 +39,7 @@ from tests.soak.run import run_job
                 Fault("step", worker=0, step=22),
                 Fault("save", worker=1, step=58),
             ],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "2_workers_tensor",
