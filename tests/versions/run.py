@@ -131,7 +131,7 @@ def versions_in(python):
     return json.loads(done.stdout)
 
 
-def run(name, end, arguments):
+def run(name, end, processes, arguments):
     """Runs the tests at an end; returns a row of the table."""
     python = environment(name, end)
     record = ROOT / "runs" / "versions" / f"{name}.json"
@@ -139,7 +139,7 @@ def run(name, end, arguments):
     code = subprocess.run(
         [
             *(python, "-m", "pytest", "-p", "tests.record"),
-            *(f"--record={record}", "--numprocesses=3"),
+            *(f"--record={record}", f"--numprocesses={processes}"),
             *("--no-loadscope-reorder", *arguments),
         ],
         cwd=ROOT,
@@ -183,11 +183,12 @@ def main():
     known = ends()
     parser = argparse.ArgumentParser()
     parser.add_argument("--ends", default=",".join(known))
+    parser.add_argument("--processes", default="3")
     arguments, tests = parser.parse_known_args()
     digest = tables.VERSIONS.digest()
     status = 0
     for name in arguments.ends.split(","):
-        row = run(name, known[name], tests)
+        row = run(name, known[name], arguments.processes, tests)
         status = status or row["status"]
         values = {"sources": digest, "rows": []}
         if RESULTS.exists():
