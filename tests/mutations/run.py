@@ -93,10 +93,15 @@ def tested(fault, folder, marks):
                 sys.stdout.flush()
                 os._exit(code)
         limit = time.monotonic() + LIMIT_SECONDS
-        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
-            time.sleep(0.1)
-            if time.monotonic() > limit:
+        ended = (0, 0)
+        try:
+            while not ended[0] and time.monotonic() < limit:
+                time.sleep(0.1)
+                ended = os.waitpid(pid, os.WNOHANG)
+        finally:
+            if not ended[0]:
                 os.killpg(pid, signal.SIGKILL)
+                ended = os.waitpid(pid, 0)
         output.seek(0)
         return os.waitstatus_to_exitcode(ended[1]), output.read()
 
