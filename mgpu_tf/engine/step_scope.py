@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine.contributions import BatchShare
+from mgpu_tf.engine.random_rows import RowScope
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.state import Writes
 
@@ -56,6 +57,8 @@ class StepScope(keras.StatelessScope):
 
     Attributes:
         reader: Reads the step, once its forward pass is traced.
+        draws: In which random numbers are drawn; None where replicas draw
+            their own.
         sources: What gradients of weights are taken from, by the identity of
             the weight, where layers are recomputed: tensors, or `Places`.
         share: What this replica has of the batch.
@@ -68,6 +71,9 @@ class StepScope(keras.StatelessScope):
             read.
         agreed: The variables to which all replicas have written the same, by
             identity.
+        known_losses: What layers have added that is a mean over the rows, by
+            identity.
+        global_losses: The same, where they are of the rows of all.
         has_all_rows: Whether what runs has the rows of all replicas.
         added: The variables of metrics to which replicas have added what adds
             up, by identity.
@@ -75,6 +81,7 @@ class StepScope(keras.StatelessScope):
 
     reader: Reader
     share: BatchShare
+    draws: RowScope | None = None
 
     def __init__(
         self,
@@ -96,6 +103,8 @@ class StepScope(keras.StatelessScope):
         self.agreed: set[int] = set()
         self.added: set[int] = set()
         self.has_all_rows = False
+        self.known_losses: dict[int, tf.Tensor] = {}
+        self.global_losses: dict[int, tf.Tensor] = {}
         self._gather = gather
         self._weights = {id(v) for v in model.trainable_variables}
         self._tape = tape

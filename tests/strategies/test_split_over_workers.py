@@ -12,7 +12,7 @@ from mgpu_tf.checkpoints import store
 from tests import clusters
 from tests.jobs import split
 from tests.parity import cases, judge
-from tests.tiers import tiered
+from tests.tiers import sampled, tiered
 
 LAYOUTS = {
     "2_workers": (2, 1),
@@ -227,7 +227,7 @@ def test_no_more_bytes_than_an_all_reduce(layout, job, observed):
 
 @pytest.mark.parametrize(
     ("layout", "job"),
-    tiered(
+    sampled(
         [
             *((layout, row) for layout in OVER_FSDP for row in split.ROWS),
             *(
