@@ -136,10 +136,11 @@ class StepScope(keras.StatelessScope):
         self, variable: keras.Variable, value: tf.Tensor | None
     ) -> None:
         self.seen[id(variable)] = variable
-        here = tf.compat.v1.get_default_graph()
-        inside = tf.is_symbolic_tensor(value) and value.graph is not here
-        self.reads[id(variable)] += 2 if inside else 1
+        self.reads[id(variable)] += 1
         if value is not None:
+            here = tf.compat.v1.get_default_graph()
+            if tf.is_symbolic_tensor(value) and value.graph is not here:
+                self.reads[id(variable)] += 1
             # A type is that of a read, where layers cast weights.
             read = tf.as_dtype(variable.dtype)
             if read.is_floating and read.size > value.dtype.size:
