@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mgpu_tf.datasets.random_access import RandomAccess
     from mgpu_tf.engine.contributions import mean_over_batch, sum_over_batch
     from mgpu_tf.errors import (
+        CheckpointError,
         ClusterError,
         ConfigurationError,
         DivergedError,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 _MODULES = ("datasets", "flags", "layers", "models", "optimizers")
 
 _HOMES = {
+    "CheckpointError": "mgpu_tf.errors",
     "ClusterConfig": "mgpu_tf.cluster.config",
     "ClusterError": "mgpu_tf.errors",
     "ConfigurationError": "mgpu_tf.errors",
@@ -87,6 +89,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckpointError",
     "ClusterConfig",
     "ClusterError",
     "ConfigurationError",

@@ -21,6 +21,7 @@ its place, all of one save.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -33,9 +34,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import registry, store
 from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
+from mgpu_tf.checkpoints.reading import patiently
 from mgpu_tf.checkpoints.recovery import Owner
+from mgpu_tf.checkpoints.registry import Registry
 from mgpu_tf.checkpoints.writer import Writer
 from mgpu_tf.engine.snapshot import Snapshot
 from mgpu_tf.errors import ConfigurationError
@@ -219,19 +222,16 @@ class Local:
     def _found(self, above: int) -> dict[_Part, list[str]]:
         """Returns the paths of whole checkpoints here, of equal ones all."""
         found: dict[_Part, list[str]] = {}
-        try:
-            folders = sorted(os.listdir(self._run))
-        except OSError:
-            return {}
-        for folder in folders:
+        folders = patiently(self._run, lambda: os.listdir(self._run))
+        for folder in sorted(folders):
             path = os.path.join(self._run, folder)
-            for entry in store.entries(path, thorough=False):
+            for entry in store.newest_first(path):
                 if entry.step <= above:
-                    continue
-                if entry.problem:
+                    break
+                if not entry.whole:
                     _warn_of_broken(path, entry.problem)
                     continue
-                part = _part_of(entry.step, entry.manifest["state"])
+                part = _part_of(entry.step, entry.state)
                 if part is not None:
                     found.setdefault(part, []).append(entry.path)
         return found
@@ -294,8 +294,10 @@ class Local:
                 try:
                     store.Stored(paths[0]).check()
                     break
-                except store.CheckpointError as error:
-                    _warn_of_broken(os.path.dirname(paths[0]), str(error))
+                except store.DamagedError as error:
+                    path = os.path.dirname(paths[0])
+                    _warn_of_broken(path, str(error))
+                    Registry(path).note(registry.DAMAGED, part.step, str(error))
                     del paths[0]
             if not paths:
                 del mine[part]
@@ -329,7 +331,7 @@ class Local:
                         self._mine, part.step, self._token, incoming
                     )
                     if _part_of(stored.step, stored.state) != part:
-                        raise store.CheckpointError("another part came")
+                        raise store.DamagedError("another part came")
                 except (OSError, store.CheckpointError) as error:
                     wrong = getattr(error, "strerror", None) or str(error)
             for _ in incoming:
@@ -403,10 +405,12 @@ class _Use:
 
 def _part_of(step: int, state: Mapping[str, Any]) -> _Part | None:
     """Returns what the checkpoint of one process is a part of."""
-    part = state.get("part")
-    if part is None:
-        return None
-    return _Part(step, part["save"], part["worker"], part["of"], part["layout"])
+    part = state.get("part", {})
+    with contextlib.suppress(KeyError, TypeError):
+        return _Part(
+            step, part["save"], part["worker"], part["of"], part["layout"]
+        )
+    return None
 
 
 def _sent(state: State) -> bytes:
@@ -453,4 +457,4 @@ def _received(state: State, told: bytes) -> State:
 
 
 def _warn_of_broken(folder: str, problem: str) -> None:
-    _log.warning("refused a broken checkpoint in %s: %s", folder, problem)
+    _log.warning("refused a damaged checkpoint in %s: %s", folder, problem)

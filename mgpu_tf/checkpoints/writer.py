@@ -13,6 +13,7 @@ writes the manifest, and gives the checkpoint its name.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import threading
 import time
@@ -22,12 +23,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import registry, store
 from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
+from mgpu_tf.checkpoints.registry import Registry
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Piece, Region
 
 State = dict[str, Any]
+
+_log = logging.getLogger("mgpu_tf")
 
 _VARIABLES = "variables/"
 # How long the first process waits for the parts of the others, which is less
@@ -47,11 +51,13 @@ class Writer:
         processes: How many there are.
         in_memory: Whether `begin` copies the pieces and leaves the writing
             to `finish`.
-        check: Raises where this run may no longer write there.
+        check: Returns whether this run is known to own the folder, and so
+            may delete there; raises where another one does.
 
     Attributes:
         written: The step of the last checkpoint that is whole, -1 for none.
             Known on the first process.
+        registry: What becomes of checkpoints; the first process writes it.
     """
 
     def __init__(
@@ -62,13 +68,14 @@ class Writer:
         processes: int = 1,
         *,
         in_memory: bool = False,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], bool] = lambda: True,
     ) -> None:
         self._folder, self._token = folder, token
         self._process, self._processes = process, processes
         self._in_memory = in_memory
         self._check = check
         self._ending = threading.Event()
+        self.registry = Registry(folder)
         self.written = -1
         self._step = 0
         self._part: store.Part | None = None
@@ -101,7 +108,11 @@ class Writer:
             self._failed = error
 
     def finish(
-        self, state: Mapping[str, Any], keep: int, before: int = -1
+        self,
+        state: Mapping[str, Any],
+        keep: int,
+        before: int = -1,
+        why: str = "",
     ) -> None:
         """Waits for the disk; on the first process, for all of them.
 
@@ -110,6 +121,7 @@ class Writer:
                 process writes it.
             keep: How many checkpoints to keep.
             before: The step of one that is kept beside them.
+            why: Why it is saved, for the registry.
 
         Raises:
             OSError: The disk is full or the folder cannot be written.
@@ -117,7 +129,7 @@ class Writer:
             ConfigurationError: The part of another process is not seen here.
         """
         try:
-            self._finish(state, keep, before)
+            self._finish(state, why)
         except BaseException as error:
             self._give_up(told_of(error))
             raise
@@ -125,6 +137,22 @@ class Writer:
             self._left = []
             if self._part is not None:
                 self._part.close()
+        if self._process == 0:
+            self._prune(keep, before)
+
+    def _prune(self, keep: int, before: int) -> None:
+        """Deletes older checkpoints; what fails is done at the next save."""
+        try:
+            if self._check():
+                store.prune(
+                    self._folder, keep, self._token, before, self.registry
+                )
+        except (OSError, store.CheckpointError) as error:
+            _log.warning(
+                "older checkpoints were not deleted (%s); the next save does "
+                "so",
+                told_of(error),
+            )
 
     def _give_up(self, reason: str) -> None:
         """Leaves nothing of this part but why it does not come."""
@@ -138,7 +166,7 @@ class Writer:
             self._folder, self._step, self._token, self._process, reason
         )
 
-    def _finish(self, state: Mapping[str, Any], keep: int, before: int) -> None:
+    def _finish(self, state: Mapping[str, Any], why: str) -> None:
         if self._failed is not None:
             raise self._failed
         assert self._part is not None
@@ -163,8 +191,7 @@ class Writer:
             self._folder, self._step, self._token, state, [mine, *others]
         )
         self.written = self._step
-        self._check()
-        store.prune(self._folder, keep, self._token, before)
+        self.registry.note(registry.SAVED, self._step, why)
 
     def close(self) -> None:
         """Deletes the files that another save would have written over."""
@@ -203,7 +230,7 @@ class Writer:
 def told_of(error: BaseException) -> str:
     """Returns why a checkpoint was not written, in a few words."""
     reason = getattr(error, "strerror", None)
-    if reason is None and isinstance(error, ValueError):
+    if isinstance(error, ValueError | store.CheckpointError):
         reason = str(error)
     return str(reason or repr(error))
 

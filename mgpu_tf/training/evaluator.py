@@ -77,7 +77,7 @@ def _states(folder: str, epochs: int, snapshot: Snapshot) -> Iterator[State]:
             stored = store.Stored(entry.path)
             state = read_state(stored)
             snapshot.put(Variables(stored))
-        except (store.CheckpointError, OSError):  # Pruned meanwhile.
+        except store.DamagedError:  # Deleted meanwhile.
             continue
         seen = entry.step
         yield state

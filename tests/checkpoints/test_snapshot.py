@@ -21,7 +21,8 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Region, Split, shares
 from tests import clusters
 
-OLDER = pathlib.Path(__file__).parent / "format_1"
+# What releases have written, one folder for each format.
+FORMATS = pathlib.Path(__file__).parent / "formats"
 
 VALUES = {
     "matrix": np.arange(70, dtype="float32").reshape(14, 5),
@@ -145,19 +146,43 @@ def numbers_of(region):
     ]
 
 
-def test_a_checkpoint_of_format_1_goes_on(strategies, tmp_path):
-    """Made by the version before: one file, each array whole."""
-    shutil.copytree(OLDER, tmp_path, dirs_exist_ok=True)
-    (folder,) = OLDER.iterdir()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["format"] == 1
+def arrays_of_1(folder, body):
+    """One file; each array whole."""
     data = (folder / "arrays.bin").read_bytes()
-    older = {
+    return {
         entry["name"]: np.frombuffer(
             data[entry["offset"] :][: entry["bytes"]], entry["dtype"]
         ).reshape(entry["shape"])
-        for entry in manifest["arrays"]
+        for entry in body["arrays"]
     }
+
+
+def arrays_of_2(folder, body):
+    """A file of each process; each array by pieces."""
+    files = [(folder / file["name"]).read_bytes() for file in body["files"]]
+    found = {}
+    for entry in body["arrays"]:
+        flat = np.empty(int(np.prod(entry["shape"])), entry["dtype"])
+        for file, offset, *numbers in entry["pieces"]:
+            region = Region(*numbers)
+            data = files[file][offset:][: region.size * entry["itemsize"]]
+            flat[numbers_of(region)] = np.frombuffer(data, entry["dtype"])
+        found[entry["name"]] = flat.reshape(entry["shape"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "arrays_of"), [(1, arrays_of_1), (2, arrays_of_2)]
+)
+def test_a_checkpoint_of_each_format_goes_on(
+    number, arrays_of, strategies, tmp_path
+):
+    """The same run, saved by a release of each format."""
+    shutil.copytree(FORMATS / str(number), tmp_path, dirs_exist_ok=True)
+    (folder,) = (FORMATS / str(number)).iterdir()
+    body = json.loads((folder / "manifest.json").read_text())
+    assert body["format"] == number
+    older = arrays_of(folder, body)
     strategy = strategies["mirrored_x2"]
     seen = []
 
