@@ -71,6 +71,7 @@ LIGHT_MODULES = {
     "mgpu_tf.checkpoints",
     "mgpu_tf.checkpoints.interval",
     "mgpu_tf.checkpoints.manifest",
+    "mgpu_tf.checkpoints.parts",
     "mgpu_tf.checkpoints.reading",
     "mgpu_tf.checkpoints.recovery",
     "mgpu_tf.checkpoints.registry",

@@ -36,12 +36,14 @@ import tensorflow as tf
 
 from mgpu_tf.checkpoints import registry, store
 from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
-from mgpu_tf.checkpoints.reading import patiently
+from mgpu_tf.checkpoints.manifest import DamagedError
+from mgpu_tf.checkpoints.parts import write_copy
+from mgpu_tf.checkpoints.reading import Stored, patiently
 from mgpu_tf.checkpoints.recovery import Owner
 from mgpu_tf.checkpoints.registry import Registry
 from mgpu_tf.checkpoints.writer import Writer
 from mgpu_tf.engine.snapshot import Snapshot
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import CheckpointError, ConfigurationError
 from mgpu_tf.folders import make_folder
 from mgpu_tf.mesh import Piece
 from mgpu_tf.strategies.peers import Peers
@@ -180,7 +182,7 @@ class Local:
         """Notes where the run goes on, -1 for the beginning."""
         self._resumed = step
 
-    def newest(self, above: int) -> store.Stored | None:
+    def newest(self, above: int) -> Stored | None:
         """Returns what this process goes on from; all of them take part.
 
         Who lacks a checkpoint gets one from another process, and writes it
@@ -292,9 +294,9 @@ class Local:
             paths = mine[part]
             while paths:
                 try:
-                    store.Stored(paths[0]).check()
+                    Stored(paths[0]).check()
                     break
-                except store.DamagedError as error:
+                except DamagedError as error:
                     path = os.path.dirname(paths[0])
                     _warn_of_broken(path, str(error))
                     Registry(path).note(registry.DAMAGED, part.step, str(error))
@@ -306,12 +308,12 @@ class Local:
 
     def _gather(
         self, plan: Sequence[_Use], mine: Mapping[_Part, list[str]]
-    ) -> store.Stored:
+    ) -> Stored:
         """Sends parts to those that lack them; returns this process's."""
         use = plan[self._me]
         stored, wrong = None, ""
         if use.source == self._me:
-            stored = store.Stored(mine[use.part][0])
+            stored = Stored(mine[use.part][0])
         sent = {
             (each.source, each.part)
             for process, each in enumerate(plan)
@@ -323,16 +325,16 @@ class Local:
         ):
             outgoing: Iterator[bytes] = iter(())
             if source == self._me:
-                outgoing = store.Stored(mine[part][0]).stream()
+                outgoing = Stored(mine[part][0]).stream()
             incoming = self._from(source, outgoing)
             if use == _Use(part, source) and source != self._me:
                 try:
-                    stored = store.write_copy(
+                    stored = write_copy(
                         self._mine, part.step, self._token, incoming
                     )
                     if _part_of(stored.step, stored.state) != part:
-                        raise store.DamagedError("another part came")
-                except (OSError, store.CheckpointError) as error:
+                        raise DamagedError("another part came")
+                except (OSError, CheckpointError) as error:
                     wrong = getattr(error, "strerror", None) or str(error)
             for _ in incoming:
                 pass

@@ -23,6 +23,8 @@ from typing import Any
 from mgpu_tf.checkpoints import registry, step_losses, store
 from mgpu_tf.checkpoints.interval import Interval
 from mgpu_tf.checkpoints.local import KEPT, Local
+from mgpu_tf.checkpoints.manifest import DamagedError
+from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.recovery import (
     SEEN_SECONDS,
     Owner,
@@ -172,9 +174,8 @@ class CheckpointSaver(Saver):
             self._take(folder)
         self._meet(folder)
         stored = self._newest_of_both(folder)
-        anew = self._options.restart_from_nothing
-        if stored is None and self._is_chief and not anew:
-            store.refuse_to_lose("checkpoint_dir", folder)
+        if stored is None and not self._options.restart_from_nothing:
+            self._refuse_to_lose(folder)
         if stored is None and resume == "always":
             raise ConfigurationError(
                 "resume='always' needs a usable checkpoint. Received: "
@@ -203,6 +204,22 @@ class CheckpointSaver(Saver):
             else:
                 noted.note(registry.RESUMED, step, f"from {stored.path}")
         return found
+
+    def _refuse_to_lose(self, folder: str) -> None:
+        """Refuses, on all workers, to begin anew beside damaged checkpoints.
+
+        Raises:
+            ConfigurationError: There are some.
+        """
+        wrong = ""
+        if self._is_chief:
+            try:
+                store.refuse_to_lose("checkpoint_dir", folder)
+            except ConfigurationError as error:
+                wrong = str(error)
+        wrong = str(self._peers.of_all(wrong)[0])
+        if wrong:
+            raise ConfigurationError(wrong)
 
     def _meet(self, folder: str) -> None:
         """Checks that all workers see the folder, and makes the writer.
@@ -240,7 +257,7 @@ class CheckpointSaver(Saver):
         except OSError as error:
             raise _unwritable(folder, error) from None
 
-    def _newest_of_both(self, folder: str) -> store.Stored | None:
+    def _newest_of_both(self, folder: str) -> Stored | None:
         """Returns the newest checkpoint, of each machine or of all."""
         if self._local is None:
             return self._newest(folder)
@@ -259,7 +276,7 @@ class CheckpointSaver(Saver):
             return self._local.newest(above=step) or shared
         return shared
 
-    def _newest(self, folder: str) -> store.Stored | None:
+    def _newest(self, folder: str) -> Stored | None:
         """Returns the newest checkpoint that is whole.
 
         To check it, each worker reads some of its files to their end. Only
@@ -299,9 +316,7 @@ class CheckpointSaver(Saver):
         if noted.damaged.get(step) != problem:
             noted.note(registry.DAMAGED, step, problem)
 
-    def _checked(
-        self, folder: str, step: int
-    ) -> tuple[store.Stored | None, str]:
+    def _checked(self, folder: str, step: int) -> tuple[Stored | None, str]:
         """Returns a checkpoint, and what is wrong with this worker's share."""
         end = time.monotonic() + SEEN_SECONDS
         while step not in (paths := store.paths(folder)):
@@ -315,9 +330,9 @@ class CheckpointSaver(Saver):
                 f"checkpoint of step {step} and this worker has none."
             )
         try:
-            stored = store.Stored(paths[step])
+            stored = Stored(paths[step])
             stored.check(self._peers.worker, self._peers.num_workers)
-        except store.DamagedError as error:
+        except DamagedError as error:
             return None, str(error)
         return stored, ""
 

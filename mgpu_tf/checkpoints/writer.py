@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.checkpoints import registry, store
+from mgpu_tf.checkpoints import parts, registry, store
 from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
+from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.registry import Registry
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import CheckpointError, ConfigurationError
 from mgpu_tf.mesh import Piece, Region
 
 State = dict[str, Any]
@@ -78,7 +79,7 @@ class Writer:
         self.registry = Registry(folder)
         self.written = -1
         self._step = 0
-        self._part: store.Part | None = None
+        self._part: parts.Part | None = None
         self._left: list[Piece] = []
         self._failed: Exception | None = None
 
@@ -95,8 +96,8 @@ class Writer:
             self._check()
             if self._process == 0:
                 # Of a save that another process was late to give up.
-                store.abandon_earlier(self._folder, step, self._token)
-            self._part = store.Part(
+                parts.abandon_earlier(self._folder, step, self._token)
+            self._part = parts.Part(
                 self._folder, step, self._token, self._process
             )
             for piece in pieces:
@@ -147,7 +148,7 @@ class Writer:
                 store.prune(
                     self._folder, keep, self._token, before, self.registry
                 )
-        except (OSError, store.CheckpointError) as error:
+        except (OSError, CheckpointError) as error:
             _log.warning(
                 "older checkpoints were not deleted (%s); the next save does "
                 "so",
@@ -157,12 +158,12 @@ class Writer:
     def _give_up(self, reason: str) -> None:
         """Leaves nothing of this part but why it does not come."""
         if self._process == 0:
-            store.abandon(self._folder, self._step, self._token)
+            parts.abandon(self._folder, self._step, self._token)
             return
         if self._part is not None:
             # What tells so needs a place on a disk that may be full.
             self._part.drop()
-        store.refuse(
+        parts.refuse(
             self._folder, self._step, self._token, self._process, reason
         )
 
@@ -187,7 +188,7 @@ class Writer:
         mine = self._part.end()
         others = [self._left_by(k) for k in range(1, self._processes)]
         self._check()
-        store.commit(
+        parts.commit(
             self._folder, self._step, self._token, state, [mine, *others]
         )
         self.written = self._step
@@ -196,7 +197,7 @@ class Writer:
     def close(self) -> None:
         """Deletes the files that another save would have written over."""
         if self._process == 0:
-            store.abandon_spare(self._folder, self._token)
+            parts.abandon_spare(self._folder, self._token)
 
     def end_soon(self) -> None:
         """Waits no longer for processes that may have ended."""
@@ -211,7 +212,7 @@ class Writer:
         """Waits for the part of another process."""
         began = time.monotonic()
         while True:
-            found = store.left(self._folder, self._step, self._token, process)
+            found = parts.left(self._folder, self._step, self._token, process)
             if found is not None:
                 return found
             limit = WAIT_SECONDS
@@ -230,7 +231,7 @@ class Writer:
 def told_of(error: BaseException) -> str:
     """Returns why a checkpoint was not written, in a few words."""
     reason = getattr(error, "strerror", None)
-    if isinstance(error, ValueError | store.CheckpointError):
+    if isinstance(error, ValueError | CheckpointError):
         reason = str(error)
     return str(reason or repr(error))
 
@@ -265,7 +266,7 @@ class Variables:
         arrays: Type and shape of each by its name.
     """
 
-    def __init__(self, stored: store.Stored) -> None:
+    def __init__(self, stored: Stored) -> None:
         self._stored = stored
         self.arrays = {
             name.removeprefix(_VARIABLES): (array.dtype, array.shape)
@@ -283,7 +284,7 @@ class Variables:
         return _elements(self._stored.read(_VARIABLES + name, region), dtype)
 
 
-def read_state(stored: store.Stored) -> State:
+def read_state(stored: Stored) -> State:
     """Returns the state of a run, with its arrays.
 
     Raises:

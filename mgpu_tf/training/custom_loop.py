@@ -39,12 +39,14 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.recovery import Owner
 from mgpu_tf.checkpoints.run_state import generators, restore_generators
 from mgpu_tf.checkpoints.writer import Variables, Writer, read_state
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.base import Engine, Logs
 from mgpu_tf.errors import ConfigurationError, check_integer
+from mgpu_tf.folders import check_local
 from mgpu_tf.options import StepOptions
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.peers import Peers
@@ -200,13 +202,14 @@ class Loop:
             ConfigurationError: The checkpoint has other objects, or all of
                 them are damaged.
         """
+        check_local("folder", folder)
         with self._distributed.peers.together("Loop.restore"):
             path = self._newest(folder)
             if path is None and not restart_from_nothing:
                 store.refuse_to_lose("folder", folder)
             if path is None:
                 return None
-            stored = store.Stored(path)
+            stored = Stored(path)
             state = read_state(stored)
             if "loop" not in state:
                 raise ConfigurationError(

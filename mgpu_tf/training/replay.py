@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from mgpu_tf import data as data_lib
 from mgpu_tf.checkpoints import step_losses, store
+from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.saver import Found, Saver
 from mgpu_tf.checkpoints.writer import Variables, read_state
 from mgpu_tf.engine import keras_internals
@@ -151,7 +152,7 @@ class ReplaySaver(Saver):
                 f"of the steps: {known}. Choose a later step."
             )
         for entry in before:
-            stored = store.Stored(entry.path)
+            stored = Stored(entry.path)
             variables = Variables(stored)
             if _all_finite(variables):
                 break

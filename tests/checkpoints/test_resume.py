@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.checkpoints import manifest, reading, registry, store
+from mgpu_tf.checkpoints import manifest, parts, reading, registry, store
 from mgpu_tf.checkpoints.recovery import Owner, SupersededError
 from mgpu_tf.checkpoints.saver import CheckpointSaver
 from mgpu_tf.errors import CheckpointError, ConfigurationError, Preempted
@@ -412,9 +412,9 @@ def test_a_full_disk_leaves_the_one_before(
     run, strategies, tmp_path, caplog, monkeypatch
 ):
     written, torn = [], []
-    commit = store.commit
+    commit = parts.commit
 
-    class Full(store.Part):
+    class Full(parts.Part):
         def add(self, piece):
             if "step-0000000008" in self._path:
                 raise OSError(28, "No space left on device")
@@ -425,8 +425,8 @@ def test_a_full_disk_leaves_the_one_before(
         torn.extend(n for n in os.listdir(folder) if "step-0000000008" in n)
         return commit(folder, step, *rest)
 
-    monkeypatch.setattr(store, "Part", Full)
-    monkeypatch.setattr(store, "commit", committed)
+    monkeypatch.setattr(parts, "Part", Full)
+    monkeypatch.setattr(parts, "commit", committed)
     with caplog.at_level(logging.WARNING, "mgpu_tf"):
         run(strategies["one_device"], tmp_path)
     assert "step 8 was not written (No space left" in caplog.text
@@ -440,7 +440,7 @@ def test_a_write_that_fails_otherwise_is_no_success(
     def broken(*given):
         raise RuntimeError("of the writing thread")
 
-    monkeypatch.setattr(store, "commit", broken)
+    monkeypatch.setattr(parts, "commit", broken)
     with pytest.raises(RuntimeError, match="of the writing thread"):
         run(strategies["one_device"], tmp_path)
     assert "was not written (RuntimeError(" in caplog.text

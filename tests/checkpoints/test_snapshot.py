@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 import mgpu_tf
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import parts, store
 from mgpu_tf.checkpoints import writer as writer_lib
+from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.recovery import Owner, not_seen
 from mgpu_tf.checkpoints.writer import Variables, Writer, piece_of
 from mgpu_tf.engine import snapshot as snapshot_lib
 from mgpu_tf.engine.snapshot import Snapshot
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import CheckpointError, ConfigurationError
 from mgpu_tf.mesh import Region, Split, shares
 from tests import clusters
 
@@ -56,7 +57,7 @@ def saved(snapshot, folder, **options):
     writer = Writer(str(folder), "t", **options)
     writer.begin(1, snapshot.pieces())
     writer.finish({}, 3)
-    return Variables(store.Stored(store.newest(str(folder)).path))
+    return Variables(Stored(store.newest(str(folder)).path))
 
 
 MESHES = ("one_device", "mirrored_x3", "fsdp_x3", "data_2_fsdp_2")
@@ -131,9 +132,9 @@ def test_processes_divide_the_elements(count):
             found[number].append(region)
         loads = sum(region.size * regions[n][1] for n, _, region in mine)
         assert loads <= 292 / count + 5 * 8
-    for (whole, _), parts in zip(regions, found, strict=True):
+    for (whole, _), cut in zip(regions, found, strict=True):
         assert numbers_of(whole) == [
-            n for part in parts for n in numbers_of(part)
+            n for part in cut for n in numbers_of(part)
         ]
     assert (1, 0, Region(0, 0)) in every[0]
 
@@ -269,7 +270,7 @@ def test_the_part_of_another_worker_is_waited_for(tmp_path, monkeypatch):
     thread.start()
     second.finish({}, 3)
     thread.join(600)
-    assert os.listdir(tmp_path) == ["step-0000000001"]
+    assert sorted(os.listdir(tmp_path)) == ["registry", "step-0000000001"]
     assert len(os.listdir(tmp_path / "step-0000000001")) == 3
 
 
@@ -281,11 +282,11 @@ def test_a_worker_that_cannot_write_is_told(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store.Part, "add", full)
+        patched.setattr(parts.Part, "add", full)
         begin(second)
     with pytest.raises(OSError, match="No space left"):
         second.finish({}, 3)
-    with pytest.raises(store.CheckpointError, match="process 1: No space left"):
+    with pytest.raises(CheckpointError, match="process 1: No space left"):
         first.finish({}, 3)
     assert not os.listdir(tmp_path)
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from mgpu_tf.checkpoints import manifest, reading, registry, store
+from mgpu_tf.checkpoints import manifest, parts, reading, registry, store
 from mgpu_tf.checkpoints.manifest import (
     MANIFEST,
     DamagedError,
@@ -73,7 +73,7 @@ def storage(monkeypatch):
 def save(folder, *steps):
     piece = Piece("w", "uint8", 1, (4,), Region(0, 4), lambda: [b"abcd"])
     for step in steps:
-        store.write(str(folder), step, {"step": step}, [piece])
+        parts.write(str(folder), step, {"step": step}, [piece])
 
 
 def change(folder, step, name="arrays-0.bin"):

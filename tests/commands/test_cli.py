@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from mgpu_tf import cli
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import parts
 from mgpu_tf.checkpoints.recovery import Owner
 from mgpu_tf.checkpoints.registry import Registry
 from mgpu_tf.commands import train
@@ -431,7 +431,7 @@ def test_checkpoints_are_listed_checked_and_pruned(tmp_path, capsys):
         "saved_at": 0.0,
     }
     for step in (5, 10, 15):
-        store.write(str(tmp_path), step, state, [piece])
+        parts.write(str(tmp_path), step, state, [piece])
     assert cli.main(["checkpoints", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
@@ -457,7 +457,7 @@ def test_what_others_wrote_does_not_reach_the_terminal(tmp_path, capsys):
         (3, {"saved_at": 1e300, "part": 7}),
         (4, {"position": []}),
     ):
-        store.write(str(tmp_path), step, state, [])
+        parts.write(str(tmp_path), step, state, [])
     Registry(str(tmp_path)).note("saved", 4, hostile)
     (tmp_path / f"damaged-{hostile}").mkdir()
     assert cli.main(["checkpoints", str(tmp_path)]) == 1
