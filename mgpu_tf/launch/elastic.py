@@ -9,6 +9,7 @@ link flaps does not start the job again each time.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -54,7 +55,9 @@ class Room:
         self._next = time.monotonic() + LOOK_SECONDS
 
     def _note(self) -> None:
-        self._seen = [*self._seen[-1:], self._look()]
+        # Who cannot look now looks again later.
+        with contextlib.suppress(OSError):
+            self._seen = [*self._seen[-1:], self._look()]
 
 
 def check_elastic(

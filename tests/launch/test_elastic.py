@@ -1,6 +1,7 @@
 """Jobs whose number of workers follows the machines."""
 
 import contextlib
+import dataclasses
 import pathlib
 import signal
 import threading
@@ -11,7 +12,7 @@ import pytest
 
 from mgpu_tf.checkpoints import registry
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.launch import elastic, local, ray
+from mgpu_tf.launch import elastic, local, ray, ssh
 from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.machines import ThisMachine
 from mgpu_tf.launch.policy import RestartPolicy
@@ -161,6 +162,29 @@ def test_a_machine_counts_when_it_was_seen_twice():
             break
     assert seen[-1] == 4
     assert next(looks) == 4  # After the fourth look, before the fifth.
+
+
+def test_machines_are_asked_by_ssh(tmp_path, monkeypatch):
+    """One answers, one refuses, one is silent; each has two places."""
+    monkeypatch.setattr(ssh, "_ASK_SECONDS", 1.0)
+    program = tmp_path / "ssh"
+    program.write_text(
+        "#!/bin/sh\n"
+        "for host; do [ $host = -- ] && shift && break; shift; done\n"
+        "[ $1 = silent ] && exec sleep 600\n[ $1 = there -o $1 = also ]\n"
+    )
+    program.chmod(0o755)
+    hosts = ["silent", "there", "gone", "also"]
+    job = LaunchJob(("true",), 8, policy=RestartPolicy(max_workers=8))
+    machines = ssh.SshMachines(job, hosts, 2222, str(program))
+    with machines.addresses(job.roles, lambda: True) as every:
+        assert len(every) == 8
+    began = time.monotonic()
+    assert machines.room(8) == 4
+    assert time.monotonic() - began < 60
+    roles = dataclasses.replace(job.roles, num_workers=3)
+    with machines.addresses(roles, lambda: True) as addresses:
+        assert addresses == ["there:2222", "also:2222", "there:2223"]
 
 
 @pytest.mark.parametrize(
