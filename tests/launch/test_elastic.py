@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
+import shlex
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ from mgpu_tf.launch import elastic, local, ray, ssh
 from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.machines import ThisMachine
 from mgpu_tf.launch.policy import RestartPolicy
-from tests import clusters
+from tests import clusters, pages
 from tests.launch.test_local import command
 from tests.ssh import SshHosts
 
@@ -256,21 +257,32 @@ HOSTS = ("host0", "host1", "host2", "host3")
 def test_two_of_four_machines_are_lost_and_come_back(tmp_path):
     """The weights are those of a run that nothing has disturbed."""
     with SshHosts(HOSTS) as hosts:
+        (block,) = (
+            text
+            for text in pages.blocks("checkpoints.md", "sh")
+            if "--max_workers" in text
+        )
+        words = shlex.split(block.replace("\\\n", ""))
+        elastic_words = words[1 : words.index("--")]
+        assert f"--hosts={','.join(HOSTS)}" in elastic_words
 
-        def start(folder, *flags):
+        def start(folder, words):
             folder.mkdir()
             return hosts.popen(
-                *(clusters.PYTHON, "-m", "mgpu_tf", "launch", "--ssh"),
-                *(f"--hosts={','.join(HOSTS)}", "--grace_seconds=120"),
+                *(clusters.PYTHON, "-m", "mgpu_tf", *words),
                 f"--ssh_command={hosts.ssh_command}",
-                *flags,
+                "--grace_seconds=120",
                 *("--", clusters.PYTHON, "-c", SCRIPT, str(folder)),
             )
 
-        status, output = clusters.finish(start(tmp_path / "whole"))
+        status, output = clusters.finish(
+            start(
+                tmp_path / "whole", [w for w in elastic_words if "_w" not in w]
+            )
+        )
         assert (status, "STEPS 500 WORKERS 4" in output) == (0, True), output
         folder = tmp_path / "elastic"
-        launcher = start(folder, "--min_workers=2", "--max_workers=4")
+        launcher = start(folder, elastic_words)
         (folder / "slow").touch()
         said = Said(launcher)
         try:
