@@ -93,6 +93,7 @@ class Local:
         self._run = self._mine = self._token = ""
         self._layout = snapshot.layout()
         self.writer: Writer
+        self._owner: Owner
         self._resumed: int | None = None
         # The newest step that is whole here.
         self._whole = -1
@@ -112,7 +113,7 @@ class Local:
         self._mine = os.path.join(self._run, f"worker-{self._peers.worker}")
         self._token = token
         wrong = ""
-        owner = Owner(self._mine)
+        owner = self._owner = Owner(self._mine)
         try:
             make_folder("local_checkpoint_dir", self._folder)
             make_folder("local_checkpoint_dir", self._mine)
@@ -174,6 +175,7 @@ class Local:
         Also what an earlier start has left here with more workers. No process
         writes any more.
         """
+        self._owner.release()
         shutil.rmtree(self._run, ignore_errors=True)
 
     # Resuming.
