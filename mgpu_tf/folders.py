@@ -52,7 +52,12 @@ def not_through_links(path: str, flags: int, mode: int = 0o666) -> int:
     with contextlib.suppress(FileNotFoundError):
         _check_regular(path, os.lstat(path))
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-    descriptor = os.open(path, flags, mode)
+    try:
+        descriptor = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # It has come just now.
+            raise NotRegularError(*error.args, path) from None
+        raise
     try:
         _check_regular(path, os.fstat(descriptor))
     except OSError:

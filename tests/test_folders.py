@@ -106,6 +106,25 @@ def test_only_regular_files_are_opened(make, opener, mode, tmp_path):
     assert other.read_text() == "of somebody else"
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, "link"])
+def test_what_comes_while_a_file_is_opened(make, tmp_path, monkeypatch):
+    """After the first look and before the opening."""
+    path = tmp_path / "file"
+    if make == "link":
+        path.symlink_to(tmp_path / "other")
+    else:
+        make(path)
+
+    def nothing(path):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "lstat", nothing)
+    for mode in ("rb", "ab"):
+        with pytest.raises(OSError, match=r"links|regular|No such device"):
+            open(path, mode, opener=not_through_links).close()
+    assert not (tmp_path / "other").exists()
+
+
 def test_logs_are_not_written_through_links(tmp_path):
     other = tmp_path / "other"
     other.write_text("of somebody else")
