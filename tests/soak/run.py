@@ -127,6 +127,7 @@ def table(ledger):
         f"{entry['strategy']}, {len(entry['faults'])} faults. {entry['mended']}"
         for entry in ledger.get("mended", [])
     ]
+    told = [*mended, *ledger.get("notes", [])]
     rows = []
     for strategy in TASKS:
         jobs = [job for job in ledger["jobs"] if job["strategy"] == strategy]
@@ -189,7 +190,7 @@ def table(ledger):
             "|---|---|---|---|---|---|---|---|---|---|",
             *rows,
             "",
-            *(line for text in mended for line in (text, "")),
+            *(line for text in told for line in (text, "")),
             last_line(ledger),
             "",
         ]
