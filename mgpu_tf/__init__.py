@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         sum_over_batch,
     )
     from mgpu_tf.errors import (
+        CheckpointError,
         ClusterError,
         ConfigurationError,
         DivergedError,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 _MODULES = ("datasets", "flags", "layers", "models", "optimizers")
 
 _HOMES = {
+    "CheckpointError": "mgpu_tf.errors",
     "ClusterConfig": "mgpu_tf.cluster.config",
     "ClusterError": "mgpu_tf.errors",
     "ConfigurationError": "mgpu_tf.errors",
@@ -94,6 +96,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckpointError",
     "ClusterConfig",
     "ClusterError",
     "ConfigurationError",
