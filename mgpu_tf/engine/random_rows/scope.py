@@ -95,8 +95,15 @@ class RowScope:
         Returns:
             The part; None for a draw without rows.
         """
-        if not tf.is_tensor(shape):
-            shape = tf.convert_to_tensor(shape, None if shape else tf.int32)
+        nothing = isinstance(shape, (list, tuple)) and not shape
+        shape = tf.convert_to_tensor(shape, tf.int32 if nothing else None)
+        if shape.shape.num_elements() is None:
+            _warn_once(
+                "%s draws numbers of an unknown number of dimensions: each "
+                "replica draws its own",
+                tf.get_current_name_scope(),
+            )
+            return None
         if tf.is_symbolic_tensor(shape):
             dimensions = self._dimensions.of(shape)
             axis, checks = self._axis(shape, dimensions)
