@@ -402,7 +402,7 @@ class SynchronousEngine(Engine):
         if self._options.recompute is None:
             return None
         refuse_stages(self._options)
-        return LayerByLayer(self._model, lambda variable: None)
+        return LayerByLayer(self._model)
 
     def _tensor(self) -> TensorParallel | None:
         """Returns what computes with parts of weights, None where none does."""
@@ -929,6 +929,7 @@ class SynchronousEngine(Engine):
         )
         self._update.present = step.present
         self._update.alike = step.alike
+        self._update.in_parts = step.in_parts
         self._state.write(list(zip(step.written, values, strict=True)))
         return self._selected(gradients, share), logs
 
