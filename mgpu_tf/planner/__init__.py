@@ -4,19 +4,30 @@ graph, tracing      a training step as operations with sizes
 liveness, scratch   the most that is held at one time
 layout, splits      what is divided over devices
 program, memory     the bytes of each device
-costs               the work of each operation
+costs, step_time    the work of each operation, and the time of a step
+devices             what devices and links can do, with sources
+communication       how long they exchange values
+candidates, plans   which layouts there are, and which is best
+page                a plan as a table and as a page
+calibration         what was measured of the machines here
 state               what is counted from a number of parameters alone
 
 Arithmetic needs no TensorFlow; a model is traced when one is given.
 """
 
 from mgpu_tf.planner.memory import MemoryEstimate, estimate_memory
+from mgpu_tf.planner.plans import Candidate, Plan, plan
 from mgpu_tf.planner.state import SLOTS, StateMemory, hours
+from mgpu_tf.planner.step_time import Machines
 
 __all__ = [
     "SLOTS",
+    "Candidate",
+    "Machines",
     "MemoryEstimate",
+    "Plan",
     "StateMemory",
     "estimate_memory",
     "hours",
+    "plan",
 ]

@@ -64,7 +64,7 @@ class _Key:
 def _parts(key: _Key) -> Parts:
     graph = key.graph
     follows = _followers(graph)
-    made = _outputs(graph)
+    made = outputs_of(graph)
     weights: set[int] = set()
     divided_layers: set[int] = set()
     summed: dict[int, int] = {}
@@ -158,7 +158,7 @@ def _followers(graph: Graph) -> dict[int, set[int]]:
     return {k: v for k, v in found.items() if -1 not in v}
 
 
-def _outputs(graph: Graph) -> dict[int, int]:
+def outputs_of(graph: Graph) -> dict[int, int]:
     """Returns the last tensor with rows that each layer makes."""
     found = {}
     for each in graph.forward():

@@ -354,7 +354,7 @@ class _Reading:
         for place, weight in enumerate(weights):
             gradient = paths.get(weight.path)
             sparse = isinstance(gradient, tf.IndexedSlices)
-            value = gradient.values if sparse else gradient
+            value = getattr(gradient, "values", None) if sparse else gradient
             gradients[weight.tensor] = value
             weights[place] = dataclasses.replace(
                 weight,
