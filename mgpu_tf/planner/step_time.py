@@ -295,7 +295,7 @@ def _exchanged(
         )
     messages = max(1, len(graph.trainable) * _PACKED)
     if layout.replicas > 1:
-        latency = (
+        slower = (
             network.between
             if network.crosses(layout.replicas, stride)
             else network.inside
