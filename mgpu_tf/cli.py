@@ -34,6 +34,7 @@ from mgpu_tf.commands.arguments import Call
 from mgpu_tf.errors import (
     ConfigurationError,
     DivergedError,
+    OutOfMemoryError,
     WorkerError,
     unknown_name,
 )
@@ -126,7 +127,7 @@ def _main(arguments: list[str]) -> int:
     except (ConfigurationError, flags.Error) as error:
         print(f"mgpu-tf: {_line(str(error))}", file=sys.stderr)
         return USAGE_ERROR
-    except (DivergedError, WorkerError) as error:
+    except (DivergedError, OutOfMemoryError, WorkerError) as error:
         message = " ".join(str(error).split())
         print(f"mgpu-tf: {message}", file=sys.stderr)
         return 1

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import keras
 
 _LAYER = re.compile(r"planned_layer_(\d+)(?:_\d+)?/")
-_BACKWARD = "planned_backward"
 _SPARSE_TABLES = ("ResourceGather", "GatherV2")
 # What a loop whose length is not known is taken to run.
 _UNKNOWN_LENGTH = 32
@@ -106,12 +105,15 @@ class _Tracing:
             y_pred = self._outputs(x)
             y = self._targets(y, y_pred)
             loss = keras_internals.compute_loss(model, x, y, y_pred, None, True)
-        with tf.name_scope(_BACKWARD):
-            gradients = tape.gradient(loss, values)
+        middle = len(here.get_operations())
+        gradients = tape.gradient(loss, values)
         if not model.optimizer.built:
             model.optimizer.build(trained)
-        operations = here.get_operations()[before:]
-        return _Reading(self, operations, loss, gradients, x, y).graph()
+        every = here.get_operations()
+        forward, backward = every[before:middle], every[middle:]
+        return _Reading(
+            self, forward, backward, loss, gradients, (x, y)
+        ).graph()
 
     @property
     def model(self) -> keras.Model:
@@ -228,21 +230,24 @@ class _Reading:
     def __init__(
         self,
         tracing: _Tracing,
-        operations: list[Any],
+        forward: list[Any],
+        backward: list[Any],
         loss: Any,
         gradients: list[Any],
-        x: Any,
-        y: Any,
+        batch: tuple[Any, Any],
     ) -> None:
         self._tracing = tracing
         self._model = tracing.model
-        self._operations = operations
+        self._forward = forward
+        self._backward = backward
         self._loss = loss
         self._gradients = gradients
-        self._batch = (x, y)
+        self._batch = batch
         self._tensors: list[Tensor] = []
         self._numbers: dict[Any, int] = {}
         self._read: list[Operation] = []
+        # The layers of what the passes have made, by tensor.
+        self._places: list[dict[int, int]] = [{}, {}]
 
     def graph(self) -> Graph:
         """Returns the graph of what loss and gradients need."""
@@ -260,9 +265,10 @@ class _Reading:
             elif gradient is not None:
                 ends.append(gradient)
         needed = _ancestors(ends)
-        for operation in self._operations:
-            if operation in needed:
-                self._add(operation)
+        for backward, operations in enumerate((self._forward, self._backward)):
+            for operation in operations:
+                if operation in needed:
+                    self._add(operation, backward=bool(backward))
         optimizer = self._model.optimizer
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         kept = keras_internals.kept_for_weights(inner)
@@ -383,7 +389,7 @@ class _Reading:
             self._numbers[key] = self._new(_sized(tensor))
         return self._numbers[key]
 
-    def _add(self, operation: Any) -> None:
+    def _add(self, operation: Any, *, backward: bool) -> None:
         kind = operation.type
         if kind in ("VarHandleOp", "Placeholder", "NoOp"):
             return
@@ -394,9 +400,7 @@ class _Reading:
                     handle
                 ]
                 return
-        name = operation.name
-        backward = _BACKWARD in name
-        layer = _LAYER.search(name)
+        layer = _LAYER.search(operation.name)
         inputs = [
             self._number(tensor)
             for tensor in operation.inputs
@@ -406,6 +410,7 @@ class _Reading:
         place = int(layer[1]) if layer else -1
         if place < 0 and backward:
             place = self._place_by_inputs(inputs)
+        self._places[backward].update(dict.fromkeys(made, place))
         if _has_body(operation):
             self._add_loop(operation, inputs, made, place, backward)
             return
@@ -421,21 +426,21 @@ class _Reading:
         )
 
     def _place_by_inputs(self, inputs: list[int]) -> int:
-        """Returns the layer of what was made in the forward pass."""
-        return max((self._made.get(t, -1) for t in inputs), default=-1)
+        """Returns the layer of a gradient whose name tells none.
 
-    @functools.cached_property
-    def _made(self) -> dict[int, int]:
-        return {
-            tensor: each.layer
-            for each in self._read
-            if not each.backward
-            for tensor in each.outputs
-        }
+        It is that of the activations that it takes. Where it takes gradients
+        alone, it belongs to the lower of their layers, which comes last.
+        """
+        forward, backward = self._places
+        taken = [forward[t] for t in inputs if forward.get(t, -1) >= 0]
+        if taken:
+            return max(taken)
+        later = [backward[t] for t in inputs if backward.get(t, -1) >= 0]
+        return min(later, default=-1)
 
     @functools.cached_property
     def _library(self) -> dict[str, Any]:
-        here = self._operations[0].graph
+        here = self._forward[0].graph
         functions = here.as_graph_def().library.function
         return {each.signature.name: each for each in functions}
 

@@ -115,6 +115,10 @@ class Trainer:
                 for each lookup of an index, as Keras does. "summed" adds up
                 the rows of each index first; the result is the gradient of
                 the loss.
+            step_parts: Compute the rows of each replica in this number of
+                parts, one after another, and add up their gradients.
+            auto_micro_batch: Before training, double `step_parts` while the
+                gradients of a batch do not fit, on every worker alike.
             kernels: "fused" runs what Keras does in several operations as one
                 of TensorFlow's, for the layers and optimizers where both
                 compute the same. "keras" runs all as Keras does.
@@ -298,6 +302,7 @@ class Trainer:
             Preempted: SIGTERM was received, and the state is saved.
             DivergedError: Replicas differ, or the loss is not finite, where
                 the trainer was told to look.
+            OutOfMemoryError: A device has no room for a step.
         """
         with self._distributed.peers.together("fit"):
             saving = saving_of(checkpoint_dir, checkpoint)
@@ -365,10 +370,14 @@ class Trainer:
                 self._replay(step, saving.folder, source, training, go_back)
             if self._distributed.options.on_nan == "restore":
                 check_restores(source, saving)
+            if self._distributed.options.auto_micro_batch:
+                self._distributed.fit_memory(source)
             while True:
                 try:
                     with explained(source):
                         return training(loop.Training, source).run()
+                except tf.errors.ResourceExhaustedError as error:
+                    raise self._distributed.out_of_memory(source) from error
                 except loop.BadStep as bad:
                     saving = self._leave_out(bad.batch, saving)
                     source = source.anew()
