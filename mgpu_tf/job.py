@@ -60,6 +60,7 @@ from mgpu_tf.strategies.registry import (
 )
 from mgpu_tf.studies.parity import ParityReport, check_parity, create_for_check
 from mgpu_tf.studies.pipeline_trace import trace_pipeline
+from mgpu_tf.studies.predicted import compared
 from mgpu_tf.training.trainer import Trainer
 from mgpu_tf.user_function import is_target, load_function
 
@@ -215,12 +216,26 @@ def _reported(
         suggested_batch_size=_suggested(trainer),
         left_out=[dataclasses.asdict(batch) for batch in trainer.left_out],
         slow=[dataclasses.asdict(worker) for worker in trainer.slow],
+        predicted=_predicted(config, splits, trainer),
     )
     if config.output_dir is not None:
         trainer.save(os.path.join(config.output_dir, MODEL_FILE))
         if is_chief(strategy):
             result.write(config.output_dir)
     return result
+
+
+def _predicted(
+    config: RunConfig,
+    splits: datasets.Splits | datasets.Streams,
+    trainer: Trainer,
+) -> dict[str, Any] | None:
+    """Returns what the planner predicts, beside what was measured."""
+    if config.output_dir is None or not is_chief(trainer.strategy):
+        return None
+    return compared(
+        lambda: _model(config, splits), trainer, config.global_batch_size
+    )
 
 
 def _suggested(trainer: Trainer) -> int | None:

@@ -205,6 +205,13 @@ def host_memory() -> float:
         return DEVICES["cpu"].memory_bytes
 
 
+def device_memory(devices: int) -> float:
+    """Returns the bytes that each of some devices here has."""
+    row = machines_here(StrategyOptions())
+    share = 1 if row.device.name != "cpu" else devices
+    return row.device.memory_bytes / share
+
+
 def _gpu_names(options: StrategyOptions) -> list[str]:
     """Returns what TensorFlow calls each GPU that would be taken."""
     import tensorflow as tf

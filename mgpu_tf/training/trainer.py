@@ -200,6 +200,11 @@ class Trainer:
         return self._distributed.engine.kernels.replaced
 
     @property
+    def step_options(self) -> StepOptions:
+        """Returns how steps are computed, with what was chosen for memory."""
+        return self._distributed.options
+
+    @property
     def pipeline(self) -> PipelinePlan | None:
         """Returns the stages of the model; None where there is no pipeline.
 
@@ -637,8 +642,11 @@ class Trainer:
             engine = distributed.prepare(source)
             engine.reset_metrics()
             feed = engine.feed(source, chain=True, training=True)
-            with explained(source):
-                done = engine.train(feed.iterator(0, 1), 1, source)
+            try:
+                with explained(source):
+                    done = engine.train(feed.iterator(0, 1), 1, source)
+            except tf.errors.ResourceExhaustedError as error:
+                raise self._distributed.out_of_memory(source) from error
         self._totals.global_step += done.steps
         self._totals.examples_seen += done.examples
         return self._scores(done.logs, return_dict)
