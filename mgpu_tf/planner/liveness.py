@@ -108,6 +108,7 @@ KINDS = (
     "reduction",
     "temporary",
     "batches",
+    "allocator",
     "other",
 )
 
@@ -147,12 +148,15 @@ class Schedule:
     Args:
         sizes: Bytes of each buffer, by its number. What is held from
             beginning to end, as a weight, has a size of 0 here.
+        beside: How many operations may have begun before one that stands
+            before them in the list has ended.
     """
 
-    def __init__(self, sizes: Sequence[float]) -> None:
+    def __init__(self, sizes: Sequence[float], beside: int = 0) -> None:
         self._sizes = list(sizes)
         self._steps: list[_Step] = []
         self._kinds: dict[int, str] = {}
+        self._beside = beside
 
     def new(self, size: float) -> int:
         """Returns the number of one more buffer."""
@@ -201,7 +205,7 @@ class Schedule:
             last[owner.get(buffer, buffer)] = len(self._steps)
         ending: dict[int, list[int]] = collections.defaultdict(list)
         for buffer, place in last.items():
-            ending[place].append(buffer)
+            ending[self._free_after(place)].append(buffer)
         live: dict[int, float] = {}
         held = most = 0.0
         found = Peak({})
@@ -245,6 +249,17 @@ class Schedule:
             if last[root] == place and live.get(root, -1.0) == size:
                 return root
         return None
+
+    def _free_after(self, place: int) -> int:
+        """Returns the operation at whose end a buffer is free.
+
+        Operations that take it last may run beside the ones after them.
+        """
+        left = self._beside
+        while left and place + 1 < len(self._steps):
+            place += 1
+            left -= self._steps[place].type not in ALIASES
+        return place
 
     def _owners(self) -> dict[int, int]:
         """Returns for each buffer that is another's the one that it is."""

@@ -28,7 +28,7 @@ from mgpu_tf.planner.layout import Layout, layout_of
 from mgpu_tf.planner.liveness import KINDS, Peak
 from mgpu_tf.planner.program import Program
 from mgpu_tf.planner.rules import RULES, Rules
-from mgpu_tf.planner.scratch import FITTED
+from mgpu_tf.planner.scratch import FITTED, wasted_bytes
 from mgpu_tf.reports.scaling import aligned
 
 if TYPE_CHECKING:
@@ -189,6 +189,7 @@ def memory_of(
         kinds["batches"] = batch
         peak = program.peak()
         _add(kinds, peak)
+        kinds["allocator"] = wasted_bytes(kinds, layout, fitted)
         found = [DeviceMemory("device", layout.devices, _in_order(kinds))]
     return MemoryEstimate(tuple(found), host)
 
@@ -312,6 +313,7 @@ def _stages(
             )
         if number == 0 or number == layout.pipeline - 1:
             kinds["batches"] = batch
+        kinds["allocator"] = wasted_bytes(kinds, layout, fitted)
         found.append(
             DeviceMemory(f"stage {number}", layout.data, _in_order(kinds))
         )

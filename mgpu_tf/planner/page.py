@@ -28,6 +28,7 @@ _COLORS = dict(
             "#c05621",
             "#718096",
             "#a0aec0",
+            "#d69e9e",
             "#cbd5e0",
         ),
         strict=True,

@@ -133,25 +133,20 @@ def _link(strategy: Any) -> tuple[Link, int]:
 
     workers = strategy.num_replicas_in_sync
     sizes = (1 << 8, 1 << 20)
-    seconds = []
-    for size in sizes:
 
-        def on_replica(size: int = size) -> tf.Tensor:
+    def sum_of(size: int) -> Callable[[], Any]:
+        def on_replica() -> tf.Tensor:
             return sum_over_replicas(tf.ones([size]))[0]
 
-        run = tf.function(
-            lambda call=on_replica: strategy.run(call), autograph=False
+        function = tf.function(
+            lambda: strategy.run(on_replica), autograph=False
         )
-        seconds.append(
-            best_seconds(
-                lambda run=run: strategy.experimental_local_results(run())[
-                    0
-                ].numpy(),
-                3,
-            )
-        )
+        return lambda: strategy.experimental_local_results(function())[
+            0
+        ].numpy()
+
+    short, long = (best_seconds(sum_of(size), 3) for size in sizes)
     # 2 (n - 1) messages, and 2 (n - 1)/n of the bytes through each link.
-    short, long = seconds
     moved = 2 * (workers - 1) / workers * 4 * (sizes[1] - sizes[0])
     rate = moved / max(long - short, 1e-9)
     latency = short / (2 * (workers - 1))

@@ -64,7 +64,7 @@ class Program:
                 self._by_gradient[weight.gradient] = weight
                 if not weight.sparse:
                     sizes[weight.gradient] = self.computed_bytes(weight)
-        self._schedule = Schedule(sizes)
+        self._schedule = Schedule(sizes, rules.beside)
         # What a tensor of the graph is here: itself, gathered, or made again.
         self._here: dict[int, int] = {}
         self._pending: list[tuple[Weight, int]] = []
@@ -240,7 +240,7 @@ class Program:
         made = list(outputs or each.outputs)
         size = self._schedule.size
         touched = sum(map(size, taken)) + sum(map(size, made))
-        scratch = scratch_bytes(each.kind, touched, self._fitted)
+        scratch = scratch_bytes(each, touched, self._fitted)
         inside = each.attributes.get("inside")
         if inside:
             scratch += self._inside(inside)

@@ -24,6 +24,8 @@ class Rules:
             while the backward pass makes others. TensorFlow orders no update
             before the rest of the pass, and runs it when a thread is free.
         smallest_split: The elements of the smallest weight that is split.
+        beside: How many operations run beside one another, so that buffers
+            are freed later than in the order of the graph.
         batches_ahead: Batches that the feed holds for each replica, beside
             the one that is computed.
         reduction_copies: Copies of a gradient that a sum over replicas makes
@@ -35,6 +37,7 @@ class Rules:
     reduces_at_once: bool = False
     updates_behind: int = 16
     smallest_split: int = 1024
+    beside: int = 2
     batches_ahead: int = 1
     reduction_copies: float = 1.0
 
