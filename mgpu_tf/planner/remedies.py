@@ -59,7 +59,7 @@ def explain(
             raise ConfigurationError("")
         graph = graph_of(build_model)
         largest = memory_of(graph, layout, global_batch_size).largest
-    except (ConfigurationError, MemoryError):
+    except (ConfigurationError, MemoryError, ValueError, RuntimeError):
         return (
             f"A device has no room for a step. Received: {known} on {layout}. "
             "Use --auto_micro_batch, a smaller batch, or mixed_bfloat16."

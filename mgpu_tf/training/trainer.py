@@ -46,6 +46,7 @@ from mgpu_tf.reports.pipeline_trace import (
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.reports.report import LeftOut
 from mgpu_tf.reports.stragglers import Slow
+from mgpu_tf.runtime.room import lacks_room
 from mgpu_tf.strategies.registry import kind_of, strategy_from
 from mgpu_tf.training import callbacks as callbacks_lib
 from mgpu_tf.training import loop
@@ -381,13 +382,13 @@ class Trainer:
                 try:
                     with explained(source):
                         return training(loop.Training, source).run()
-                except tf.errors.ResourceExhaustedError as error:
-                    raise self._distributed.out_of_memory(source) from error
                 except loop.BadStep as bad:
                     saving = self._leave_out(bad.batch, saving)
                     source = source.anew()
                     go_back()
-                except tf.errors.OpError:
+                except (MemoryError, tf.errors.OpError) as error:
+                    if lacks_room(error):
+                        raise self._distributed.out_of_memory(source) from error
                     if not self._distributed.is_lost:
                         raise
                     saving = self._begin_again(saving)
@@ -645,7 +646,9 @@ class Trainer:
             try:
                 with explained(source):
                     done = engine.train(feed.iterator(0, 1), 1, source)
-            except tf.errors.ResourceExhaustedError as error:
+            except (MemoryError, tf.errors.OpError) as error:
+                if not lacks_room(error):
+                    raise
                 raise self._distributed.out_of_memory(source) from error
         self._totals.global_step += done.steps
         self._totals.examples_seen += done.examples

@@ -63,6 +63,7 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.runtime import determinism
+from mgpu_tf.runtime.room import lacks_room
 from mgpu_tf.strategies.balance import balanced
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import kind_of, topology_of
@@ -898,7 +899,9 @@ class SynchronousEngine(Engine):
                 lambda value: value.numpy(),
                 self._strategy.experimental_local_results(run()),
             )
-        except tf.errors.ResourceExhaustedError:
+        except (MemoryError, tf.errors.OpError) as error:
+            if not lacks_room(error):
+                raise
             return True
         finally:
             spare.clear()
