@@ -70,8 +70,9 @@ def explain(
     taken = ", ".join(
         f"{kind} {_mib(size)}" for kind, size in takers[:_TOLD] if size >= 1
     )
+    every = remedies(graph, layout, global_batch_size)
     ways = sorted(
-        remedies(graph, layout, global_batch_size),
+        (remedy for remedy in every if remedy.saves > 0),
         key=lambda remedy: remedy.saves,
         reverse=True,
     )

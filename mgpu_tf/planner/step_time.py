@@ -40,7 +40,7 @@ class Machines:
         nodes: Machines.
         between: The link between machines.
         inside: The link between devices of a machine. Default: the device's.
-        sharing: How many devices share the arithmetic of one: virtual ones.
+        sharing: How many devices are parts of one, and share its arithmetic.
         precision: The policy of the model.
         input_examples_per_second: What each machine can prepare. None: more
             than is needed.
@@ -158,7 +158,7 @@ def step_time(
         else _Work()
     )
     one = [forward, backward, again]
-    share = machines.sharing
+    share = min(machines.sharing, layout.devices)
     work = _Work(
         sum(w.products for w in one) * parts / stages * share,
         sum(w.others for w in one) * parts / stages * share,
