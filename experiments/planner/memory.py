@@ -1,4 +1,4 @@
-"""The planner's memory against the allocator's peak: 26 cases, 12 models.
+"""The planner's memory against the allocator's peak: 26 cases of 12 models.
 
     python -m experiments.planner.memory --output_dir=docs
 
@@ -23,12 +23,17 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from mgpu_tf.planner.graph import Graph
 from mgpu_tf.planner.layout import Layout, layout_of
-from mgpu_tf.planner.memory import PROCESS_BYTES, memory_of
-from mgpu_tf.planner.scratch import FITTED
+from mgpu_tf.planner.memory import (
+    PROCESS_BYTES,
+    MemoryEstimate,
+    memory_of,
+)
+from mgpu_tf.planner.scratch import FITTED, wasted_bytes
 
 CASES = (
     ("wide_mlp", 256, "adam", "float32", "one_device", 1),
@@ -61,6 +66,7 @@ CASES = (
 MICRO_BATCHES = 4
 _SLOTS = {"sgd": 0.0, "momentum": 4.0, "adam": 8.0}
 _STEPS = 5
+_NONE = dict.fromkeys(FITTED, 0.0)
 
 # The values that are tried for each correction.
 _TRIED: dict[str, tuple[float, ...]] = {
@@ -181,35 +187,59 @@ def measured(path: str) -> list[dict[str, Any]]:
     return found
 
 
-def estimate(
-    case: Any, graph: Graph, fitted: dict[str, float] | None = None
-) -> float:
-    """Returns the predicted bytes of all devices and of waiting batches."""
-    _, batch, optimizer, _, kind, devices = case
-    graph = dataclasses.replace(
-        graph, slots=[_SLOTS[optimizer]] * len(graph.slots)
-    )
-    found = memory_of(
-        graph, layout(kind, devices), batch, fitted=fitted or FITTED
-    )
-    return found.all_devices + found.host - PROCESS_BYTES
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A case with its graph and its peak.
+
+    Attributes:
+        case: The case.
+        graph: Its model.
+        peak: What was measured, in bytes.
+        found: Estimates without waste of the allocator, by the correction of
+            convolutions.
+    """
+
+    case: Any
+    graph: Graph
+    peak: int
+    found: dict[float, MemoryEstimate] = dataclasses.field(default_factory=dict)
+
+    def estimate(self, fitted: Mapping[str, float]) -> float:
+        """Returns the predicted bytes of all devices and waiting batches."""
+        _, batch, optimizer, _, kind, devices = self.case
+        plan = layout(kind, devices)
+        scratch = fitted["convolution"]
+        if scratch not in self.found:
+            slots = [_SLOTS[optimizer]] * len(self.graph.slots)
+            self.found[scratch] = memory_of(
+                dataclasses.replace(self.graph, slots=slots),
+                plan,
+                batch,
+                fitted=_NONE | {"convolution": scratch},
+            )
+        found = self.found[scratch]
+        wasted = sum(
+            device.count * wasted_bytes(device.by_kind, plan, fitted)
+            for device in found.devices
+        )
+        return found.all_devices + wasted + found.host - PROCESS_BYTES
+
+    def error(self, fitted: Mapping[str, float]) -> float:
+        """Returns the error as a part of the peak."""
+        return self.estimate(fitted) / self.peak - 1
 
 
-def fit(rows: list[tuple[Any, Graph, float]]) -> dict[str, float]:
-    """Fits the corrections to rows of a case, its graph and its peak."""
-    found = dict(FITTED) | dict.fromkeys(_TRIED, 0.0)
+def fit(rows: list[Row]) -> dict[str, float]:
+    """Fits the corrections to rows."""
+    found = dict(_NONE)
 
     def error(tried: dict[str, float]) -> float:
-        return sum(
-            abs(estimate(case, graph, tried) / peak - 1) ** 1.5
-            for case, graph, peak in rows
-        )
+        return sum(abs(row.error(tried)) ** 1.5 for row in rows)
 
-    for _ in range(2):
+    for _ in range(4):
         for name, values in _TRIED.items():
             found[name] = min(
-                values,
-                key=lambda value, name=name: error({**found, name: value}),
+                values, key=lambda v, name=name: error({**found, name: v})
             )
     return found
 
@@ -234,34 +264,32 @@ def table(
 ) -> dict[str, Any]:
     """Returns all rows, each predicted without its model."""
     every = [
-        (r["case"], traced[r["case"][0], r["case"][3]], max(r["peaks"][1:]))
-        for r in cases
+        Row(
+            each["case"],
+            traced[each["case"][0], each["case"][3]],
+            max(each["peaks"][1:]),
+        )
+        for each in cases
     ]
-    rows = []
-    for name in sorted({case[0] for case, _, _ in every}):
-        others = [row for row in every if row[0][0] != name]
-        fitted = fit(others)
-        for case, graph, peak in every:
-            if case[0] == name:
-                found = estimate(case, graph, fitted)
-                rows.append(
-                    {
-                        "case": case,
-                        "predicted_bytes": round(found),
-                        "measured_bytes": peak,
-                        "error": round(found / peak - 1, 4),
-                        "uncorrected_error": round(
-                            estimate(case, graph, _NONE) / peak - 1, 4
-                        ),
-                    }
-                )
-    order = {tuple(row["case"]): row for row in rows}
-    rows = [order[tuple(r["case"])] for r in cases]
+    without = {
+        name: fit([row for row in every if row.case[0] != name])
+        for name in {row.case[0] for row in every}
+    }
+    rows = [
+        {
+            "case": row.case,
+            "predicted_bytes": round(row.estimate(without[row.case[0]])),
+            "measured_bytes": row.peak,
+            "error": round(row.error(without[row.case[0]]), 4),
+            "uncorrected_error": round(row.error(_NONE), 4),
+        }
+        for row in every
+    ]
     errors = sorted(abs(row["error"]) for row in rows)
     return {
         "summary": {
             "cases": len(rows),
-            "models": len({row["case"][0] for row in rows}),
+            "models": len(without),
             "median_error": round(statistics.median(errors), 4),
             "worst_error": errors[-1],
         },
@@ -269,9 +297,6 @@ def table(
         "fitted_on_all": fit(every),
         "cases": cases,
     }
-
-
-_NONE = dict.fromkeys(FITTED, 0.0)
 
 
 def markdown(value: dict[str, Any]) -> str:

@@ -306,6 +306,7 @@ class ReplicaStep:
         given: Writes | None = None,
         gathered: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
         jit_compile: bool = False,
+        share: BatchShare | None = None,
     ) -> tuple[list[Any], list[tf.Tensor], Logs]:
         """Computes gradients.
 
@@ -317,16 +318,22 @@ class ReplicaStep:
             given: As for `forward`.
             gathered: As for `forward`.
             jit_compile: Whether XLA compiles this, where it can.
+            share: The part of the global batch that the rows are. Default:
+                that of this replica.
 
         Returns:
             The gradients that there are, the values to be written to
             `written`, and logs of the author's own.
         """
 
+        given_share = share
+
         def compute(
             data: Any, local: tf.Tensor, total: tf.Tensor
         ) -> tuple[list[Any], list[tf.Tensor], Logs]:
-            share = BatchShare(local, total, self._replicas, self._same_rows)
+            share = given_share or BatchShare(
+                local, total, self._replicas, self._same_rows
+            )
             variables = self._model.trainable_variables
             sources = [] if self._layers is None else self._layers.sources()
             if self._tensor is not None:

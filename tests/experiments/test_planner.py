@@ -3,7 +3,8 @@
 import json
 import pathlib
 
-from experiments.planner import published
+from experiments.planner import memory, published
+from mgpu_tf.planner.scratch import FITTED
 from tests import clusters
 
 DOCS = pathlib.Path(clusters.ROOT) / "docs"
@@ -28,3 +29,15 @@ def test_no_row_is_predicted_from_itself():
     for machine in {series.machine for series in published.SERIES}:
         own = [s for s in published.SERIES if s.machine is machine and s.fitted]
         assert len(own) == 1
+
+
+def test_memory_is_as_near_as_the_table_says():
+    told = json.loads((DOCS / "planner_memory.json").read_text())
+    assert (DOCS / "planner_memory.md").read_text() == memory.markdown(told)
+    assert told["fitted_on_all"] == FITTED
+    summary = told["summary"]
+    assert summary["cases"] >= 24
+    assert summary["models"] == 12
+    assert summary["median_error"] <= 0.07
+    assert summary["worst_error"] <= 0.2
+    assert {tuple(row["case"]) for row in told["rows"]} <= set(memory.CASES)

@@ -161,9 +161,10 @@ class PipelineStep(ReplicaStep):
         given: Writes | None = None,
         gathered: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
         jit_compile: bool = False,
+        share: BatchShare | None = None,
     ) -> tuple[list[Any], list[tf.Tensor], Logs]:
         """Computes gradients; as in `ReplicaStep`."""
-        del given, gathered, jit_compile
+        del given, gathered, jit_compile, share
         run = _Run(self, data, local, total, "train")
         sums = run.train(scale)
         gradients, alike = [], []

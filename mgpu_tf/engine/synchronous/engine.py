@@ -867,7 +867,8 @@ class SynchronousEngine(Engine):
                 total,
                 scale,
                 self._gathered(),
-                lambda rows: self._share(rows, total),
+                self._local.ranges,
+                self._local.same_rows,
                 self._selected,
             )
         gradients, values, logs = self._step.gradients(

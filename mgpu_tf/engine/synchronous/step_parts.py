@@ -13,6 +13,7 @@ those of a part: they are refused.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,20 @@ from mgpu_tf.errors import ConfigurationError
 Selected = Callable[[list[Any], BatchShare], list[Any]]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Share(BatchShare):
+    """The share of a part in the global batch."""
+
+    def sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
+        """Refuses a sum that is known after all parts only."""
+        raise ConfigurationError(
+            "A step in parts divides a loss by what it knows before the first "
+            "part. Received: a loss that is divided by the sum of masks or of "
+            "weights. Use reduction='sum', sample weights in place of masks, "
+            "or a smaller batch."
+        )
+
+
 def in_parts(
     step: ReplicaStep,
     state: ReplicaState,
@@ -37,7 +52,8 @@ def in_parts(
     total: tf.Tensor,
     scale: Callable[[tf.Tensor], tf.Tensor],
     gathered: Sequence[tuple[keras.Variable, tf.Tensor]],
-    share: Callable[[tf.Tensor], BatchShare],
+    replicas: int,
+    same_rows: int,
     selected: Selected,
 ) -> tuple[list[Any], list[tf.Tensor], Logs]:
     """Computes the gradients of a replica part by part. On a replica.
@@ -51,7 +67,8 @@ def in_parts(
         total: Rows of the global batch.
         scale: Scales the loss.
         gathered: As for `ReplicaStep.gradients`.
-        share: Returns the share of a number of rows.
+        replicas: How many replicas step together.
+        same_rows: How many of them have the same rows.
         selected: As `SynchronousEngine._selected`.
 
     Returns:
@@ -80,6 +97,7 @@ def in_parts(
             own = tf.nest.map_structure(
                 tf.identity, own, expand_composites=True
             )
+        share = _Share(after - first, total, replicas * parts, same_rows)
         gradients, values, logs = step.gradients(
             own,
             after - first,
@@ -87,13 +105,14 @@ def in_parts(
             scale,
             given=list(given.values()),
             gathered=gathered,
+            share=share,
         )
         if logs:
             raise ConfigurationError(
                 "step_parts goes with Keras's own compute_metrics. Received: "
                 "a model with its own. Use a smaller batch."
             )
-        gradients = selected(gradients, share(after - first))
+        gradients = selected(gradients, share)
         sums = _added(sums, gradients)
         for variable, value in zip(step.written, values, strict=True):
             _check(state, variable)
