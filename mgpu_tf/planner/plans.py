@@ -329,8 +329,7 @@ def _why(found: list[Candidate], machines: Machines) -> str:
         None,
     )
     if other is not None:
-        slower = best.examples_per_second / other.examples_per_second
-        text += f"; {other.layout} is {slower:.2f} times slower"
+        text += f"; {other.layout} does {other.examples_per_second:,.0f}"
     else:
         barred = next(
             (

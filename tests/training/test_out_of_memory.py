@@ -80,14 +80,14 @@ def limited(limit, auto):
 
 
 @pytest.mark.full
-def test_a_process_with_too_little_memory():
+def test_a_device_with_too_little_memory():
     """The line, and with auto_micro_batch the weights of enough memory."""
-    line = limited(800, "0")["error"]
+    line = limited(900, "0")["error"]
     assert line.count("\n") == 0
     for word in ("activations", "Remedies:", "--auto_micro_batch", "saves"):
         assert word in line, line
     assert line.count("saves") == 3
-    less, enough = limited(800, "1"), limited(0, "1")
+    less, enough = limited(900, "1"), limited(0, "1")
     assert less["parts"] > 1 == enough["parts"]
     assert less["steps"] == enough["steps"] == 2
     np.testing.assert_allclose(less["some"], enough["some"], atol=1e-6)
