@@ -1,6 +1,6 @@
 """The rows of a replica in parts, one after another: less memory, same numbers.
 
-    gradients, values, logs = in_parts(step, state, 4, data, local, total, ...)
+    gradients, values, logs = in_parts(step, state, 4, data, share, ...)
 
 The loss of a global batch is a sum over its rows, so its gradient is the sum
 of those of the parts. A part begins when the gradients of the part before are
@@ -48,12 +48,9 @@ def in_parts(
     state: ReplicaState,
     parts: int,
     data: Any,
-    local: tf.Tensor,
-    total: tf.Tensor,
+    share: BatchShare,
     scale: Callable[[tf.Tensor], tf.Tensor],
     gathered: Sequence[tuple[keras.Variable, tf.Tensor]],
-    replicas: int,
-    same_rows: int,
     selected: Selected,
 ) -> tuple[list[Any], list[tf.Tensor], Logs]:
     """Computes the gradients of a replica part by part. On a replica.
@@ -63,12 +60,9 @@ def in_parts(
         state: What a step may write besides weights.
         parts: How many.
         data: The rows of this replica.
-        local: How many they are.
-        total: Rows of the global batch.
+        share: The part of the global batch that they are.
         scale: Scales the loss.
         gathered: As for `ReplicaStep.gradients`.
-        replicas: How many replicas step together.
-        same_rows: How many of them have the same rows.
         selected: As `SynchronousEngine._selected`.
 
     Returns:
@@ -85,10 +79,11 @@ def in_parts(
     offsets = {
         id(variable): value[0] for variable, value in state.replica_seeds()
     }
+    seeds = {id(variable) for variable in state.seeds}
     sums: list[Any] = []
     values: list[tf.Tensor] = []
     logs: Logs = {}
-    local = tf.convert_to_tensor(local)
+    local = tf.convert_to_tensor(share.local)
     for part in range(parts):
         first = local * part // parts
         after = local * (part + 1) // parts
@@ -97,25 +92,31 @@ def in_parts(
             own = tf.nest.map_structure(
                 tf.identity, own, expand_composites=True
             )
-        share = _Share(after - first, total, replicas * parts, same_rows)
+        part_share = _Share(
+            after - first,
+            share.total,
+            share.replicas * parts,
+            share.same_rows,
+            None if share.low is None else share.low + first,
+        )
         gradients, values, logs = step.gradients(
             own,
-            after - first,
-            total,
+            part_share,
             scale,
             given=list(given.values()),
             gathered=gathered,
-            share=share,
         )
         if logs:
             raise ConfigurationError(
                 "step_parts goes with Keras's own compute_metrics. Received: "
                 "a model with its own. Use a smaller batch."
             )
-        gradients = selected(gradients, share)
+        gradients = selected(gradients, part_share)
         sums = _added(sums, gradients)
         for variable, value in zip(step.written, values, strict=True):
             _check(state, variable)
+            if share.low is not None and id(variable) in seeds:
+                continue  # Each part draws its rows of the same numbers.
             if id(variable) in offsets:
                 value = tf.stack([offsets[id(variable)], value[1]])
             given[id(variable)] = (variable, value)
