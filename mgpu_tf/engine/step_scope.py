@@ -80,8 +80,8 @@ class StepScope(keras.StatelessScope):
     """
 
     reader: Reader
-    share: BatchShare
     draws: RowScope | None = None
+    share: BatchShare
 
     def __init__(
         self,
@@ -136,11 +136,11 @@ class StepScope(keras.StatelessScope):
         self, variable: keras.Variable, value: tf.Tensor | None
     ) -> None:
         self.seen[id(variable)] = variable
-        self.reads[id(variable)] += 1
+        here = tf.compat.v1.get_default_graph()
+        graph = getattr(value, "graph", here)
+        inside = tf.is_symbolic_tensor(value) and graph is not here
+        self.reads[id(variable)] += 2 if inside else 1
         if value is not None:
-            here = tf.compat.v1.get_default_graph()
-            if tf.is_symbolic_tensor(value) and value.graph is not here:
-                self.reads[id(variable)] += 1
             # A type is that of a read, where layers cast weights.
             read = tf.as_dtype(variable.dtype)
             if read.is_floating and read.size > value.dtype.size:
