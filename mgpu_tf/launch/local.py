@@ -15,10 +15,8 @@ import contextlib
 import dataclasses
 import os
 import queue
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -153,7 +151,7 @@ class _Supervisor:
         self._restarts = 0
         self._signal = 0
         self._handlers: dict[int, object] = {}
-        self._beats = tempfile.mkdtemp(prefix="mgpu_tf-")
+        self._boards: dict[str, heartbeat.Board] = {}
         self._watch = watchdog.Watch(job.watch)
         self._look_at = 0.0
         self._stopped: set[str] = set()
@@ -168,7 +166,8 @@ class _Supervisor:
         self._end_all()
         if self._machines.spares is not None:
             self._machines.spares.close()
-        shutil.rmtree(self._beats, ignore_errors=True)
+        for board in self._boards.values():
+            board.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
@@ -226,9 +225,10 @@ class _Supervisor:
         told = options.environment(cluster, self._restarts)
         if self._machines.here:
             # Of the task itself, and not of the one before it.
-            told[heartbeat.FILE] = beat_path = self._beat_path(name)
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(beat_path)
+            if name in self._boards:
+                self._boards[name].close()
+            self._boards[name] = heartbeat.Board()
+            told[heartbeat.FILE] = self._boards[name].path
         # The others may have waited for the one before.
         self._watch = watchdog.Watch(options.watch)
         log_path = None
@@ -327,14 +327,12 @@ class _Supervisor:
             return []
         return [t for t in waiting if waited.get(t.name, 0.0) > 0.9 * limit]
 
-    def _beat_path(self, name: str) -> str:
-        return os.path.join(self._beats, name.replace(" ", "-"))
-
     def _beats_of(self, tasks: list[Task]) -> dict[str, heartbeat.Beat]:
         return {
             task.name: beat
             for task in tasks
-            if (beat := heartbeat.read(self._beat_path(task.name)))
+            if task.name in self._boards
+            and (beat := self._boards[task.name].read())
         }
 
     def _tell_of_stopped(self, beats: dict[str, heartbeat.Beat]) -> None:
