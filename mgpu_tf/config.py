@@ -77,6 +77,7 @@ class RunConfig(
         None,
         "A .keras file: continue with its model and optimizer. A .weights.h5 "
         "file: start with its weights.",
+        is_path=True,
     )
     sync_batch_norm: bool = option(
         False,
@@ -93,7 +94,9 @@ class RunConfig(
         "number of workers. If false, each worker reads its own files.",
     )
     data_dir: str | None = option(
-        None, "The folder for prepared data. Default: the folder of TFDS."
+        None,
+        "The folder for prepared data. Default: the folder of TFDS.",
+        is_path=True,
     )
     global_batch_size: int = option(
         64, "Number of examples in a step, over all replicas.", least=1
@@ -117,9 +120,12 @@ class RunConfig(
         None,
         "START,STEPS: skip START steps, then trace STEPS steps. The trace is "
         "written to output_dir/profile, for TensorBoard.",
+        needs=("output_dir",),
     )
     output_dir: str | None = option(
-        None, "The folder for model.keras and report.json."
+        None,
+        "The folder for model.keras and report.json.",
+        is_path=True,
     )
 
     def __post_init__(self) -> None:
@@ -156,11 +162,6 @@ def _check_profile(config: RunConfig) -> None:
             "profile is two numbers, the steps before and the steps to "
             f"trace. Received: profile={config.profile!r}. Write "
             "--profile=100,20."
-        )
-    if config.output_dir is None:
-        raise ConfigurationError(
-            "profile needs output_dir, which gets the trace. Received: "
-            f"profile={config.profile!r} without it."
         )
     if config.num_ps or config.strategy == "parameter_server":
         raise ConfigurationError(

@@ -9,8 +9,12 @@
         def __post_init__(self):
             check(self)
 
-An option is defined once, there. Its flag, its help and its check come from
-the field; what reads it is the second place that knows it.
+An option is defined once, there. Its flag, its help, its check and when it has
+an effect come from the field; what reads it is the second place that knows it.
+
+An option that has an effect with others alone names them in `needs`, any one of
+them: "checkpoint_dir" (it is given), "on_nan=restore" (it has this value), or
+"not print" (it is not given). It is refused without them.
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from mgpu_tf.errors import ConfigurationError, is_integer, unknown_name
+from mgpu_tf.folders import check_path
 
 T = TypeVar("T")
 
@@ -32,7 +37,10 @@ def option(
     choices: tuple[str, ...] = (),
     *,
     least: int | None = None,
+    most: int | None = None,
     above: float | None = None,
+    is_path: bool = False,
+    needs: tuple[str, ...] = (),
 ) -> Any:
     """Returns a field for an option.
 
@@ -41,7 +49,10 @@ def option(
         text: The help: sentences that end with a full stop.
         choices: The names that it takes, where it takes names.
         least: The least number that it takes.
+        most: The greatest number that it takes.
         above: The number that it must be above, and finite.
+        is_path: Whether it is the path of a file or folder.
+        needs: Without what it has no effect; any one of them is enough.
     """
     return dataclasses.field(
         default=default,
@@ -49,7 +60,10 @@ def option(
             "help": text,
             "choices": choices,
             "least": least,
+            "most": most,
             "above": above,
+            "is_path": is_path,
+            "needs": needs,
         },
     )
 
@@ -69,6 +83,85 @@ def check(options: Any) -> None:
         _check_type(field.name, value, hints[field.name])
         if value is not None:
             _check_value(field.name, value, field.metadata)
+    check_effects(options)
+
+
+def check_effects(
+    options: Any,
+    given: Collection[str] = (),
+    known: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuses options that have no effect.
+
+    Args:
+        options: A dataclass whose fields are made by `option`.
+        given: Names of options that were given, also with their defaults.
+        known: More values, by name, that others need.
+
+    Raises:
+        ConfigurationError: An option that was given needs one that was not.
+    """
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    values = {name: getattr(options, name) for name in fields} | dict(
+        known or {}
+    )
+    changed = {
+        name
+        for name, value in values.items()
+        if name not in fields or value != fields[name].default
+    }
+    for name, field in fields.items():
+        if name in changed or name in given:
+            check_needs(name, field.metadata["needs"], values, changed)
+
+
+def check_needs(
+    name: str,
+    needs: tuple[str, ...],
+    values: Mapping[str, Any],
+    changed: Collection[str],
+) -> None:
+    """Refuses an option or flag that has no effect.
+
+    Args:
+        name: Of the option, which was given.
+        needs: As for `option`.
+        values: The values of all options by their names; what is not among
+            them is not checked.
+        changed: The names of those that are not their defaults.
+
+    Raises:
+        ConfigurationError: It needs what was not given.
+    """
+    if not needs or any(_is_met(one, values, changed) for one in needs):
+        return
+    names = dict.fromkeys(
+        one.removeprefix("not ").split("=")[0] for one in needs
+    )
+    told = ", ".join(f"{one}={values[one]!r}" for one in (name, *names))
+    if needs[0].startswith("not "):
+        raise ConfigurationError(
+            f"{name} has no effect with {' and '.join(names)}. Received: "
+            f"{told}. Leave one of them out."
+        )
+    raise ConfigurationError(
+        f"{name} has an effect with {' or '.join(needs)} only. Received: "
+        f"{told}. Give it too, or leave {name} out."
+    )
+
+
+def _is_met(
+    need: str, values: Mapping[str, Any], changed: Collection[str]
+) -> bool:
+    name, _, wanted = need.removeprefix("not ").partition("=")
+    if name not in values:
+        return True
+    value = values[name]
+    if wanted:
+        # What is chosen later is checked then.
+        return value == wanted or (name == "strategy" and value == "auto")
+    is_set = name in changed and value not in (None, False, "", ())
+    return is_set != need.startswith("not ")
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
@@ -96,10 +189,16 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
 def _check_value(name: str, value: Any, rule: Mapping[str, Any]) -> None:
     if rule["choices"] and value not in rule["choices"]:
         raise ConfigurationError(unknown_name(name, value, rule["choices"]))
-    least, above = rule["least"], rule["above"]
+    if rule["is_path"]:
+        check_path(name, value)
+    least, most, above = rule["least"], rule["most"], rule["above"]
     if least is not None and value < least:
         raise ConfigurationError(
             f"{name} must be {least} or more. Received: {name}={value}."
+        )
+    if most is not None and value > most:
+        raise ConfigurationError(
+            f"{name} must be {most} or less. Received: {name}={value}."
         )
     if above is not None and not above < value < math.inf:
         raise ConfigurationError(

@@ -1,24 +1,123 @@
-"""Folders that a run writes to."""
+"""Paths, and the files and folders that a run opens."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 from mgpu_tf.errors import ConfigurationError
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
+# Of a name in a folder, on the file systems of Linux.
+_LONGEST_NAME = 255
+_LONGEST_PATH = 4095
+
+
+def check_path(name: str, path: Any) -> str:
+    """Refuses what is no path, or would be another path in a shell.
+
+    Args:
+        name: The argument or flag that it came from.
+        path: The path, or an address such as gs://bucket/run.
+
+    Returns:
+        The path as text.
+
+    Raises:
+        ConfigurationError: It is no path; it begins with ~ or has a $NAME,
+            which only a shell replaces; or no file system takes it.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text:
+        rule = "be a path"
+    elif text.startswith("~") or _VARIABLE.search(text):
+        rule = "be the path itself: only a shell replaces ~ and $NAME"
+    else:
+        rule = _broken_rule(text)
+    if rule or not isinstance(text, str):
+        told = repr(path)
+        told = told if len(told) < 120 else f"{told[:100]}..."
+        raise ConfigurationError(
+            f"{name} must {rule}. Received: {name}={told}. Write such as "
+            "/data/run."
+        )
+    return text
+
+
+def _broken_rule(path: str) -> str:
+    """Returns the rule of file systems that a path breaks, "" for none."""
+    try:
+        raw = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "be text"
+    if b"\0" in raw:
+        return "have no zero byte"
+    longest = max(map(len, raw.split(b"/")))
+    if len(raw) > _LONGEST_PATH or longest > _LONGEST_NAME:
+        return f"have names of at most {_LONGEST_NAME} bytes"
+    return ""
+
+
+def check_regular(path: str) -> None:
+    """Refuses what is no regular file, without opening it.
+
+    To open a pipe waits for who writes to it, and a device may not end.
+
+    Raises:
+        OSError: It is a pipe, a device, a socket or a folder, or is not there.
+    """
+    _check_mode(os.stat(path).st_mode, path)
+
+
+def _check_mode(mode: int, path: str) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(mode):
+        raise OSError(
+            errno.EINVAL, "No regular file, but a pipe or device", path
+        )
+
+
+def regular(path: str, flags: int) -> int:
+    """Opens a regular file, as `opener` of `open`; never waits.
+
+    Raises:
+        OSError: It is no regular file, or cannot be opened.
+    """
+    if not flags & os.O_CREAT or os.path.exists(path):
+        check_regular(path)
+    # Another one may have come in its place meanwhile.
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    try:
+        _check_mode(os.fstat(descriptor).st_mode, path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_regular(path: str, mode: str = "r", **options: Any) -> IO[Any]:
+    """Opens a regular file, as `open`; never waits.
+
+    Raises:
+        OSError: It is no regular file, or cannot be opened.
+    """
+    return open(path, mode, opener=regular, **options)
 
 
 def check_local(name: str, path: str) -> None:
-    """Refuses addresses such as gs://bucket/run.
+    """Refuses addresses such as gs://bucket/run, and what is no path.
 
     Python would make a folder of that name here.
     """
+    check_path(name, path)
     if _ADDRESS.match(path):
         raise ConfigurationError(
             f"{name} must be a path on this machine. Received: "

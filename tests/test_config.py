@@ -42,8 +42,9 @@ from mgpu_tf.errors import ConfigurationError
         ({"label_smoothing": 1.0}, "label_smoothing must be below 1"),
         (
             {"learning_rate_rule": "sqrt"},
-            "learning_rate_rule needs base_batch. Received: "
-            "learning_rate_rule='sqrt' without it.",
+            "learning_rate_rule has an effect with base_batch only. Received: "
+            "learning_rate_rule='sqrt', base_batch=None. Give it too, or "
+            "leave learning_rate_rule out.",
         ),
         ({"weight_decay": math.nan}, "weight_decay must be finite"),
         ({"warmup_epochs": -1.0}, "warmup_epochs must be 0 or more"),
@@ -131,6 +132,8 @@ def test_every_choice_is_accepted():
     for field in dataclasses.fields(RunConfig):
         for name in field.metadata["choices"]:
             needed = {"checkpoint_dir": "a", "base_batch": 8}
+            if field.name != "strategy":
+                needed |= {"max_staleness": 8, "pipeline_parallel": 2}
             config = RunConfig(**needed, **{field.name: name})
             assert getattr(config, field.name) == name
 

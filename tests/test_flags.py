@@ -79,6 +79,15 @@ VALUES = {
 }
 
 
+def needed_by(name, choice=0):
+    """What a field needs to have an effect, and what that needs, as values."""
+    found = {}
+    for need in FIELDS[name].metadata["needs"][choice : choice + 1]:
+        other, _, value = need.partition("=")
+        found = {other: value or VALUES[other]} | needed_by(other)
+    return found
+
+
 @pytest.fixture
 def values():
     values = absl_flags.FlagValues()
@@ -114,27 +123,40 @@ def test_values_cover_every_field():
 
 @pytest.mark.parametrize(("name", "value"), VALUES.items())
 def test_value_arrives(name, value, values):
-    others = {
-        "checkpoint_dir": "a",
-        "local_checkpoint_dir": "c",
-        "output_dir": "b",
-        "model": "resnet",
-        "base_batch": 8,
-        "on_nan": "stop",
-    }
-    chosen = others | {name: value}
+    others = {"model": "resnet"} if name == "zero_init_residual" else {}
+    chosen = others | needed_by(name) | {name: value}
     arguments = [f"--{name}={value}" for name, value in chosen.items()]
     config = parsed(values, *arguments)
     assert config == RunConfig(**chosen)
     assert type(getattr(config, name)) is type(value)
 
 
-def test_all_at_once(values):
-    chosen = VALUES | {"strategy": "parameter_server"}
-    del chosen["devices"], chosen["profile"]
-    del chosen["save_every_seconds"], chosen["save_every"]
-    arguments = [f"--{name}={value}" for name, value in chosen.items()]
-    assert parsed(values, *arguments) == RunConfig(**chosen)
+NEEDY = [
+    (name, choice)
+    for name, field in FIELDS.items()
+    for choice in range(len(field.metadata["needs"]))
+]
+
+
+@pytest.mark.parametrize(("name", "choice"), NEEDY)
+def test_a_flag_without_effect_is_refused(name, choice, values):
+    """As is one that is given its default; each need alone is enough."""
+    given = needed_by(name, choice) | {name: VALUES[name]}
+    arguments = [f"--{name}={value}" for name, value in given.items()]
+    assert parsed(values, *arguments) == RunConfig(**given)
+    # "auto" may turn out to be the strategy that it needs.
+    lone = {name: VALUES[name], "strategy": "one_device"}
+    with pytest.raises(ConfigurationError, match=f"^{name} has an effect with"):
+        RunConfig(**lone)
+    values.unparse_flags()
+    default = FIELDS[name].default
+    if default in (None, ""):
+        return
+    lone[name] = default
+    RunConfig(**lone)
+    arguments = [f"--{name}={value}" for name, value in lone.items()]
+    with pytest.raises(ConfigurationError, match=f"^{name} has an effect with"):
+        parsed(values, *arguments)
 
 
 @pytest.mark.parametrize(

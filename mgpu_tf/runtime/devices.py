@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.names import Devices
+from mgpu_tf.options import StrategyOptions
 
 
 def select_local(
@@ -67,7 +68,8 @@ def gpu_indices(devices: Devices) -> list[int]:
             raise ConfigurationError(
                 f"A number of devices must be 1 or more. Received: {devices}."
             )
-        wanted = list(range(devices))
+        # No list that no memory holds.
+        wanted = list(range(min(devices, available + 1)))
     else:
         wanted = [_gpu_index(device) for device in devices]
     if not wanted or len(set(wanted)) != len(wanted):
@@ -111,10 +113,7 @@ def select_gpus(indices: list[int]) -> None:
 
 
 def _split_cpu(count: int) -> None:
-    if count < 1:
-        raise ConfigurationError(
-            f"num_virtual_devices must be 1 or more. Received: {count}."
-        )
+    StrategyOptions(num_virtual_devices=count)  # Refuses what is no number.
     cpu = tf.config.list_physical_devices("CPU")[0]
     wanted = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
     try:

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import ConfigurationError, unknown_name
-from mgpu_tf.fields import made_of
+from mgpu_tf.fields import check_effects, made_of
 from mgpu_tf.options import StrategyOptions
 from mgpu_tf.runtime import devices as devices_lib
 from mgpu_tf.strategies.fully_sharded import (
@@ -73,7 +73,6 @@ class StrategyKind:
         partitions: Whether a variable may be split over several servers.
         splits: Whether replicas store parts of a variable, or each variable
             on a device of its own.
-        balances: Whether replicas may have unequal shares of a batch.
         topology: Returns the topology of a strategy.
     """
 
@@ -86,7 +85,6 @@ class StrategyKind:
     trains: bool = True
     partitions: bool = False
     splits: bool = False
-    balances: bool = False
     topology: Callable[[tf.distribute.Strategy], Topology] = (
         synchronous_topology
     )
@@ -208,49 +206,8 @@ def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
         raise ConfigurationError(
             unknown_name("strategy", name, ["auto", *KINDS])
         )
-    if not row.splits:
-        _refuse_mesh(name, options)
-    if options.balance is not None and not row.balances:
-        raise ConfigurationError(
-            "balance goes with the strategies 'mirrored' and "
-            f"'multi_worker_mirrored'. Received: balance={options.balance!r} "
-            f"with {name!r}. Leave it out."
-        )
+    check_effects(options, known={"strategy": name})
     return row.create(options)
-
-
-_DEFAULTS = StrategyOptions()
-_COPIES = ("data_parallel", "fsdp_parallel", "shard")
-_PARTS_AND_STAGES = (
-    "tensor_parallel",
-    "layout",
-    "pipeline_parallel",
-    "micro_batches",
-    "pipeline_schedule",
-    "pipeline_stages",
-)
-
-
-def _refuse_mesh(name: str, options: StrategyOptions) -> None:
-    for field in _COPIES:
-        value = getattr(options, field)
-        if value != getattr(_DEFAULTS, field):
-            raise ConfigurationError(
-                f"{field} goes with the strategies 'fsdp' and "
-                f"'model_parallel'. Received: {field}={value!r} with "
-                f"{name!r}. Use 'fsdp'."
-            )
-    _refuse_others(name, options)
-
-
-def _refuse_others(name: str, options: StrategyOptions) -> None:
-    for field in _PARTS_AND_STAGES:
-        value = getattr(options, field)
-        if value != getattr(_DEFAULTS, field):
-            raise ConfigurationError(
-                f"{field} goes with the strategy 'model_parallel'. Received: "
-                f"{field}={value!r} with {name!r}. Use 'model_parallel'."
-            )
 
 
 def _choose(options: StrategyOptions) -> tuple[str, str]:
@@ -337,7 +294,6 @@ def _mirrored(options: StrategyOptions) -> tf.distribute.Strategy:
 
 
 def _fsdp(options: StrategyOptions) -> tf.distribute.Strategy:
-    _refuse_others("fsdp", options)
     return _model_parallel(options)
 
 
@@ -389,13 +345,11 @@ KINDS = {
             "mirrored",
             tf.distribute.MirroredStrategy,
             _mirrored,
-            balances=True,
         ),
         StrategyKind(
             "multi_worker_mirrored",
             tf.distribute.MultiWorkerMirroredStrategy,
             _multi_worker_mirrored,
-            balances=True,
         ),
         StrategyKind(
             "parameter_server",

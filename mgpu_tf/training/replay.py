@@ -69,7 +69,13 @@ def options_of(options: StepOptions) -> StepOptions:
     """Returns options of steps; of a replay those that note each loss."""
     if asked() is None:
         return options
-    return dataclasses.replace(options, on_nan="stop", max_loss=None)
+    plain = StepOptions()
+    return dataclasses.replace(
+        options,
+        on_nan="stop",
+        max_loss=None,
+        max_restores=plain.max_restores,
+    )
 
 
 def replay(

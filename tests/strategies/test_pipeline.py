@@ -129,7 +129,7 @@ def test_names():
             "data=2 x fsdp=1 x pipeline=3 = 6 for 4 devices",
         ),
         ({"pipeline_parallel": 2, "shard": "optimizer"}, "shard goes with"),
-        ({"micro_batches": 2}, "micro_batches goes with"),
+        ({"micro_batches": 2}, "effect with pipeline_parallel"),
         ({"pipeline_parallel": 4, "pipeline_stages": "a,b"}, "2 names"),
         ({"pipeline_schedule": "zb"}, "pipeline_schedule"),
         ({"pipeline_parallel": 0}, "1 or more"),
@@ -143,7 +143,7 @@ def test_mistakes_are_told(options, rule):
 
 @pytest.mark.parametrize("name", ["mirrored", "fsdp"])
 def test_other_strategies_have_no_stages(name):
-    with pytest.raises(mgpu_tf.ConfigurationError, match="goes with"):
+    with pytest.raises(mgpu_tf.ConfigurationError, match="has an effect with"):
         mgpu_tf.create_strategy(
             name, num_virtual_devices=2, pipeline_parallel=2
         )
