@@ -30,7 +30,7 @@ from mgpu_tf.commands import (
     trace,
     train,
 )
-from mgpu_tf.commands.arguments import Call
+from mgpu_tf.commands.arguments import Call, check_flags
 from mgpu_tf.errors import (
     ConfigurationError,
     DivergedError,
@@ -173,6 +173,7 @@ def _run(name: str, given: list[str]) -> int:
         raise ConfigurationError(
             f"{error}. Write --name or --noname, or --name=value."
         ) from None
+    check_flags(values, getattr(command, "NEEDS", {}))
     return command.run(Call(name, given, values, rest, after))
 
 

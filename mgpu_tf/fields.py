@@ -105,6 +105,8 @@ def check_effects(
     values = {name: getattr(options, name) for name in fields} | dict(
         known or {}
     )
+    if values.get("strategy") == "auto":
+        del values["strategy"]  # It is known when the strategy is created.
     changed = {
         name
         for name, value in values.items()
@@ -158,8 +160,7 @@ def _is_met(
         return True
     value = values[name]
     if wanted:
-        # What is chosen later is checked then.
-        return value == wanted or (name == "strategy" and value == "auto")
+        return str(value) == wanted
     is_set = name in changed and value not in (None, False, "", ())
     return is_set != need.startswith("not ")
 

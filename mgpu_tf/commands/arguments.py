@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from absl import flags
 
 from mgpu_tf import flags as run_flags
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.fields import check_needs
 from mgpu_tf.launch import isolation, local
 from mgpu_tf.launch.job import GRACE_SECONDS, REPLAY
 from mgpu_tf.launch.policy import RestartPolicy
@@ -95,6 +97,34 @@ class Call:
         return isolation.download(
             values.dataset, data_dir
         ) or isolation.outside(self.given, os.environ)
+
+
+# What makes a command start processes of this machine.
+STARTED = ("num_workers", "num_ps", "strategy=parameter_server")
+# Flags of commands that start processes, and what each needs.
+RESTART_NEEDS = {
+    "backoff_seconds": ("max_restarts", "min_workers"),
+}
+
+
+def check_flags(
+    values: flags.FlagValues, needs: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Refuses flags that have no effect beside the others.
+
+    Args:
+        values: The values of the flags.
+        needs: For flags that need others, what they need, as for
+            `fields.option`.
+
+    Raises:
+        ConfigurationError: A flag that was given has no effect.
+    """
+    every = {name: values[name].value for name in values}
+    changed = {n for n, value in every.items() if value != values[n].default}
+    for name, needed in needs.items():
+        if values[name].present:
+            check_needs(name, needed, every, changed)
 
 
 def check_evaluator(values: flags.FlagValues) -> None:

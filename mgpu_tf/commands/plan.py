@@ -34,18 +34,16 @@ Example:
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 _MOST = 1e15
 
-# Flags, and the flag that each of them needs.
-_NEEDS = {
-    "optimizer": "num_parameters",
-    "device_memory_gib": "num_parameters",
-    "fsdp_parallel": "num_parameters",
-    "tensor_parallel": "num_parameters",
-    "shard": "num_parameters",
-    "pipeline_parallel": "num_parameters",
-    "micro_batches": "num_parameters",
-    "examples": "scaling",
-    "epochs": "scaling",
-    "price": "scaling",
+NEEDS = {
+    **dict.fromkeys(
+        (
+            *("optimizer", "device_memory_gib", "fsdp_parallel"),
+            *("tensor_parallel", "shard", "pipeline_parallel"),
+        ),
+        ("num_parameters",),
+    ),
+    "micro_batches": ("pipeline_parallel",),
+    **dict.fromkeys(("examples", "epochs", "price"), ("scaling",)),
 }
 
 
@@ -132,12 +130,6 @@ def run(call: Call) -> int:
             "Received: neither. Write --num_parameters=25.6M, or "
             "--scaling=FILE with --examples=N."
         )
-    for name, other in _NEEDS.items():
-        if values[name].present and values[other].value is None:
-            raise ConfigurationError(
-                f"{name} goes with {other}. Received: --{name} without "
-                f"--{other}. Give both, or leave it out."
-            )
     told = []
     if values.num_parameters is not None:
         told.append(_memory(values))
@@ -165,12 +157,6 @@ def _memory(values: flags.FlagValues) -> str:
     told = memory.text(None if room is None else int(room * (1 << 30)))
     micro = values.micro_batches
     if values.pipeline_parallel == 1:
-        if micro is not None:
-            raise ConfigurationError(
-                "micro_batches goes with pipeline_parallel. Received: "
-                f"micro_batches={micro} without it. Give both, or leave it "
-                "out."
-            )
         return told
     if micro is None:
         micro = MICRO_BATCHES * values.pipeline_parallel

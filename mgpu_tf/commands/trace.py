@@ -10,7 +10,7 @@ from absl import flags
 
 from mgpu_tf import flags as run_flags
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.commands.arguments import Call, define_isolation
+from mgpu_tf.commands.arguments import STARTED, Call, define_isolation
 from mgpu_tf.config import RunConfig
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.folders import check_local
@@ -39,6 +39,9 @@ _DEFAULTS = {"dataset": "tabular", "global_batch_size": 100}
 _SEVERAL = ("mirrored", "central_storage", "fsdp", "model_parallel")
 # Flags of `train` that a trace has no use for.
 _WITHOUT = ("profile", "output_dir")
+
+
+NEEDS = {"isolate": STARTED}
 
 
 def define(values: flags.FlagValues) -> None:

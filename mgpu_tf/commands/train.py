@@ -11,6 +11,8 @@ from mgpu_tf import flags as run_flags
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.environments import ask_for_ps
 from mgpu_tf.commands.arguments import (
+    RESTART_NEEDS,
+    STARTED,
     Call,
     define_isolation,
     define_supervision,
@@ -40,6 +42,20 @@ Example:
 """
 
 
+NEEDS = {
+    **RESTART_NEEDS,
+    **dict.fromkeys(
+        ("log_dir", "grace_seconds", "isolate"),
+        (*STARTED, "max_restarts", "min_workers"),
+    ),
+}
+# What a scheduler does for the tasks that it has started.
+_OF_SUPERVISOR = (
+    *("max_restarts", "min_workers", "spares", "backoff_seconds"),
+    *("grace_seconds", "log_dir", "isolate"),
+)
+
+
 def define(values: flags.FlagValues) -> None:
     """Defines the flags of a run and of its supervision."""
     run_flags.define(values)
@@ -67,11 +83,13 @@ def run(call: Call) -> int:
             alone=config.num_workers == 1 and not asynchronous,
             **options,
         )
-    if cluster is not None and again:
+    idle = [name for name in _OF_SUPERVISOR if values[name].present]
+    if cluster is not None and idle and not supervised:
         _log.warning(
-            "%s restarts its tasks itself; max_restarts and min_workers of "
-            "this command do nothing here",
+            "%s has started its tasks and supervises them; %s of this command "
+            "do nothing here",
             cluster.source,
+            ", ".join(idle),
         )
     return _run(config)
 

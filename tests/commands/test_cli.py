@@ -313,7 +313,7 @@ def test_a_task_of_a_scheduler_trains(in_slurm, calls):
 def test_a_scheduler_restarts_its_tasks_itself(in_slurm, calls, caplog):
     assert cli.main(["train", "--max_restarts=2"]) == 0
     assert calls == [("run", 1, 5)]
-    assert "Slurm job 17 restarts its tasks itself" in caplog.text
+    assert "Slurm job 17 has started its tasks and supervises" in caplog.text
 
 
 @pytest.mark.parametrize(
