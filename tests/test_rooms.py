@@ -89,6 +89,7 @@ LIGHT_MODULES = {
     "mgpu_tf.studies",
     "mgpu_tf.studies.doctor",
     "mgpu_tf.studies.doctor.findings",
+    "mgpu_tf.studies.doctor.gpus",
     "mgpu_tf.studies.doctor.machine",
     "mgpu_tf.studies.doctor.network",
     "mgpu_tf.studies.doctor.tensorflow_sees",
