@@ -24,7 +24,7 @@ from mgpu_tf.studies.doctor.findings import Finding, error, ok, warning
 # The first driver for all of a major version of CUDA.
 _FIRST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 # The first branch of the driver that compiles what a version of CUDA writes.
-_PTX_BRANCH = {
+_PTX_BRANCH: dict[tuple[int, ...], int] = {
     (12, 0): 525,
     (12, 1): 530,
     (12, 2): 535,
@@ -91,7 +91,8 @@ def read_driver(listed: str, matrix: str) -> Driver:
         listed: A line "name, driver, capability" for each GPU.
         matrix: Of `nvidia-smi topo -m`.
     """
-    gpus, version = [], ()
+    gpus: list[Gpu] = []
+    version: tuple[int, ...] = ()
     for line in listed.splitlines():
         name, *rest = [part.strip() for part in line.split(",")]
         if name:
@@ -143,7 +144,7 @@ def kernels(
 def _compiled_later(
     what: str, source: tuple[int, int], gpu: Gpu, cuda: str, driver: Driver
 ) -> Iterator[Finding]:
-    needed = _PTX_BRANCH.get(_numbers(cuda)[:2])  # type: ignore[call-overload]
+    needed = _PTX_BRANCH.get(_numbers(cuda)[:2])
     if needed and driver.version and driver.version[0] < needed:
         yield error(
             "GPU kernels",
