@@ -15,7 +15,10 @@ remedy. The command line prints it without a traceback and exits with status 2.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import math
+import numbers
 from collections.abc import Iterable
 
 # The exit status of a process that has saved its state and can be started
@@ -54,8 +57,10 @@ def is_integer(value: object) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
-def check_integer(name: str, value: object, least: int) -> None:
-    """Checks that a value is an integer of `least` or more.
+def check_integer(
+    name: str, value: object, least: int, most: int | None = None
+) -> None:
+    """Checks that a value is an integer of `least` or more, to `most`.
 
     Raises:
         ConfigurationError: The value is no such integer.
@@ -63,8 +68,72 @@ def check_integer(name: str, value: object, least: int) -> None:
     if not is_integer(value) or value < least:  # type: ignore[operator]
         raise ConfigurationError(
             f"{name} must be an integer of {least} or more. Received: "
-            f"{name}={value!r}."
+            f"{name}={repr(value)[:100]}."
         )
+    if most is not None and value > most:  # type: ignore[operator]
+        raise ConfigurationError(
+            f"{name} must be {most} or less. Received: "
+            f"{name}={repr(value)[:100]}."
+        )
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> None:
+    """Checks that a value is a finite number in a range.
+
+    Args:
+        name: What it is.
+        value: A number of Python or NumPy.
+        least: The least that it may be.
+        above: What it must be above.
+        below: What it must be below.
+
+    Raises:
+        ConfigurationError: The value is no such number.
+    """
+    number = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            number = float(value)
+    if math.isfinite(number) and (
+        least <= number and above < number and number < below
+    ):
+        return
+    ends = (
+        ("of", least, "or more"),
+        ("above", above, ""),
+        ("below", below, ""),
+    )
+    told = " and ".join(
+        f"{word} {end:g} {rest}".strip()
+        for word, end, rest in ends
+        if math.isfinite(end)
+    )
+    raise ConfigurationError(
+        f"{name} must be a finite number {told}".strip()
+        + f". Received: {name}={repr(value)[:100]}."
+    )
+
+
+def check_names(name: str, value: object) -> None:
+    """Checks that a value is a list, tuple or set of names.
+
+    Raises:
+        ConfigurationError: It is something else, such as a single name.
+    """
+    if isinstance(value, list | tuple | set | frozenset) and all(
+        isinstance(part, str) for part in value
+    ):
+        return
+    raise ConfigurationError(
+        f"{name} must be a list of names. Received: {name}={repr(value)[:100]}."
+    )
 
 
 def unknown_name(kind: str, received: object, valid: Iterable[str]) -> str:

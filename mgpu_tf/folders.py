@@ -76,6 +76,27 @@ def check_regular(path: str) -> None:
     _check_mode(os.stat(path).st_mode, path)
 
 
+def check_file(name: str, path: str) -> None:
+    """Refuses what is no file that can be read.
+
+    Args:
+        name: The argument or flag that it came from.
+        path: Its path.
+
+    Raises:
+        ConfigurationError: It is a pipe, a device, a socket or a folder, or
+            is not there.
+    """
+    check_path(name, path)
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{name} must be of files that can be read. Received: {path!r} "
+            f"({error.strerror})."
+        ) from None
+
+
 def _check_mode(mode: int, path: str) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -85,7 +106,7 @@ def _check_mode(mode: int, path: str) -> None:
         )
 
 
-def regular(path: str, flags: int) -> int:
+def regular(path: str, flags: int, mode: int = 0o666) -> int:
     """Opens a regular file, as `opener` of `open`; never waits.
 
     Raises:
@@ -94,7 +115,7 @@ def regular(path: str, flags: int) -> int:
     if not flags & os.O_CREAT or os.path.exists(path):
         check_regular(path)
     # Another one may have come in its place meanwhile.
-    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
     try:
         _check_mode(os.fstat(descriptor).st_mode, path)
     except OSError:
@@ -141,7 +162,7 @@ def own_only(path: str, flags: int) -> int:
     Raises:
         OSError: It cannot be opened.
     """
-    return os.open(path, flags, 0o600)
+    return regular(path, flags, 0o600)
 
 
 def keep_private() -> None:

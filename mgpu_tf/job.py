@@ -27,7 +27,7 @@ from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.engine.noise_scale import NAMES, SCALE
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import names_of
-from mgpu_tf.folders import keep_private, make_folder
+from mgpu_tf.folders import check_regular, keep_private, make_folder
 from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.models import create_model
 from mgpu_tf.models.normalization import synchronize_batch_normalization
@@ -397,6 +397,8 @@ def _check_own_compile(config: RunConfig) -> None:
 def _from_file(path: str, load: Callable[[str], Any]) -> Any:
     try:
         check_reachable("initial_model", path)
+        if os.path.exists(path) and not os.path.isdir(path):
+            check_regular(path)
         return load(path)
     except ConfigurationError:
         raise

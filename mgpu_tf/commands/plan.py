@@ -219,7 +219,10 @@ def _read(path: str) -> ScalingTable:
     try:
         table = ScalingTable.read(path)
         _check(table)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (
+        *(OSError, ValueError, LookupError, TypeError, AttributeError),
+        RecursionError,
+    ) as error:
         raise ConfigurationError(
             "scaling must be a file that mgpu-tf benchmark --output_dir "
             f"wrote. Received: scaling={path!r} ({type(error).__name__})."

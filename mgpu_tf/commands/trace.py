@@ -13,7 +13,7 @@ from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.commands.arguments import STARTED, Call, define_isolation
 from mgpu_tf.config import RunConfig
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.folders import check_local
+from mgpu_tf.folders import check_local, open_regular
 from mgpu_tf.options import SaveOptions
 from mgpu_tf.runtime import quiet_import
 
@@ -119,7 +119,7 @@ def _check_path(name: str, path: str | None) -> None:
 
 def _write(name: str, path: str, text: str) -> None:
     try:
-        with open(path, "w", encoding="utf-8") as file:
+        with open_regular(path, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise ConfigurationError(

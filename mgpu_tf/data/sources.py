@@ -140,6 +140,10 @@ class Source(abc.ABC):
         """Returns in words what the data is."""
         return "data of this kind"
 
+    def broken(self) -> str:
+        """Looks for what cannot be read, after an error; "" for nothing."""
+        return ""
+
     def rows(self) -> Rows | None:
         """Returns the arrays if batches are rows of arrays, else None."""
         return None
@@ -459,6 +463,10 @@ class MappedSource(Source):
     def unrepeatable(self) -> str:
         """Returns that of the source."""
         return self._source.unrepeatable
+
+    def broken(self) -> str:
+        """Returns that of the source."""
+        return self._source.broken()
 
     def anew(self) -> Source:
         """Returns the source anew, mapped."""

@@ -27,6 +27,7 @@ from mgpu_tf.datasets.parquet import parquet
 from mgpu_tf.datasets.record_index import indexed_records
 from mgpu_tf.datasets.text_folder import text_folder
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.folders import open_regular
 from mgpu_tf.runtime.remote import check_reachable, is_address
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ def _locked(folder: str) -> Iterator[None]:
         yield  # Such a file system locks nothing.
         return
     os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, ".mgpu_tf.lock"), "w") as file:
+    with open_regular(os.path.join(folder, ".mgpu_tf.lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

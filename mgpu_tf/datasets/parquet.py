@@ -23,6 +23,7 @@ import numpy as np
 
 from mgpu_tf.datasets.random_access import RandomAccess
 from mgpu_tf.errors import ConfigurationError, check_integer
+from mgpu_tf.folders import check_file, check_path
 
 
 def parquet(
@@ -77,7 +78,8 @@ class ParquetRows:
         check_integer("memory_bytes", memory_bytes, 0)
         self._columns = None if columns is None else list(columns)
         self._memory_bytes = memory_bytes
-        self._files = [_opened(path, columns) for path in _paths(pattern)]
+        self._paths = _paths(pattern)
+        self._files = [_opened(path, columns) for path in self._paths]
         self._groups = [
             (file, group)
             for file, opened in enumerate(self._files)
@@ -121,14 +123,27 @@ class ParquetRows:
                 rows[place] = {n: values[row] for n, values in columns.items()}
         return rows
 
+    def _read(self, file: int, group: int) -> Any:
+        """Returns a row group of a file."""
+        import pyarrow as pa
+
+        try:
+            return self._files[file].read_row_group(
+                group, columns=self._columns
+            )
+        except (pa.ArrowException, OSError) as error:
+            said = str(error).partition("\n")[0]
+            raise ConfigurationError(
+                "pattern must match whole Parquet files. Received: "
+                f"{self._paths[file]!r}, whose row group {group} cannot be "
+                f"read ({said:.120}). Write the file again."
+            ) from None
+
     def _group(self, number: int) -> Any:
         """Returns a row group, from memory if it is there."""
         with self._lock:
             if number not in self._held:
-                file, group = self._groups[number]
-                self._held[number] = self._files[file].read_row_group(
-                    group, columns=self._columns
-                )
+                self._held[number] = self._read(*self._groups[number])
                 self.groups_read += 1
             self._held.move_to_end(number)
             table = self._held[number]
@@ -156,12 +171,14 @@ def _values(column: Any) -> Any:
 
 
 def _paths(pattern: str) -> list[str]:
-    paths = sorted(glob.glob(pattern))
+    paths = sorted(glob.glob(check_path("pattern", pattern)))
     if not paths:
         raise ConfigurationError(
             "pattern must match one local file or more. Received: "
             f"pattern={pattern!r}, which matches none."
         )
+    for path in paths:
+        check_file("pattern", path)
     return paths
 
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from mgpu_tf.datasets.random_access import RandomAccess
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.folders import check_file, check_path, check_regular, open_regular
 
 _HEADER, _CHECKSUM = 12, 4
 
@@ -70,13 +71,17 @@ class RecordFiles:
 
     def __init__(self, pattern: str) -> None:
         paths = sorted(
-            path for path in glob.glob(pattern) if not path.endswith(".index")
+            path
+            for path in glob.glob(check_path("pattern", pattern))
+            if not path.endswith(".index")
         )
         if not paths:
             raise ConfigurationError(
                 "pattern must match one local file or more. Received: "
                 f"pattern={pattern!r}, which matches none."
             )
+        for path in paths:
+            check_file("pattern", path)
         self._paths = paths
         self._places = [_places_of(path) for path in paths]
         self._ends = np.cumsum([len(places) for places in self._places])
@@ -92,7 +97,14 @@ class RecordFiles:
         file = int(np.searchsorted(self._ends, number, side="right"))
         places = self._places[file]
         start, size = places[number - int(self._ends[file]) + len(places)]
-        return os.pread(self._descriptors[file], int(size), int(start))
+        record = os.pread(self._descriptors[file], int(size), int(start))
+        if len(record) != size:
+            raise ConfigurationError(
+                "TFRecord files must stay as they are while they are read. "
+                f"Received: {self._paths[file]!r}, of whose record {number} "
+                f"{len(record)} of {size} bytes are there."
+            )
+        return record
 
     @functools.cached_property
     def _descriptors(self) -> list[int]:
@@ -106,12 +118,9 @@ class RecordFiles:
 def _places_of(path: str) -> np.ndarray:
     """Returns `[records, 2]`: the first byte and the number of bytes."""
     index, size = f"{path}.index", os.path.getsize(path)
-    try:
-        table = np.load(index, mmap_mode="r")
-        if table.shape[1:] == (2,) and table[0, 0] == size:
-            return table[1:]
-    except (OSError, ValueError, IndexError):
-        pass  # No index yet, or the index of another file.
+    table = _known(index, size)
+    if table is not None:
+        return table
     table = np.array([(size, 0), *_scanned(path, size)], np.int64)
     try:
         # Workers may write at the same time: each a whole file.
@@ -125,9 +134,35 @@ def _places_of(path: str) -> np.ndarray:
     return table[1:]
 
 
+def _known(index: str, size: int) -> np.ndarray | None:
+    """Returns the places in an index file; None where it is not of the file.
+
+    Args:
+        index: The index file.
+        size: Of the file with the records.
+    """
+    try:
+        check_regular(index)
+        table = np.load(index, mmap_mode="r")
+    except (OSError, ValueError, EOFError, SyntaxError):
+        return None
+    if table.ndim != 2 or table.shape[1] != 2 or table.dtype != np.int64:
+        return None
+    if not len(table) or table[0, 0] != size:
+        return None
+    places = table[1:]
+    # As a scan finds them: one after the other, from the first byte on.
+    ends = np.cumsum(places[:, 1] + _HEADER + _CHECKSUM)
+    starts = places[:, 0] - _HEADER
+    whole = len(places) and ends[-1] == size and starts[0] == 0
+    if whole and np.array_equal(starts[1:], ends[:-1]):
+        return places
+    return None
+
+
 def _scanned(path: str, size: int) -> list[tuple[int, int]]:
     places, start = [], 0
-    with open(path, "rb") as file:
+    with open_regular(path, "rb") as file:
         while start < size:
             file.seek(start)
             length = int.from_bytes(file.read(8), "little")

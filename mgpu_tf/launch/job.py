@@ -74,6 +74,7 @@ class LaunchJob:
     spares: int = 0
 
     def __post_init__(self) -> None:
+        check_command(self.command)
         if self.num_workers < 1:
             raise ConfigurationError(
                 f"num_workers must be 1 or more. Received: {self.num_workers}."

@@ -14,13 +14,12 @@ zero_init_residual=True)` is the part that belongs to the model.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import keras
 from keras import ops
 
-from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.errors import ConfigurationError, check_number, unknown_name
 from mgpu_tf.names import LEARNING_RATE_DECAYS, LEARNING_RATE_RULES
 from mgpu_tf.optimizers.named import create_optimizer, default_learning_rate
 
@@ -58,10 +57,7 @@ def scale_learning_rate(
         ("base_batch", base_batch),
         ("batch", batch),
     ):
-        if not 0 < value < math.inf:
-            raise ConfigurationError(
-                f"{name} must be above 0 and finite. Received: {name}={value}."
-            )
+        check_number(name, value, above=0)
     if rule not in LEARNING_RATE_RULES:
         raise ConfigurationError(
             unknown_name("rule", rule, LEARNING_RATE_RULES)

@@ -60,7 +60,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from mgpu_tf.folders import write_whole
+from mgpu_tf.folders import open_regular, write_whole
 
 REPORT_FILE = "report.json"
 
@@ -153,7 +153,7 @@ class Report:
     def read(cls, folder: str) -> Report:
         """Reads `report.json` from a folder."""
         path = os.path.join(folder, REPORT_FILE)
-        with open(path, encoding="utf-8") as file:
+        with open_regular(path, encoding="utf-8") as file:
             values = json.load(file)
         epochs = [
             EpochReport(**known(EpochReport, epoch))

@@ -19,6 +19,8 @@ import json
 import statistics
 from collections.abc import Sequence
 
+from mgpu_tf.folders import open_regular
+
 # Speed-ups on 1, 2, 4 and 8 GPUs.
 PUBLISHED = {
     "source text, CNN": {1: 1.0, 2: 1.7, 4: 3.5, 8: 6.2},
@@ -110,14 +112,14 @@ class ScalingTable:
             entry["efficiency"] = self.efficiency(point)
         value["meaning"] = MEANING[self.kind]
         value["published"] = PUBLISHED
-        with open(path, "w", encoding="utf-8") as file:
+        with open_regular(path, "w", encoding="utf-8") as file:
             json.dump(value, file, indent=2)
             file.write("\n")
 
     @classmethod
     def read(cls, path: str) -> ScalingTable:
         """Reads what `write` wrote."""
-        with open(path, encoding="utf-8") as file:
+        with open_regular(path, encoding="utf-8") as file:
             value = json.load(file)
         names = [field.name for field in dataclasses.fields(ScalingPoint)]
         points = [

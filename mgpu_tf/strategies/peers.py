@@ -26,6 +26,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -96,6 +97,8 @@ class Peers:
         self._strategy = strategy
         self._worker = local.process
         self._workers = local.num_processes
+        # A callback may call again, in the same thread.
+        self._one_thread = threading.RLock()
         self._sum = tf.function(self._sum_over_replicas, autograph=False)
         self._merge = tf.function(self._sum_over_workers, autograph=False)
         if not self.alone and not _HERE.leaves:
@@ -135,12 +138,21 @@ class Peers:
             WorkerError: Another worker failed in another way, now or in an
                 earlier call that no worker could go on from.
         """
-        with heartbeat.call(name):
-            if self.alone:
-                yield
-                return
-            with self._in_call(name):
-                yield
+        if not self._one_thread.acquire(blocking=False):
+            raise ConfigurationError(
+                "The calls of a trainer are made one after the other. "
+                f"Received: {name} while another thread is in a call of the "
+                "same trainer. Wait for it, or make another trainer."
+            )
+        try:
+            with heartbeat.call(name):
+                if self.alone:
+                    yield
+                    return
+                with self._in_call(name):
+                    yield
+        finally:
+            self._one_thread.release()
 
     @contextlib.contextmanager
     def _in_call(self, name: str) -> Iterator[None]:

@@ -8,10 +8,12 @@ from collections.abc import Collection
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from mgpu_tf import data as data_lib
 from mgpu_tf.engine.base import DataFeed
 from mgpu_tf.errors import ConfigurationError, check_integer, is_integer
+from mgpu_tf.folders import check_path
 from mgpu_tf.options import SaveOptions
 
 NO_BATCH = (
@@ -115,12 +117,7 @@ def file_path(path: Any) -> str:
     Raises:
         ConfigurationError: It is no path.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigurationError(
-            f"path must be a path. Received: path={path!r}. Write such as "
-            "'model.keras'."
-        )
-    return os.fspath(path)
+    return check_path("path", path)
 
 
 def fit_facts(
@@ -137,6 +134,30 @@ def fit_facts(
         f"validation {name}": value
         for name, value in data_facts(validation.source).items()
     }
+
+
+def check_real(source: data_lib.Source, model: keras.Model) -> None:
+    """Refuses complex numbers, of which Keras would drop the imaginary part.
+
+    Args:
+        source: The data.
+        model: A model whose declared inputs are complex takes such inputs.
+    """
+    parts = keras.utils.unpack_x_y_sample_weight(source.example())
+    takes = any(
+        "complex" in str(tensor.dtype)
+        for tensor in keras.tree.flatten(getattr(model, "inputs", None) or [])
+    )
+    for name, part in zip(("x", "y", "sample_weight"), parts, strict=True):
+        for spec in tf.nest.flatten(part):
+            is_complex = spec is not None and spec.dtype.is_complex
+            if is_complex and not (takes and name == "x"):
+                raise ConfigurationError(
+                    "The data must be real numbers: of others Keras drops "
+                    f"the imaginary part. Received: {name} of type "
+                    f"{spec.dtype.name}. Pass real and imaginary parts as two "
+                    "features."
+                )
 
 
 def data_facts(source: data_lib.Source) -> dict[str, str]:
@@ -237,12 +258,7 @@ def saving_of(
             f"{checkpoint_dir!r} beside {checkpoint}."
         )
     if checkpoint is None and checkpoint_dir is not None:
-        if not isinstance(checkpoint_dir, (str, os.PathLike)):
-            raise ConfigurationError(
-                "checkpoint_dir must be the path of a folder. Received: "
-                f"checkpoint_dir={checkpoint_dir!r}."
-            )
-        checkpoint = SaveOptions(os.fspath(checkpoint_dir))
+        checkpoint = SaveOptions(check_path("checkpoint_dir", checkpoint_dir))
     if checkpoint is not None and not isinstance(checkpoint, SaveOptions):
         raise ConfigurationError(
             "checkpoint must be a SaveOptions. Received: "

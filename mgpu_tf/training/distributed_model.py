@@ -31,6 +31,7 @@ from mgpu_tf.strategies.registry import is_chief
 from mgpu_tf.training import agreement
 from mgpu_tf.training import callbacks as callbacks_lib
 from mgpu_tf.training.call_arguments import (
+    check_real,
     check_seeded,
     check_verbose,
     data_facts,
@@ -180,6 +181,7 @@ class DistributedModel:
             steps=steps,
         )
         if preprocess is None:
+            check_real(source, self.model)
             return source
         return data_lib.PreprocessedSource(source, preprocess, self.model.name)
 
@@ -388,10 +390,14 @@ def _write(name: str, path: str, write: Callable[[], Any]) -> None:
 
 
 def _seed_of(given: int | str | None) -> int | None:
-    if given is None or is_integer(given):
-        return given  # type: ignore[return-value]
-    if given != "auto":
+    if given is None:
+        return None
+    if isinstance(given, str) and given == "auto":
+        return keras_internals.given_seed() or 0
+    # Of more, Keras would have set a part of the generators and then failed.
+    if not is_integer(given) or not 0 <= int(given) < 2**32:
         raise ConfigurationError(
-            f"seed must be an integer, None or 'auto'. Received: {given!r}."
+            "seed must be an integer from 0 to 4294967295, None or 'auto'. "
+            f"Received: seed={given!r}."
         )
-    return keras_internals.given_seed() or 0
+    return int(given)

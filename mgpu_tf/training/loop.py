@@ -370,6 +370,13 @@ class Training:
         at.examples += rest.examples
         if not at.step:
             raise ConfigurationError(NO_BATCH)
+        if not at.trained:
+            raise DivergedError(
+                "An epoch must keep one batch or more. Received: epoch "
+                f"{at.epoch + 1}, whose {at.step} batches are all left out "
+                "(on_nan='restore'). Raise max_loss, lower the learning rate, "
+                "or look for values in the data that are not finite."
+            )
         return EpochRecord(
             at.epoch, at.trained, at.examples, at.seconds, at.logs | rest.logs
         )

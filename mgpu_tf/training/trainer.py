@@ -584,6 +584,7 @@ class Trainer:
             path: A folder.
             **options: Arguments of `keras.Model.export`.
         """
+        path = file_path(path)
         self._distributed.write(
             "export", path, lambda: self.model.export(path, **options)
         )
