@@ -144,7 +144,7 @@ class RunConfig(
             )
         _check_profile(self)
         _check_model(self.model)
-        _check_initial_model(self.initial_model)
+        _check_initial_model(self)
         _check_workers(self)
         _check_large_batch(self)
 
@@ -202,11 +202,20 @@ def _check_large_batch(config: RunConfig) -> None:
         )
 
 
-def _check_initial_model(path: str | None) -> None:
-    if path is not None and not path.endswith((".keras", ".weights.h5")):
+def _check_initial_model(config: RunConfig) -> None:
+    path = config.initial_model
+    if path is None:
+        return
+    if not path.endswith((".keras", ".weights.h5")):
         raise ConfigurationError(
             "initial_model must end with .keras or .weights.h5. Received: "
             f"initial_model={path!r}."
+        )
+    if path.endswith(".keras") and config.model != RunConfig.model:
+        raise ConfigurationError(
+            "A .keras file has its model. Received: "
+            f"initial_model={path!r} beside model={config.model!r}. Leave out "
+            "model, or give a .weights.h5 file."
         )
 
 

@@ -19,6 +19,7 @@ import contextlib
 import difflib
 import math
 import numbers
+import operator
 from collections.abc import Iterable
 
 # The exit status of a process that has saved its state and can be started
@@ -54,7 +55,13 @@ class Preempted(SystemExit):
 
 def is_integer(value: object) -> bool:
     """Returns whether a value is an integer of Python or NumPy."""
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    if isinstance(value, bool | type):
+        return False
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except Exception:
+        return False  # An array has the method too, and raises.
+    return True
 
 
 def check_integer(

@@ -20,14 +20,20 @@ them: "checkpoint_dir" (it is given), "on_nan=restore" (it has this value), or
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import math
+import numbers
+import types
 import typing
-from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from mgpu_tf.errors import ConfigurationError, is_integer, unknown_name
 from mgpu_tf.folders import check_path
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -77,10 +83,9 @@ def check(options: Any) -> None:
     Raises:
         ConfigurationError: A value breaks the rule of its field.
     """
-    hints = typing.get_type_hints(type(options))
+    check_types(options)
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
-        _check_type(field.name, value, hints[field.name])
         if value is not None:
             _check_value(field.name, value, field.metadata)
     check_effects(options)
@@ -165,26 +170,94 @@ def _is_met(
     return is_set != need.startswith("not ")
 
 
+def check_types(values: Any) -> None:
+    """Checks that the fields of a dataclass have the types they declare.
+
+    Raises:
+        ConfigurationError: One has another type.
+    """
+    hints = typing.get_type_hints(type(values))
+    for field in dataclasses.fields(values):
+        _check_type(field.name, getattr(values, field.name), hints[field.name])
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Has the arguments of a public function checked by their annotations.
+
+    Raises, when the function is called:
+        ConfigurationError: An argument has another type.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        hints = _annotations(function)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"{function.__name__}: {error}. Its arguments are "
+                f"{', '.join(signature.parameters)}."
+            ) from None
+        for name, value in bound.arguments.items():
+            kind = signature.parameters[name].kind
+            if kind not in (inspect.Parameter.VAR_POSITIONAL, _VAR_KEYWORD):
+                _check_type(name, value, hints.get(name, Any))
+        return function(*args, **kwargs)
+
+    return call
+
+
+_VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
+
+
+@functools.cache
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the types of arguments that are known when a program runs."""
+    found = {}
+    for name, text in function.__annotations__.items():
+        try:
+            found[name] = eval(text, function.__globals__)
+        except NameError:
+            found[name] = Any  # It is imported for type checkers alone.
+    return found
+
+
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    kinds = [
-        typing.get_origin(kind) or kind
-        for kind in (typing.get_args(hint) or (hint,))
-    ]
-    if float in kinds:
-        kinds.append(int)
-    fits = isinstance(value, tuple(kinds))
-    if isinstance(value, bool):
-        fits = bool in kinds
-    elif int in kinds:
-        fits = fits or is_integer(value)
-    if not fits:
-        names = [
-            "None" if kind is type(None) else kind.__name__ for kind in kinds
-        ]
+    if not _fits(value, hint):
         raise ConfigurationError(
-            f"{name} must be of type {' or '.join(names)}. Received: "
-            f"{name}={value!r}."
+            f"{name} must be of type {_named(hint)}. Received: "
+            f"{name}={repr(value)[:100]}."
         )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Returns whether a value is of a type, and so are its elements."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, kind) for kind in inner)
+    if hint is Any:
+        return True
+    if hint is int:
+        return is_integer(value)
+    if hint is float:
+        is_number = isinstance(value, numbers.Real)
+        return is_number and not isinstance(value, bool)
+    if not isinstance(value, origin or hint):
+        return False
+    if origin in (tuple, Sequence):
+        is_text = isinstance(value, str | bytes)
+        return not is_text and all(_fits(one, inner[0]) for one in value)
+    return True
+
+
+def _named(hint: Any) -> str:
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(map(_named, inner))
+    if hint is type(None):
+        return "None"
+    return getattr(hint, "__name__", str(hint))
 
 
 def _check_value(name: str, value: Any, rule: Mapping[str, Any]) -> None:

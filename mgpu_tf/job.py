@@ -49,6 +49,7 @@ from mgpu_tf.reports.report import (
 )
 from mgpu_tf.runtime.determinism import enable_determinism
 from mgpu_tf.runtime.remote import check_reachable
+from mgpu_tf.strategies.pipeline import PipelineStrategy
 from mgpu_tf.strategies.registry import (
     create_with,
     is_chief,
@@ -383,9 +384,10 @@ def _compiled_by(
 
 def _check_own_compile(config: RunConfig) -> None:
     """Refuses options that a model which is compiled would not obey."""
-    given, default = config.options(LargeBatchOptions), LargeBatchOptions()
-    for name in names_of(LargeBatchOptions):
-        value = getattr(given, name)
+    default = RunConfig()
+    names = ("optimizer", "learning_rate", *names_of(LargeBatchOptions))
+    for name in names:
+        value = getattr(config, name)
         if value != getattr(default, name):
             raise ConfigurationError(
                 f"{name} goes with models that are not compiled. Received: "
@@ -427,6 +429,8 @@ def _check_batch(config: RunConfig, strategy: tf.distribute.Strategy) -> None:
             f"global_batch_size={config.global_batch_size} for {replicas} "
             "replicas."
         )
+    if isinstance(strategy, PipelineStrategy):
+        strategy.check_micro_batches(config.global_batch_size)
 
 
 def _check_loss(trainer: Trainer) -> None:

@@ -1,11 +1,20 @@
 """Folders and files that a run writes."""
 
 import os
+import types
 
 import pytest
 
+from mgpu_tf import cli, folders, job
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.folders import make_folder, write_whole
+from mgpu_tf.folders import (
+    check_path,
+    make_folder,
+    open_regular,
+    write_whole,
+)
+from mgpu_tf.reports import terminal
+from mgpu_tf.runtime import quiet_import
 from tests import clusters
 
 
@@ -71,3 +80,94 @@ def test_a_private_run_is_read_by_its_owner_only(tmp_path):
     for path in made:
         mode = 0o700 if path.is_dir() else 0o600
         assert path.stat().st_mode & 0o777 == mode, path
+
+
+PATHS = {
+    "be a path": [None, 3, b"a", ""],
+    "have no zero byte": ["a\0b"],
+    "only a shell replaces": ["~", "~/run", "~me/run", "$HOME/a", "a/${B}/c"],
+    "names of at most 255 bytes": ["a" * 256, "a/" * 3000, "\u00e9" * 128],
+    "be text": ["\ud800"],
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "path"),
+    [(rule, path) for rule, paths in PATHS.items() for path in paths],
+)
+def test_what_is_no_path(rule, path):
+    with pytest.raises(ConfigurationError, match=rule) as error:
+        check_path("output_dir", path)
+    assert len(str(error.value)) < 400
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("path", ["a", "/a/~b", "./~a", "a$", "a$ b", "gs://a"])
+def test_what_is_a_path(path):
+    assert check_path("output_dir", path) == path
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    """A pipe that nobody writes to: to open it would wait."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("mode", ["r", "w", "a", "rb", "r+"])
+def test_no_pipe_or_device_is_opened(mode, pipe):
+    for path in (pipe, "/dev/zero", "/dev/null"):
+        with pytest.raises(OSError, match="No regular file, but a pipe or dev"):
+            open_regular(path, mode)
+    with pytest.raises(IsADirectoryError):
+        open_regular(os.path.dirname(pipe), mode)
+
+
+def test_a_file_that_becomes_a_pipe_is_not_waited_for(pipe, monkeypatch):
+    """Between the look at it and the opening."""
+    monkeypatch.setattr(folders, "check_regular", lambda path: None)
+    with pytest.raises(OSError, match="No regular file"):
+        open_regular(pipe)
+
+
+def test_regular_files_are_opened_as_by_open(tmp_path):
+    path = str(tmp_path / "a")
+    with open_regular(path, "w") as file:
+        file.write("one\n")
+    with open_regular(path, "a") as file:
+        file.write("two\n")
+    with open_regular(path) as file:
+        assert file.read() == "one\ntwo\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan --scaling={pipe} --examples=8",
+        "plan --scaling=/dev/zero --examples=8",
+        "trace --json={pipe}",
+        "train --initial_model={pipe}.keras",
+        "train --output_dir={pipe}",
+        "train --output_dir=~/run",
+        "train --checkpoint_dir=$HOME/run",
+        "launch --num_workers=1 --log_dir={pipe} -- true",
+        "checkpoints {pipe}",
+    ],
+)
+def test_commands_do_not_wait_for_a_pipe(line, pipe, monkeypatch, capsys):
+    monkeypatch.setattr(quiet_import, "import_tensorflow", lambda: None)
+    monkeypatch.setattr(job, "_splits", lambda config: None)
+    monkeypatch.setattr(
+        job,
+        "trace",
+        lambda config: types.SimpleNamespace(json=lambda: "{}"),
+    )
+    monkeypatch.setattr(terminal, "show_trace", lambda trace: None)
+    monkeypatch.setattr(
+        job, "_trained", lambda config, splits, *_: job._model(config, splits)
+    )
+    os.link(pipe, f"{pipe}.keras")
+    assert cli.main(line.format(pipe=pipe).split()) == cli.USAGE_ERROR
+    told = capsys.readouterr().err.splitlines()
+    assert "Received: " in told[-1]

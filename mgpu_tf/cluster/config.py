@@ -24,6 +24,7 @@ from mgpu_tf.cluster import environments
 from mgpu_tf.cluster.addresses import Address, parse
 from mgpu_tf.cluster.place import Place
 from mgpu_tf.errors import ClusterError, unknown_name
+from mgpu_tf.fields import check_types, checked
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 TF_CONFIG = "TF_CONFIG"
@@ -66,6 +67,7 @@ class ClusterConfig:
     source: str = dataclasses.field(default=TF_CONFIG, compare=False)
 
     def __post_init__(self) -> None:
+        check_types(self)
         _check_addresses(self)
         _check_task(self)
 
@@ -122,6 +124,7 @@ class ClusterConfig:
         )
 
     @classmethod
+    @checked
     def from_json(cls, text: str) -> ClusterConfig:
         """Parses the text of `TF_CONFIG`.
 

@@ -246,7 +246,8 @@ def begin(
     A later call changes nothing.
 
     Args:
-        cluster: The cluster; without one only a supervisor watches.
+        cluster: The cluster. Without one a supervisor watches, or a child
+            process if a limit is not the default.
         options: The limits, where no supervisor has its own. Default: those
             of the environment.
     """
@@ -254,9 +255,12 @@ def begin(
     options = options or WatchOptions.from_environment()
     if heartbeat.has_begun():
         return
-    if cluster is None or not options.watches or heartbeat.FILE in os.environ:
+    # A process that is alone is watched where somebody has set a limit.
+    wanted = cluster is not None or options != WatchOptions()
+    if not (wanted and options.watches) or heartbeat.FILE in os.environ:
         heartbeat.begin()
         return
+    cluster = cluster or ClusterConfig("worker", 0, worker=("localhost:1",))
     board = heartbeat.Board()
     heartbeat.begin(board)
     packages = os.path.dirname(

@@ -44,7 +44,7 @@ class ArraySource(Source):
         self._examples = _common_length(self._data)
         if batch_size is None:
             batch_size = -(-self._examples // steps) if steps else BATCH_SIZE
-        self._batch_size = batch_size
+        self._batch_size = self.batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
         self._steps = -(-self._examples // batch_size)

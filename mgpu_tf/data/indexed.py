@@ -66,7 +66,7 @@ class RandomAccessSource(Source):
         self._examples = len(data)
         if batch_size is None:
             batch_size = -(-self._examples // steps) if steps else BATCH_SIZE
-        self._batch_size = batch_size
+        self._batch_size = self.batch_size = batch_size
         self._shuffle, self._seed = bool(shuffle), seed
         self._passes = -(-self._examples // batch_size)
         self.steps = self._passes

@@ -27,7 +27,8 @@ from mgpu_tf.datasets.parquet import parquet
 from mgpu_tf.datasets.record_index import indexed_records
 from mgpu_tf.datasets.text_folder import text_folder
 from mgpu_tf.errors import ConfigurationError, unknown_name
-from mgpu_tf.folders import open_regular
+from mgpu_tf.fields import checked
+from mgpu_tf.folders import check_path, open_regular
 from mgpu_tf.runtime.remote import check_reachable, is_address
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ class Streams:
         return data.batch(size).map(scaled, num_parallel_calls=tf.data.AUTOTUNE)
 
 
+@checked
 def load(
     name: str,
     data_dir: str | None = None,
@@ -182,6 +184,7 @@ def load(
             nor made, or the folder cannot be written.
     """
     if data_dir is not None:
+        check_path("data_dir", data_dir)
         check_reachable("data_dir", data_dir)
     base = name.partition("/")[0]
     if base == "images":
@@ -218,7 +221,7 @@ def _of_tfds(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
 
     try:
         builder = tfds.builder(name, data_dir=data_dir)
-    except tfds.core.DatasetNotFoundError:
+    except (tfds.core.DatasetNotFoundError, ValueError):
         names = [*NAMES, *tfds.list_builders(with_community_datasets=False)]
         message = unknown_name("dataset", name, names)
         raise ConfigurationError(

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
+from mgpu_tf.fields import checked
 from mgpu_tf.folders import check_file, check_path
 
 # A dataset, or a function that a trainer calls with an `InputContext`.
@@ -25,6 +26,7 @@ _COMPRESSIONS = ("", "GZIP", "ZLIB")
 _log = logging.getLogger("mgpu_tf")
 
 
+@checked
 def records(
     pattern: str,
     parse: Callable[[tf.Tensor], Any],

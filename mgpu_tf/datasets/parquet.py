@@ -23,9 +23,11 @@ import numpy as np
 
 from mgpu_tf.datasets.random_access import RandomAccess
 from mgpu_tf.errors import ConfigurationError, check_integer
+from mgpu_tf.fields import checked
 from mgpu_tf.folders import check_file, check_path
 
 
+@checked
 def parquet(
     pattern: str,
     map: Callable[..., Any] | None = None,

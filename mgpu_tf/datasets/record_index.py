@@ -26,6 +26,7 @@ import numpy as np
 
 from mgpu_tf.datasets.random_access import RandomAccess
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.fields import checked
 from mgpu_tf.folders import check_file, check_path, check_regular, open_regular
 
 _HEADER, _CHECKSUM = 12, 4
@@ -33,6 +34,7 @@ _HEADER, _CHECKSUM = 12, 4
 _log = logging.getLogger("mgpu_tf")
 
 
+@checked
 def indexed_records(
     pattern: str,
     parse: Callable[[Any], Any],

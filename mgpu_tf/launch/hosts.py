@@ -14,9 +14,11 @@ from mgpu_tf.cluster.addresses import host_of
 from mgpu_tf.cluster.config import TF_CONFIG
 from mgpu_tf.cluster.place import DEFAULT_PORT
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.fields import checked
 from mgpu_tf.launch.job import LaunchJob, check_command
 
 
+@checked
 def commands(
     job: LaunchJob, hosts: Sequence[str], port: int = DEFAULT_PORT
 ) -> list[tuple[str, str, str]]:
@@ -57,6 +59,7 @@ def commands(
     ]
 
 
+@checked
 def places(
     num_tasks: int, hosts: Sequence[str], port: int
 ) -> list[tuple[str, int]]:

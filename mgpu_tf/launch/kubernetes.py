@@ -35,6 +35,7 @@ from mgpu_tf.errors import (
     check_integer,
     unknown_name,
 )
+from mgpu_tf.fields import check_types
 from mgpu_tf.launch import yaml_text
 from mgpu_tf.launch.job import check_command
 
@@ -133,6 +134,7 @@ class KubernetesJob:
     user_id: int = 1000
 
     def __post_init__(self) -> None:
+        check_types(self)
         _check_numbers(self)
         _check_names(self)
         _check_quantities(self)

@@ -28,7 +28,7 @@ from mgpu_tf.errors import PREEMPTED, ConfigurationError
 from mgpu_tf.folders import make_folder, own_only
 from mgpu_tf.launch import isolation
 from mgpu_tf.launch.guard import Guard
-from mgpu_tf.launch.job import EVALUATOR, LaunchJob
+from mgpu_tf.launch.job import EVALUATOR, REPLAY, LaunchJob
 from mgpu_tf.launch.machines import (
     Interrupted,
     Machines,
@@ -112,6 +112,12 @@ def supervise(
         raise ConfigurationError(
             "spares go with processes of this machine. Received: "
             f"spares={job.spares} on others. Leave spares out."
+        )
+    if REPLAY in os.environ and not machines.here:
+        raise ConfigurationError(
+            "A replay runs on this machine, which others would not know of. "
+            "Received: a launcher of other machines. Run mgpu-tf replay on one "
+            "of them."
         )
     if job.log_dir is not None:
         make_folder("log_dir", job.log_dir, mode=0o700)

@@ -19,6 +19,7 @@ import shlex
 
 from mgpu_tf.cluster.roles import Roles
 from mgpu_tf.errors import ConfigurationError, check_integer
+from mgpu_tf.fields import check_types
 from mgpu_tf.launch.job import check_command
 
 # What sbatch reads in a comment has no quoting that is safe for all text.
@@ -89,6 +90,7 @@ class SlurmJob:
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_types(self)
         for field, least, most in (
             ("nodes", 1, _MOST),
             ("gpus_per_node", 0, _MOST),

@@ -20,10 +20,12 @@ import keras
 from keras import ops
 
 from mgpu_tf.errors import ConfigurationError, check_number, unknown_name
+from mgpu_tf.fields import checked
 from mgpu_tf.names import LEARNING_RATE_DECAYS, LEARNING_RATE_RULES
 from mgpu_tf.optimizers.named import create_optimizer, default_learning_rate
 
 
+@checked
 def scale_learning_rate(
     base: float, base_batch: int, batch: int, rule: str = "linear"
 ) -> float:
@@ -66,6 +68,7 @@ def scale_learning_rate(
     return base * (batch / base_batch) ** power
 
 
+@checked
 def create_schedule(
     learning_rate: float,
     *,
@@ -130,6 +133,7 @@ class LargeBatchRecipe:
     warmup_steps: int
 
 
+@checked
 def large_batch_recipe(
     batch_size: int,
     *,

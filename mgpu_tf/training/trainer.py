@@ -74,6 +74,7 @@ from mgpu_tf.training.replay import (
     left_out_before,
     options_of,
     replay,
+    tell_verdict,
 )
 from mgpu_tf.training.totals import Totals
 
@@ -741,7 +742,9 @@ class Trainer:
 
         blamed, reason = replay(step, folder, source, one_pass)
         if self._distributed.is_chief:
-            print(f"replay of step {step}: {blamed or 'no fault'} ({reason})")
+            told = f"replay of step {step}: {blamed or 'no fault'} ({reason})"
+            tell_verdict(told)
+            print(told)
         raise SystemExit(FOUND if blamed else 0)
 
     def _leave_out(
