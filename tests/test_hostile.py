@@ -8,6 +8,8 @@ import dataclasses
 import inspect
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import mgpu_tf
 from mgpu_tf import config, options, planner
