@@ -222,9 +222,7 @@ class RandomAccessSource(Source):
                 found = example[leaf]
                 if found.shape != tuple(shape):
                     raise ConfigurationError(_one_shape(shape, found))
-                column[row] = found[()]
-                if found.dtype != column.dtype:
-                    _check_kept(found, column[row])
+                column[row] = _as_type(found, column.dtype)[()]
             columns.append(column)
         return columns
 
@@ -421,26 +419,32 @@ def _one_shape(shape: tf.TensorShape, found: np.ndarray) -> str:
     )
 
 
-def _check_kept(found: np.ndarray, kept: Any) -> None:
-    """Refuses a value that another type has changed, but by rounding.
+def _as_type(found: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Returns a value in another type, if that keeps it but for rounding.
 
     Args:
         found: The value of an example.
-        kept: The same in the type of the first example.
+        dtype: The type of the first example.
 
     Raises:
-        ConfigurationError: It is another value.
+        ConfigurationError: It would be another value.
     """
-    kept = np.asarray(kept)
-    if np.can_cast(found.dtype, kept.dtype, "same_kind") and (
-        found.dtype.kind not in "iu" or np.array_equal(found, kept)
-    ):
-        return
+    if found.dtype == dtype:
+        return found
+    is_text = object in (found.dtype, dtype)
+    if not is_text and np.can_cast(found.dtype, dtype, "same_kind"):
+        kept = found.astype(dtype)
+        if found.dtype.kind not in "iu" or np.array_equal(found, kept):
+            return kept
     raise ConfigurationError(
         "All examples of a source must have one type. Received: "
-        f"{found.dtype} after {kept.dtype}. Convert them in __getitem__, such "
-        "as with np.float32."
+        f"{_of_type(found.dtype)} after {_of_type(dtype)}. Convert them in "
+        "__getitem__, such as with np.float32."
     )
+
+
+def _of_type(dtype: np.dtype[Any]) -> str:
+    return "text" if dtype == object else str(dtype)
 
 
 def _alike(one: Any, other: Any) -> bool:

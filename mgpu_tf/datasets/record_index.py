@@ -155,11 +155,10 @@ def _known(index: str, size: int) -> np.ndarray | None:
     places = table[1:]
     # As a scan finds them: one after the other, from the first byte on.
     ends = np.cumsum(places[:, 1] + _HEADER + _CHECKSUM)
+    bounds = np.concatenate([[0], ends])
     starts = places[:, 0] - _HEADER
-    whole = len(places) and ends[-1] == size and starts[0] == 0
-    if whole and np.array_equal(starts[1:], ends[:-1]):
-        return places
-    return None
+    whole = bounds[-1] == size and np.array_equal(starts, bounds[:-1])
+    return places if whole else None
 
 
 def _scanned(path: str, size: int) -> list[tuple[int, int]]:
