@@ -5,8 +5,11 @@ for each of its arguments, beside others that are right.
 """
 
 import dataclasses
+import functools
 import inspect
 
+import keras
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,6 +24,7 @@ from mgpu_tf.launch.policy import RestartPolicy
 from mgpu_tf.launch.slurm import SlurmJob
 from mgpu_tf.optimizers import large_batch
 from tests import hostile
+from tests.tiers import tiered
 
 COMMAND = ("python", "a.py")
 # What is called, and arguments that are right.
@@ -126,6 +130,105 @@ ANYTHING = st.recursive(
     ),
     max_leaves=5,
 )
+X = np.ones((8, 2), "float32")
+Y = X[:, :1]
+
+
+def build():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def methods(trainer):
+    """The calls of a trainer, and arguments that are right."""
+    batch = {"x": X, "y": Y}
+    quiet = {"verbose": 0}
+    return {
+        "fit": (trainer.fit, batch | quiet | {"batch_size": 4}),
+        "evaluate": (trainer.evaluate, batch | quiet),
+        "predict": (trainer.predict, {"x": X} | quiet),
+        "train_on_batch": (trainer.train_on_batch, batch),
+        "test_on_batch": (trainer.test_on_batch, batch),
+        "predict_on_batch": (trainer.predict_on_batch, {"x": X}),
+        "save": (trainer.save, {"path": "a.keras"}),
+        "save_weights": (trainer.save_weights, {"path": "a.weights.h5"}),
+        "Trainer": (
+            mgpu_tf.Trainer,
+            {"build_model": build, "strategy": trainer.strategy},
+        ),
+        "create_strategy": (
+            functools.partial(mgpu_tf.create_strategy, num_virtual_devices=2),
+            {"name": "mirrored"},
+        ),
+        **{
+            name: (getattr(mgpu_tf, name), {})
+            for name in mgpu_tf.__all__
+            if name.startswith("create_") and name != "create_strategy"
+        },
+        "check_parity": (
+            mgpu_tf.check_parity,
+            {
+                "build_model": build,
+                "data": (X, Y),
+                "strategies": [trainer.strategy],
+                "steps": 1,
+                "batch_size": 4,
+            },
+        ),
+    }
+
+
+QUICK = ("predict_on_batch", "save", "create_mirrored_strategy")
+# They ask for so many steps, and a function of the user's fails.
+MEANT = {
+    *((argument, "huge") for argument in ("epochs", "steps_per_epoch")),
+    *((argument, "huge") for argument in ("validation_steps", "steps")),
+    *(
+        (argument, kind)
+        for argument in ("x", "validation_data", "data", "build_model")
+        for kind in ("failing", "class", "function")
+    ),
+}
+METHODS = [
+    *("fit", "evaluate", "predict", "train_on_batch", "test_on_batch"),
+    *("predict_on_batch", "save", "save_weights", "Trainer", "check_parity"),
+    *(name for name in mgpu_tf.__all__ if name.startswith("create_")),
+]
+
+
+@pytest.mark.parametrize("name", tiered(METHODS, QUICK))
+def test_any_value_of_any_argument_of_a_call(name, strategies):
+    trainer = mgpu_tf.Trainer(build, strategies["one_device"])
+    call, right = methods(trainer)[name]
+    found = {}
+    for argument in arguments_of(call):
+        for kind, value in hostile.VALUES.items():
+            if (argument, kind) in MEANT:
+                continue
+            error = hostile.tried(call, **right | {argument: value})
+            if error is not None:
+                found[argument, kind] = repr(error)[:120]
+    assert not found, "\n".join(f"{k}: {v}" for k, v in found.items())
+
+
+def test_every_public_function_is_called():
+    """Or is a value of results, an error, or one without arguments."""
+    called = {*LIGHT, *METHODS}
+    others = {
+        name
+        for name in mgpu_tf.__all__
+        if callable(getattr(mgpu_tf, name)) and name not in called
+    }
+    assert others == {
+        *("ClusterError", "ConfigurationError", "DivergedError", "WorkerError"),
+        *("Preempted", "ParityReport", "Report", "enable_determinism"),
+        # With what the ones above take.
+        *("Loop", "run", "launch_from_notebook", "is_chief"),
+        *("sum_over_batch", "mean_over_batch"),
+    }
+
+
 PAIRS = [(name, a) for name in LIGHT for a in arguments_of(LIGHT[name][0])]
 
 

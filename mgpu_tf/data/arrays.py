@@ -149,6 +149,15 @@ def split_arrays(data: Any, fraction: float) -> tuple[Any, Any]:
     )
 
 
+def rows_of_arrays(data: Any) -> int:
+    """Returns the number of examples in nested arrays.
+
+    Raises:
+        ConfigurationError: They are no arrays, or of other lengths.
+    """
+    return _common_length(structures.tensors_of(data))
+
+
 def _common_length(data: Any) -> int:
     leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
     lengths = {int(leaf.shape[0]) if leaf.shape.rank else 0 for leaf in leaves}

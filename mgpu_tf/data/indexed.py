@@ -444,7 +444,7 @@ def _as_type(found: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _of_type(dtype: np.dtype[Any]) -> str:
-    return "text" if dtype == object else str(dtype)
+    return "text" if dtype.kind == "O" else str(dtype)
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -19,6 +19,7 @@ from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.waiting import told_of_missing
 from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
+from mgpu_tf.fields import checked
 from mgpu_tf.mesh import MICRO_BATCHES, Mesh, check_shard, mesh_of
 from mgpu_tf.names import PIPELINE_SCHEDULES, Devices
 from mgpu_tf.runtime import devices as devices_lib
@@ -35,6 +36,7 @@ from mgpu_tf.strategies.synchronous import (
 )
 
 
+@checked
 def create_model_parallel_strategy(
     data: int | None = None,
     fsdp: int | None = None,

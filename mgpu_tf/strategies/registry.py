@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import ConfigurationError, unknown_name
-from mgpu_tf.fields import check_effects, made_of
+from mgpu_tf.fields import check_effects, checked, made_of
 from mgpu_tf.options import StrategyOptions
 from mgpu_tf.runtime import devices as devices_lib
 from mgpu_tf.strategies.fully_sharded import (
@@ -137,6 +137,7 @@ def spreading_rows(
     return contextlib.nullcontext()
 
 
+@checked
 def create_strategy(
     name: str = "auto", **options: Any
 ) -> tf.distribute.Strategy:

@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.fields import checked
 from mgpu_tf.strategies.registry import create_strategy, kind_of, topology_of
 from mgpu_tf.strategies.synchronous import create_one_device_strategy
 from mgpu_tf.studies.causes import causes_in, told_by_engine
@@ -86,6 +87,7 @@ class ParityReport:
         return "\n".join([*lines, *self.causes])
 
 
+@checked
 def check_parity(
     build_model: Callable[[], keras.Model],
     data: Any,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
 from collections.abc import Collection
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from mgpu_tf import data as data_lib
@@ -194,10 +196,41 @@ def by_batch(method: str) -> str:
 
 def check_verbose(verbose: int | str) -> None:
     """Refuses a verbosity that Keras does not know."""
-    if verbose not in ("auto", 0, 1, 2):
+    is_number = is_integer(verbose) or isinstance(verbose, bool)
+    known = (0, 1, 2) if is_number else ("auto",)
+    if not (is_number or isinstance(verbose, str)) or verbose not in known:
         raise ConfigurationError(
             f"verbose must be 'auto', 0, 1 or 2. Received: verbose={verbose!r}."
         )
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Returns a value that is true or false.
+
+    Raises:
+        ConfigurationError: It is neither.
+    """
+    if isinstance(value, bool | np.bool_) or (
+        is_integer(value) and value in (0, 1)
+    ):
+        return bool(value)
+    raise ConfigurationError(
+        f"{name} must be True or False. Received: {name}={value!r}."
+    )
+
+
+def check_fraction(value: Any) -> bool:
+    """Returns whether a `validation_split` is given.
+
+    Raises:
+        ConfigurationError: It is no number.
+    """
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return value != 0
+    raise ConfigurationError(
+        "validation_split must be a fraction between 0 and 1. Received: "
+        f"validation_split={value!r}."
+    )
 
 
 def check_build_model(build_model: Any) -> None:
@@ -239,7 +272,8 @@ def check_restores(source: data_lib.Source, saving: SaveOptions | None) -> None:
 
 def check_steps_per_execution(value: int | str) -> None:
     """Refuses what is no number of steps."""
-    if value == "auto" or (is_integer(value) and int(value) >= 1):
+    is_auto = isinstance(value, str) and value == "auto"
+    if is_auto or (is_integer(value) and int(value) >= 1):
         return
     raise ConfigurationError(
         "steps_per_execution must be 1 or more, or 'auto'. Received: "

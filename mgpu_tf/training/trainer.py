@@ -55,6 +55,8 @@ from mgpu_tf.training.call_arguments import (
     check_build_model,
     check_evaluation,
     check_finite,
+    check_flag,
+    check_fraction,
     check_repeats,
     check_restores,
     check_steps_per_execution,
@@ -159,6 +161,11 @@ class Trainer:
             steps_per_execution=steps_per_execution,
             options=options_of(made_of(StepOptions, options, "Trainer")),
         )
+        if profiler is not None and not isinstance(profiler, Profiler):
+            raise ConfigurationError(
+                "profiler must be a Profiler. Received: "
+                f"{type(profiler).__name__}. Leave it out."
+            )
         self._profiler = profiler or Profiler(0, 0, None)
         self._totals = Totals()
 
@@ -302,7 +309,7 @@ class Trainer:
         """
         with self._distributed.peers.together("fit"):
             saving = saving_of(checkpoint_dir, checkpoint)
-            if validation_split:
+            if check_fraction(validation_split):
                 if not data_lib.is_batched(x):
                     x, y, sample_weight = self._distributed.arrays(
                         x, y, sample_weight
@@ -424,7 +431,7 @@ class Trainer:
             feed = distributed.feed_once(source, steps)
             with explained(source), self._totals.meter.phase("evaluate"):
                 scores = loop.evaluate(distributed, feed, steps, hooks)
-        if return_dict:
+        if check_flag("return_dict", return_dict):
             return scores
         return keras_internals.in_order(distributed.model, scores)
 
@@ -693,13 +700,13 @@ class Trainer:
         if not kind_of(self.strategy).in_step:
             raise ConfigurationError(by_batch(method))
         (inputs,) = self._distributed.arrays(x)
-        rows = len(tf.nest.flatten(inputs)[0])
+        rows = data_lib.batch_rows(inputs)
         return self._distributed.source(
             inputs, y, sample_weight, batch_size=rows
         )
 
     def _scores(self, logs: Logs, return_dict: bool) -> Any:
-        if return_dict:
+        if check_flag("return_dict", return_dict):
             return logs
         return keras_internals.in_order(self.model, logs)
 
