@@ -32,6 +32,7 @@ from mgpu_tf.commands import (
 )
 from mgpu_tf.commands.arguments import Call, check_flags
 from mgpu_tf.errors import (
+    CheckpointError,
     ConfigurationError,
     DivergedError,
     WorkerError,
@@ -126,7 +127,7 @@ def _main(arguments: list[str]) -> int:
     except (ConfigurationError, flags.Error) as error:
         print(f"mgpu-tf: {_line(str(error))}", file=sys.stderr)
         return USAGE_ERROR
-    except (DivergedError, WorkerError) as error:
+    except (CheckpointError, DivergedError, WorkerError) as error:
         message = " ".join(str(error).split())
         print(f"mgpu-tf: {message}", file=sys.stderr)
         return 1

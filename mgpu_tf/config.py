@@ -79,10 +79,6 @@ class RunConfig(
         "file: start with its weights.",
         is_path=True,
     )
-    sync_batch_norm: bool = option(
-        False,
-        "Make BatchNormalization compute batch statistics over all replicas.",
-    )
     dataset: str = option(
         "digits",
         f"The data to train on: {', '.join(DATASETS)}, images/SIDE, a name of "

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable
@@ -65,15 +66,18 @@ def _broken_rule(path: str) -> str:
     return ""
 
 
-def check_regular(path: str) -> None:
-    """Refuses what is no regular file, without opening it.
+class NotRegularError(OSError):
+    """A path is no regular file, but a link, a FIFO, a device or a folder."""
 
-    To open a pipe waits for who writes to it, and a device may not end.
+
+def check_regular(path: str) -> None:
+    """Refuses what is no regular file, without opening it; follows links.
 
     Raises:
-        OSError: It is a pipe, a device, a socket or a folder, or is not there.
+        NotRegularError: It is a FIFO, a device, a socket or a folder.
+        OSError: It is not there.
     """
-    _check_mode(os.stat(path).st_mode, path)
+    _check_regular(path, os.stat(path))
 
 
 def check_file(name: str, path: str) -> None:
@@ -97,27 +101,36 @@ def check_file(name: str, path: str) -> None:
         ) from None
 
 
-def _check_mode(mode: int, path: str) -> None:
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if not stat.S_ISREG(mode):
-        raise OSError(
-            errno.EINVAL, "No regular file, but a pipe or device", path
-        )
+def regular(
+    path: str, flags: int, mode: int = 0o666, *, links: bool = True
+) -> int:
+    """Opens a regular file, as `opener` of `open`.
 
+    What is none is not waited for: a FIFO has no end, and a device may act
+    when it is opened.
 
-def regular(path: str, flags: int, mode: int = 0o666) -> int:
-    """Opens a regular file, as `opener` of `open`; never waits.
+    Args:
+        path: The file.
+        flags: As for `os.open`.
+        mode: The permissions of a new file.
+        links: Whether a link may lead to it.
 
     Raises:
-        OSError: It is no regular file, or cannot be opened.
+        NotRegularError: The path is a FIFO, a device or a folder; or a link,
+            unless links may be.
+        OSError: It cannot be opened.
     """
-    if not flags & os.O_CREAT or os.path.exists(path):
-        check_regular(path)
-    # Another one may have come in its place meanwhile.
-    descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
+    with contextlib.suppress(FileNotFoundError):
+        _check_regular(path, os.stat(path, follow_symlinks=links))
+    flags |= os.O_NONBLOCK | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
     try:
-        _check_mode(os.fstat(descriptor).st_mode, path)
+        descriptor = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # It has come just now.
+            raise NotRegularError(*error.args, path) from None
+        raise
+    try:
+        _check_regular(path, os.fstat(descriptor))
     except OSError:
         os.close(descriptor)
         raise
@@ -147,22 +160,44 @@ def check_local(name: str, path: str) -> None:
         )
 
 
-def not_through_links(path: str, flags: int) -> int:
-    """Opens a file, as `opener` of `open`; refuses a symbolic link.
+def not_through_links(path: str, flags: int, mode: int = 0o666) -> int:
+    """Opens a regular file, as `opener` of `open`; follows no link.
 
     Raises:
-        OSError: The path is a link, or cannot be opened.
+        NotRegularError: The path is a link, a FIFO, a device or a folder.
+        OSError: It cannot be opened.
     """
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    return regular(path, flags, mode, links=False)
+
+
+def regular_size(path: str) -> int:
+    """Returns the size of a regular file, in bytes.
+
+    Raises:
+        NotRegularError: The path is a link, a FIFO, a device or a folder.
+        OSError: Its size cannot be told.
+    """
+    found = os.lstat(path)
+    _check_regular(path, found)
+    return found.st_size
+
+
+def _check_regular(path: str, found: os.stat_result) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise NotRegularError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+    if stat.S_ISDIR(found.st_mode):
+        raise NotRegularError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(found.st_mode):
+        raise NotRegularError(errno.EINVAL, "Not a regular file", path)
 
 
 def own_only(path: str, flags: int) -> int:
-    """Opens a file, as `opener` of `open`; others may not read a new one.
+    """Opens a regular file, as `opener` of `open`, for its owner alone.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: It is a link or the like, or cannot be opened.
     """
-    return regular(path, flags, 0o600)
+    return not_through_links(path, flags, 0o600)
 
 
 def keep_private() -> None:
@@ -184,13 +219,14 @@ def write_whole(path: str, write: Callable[[str], Any]) -> None:
         OSError: It cannot be written; nothing of it is left then.
     """
     folder, name = os.path.split(path)
-    unfinished = os.path.join(folder, f".unfinished-{os.getpid()}-{name}")
+    # A folder of its own: nobody can have put a link there before.
+    unfinished = tempfile.mkdtemp(prefix=".unfinished-", dir=folder or ".")
     try:
-        write(unfinished)
-        os.replace(unfinished, path)
+        made = os.path.join(unfinished, name)
+        write(made)
+        os.replace(made, path)
     finally:
-        with contextlib.suppress(OSError):
-            os.remove(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def make_folder(

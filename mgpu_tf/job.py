@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import math
 import os
+import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,6 @@ from mgpu_tf.fields import names_of
 from mgpu_tf.folders import check_regular, keep_private, make_folder
 from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.models import create_model
-from mgpu_tf.models.normalization import synchronize_batch_normalization
 from mgpu_tf.optimizers import create_optimizer, large_batch_recipe
 from mgpu_tf.options import (
     LargeBatchOptions,
@@ -63,6 +63,9 @@ from mgpu_tf.training.trainer import Trainer
 from mgpu_tf.user_function import is_target, load_function
 
 MODEL_FILE = "model.keras"
+# Weights that are mostly zeros compress well; a file made to fill the memory
+# does so a thousandfold.
+_MOST_UNPACKED = 100
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -347,8 +350,6 @@ def _model(
             splits.num_classes,
             zero_init_residual=config.zero_init_residual,
         )
-    if config.sync_batch_norm:
-        synchronize_batch_normalization(model)
     if path is not None and not path.endswith(".keras"):
         if model.compiled:
             # Keras reads the state of the optimizer too, if there is one.
@@ -396,11 +397,33 @@ def _check_own_compile(config: RunConfig) -> None:
             )
 
 
+def _check_archive(path: str) -> None:
+    """Refuses an archive that unpacks to far more than it holds.
+
+    Keras writes `.keras` files without compression, and reads what is in them
+    into memory.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        for part in archive.infolist():
+            most = _MOST_UNPACKED * max(part.compress_size, 1 << 20)
+            if part.file_size > most:
+                raise ConfigurationError(
+                    "initial_model must unpack to at most "
+                    f"{_MOST_UNPACKED} times its size. Received: "
+                    f"initial_model={path!r}, where {part.filename!r} has "
+                    f"{part.file_size} bytes in {part.compress_size}. Save "
+                    "the model again with Keras."
+                )
+
+
 def _from_file(path: str, load: Callable[[str], Any]) -> Any:
     try:
         check_reachable("initial_model", path)
         if os.path.exists(path) and not os.path.isdir(path):
             check_regular(path)
+        _check_archive(path)
         return load(path)
     except ConfigurationError:
         raise

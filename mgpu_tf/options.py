@@ -19,6 +19,7 @@ from typing import Any
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import check, option
 from mgpu_tf.names import (
+    BATCH_NORMALIZATION,
     COMMUNICATIONS,
     EMBEDDING_GRADIENTS,
     GRADIENT_DTYPES,
@@ -28,6 +29,7 @@ from mgpu_tf.names import (
     LEARNING_RATE_RULES,
     ON_NAN,
     PIPELINE_SCHEDULES,
+    RANDOM,
     RECOMPUTE,
     RESUME,
     SAVE_EVERY,
@@ -195,6 +197,20 @@ class StepOptions:
         "what a layer or an optimizer of Keras does in several. keras: as "
         "Keras does it.",
         KERNELS,
+    )
+    random: str = option(
+        "equal",
+        "equal: a replica draws its rows of the random numbers that one "
+        "device draws for the global batch. per_replica: each replica draws "
+        "its own, from a seed to which its number is added.",
+        RANDOM,
+    )
+    batch_normalization: str = option(
+        "keras",
+        "synchronized: every BatchNormalization takes the statistics of the "
+        "global batch, as on one device. keras: as each layer says; by "
+        "default those of the rows of each replica.",
+        BATCH_NORMALIZATION,
     )
     jit_compile: str | None = option(
         None,
@@ -450,6 +466,12 @@ class SaveOptions:
         "always: fail if there is no checkpoint. never: fail if there is a "
         "checkpoint.",
         RESUME,
+        needs=("checkpoint_dir",),
+    )
+    restart_from_nothing: bool = option(
+        False,
+        "Begin at the first step when checkpoint_dir has checkpoints and all "
+        "of them are damaged. They stay there. Default: end with an error.",
         needs=("checkpoint_dir",),
     )
     snapshot_in: str = option(

@@ -1,16 +1,20 @@
 """Folders and files that a run writes."""
 
 import os
+import pathlib
 import types
 
 import pytest
 
-from mgpu_tf import cli, folders, job
+from mgpu_tf import cli, job
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.folders import (
+    NotRegularError,
     check_path,
     make_folder,
+    not_through_links,
     open_regular,
+    own_only,
     write_whole,
 )
 from mgpu_tf.reports import terminal
@@ -118,17 +122,10 @@ def pipe(tmp_path):
 @pytest.mark.parametrize("mode", ["r", "w", "a", "rb", "r+"])
 def test_no_pipe_or_device_is_opened(mode, pipe):
     for path in (pipe, "/dev/zero", "/dev/null"):
-        with pytest.raises(OSError, match="No regular file, but a pipe or dev"):
+        with pytest.raises(NotRegularError):
             open_regular(path, mode)
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(NotRegularError):
         open_regular(os.path.dirname(pipe), mode)
-
-
-def test_a_file_that_becomes_a_pipe_is_not_waited_for(pipe, monkeypatch):
-    """Between the look at it and the opening."""
-    monkeypatch.setattr(folders, "check_regular", lambda path: None)
-    with pytest.raises(OSError, match="No regular file"):
-        open_regular(pipe)
 
 
 def test_regular_files_are_opened_as_by_open(tmp_path):
@@ -171,3 +168,65 @@ def test_commands_do_not_wait_for_a_pipe(line, pipe, monkeypatch, capsys):
     assert cli.main(line.format(pipe=pipe).split()) == cli.USAGE_ERROR
     told = capsys.readouterr().err.splitlines()
     assert "Received: " in told[-1]
+
+
+def test_a_file_is_written_whole_where_somebody_has_put_a_link(tmp_path):
+    """The link goes, and what it names stays."""
+    other = tmp_path / "other"
+    other.write_text("of somebody else")
+    path = tmp_path / "model.keras"
+    path.symlink_to(other)
+    write_whole(str(path), lambda to: pathlib.Path(to).write_text("own"))
+    assert (path.read_text(), path.is_symlink()) == ("own", False)
+    assert other.read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, "link"])
+@pytest.mark.parametrize("opener", [not_through_links, own_only])
+@pytest.mark.parametrize("mode", ["rb", "wb", "ab", "r+b"])
+def test_only_regular_files_are_opened(make, opener, mode, tmp_path):
+    path, other = tmp_path / "file", tmp_path / "other"
+    other.write_text("of somebody else")
+    if make == "link":
+        path.symlink_to(other)
+    else:
+        make(path)
+    with pytest.raises(NotRegularError), open(path, mode, opener=opener):
+        pass
+    assert other.read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, "link"])
+def test_what_comes_while_a_file_is_opened(make, tmp_path, monkeypatch):
+    """After the first look and before the opening."""
+    path = tmp_path / "file"
+    if make == "link":
+        path.symlink_to(tmp_path / "other")
+    else:
+        make(path)
+
+    look = os.stat
+
+    def nothing(one, **options):
+        if one == path:
+            raise FileNotFoundError
+        return look(one, **options)
+
+    monkeypatch.setattr(os, "stat", nothing)
+    for mode in ("rb", "ab"):
+        with pytest.raises(OSError, match=r"links|regular|No such device"):
+            open(path, mode, opener=not_through_links).close()
+    assert not (tmp_path / "other").exists()
+
+
+def test_logs_are_not_written_through_links(tmp_path):
+    other = tmp_path / "other"
+    other.write_text("of somebody else")
+    (tmp_path / "worker-0.log").symlink_to(other)
+    done = clusters.mgpu_tf(
+        *("launch", "--num_workers=1", f"--log_dir={tmp_path}"),
+        *("--", "true"),
+    )
+    assert done.returncode == 0
+    assert "levels of symbolic links" in done.stderr
+    assert other.read_text() == "of somebody else"

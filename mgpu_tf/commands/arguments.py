@@ -103,7 +103,7 @@ class Call:
 STARTED = ("num_workers", "num_ps", "strategy=parameter_server")
 # Flags of commands that start processes, and what each needs.
 RESTART_NEEDS = {
-    "backoff_seconds": ("max_restarts", "min_workers"),
+    "backoff_seconds": ("max_restarts", "min_workers", "max_workers"),
 }
 
 
@@ -153,6 +153,14 @@ def define_supervision(values: flags.FlagValues) -> None:
         None,
         "When no restart is left, continue with one worker less, down to N "
         "workers.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "max_workers",
+        None,
+        "After a failure, continue at once with the workers that there are "
+        "machines for, from min_workers to N, and with more of them when "
+        "machines come back.",
         flag_values=values,
     )
     flags.DEFINE_integer(
@@ -208,6 +216,7 @@ def supervision(
         "policy": RestartPolicy(
             max_restarts=values.max_restarts if again else 0,
             min_workers=values.min_workers if again else None,
+            max_workers=values.max_workers if again else None,
             backoff_seconds=values.backoff_seconds,
             unit="task" if asynchronous else "job",
         ),

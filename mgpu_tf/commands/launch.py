@@ -58,6 +58,7 @@ NEEDS = {
     **dict.fromkeys(
         (
             *("startup_seconds", "max_restarts", "min_workers", "spares"),
+            "max_workers",
             *("grace_seconds", "log_dir", "isolate"),
             *names_of(WatchOptions),
         ),

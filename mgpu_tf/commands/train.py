@@ -46,12 +46,13 @@ NEEDS = {
     **RESTART_NEEDS,
     **dict.fromkeys(
         ("log_dir", "grace_seconds", "isolate"),
-        (*STARTED, "max_restarts", "min_workers"),
+        (*STARTED, "max_restarts", "min_workers", "max_workers"),
     ),
 }
 # What a scheduler does for the tasks that it has started.
 _OF_SUPERVISOR = (
-    *("max_restarts", "min_workers", "spares", "backoff_seconds"),
+    *("max_restarts", "min_workers", "max_workers", "spares"),
+    "backoff_seconds",
     *("grace_seconds", "log_dir", "isolate"),
 )
 

@@ -375,6 +375,8 @@ class DistributedModel:
 def _write(name: str, path: str, write: Callable[[], Any]) -> None:
     try:
         write()
+    except ConfigurationError:
+        raise
     except OSError as error:
         raise ConfigurationError(
             f"{name} must be able to write its file. Received: "

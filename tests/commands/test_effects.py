@@ -69,6 +69,7 @@ PRINTING = {
             "first_step_seconds": "60",
             "max_restarts": "1",
             "min_workers": "1",
+            "max_workers": "3",
             "spares": "1",
             "backoff_seconds": "5",
             "grace_seconds": "60",

@@ -13,6 +13,7 @@ from keras import layers
 
 import mgpu_tf
 from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.writer import Variables as StoredVariables
 from mgpu_tf.checkpoints.writer import Writer
 from mgpu_tf.engine import keras_internals
@@ -362,7 +363,7 @@ def in_parts(given, folder):
             writer.begin(1, snapshot.pieces())
             writer.finish({}, 3)
             peers.any(False)
-        stored = Counted(store.Stored(store.newest(path).path))
+        stored = Counted(Stored(store.newest(path).path))
         others = made_of(strategy, map(np.zeros_like, WEIGHTS.values()))
         snapshot_of(others, strategy).put(stored)
         found[name] = {

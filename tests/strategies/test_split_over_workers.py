@@ -9,10 +9,11 @@ import pytest
 
 import mgpu_tf
 from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.reading import Stored
 from tests import clusters
 from tests.jobs import split
 from tests.parity import cases, judge
-from tests.tiers import tiered
+from tests.tiers import sampled, tiered
 
 LAYOUTS = {
     "2_workers": (2, 1),
@@ -146,7 +147,7 @@ def test_each_process_writes_and_reads_its_share(
         other = strategies["fsdp_x3"]
         zeros = map(np.zeros_like, split.WEIGHTS.values())
         read = split.made_of(other, zeros)
-        stored = split.StoredVariables(store.Stored(path))
+        stored = split.StoredVariables(Stored(path))
         split.snapshot_of(read, other).put(stored)
         for variable, wanted in zip(read, split.WEIGHTS.values(), strict=True):
             np.testing.assert_array_equal(
@@ -227,7 +228,7 @@ def test_no_more_bytes_than_an_all_reduce(layout, job, observed):
 
 @pytest.mark.parametrize(
     ("layout", "job"),
-    tiered(
+    sampled(
         [
             *((layout, row) for layout in OVER_FSDP for row in split.ROWS),
             *(
