@@ -87,6 +87,12 @@ from mgpu_tf.errors import ConfigurationError
         ),
         ({"late_gradients": "drop"}, "Valid: hold, scale."),
         (
+            {"initial_model": "a.keras", "model": "cnn"},
+            "A .keras file has its model. Received: initial_model='a.keras' "
+            "beside model='cnn'.",
+        ),
+        ({"num_virtual_devices": 10**9}, "must be 1024 or less"),
+        (
             {"devices": 2, "num_virtual_devices": 3},
             "not both. Received: devices=2, num_virtual_devices=3.",
         ),

@@ -38,7 +38,7 @@ _INTERPOLATIONS = {
 def image_folder(
     directory: str | os.PathLike[str],
     *,
-    image_size: tuple[int, int] = (256, 256),
+    image_size: Sequence[int] = (256, 256),
     label_mode: str | None = "int",
     class_names: Sequence[str] | None = None,
     color_mode: str = "rgb",

@@ -286,6 +286,24 @@ def test_a_task_of_nobody_ends_by_itself(stopped, tmp_path):
     assert "in waits_here" in err
 
 
+def test_a_process_that_is_alone_has_the_limit_that_it_was_given(tmp_path):
+    """It is no task of a cluster, and nobody supervises it."""
+    code = TASK.format(stall=3.0, body="pass").replace(
+        "watchdog.begin(cluster,", "watchdog.begin(None,"
+    )
+    env = clusters.environment() | {"TMPDIR": str(tmp_path)}
+    env.pop(heartbeat.FILE, None)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert "mgpu_tf: no progress for" in done.stderr
+
+
 @pytest.mark.full
 def test_who_is_gone_is_named(tmp_path):
     with task(60.0, tmp_path) as process:
