@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ClusterError,
         ConfigurationError,
         DivergedError,
+        OutOfMemoryError,
         Preempted,
         WorkerError,
     )
@@ -65,6 +66,7 @@ _HOMES = {
     "ConfigurationError": "mgpu_tf.errors",
     "DivergedError": "mgpu_tf.errors",
     "Loop": "mgpu_tf.training.custom_loop",
+    "OutOfMemoryError": "mgpu_tf.errors",
     "ParityReport": "mgpu_tf.studies.parity",
     "Report": "mgpu_tf.reports.report",
     "RunConfig": "mgpu_tf.config",
@@ -102,6 +104,7 @@ __all__ = [
     "ConfigurationError",
     "DivergedError",
     "Loop",
+    "OutOfMemoryError",
     "ParityReport",
     "Preempted",
     "RandomAccess",

@@ -109,7 +109,7 @@ def test_each_process_stores_its_share(layout, job, observed):
 @by_layout("saved", ["2_workers", "2_workers_x2"], quick=[])
 def test_files_have_the_ordinary_layout(layout, job, observed, folders):
     chief, *others = observed(layout, job)
-    # Only the chief holds the whole model to write it.
+    # Only the chief reads the whole model to write it.
     assert set(chief["held"]) == {True}
     assert {held for worker in others for held in worker["held"]} == {False}
     path = os.path.join(folders[layout], "split")
