@@ -62,7 +62,7 @@ def ends_well(error):
     home = keras.__file__.rpartition("/")[0]
     frames = traceback.extract_tb(error.__traceback__)
     within = any(frame.filename.startswith(home) for frame in frames)
-    return isinstance(error, ValueError | TypeError) and within
+    return isinstance(error, ValueError | TypeError | RuntimeError) and within
 
 
 def tried(call, **arguments):

@@ -222,6 +222,7 @@ def test_every_public_function_is_called():
     }
     assert others == {
         *("ClusterError", "ConfigurationError", "DivergedError", "WorkerError"),
+        *("CheckpointError", "batch_mean", "gather_batch"),
         *("Preempted", "ParityReport", "Report", "enable_determinism"),
         # With what the ones above take.
         *("Loop", "run", "launch_from_notebook", "is_chief"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, is_integer
 from mgpu_tf.names import Devices
 from mgpu_tf.options import StrategyOptions
 
@@ -61,6 +61,8 @@ def gpu_indices(devices: Devices) -> list[int]:
         ConfigurationError: A GPU is not there, or is named twice.
     """
     available = len(gpus())
+    if is_integer(devices):
+        devices = int(devices)  # type: ignore[arg-type]
     if devices is None:
         return list(range(available))
     if isinstance(devices, int):

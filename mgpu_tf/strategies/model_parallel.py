@@ -10,7 +10,7 @@ All axes go with data; `mesh.mesh_of` refuses by name what does not go together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -42,7 +42,7 @@ def create_model_parallel_strategy(
     fsdp: int | None = None,
     tensor: int | None = None,
     *,
-    layout: Any = "auto",
+    layout: str | Mapping[str, Any] | Layout = "auto",
     shard: str = "weights",
     cluster: ClusterConfig | None = None,
     devices: Devices = None,
