@@ -57,6 +57,8 @@ VALUES = {
     "pipeline_stages": "first,second",
     "random": "per_replica",
     "recompute": "layers",
+    "step_parts": 2,
+    "auto_micro_batch": True,
     "kernels": "keras",
     "noise_scale": True,
     "check_replicas_every": 7,

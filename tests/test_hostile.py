@@ -213,20 +213,22 @@ def test_any_value_of_any_argument_of_a_call(name, strategies):
 
 
 def test_every_public_function_is_called():
-    """Or is a value of results, an error, or one without arguments."""
+    """Or stands in a list here, which says why it is not."""
     called = {*LIGHT, *METHODS}
+    public = {name: getattr(mgpu_tf, name) for name in mgpu_tf.__all__}
     others = {
         name
-        for name in mgpu_tf.__all__
-        if callable(getattr(mgpu_tf, name)) and name not in called
+        for name, value in public.items()
+        if callable(value)
+        and name not in called
+        and not (isinstance(value, type) and issubclass(value, BaseException))
     }
     assert others == {
-        *("ClusterError", "ConfigurationError", "DivergedError", "WorkerError"),
-        *("CheckpointError", "batch_mean", "gather_batch"),
-        *("Preempted", "ParityReport", "Report", "enable_determinism"),
+        # Without arguments, and the values of results.
+        *("enable_determinism", "ParityReport", "Report"),
         # With what the ones above take.
         *("Loop", "run", "launch_from_notebook", "is_chief"),
-        *("sum_over_batch", "mean_over_batch"),
+        *("sum_over_batch", "mean_over_batch", "batch_mean", "gather_batch"),
     }
 
 

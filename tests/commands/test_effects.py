@@ -154,7 +154,8 @@ def test_a_flag_that_needs_another_is_refused_alone(command, name, monkeypatch):
     module = cli.COMMANDS[command]
     needed = module.NEEDS[name]
     values = flag_values(module)
-    line = [f"--{name}={VALUES.get(name, 2)}"]
+    is_flag = values[name].flag_type() == "bool"
+    line = [f"--{name}={is_flag or VALUES.get(name, 2)}"]
     for need in needed:
         other = need.removeprefix("not ").partition("=")[0]
         assert other in values, need
