@@ -17,9 +17,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
 from keras.src.losses import loss as keras_loss
 from keras.src.utils.python_utils import is_default
+from tensorflow.core.framework import attr_value_pb2
 
 from mgpu_tf.layers import ShardedEmbedding
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
