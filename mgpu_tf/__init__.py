@@ -27,9 +27,11 @@ if TYPE_CHECKING:
         sum_over_batch,
     )
     from mgpu_tf.errors import (
+        CheckpointError,
         ClusterError,
         ConfigurationError,
         DivergedError,
+        OutOfMemoryError,
         Preempted,
         WorkerError,
     )
@@ -58,11 +60,13 @@ if TYPE_CHECKING:
 _MODULES = ("datasets", "flags", "layers", "models", "optimizers")
 
 _HOMES = {
+    "CheckpointError": "mgpu_tf.errors",
     "ClusterConfig": "mgpu_tf.cluster.config",
     "ClusterError": "mgpu_tf.errors",
     "ConfigurationError": "mgpu_tf.errors",
     "DivergedError": "mgpu_tf.errors",
     "Loop": "mgpu_tf.training.custom_loop",
+    "OutOfMemoryError": "mgpu_tf.errors",
     "ParityReport": "mgpu_tf.studies.parity",
     "Report": "mgpu_tf.reports.report",
     "RunConfig": "mgpu_tf.config",
@@ -94,11 +98,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckpointError",
     "ClusterConfig",
     "ClusterError",
     "ConfigurationError",
     "DivergedError",
     "Loop",
+    "OutOfMemoryError",
     "ParityReport",
     "Preempted",
     "RandomAccess",

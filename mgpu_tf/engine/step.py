@@ -65,6 +65,8 @@ class ReplicaStep:
             look up, whatever their examples; known like `present`.
         present: Which trainable variables have a gradient; known once a step
             was traced.
+        in_parts: Of each gradient, whether it is that of this replica's part,
+            summed over replicas.
         written: The variables that a step writes, in the order of the values
             that `gradients` returns.
         log_names: The names of what a `compute_metrics` of the author's own
@@ -99,6 +101,7 @@ class ReplicaStep:
         self.log_names: list[str] = []
         self.alike: list[bool] = []
         self.present: list[bool] = []
+        self.in_parts: list[bool] = []
         self.written: list[keras.Variable] = []
 
     def forward(
@@ -166,11 +169,12 @@ class ReplicaStep:
                     model,
                     [*given, *self._loss.regularized(given)],
                     tape,
-                    None if self._layers is None else self._layers.gather,
+                    None if self._layers is None else self._layers.read,
                     {id(v): source for v, source in sources},
                     join,
                 )
             )
+            scope.share = share
             drawn: list[tf.Tensor] = []
             with drawing(share, data, drawn, compiled=compiled) as draws:
                 scope.draws = draws
@@ -370,7 +374,7 @@ class ReplicaStep:
                 tape.watch(
                     [
                         w
-                        for w in weights
+                        for w in tf.nest.flatten(weights)
                         if isinstance(w, tf.Tensor | tf.Variable)
                     ]
                 )
@@ -389,8 +393,19 @@ class ReplicaStep:
                     # Each of them computes the loss of the same rows.
                     loss = loss / tf.cast(self._same_rows, loss.dtype)
             with entered_again(scope.draws):
-                gradients = scope.gradients(tape, loss, variables, weights)
+                gradients, parts = scope.gradients(
+                    tape, loss, variables, weights
+                )
+            if self._layers is not None:
+                gradients = self._layers.joined(
+                    gradients, parts, variables, share
+                )
             check_gradients(gradients, variables)
+            self.in_parts = [
+                part is not None
+                for gradient, part in zip(gradients, parts, strict=True)
+                if gradient is not None
+            ]
             self.present = [g is not None for g in gradients]
             self.alike = [
                 scope.reader.looks_up_alike(gradient)

@@ -170,6 +170,16 @@ def mixed():
     return compiled(inputs, x, keras.optimizers.SGD(0.05))
 
 
+def mixed_recurrent():
+    """Weights that are read in each turn of a loop."""
+    policy = keras.DTypePolicy("mixed_bfloat16")
+    inputs = keras.Input((6, 6, 3))
+    x = layers.Reshape((6, 18), dtype=policy)(inputs)
+    x = layers.LSTM(9, dtype=policy)(x)
+    x = layers.Dense(4, dtype="float64")(x)
+    return compiled(inputs, x, keras.optimizers.SGD(0.05))
+
+
 class Penalty(keras.Model):
     """Its loss has a gradient inside: a gradient of a gradient is needed."""
 
@@ -208,6 +218,7 @@ DRAWING = {
     "transformer_dropout": (functools.partial(transformer, 0.3), words),
     "assigning": (assigning, images),
     "mixed": (mixed, images),
+    "mixed_recurrent": (mixed_recurrent, images),
 }
 COLUMNS = ["one_device", "mirrored_x3", "fsdp_x3", "data_2_fsdp_2"]
 # The rows of a gradient inside of a loss cannot be read on replicas.

@@ -138,6 +138,7 @@ def table(ledger):
         f"{entry['strategy']}, {len(entry['faults'])} faults. {entry['mended']}"
         for entry in ledger.get("mended", [])
     ]
+    told = [*mended, *ledger.get("notes", [])]
     rows = []
     for strategy in TASKS:
         jobs = [job for job in ledger["jobs"] if job["strategy"] == strategy]
@@ -176,7 +177,15 @@ def table(ledger):
             f"a task is stopped for good; `pause`, for {PAUSE_SECONDS} "
             "seconds; `damage`, a byte of the newest checkpoint is changed, "
             "and the chief killed; `full`, the chief can write no checkpoint "
-            "for a while, and is killed then; `link`, the link of a machine is "
+            "for a while, and is killed then; `read`, a task is killed, and "
+            "each file of a checkpoint fails to open twice; `unreadable`, "
+            "they fail until the run has ended with one line; `newer`, the "
+            "newest checkpoint is of a later release until the run has ended "
+            "with one line; `readonly`, nothing can be made in the folder for "
+            "two saves, and the chief is killed; `clock`, the clock of the "
+            "wall jumps by an hour, and the chief is killed two saves later; "
+            "`pause_all`, all tasks are stopped for "
+            f"{PAUSE_SECONDS} seconds; `link`, the link of a machine is "
             "cut until the supervisor has lost its task; `start`, the same "
             "while tasks start again. Machines are network namespaces, reached "
             "by ssh. A right end: all steps are "
@@ -192,7 +201,7 @@ def table(ledger):
             "|---|---|---|---|---|---|---|---|---|---|",
             *rows,
             "",
-            *(line for text in mended for line in (text, "")),
+            *(line for text in told for line in (text, "")),
             last_line(ledger),
             "",
             f"{tables.stated(ledger)} With these: "

@@ -75,6 +75,25 @@ from tests.soak.run import run_job
             marks=pytest.mark.matrix,
             id="stopped",
         ),
+        pytest.param(
+            "mirrored",
+            [
+                Fault("read", worker=0, step=22),
+                Fault("damage", worker=0, step=42),
+                Fault("readonly", worker=0, step=62),
+                Fault("clock", worker=0, step=92),
+            ],
+            marks=pytest.mark.full,
+            id="storage",
+        ),
+        pytest.param(
+            "2_workers_local",
+            [
+                Fault("step", worker=1, step=22),
+                Fault("save", worker=0, step=58),
+            ],
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_killed_and_the_same_bits(strategy, faults):
@@ -87,6 +106,20 @@ def test_killed_and_the_same_bits(strategy, faults):
     assert result.lost_steps < len(faults) * 2 * SAVE_EVERY_STEPS
     if any(fault.kind != "save" for fault in faults):
         assert result.lost_steps > 0
+
+
+@pytest.mark.full
+def test_what_ends_the_run_is_mended_and_the_same_bits(tmp_path):
+    """Storage that fails for long, and a checkpoint of a later release."""
+    faults = [
+        Fault("unreadable", worker=0, step=22),
+        Fault("newer", worker=0, step=61),
+    ]
+    control = run_job("mirrored")
+    result = run_job("mirrored", faults)
+    assert (result.sha, result.step) == (control.sha, TOTAL_STEPS)
+    # Nothing but what came after the last checkpoint was done again.
+    assert 0 < result.lost_steps < len(faults) * 2 * SAVE_EVERY_STEPS
 
 
 @pytest.mark.full
