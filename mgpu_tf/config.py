@@ -52,7 +52,8 @@ class RunConfig(
     strategy: str = option(
         "auto",
         "How to distribute the training. auto: choose from TF_CONFIG, the "
-        "scheduler and the GPUs of this machine.",
+        "scheduler and the GPUs of this machine. plan: the fastest layout "
+        "that fits, as mgpu-tf plan predicts.",
         STRATEGIES,
     )
     num_workers: int = option(
@@ -77,10 +78,6 @@ class RunConfig(
         None,
         "A .keras file: continue with its model and optimizer. A .weights.h5 "
         "file: start with its weights.",
-    )
-    sync_batch_norm: bool = option(
-        False,
-        "Make BatchNormalization compute batch statistics over all replicas.",
     )
     dataset: str = option(
         "digits",
@@ -212,6 +209,7 @@ def _check_initial_model(path: str | None) -> None:
 def _check_workers(config: RunConfig) -> None:
     several = (
         "auto",
+        "plan",
         "multi_worker_mirrored",
         "parameter_server",
         "fsdp",

@@ -8,6 +8,7 @@
     WorkerError (RuntimeError)        another worker of the cluster failed
     DivergedError (RuntimeError)      replicas hold other weights, or the loss
                                       is not finite
+    OutOfMemoryError (RuntimeError)   a device has no room for a step
     Preempted (SystemExit)            SIGTERM was received; state is saved
 
 The message of a `ConfigurationError` has the rule, what was received, and the
@@ -43,6 +44,10 @@ class WorkerError(RuntimeError):
 
 class DivergedError(RuntimeError):
     """Replicas differ that must be the same, or the loss is not finite."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """A device has no room for a step; the message says what takes it."""
 
 
 class Preempted(SystemExit):

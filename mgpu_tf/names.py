@@ -16,6 +16,7 @@ Shares = str | Sequence[int] | None
 
 STRATEGIES = (
     "auto",
+    "plan",
     "one_device",
     "mirrored",
     "multi_worker_mirrored",
@@ -36,6 +37,8 @@ KERNELS = ("fused", "keras")
 LEARNING_RATE_RULES = ("linear", "sqrt", "none")
 LEARNING_RATE_DECAYS = ("constant", "cosine")
 ON_NAN = ("ignore", "stop", "restore")
+BATCH_NORMALIZATION = ("keras", "synchronized")
+RANDOM = ("equal", "per_replica")
 SAVE_EVERY = ("auto",)
 ISOLATE = ("auto", "on", "off")
 RESUME = ("auto", "always", "never")

@@ -18,11 +18,19 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare, sharing
 from mgpu_tf.engine.exchange import Exchange
 from mgpu_tf.engine.global_metrics import GlobalMetrics
+from mgpu_tf.engine.layer_calls import LayerCalls
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.moments import Moments
 from mgpu_tf.engine.per_layer import LayerByLayer
+from mgpu_tf.engine.random_rows import (
+    RowScope,
+    entered_again,
+    rows_of_global_draws,
+    seed_for_rows,
+)
 from mgpu_tf.engine.reading import Reader
+from mgpu_tf.engine.row_proof import Rows, note
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.step_scope import StepScope
@@ -57,6 +65,8 @@ class ReplicaStep:
             look up, whatever their examples; known like `present`.
         present: Which trainable variables have a gradient; known once a step
             was traced.
+        in_parts: Of each gradient, whether it is that of this replica's part,
+            summed over replicas.
         written: The variables that a step writes, in the order of the values
             that `gradients` returns.
         log_names: The names of what a `compute_metrics` of the author's own
@@ -75,7 +85,11 @@ class ReplicaStep:
         exchange: Exchange | None = None,
     ) -> None:
         self._model = model
+        self._exchange = exchange
         self._metrics = GlobalMetrics(model, exchange)
+        # What computes layers in its own way does not compute them whole.
+        looked_at = None if layers is not None else exchange
+        self._calls = LayerCalls(model, state, looked_at)
         self._layers = layers
         self._tensor = tensor
         self._same_rows = same_rows
@@ -87,6 +101,7 @@ class ReplicaStep:
         self.log_names: list[str] = []
         self.alike: list[bool] = []
         self.present: list[bool] = []
+        self.in_parts: list[bool] = []
         self.written: list[keras.Variable] = []
 
     def forward(
@@ -121,6 +136,8 @@ class ReplicaStep:
         gathered: Sequence[tuple[keras.Variable, tf.Tensor]],
         tape: tf.GradientTape | None = None,
         sources: Writes | None = None,
+        *,
+        compiled: bool = False,
     ) -> tuple[StepScope, tf.Tensor, Writes, Logs]:
         model = self._model
         if self._state.generator is not None:
@@ -143,24 +160,37 @@ class ReplicaStep:
         with contextlib.ExitStack() as stack:
             # Keras would divide a loss by the number of replicas.
             stack.enter_context(as_one_replica())
-            declared = stack.enter_context(sharing(share))
+            declared = stack.enter_context(
+                sharing(share, exchange=self._exchange)
+            )
             moments = stack.enter_context(self._moments.noted())
             scope = stack.enter_context(
                 StepScope(
                     model,
                     [*given, *self._loss.regularized(given)],
                     tape,
-                    None if self._layers is None else self._layers.gather,
+                    None if self._layers is None else self._layers.read,
                     {id(v): source for v, source in sources},
                     join,
                 )
             )
-            if keras_internals.takes_training(model):
-                y_pred = model(x, training=training)
-            else:
-                y_pred = model(x)
+            scope.share = share
+            drawn: list[tf.Tensor] = []
+            with drawing(share, data, drawn, compiled=compiled) as draws:
+                scope.draws = draws
+                if keras_internals.takes_training(model):
+                    y_pred = model(x, training=training)
+                else:
+                    y_pred = model(x)
             reader = Reader(
-                [data, y_pred, self._state.drawn(given), share.local],
+                [
+                    data,
+                    y_pred,
+                    self._state.drawn(given),
+                    share.local,
+                    share.low,
+                    drawn,
+                ],
                 declared,
                 moments,
             )
@@ -288,8 +318,14 @@ class ReplicaStep:
         Outside of replicas, around the steps of all.
         """
         with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                keras_internals.seeds_replaced(
+                    self._model, self._state.generator, seed_for_rows
+                )
+            )
             stack.enter_context(self._loss.in_place())
             stack.enter_context(self._metrics.in_place())
+            stack.enter_context(self._calls.in_place())
             stack.enter_context(self._moments.in_place())
             if self._layers is not None:
                 stack.enter_context(self._layers.in_place())
@@ -300,8 +336,7 @@ class ReplicaStep:
     def gradients(
         self,
         data: Any,
-        local: tf.Tensor,
-        total: tf.Tensor,
+        share: BatchShare,
         scale: Callable[[tf.Tensor], tf.Tensor],
         given: Writes | None = None,
         gathered: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
@@ -311,8 +346,7 @@ class ReplicaStep:
 
         Args:
             data: The rows of this replica.
-            local: How many they are.
-            total: Rows of the global batch.
+            share: This replica's part of the global batch.
             scale: Scales the loss.
             given: As for `forward`.
             gathered: As for `forward`.
@@ -324,9 +358,9 @@ class ReplicaStep:
         """
 
         def compute(
-            data: Any, local: tf.Tensor, total: tf.Tensor
+            data: Any, *rows: tf.Tensor
         ) -> tuple[list[Any], list[tf.Tensor], Logs]:
-            share = BatchShare(local, total, self._replicas, self._same_rows)
+            part = share.with_places(rows)
             variables = self._model.trainable_variables
             sources = [] if self._layers is None else self._layers.sources()
             if self._tensor is not None:
@@ -340,19 +374,38 @@ class ReplicaStep:
                 tape.watch(
                     [
                         w
-                        for w in weights
+                        for w in tf.nest.flatten(weights)
                         if isinstance(w, tf.Tensor | tf.Variable)
                     ]
                 )
                 scope, loss, writes, logs = self._forward(
-                    data, share, True, given, gathered, tape, sources
+                    data,
+                    part,
+                    True,
+                    given,
+                    gathered,
+                    tape,
+                    sources,
+                    compiled=jitted,
                 )
                 loss = scale(loss)
                 if self._same_rows > 1:
                     # Each of them computes the loss of the same rows.
                     loss = loss / tf.cast(self._same_rows, loss.dtype)
-            gradients = scope.gradients(tape, loss, variables, weights)
+            with entered_again(scope.draws):
+                gradients, parts = scope.gradients(
+                    tape, loss, variables, weights
+                )
+            if self._layers is not None:
+                gradients = self._layers.joined(
+                    gradients, parts, variables, share
+                )
             check_gradients(gradients, variables)
+            self.in_parts = [
+                part is not None
+                for gradient, part in zip(gradients, parts, strict=True)
+                if gradient is not None
+            ]
             self.present = [g is not None for g in gradients]
             self.alike = [
                 scope.reader.looks_up_alike(gradient)
@@ -363,11 +416,16 @@ class ReplicaStep:
             present = [g for g in gradients if g is not None]
             return present, [value for _, value in writes], logs
 
-        eagerly = tf.executing_eagerly()
-        if eagerly or not jit_compile or not self._compiled_by_xla():
-            return compute(data, local, total)
-        jitted = tf.function(compute, jit_compile=True, autograph=False)
-        return jitted(data, local, total)
+        jitted = (
+            jit_compile
+            and not tf.executing_eagerly()
+            and self._compiled_by_xla()
+        )
+        rows = share.places
+        if not jitted:
+            return compute(data, *rows)
+        function = tf.function(compute, jit_compile=True, autograph=False)
+        return function(data, *rows)
 
     @property
     def can_be_compiled(self) -> bool:
@@ -389,6 +447,39 @@ class ReplicaStep:
         return can_be
 
 
+def drawing(
+    share: BatchShare,
+    data: Any,
+    drawn: list[tf.Tensor],
+    *,
+    compiled: bool = False,
+) -> contextlib.AbstractContextManager[RowScope | None]:
+    """Returns the scope in which a replica draws its rows of global draws.
+
+    Args:
+        share: The part of the replica in the global batch.
+        data: Its rows.
+        drawn: Gets what is drawn with rows on the first axis.
+        compiled: Whether XLA compiles what is traced.
+    """
+    if share.low is None or share.replicas == 1:
+        return contextlib.nullcontext()
+
+    def take(values: tf.Tensor, axis: int, block: int) -> None:
+        note(values, Rows(axis=axis, block=block))
+        if not axis:
+            drawn.append(values)
+
+    return rows_of_global_draws(
+        share.low,
+        share.local,
+        share.total,
+        data,
+        compiled=compiled,
+        taken=take,
+    )
+
+
 def outputs_of(model: keras.Model, data: Any, generator: Any) -> Any:
     """Returns what a model predicts for the rows of one replica.
 
@@ -405,6 +496,46 @@ def outputs_of(model: keras.Model, data: Any, generator: Any) -> Any:
     if keras_internals.takes_training(model):
         return model(x, training=False)
     return model(x)
+
+
+def outputs_of_share(
+    model: keras.Model, data: Any, state: ReplicaState, share: BatchShare
+) -> Any:
+    """Returns what a model predicts for the rows of one replica of several.
+
+    Args:
+        model: The model.
+        data: The rows.
+        state: What the model may write.
+        share: The part of the replica in the global batch.
+
+    Raises:
+        ConfigurationError: The model writes what it makes of the rows.
+    """
+    generator = state.generator
+    if share.replicas == 1 or tf.executing_eagerly():
+        with drawing(share, data, []):
+            return outputs_of(model, data, generator)
+    data = tf.nest.map_structure(of_unknown_length, data)
+    drawn: list[tf.Tensor] = []
+    with drawing(share, data, drawn), StepScope(model, [], None) as scope:
+        outputs = outputs_of(model, data, generator)
+    reader = Reader([data, share.local, share.low, drawn])
+    writes = [
+        (variable, scope.value(variable))
+        for variable in state.variables
+        if scope.is_written(variable)
+    ]
+    for variable, value in writes:
+        if reader.depends(value):
+            raise ConfigurationError(
+                "On several replicas, predict may write only state that is "
+                "the same on all of them. Received: a layer that writes what "
+                f"it makes of its rows to {variable.path}. Write state with "
+                "training=True alone, or use 'one_device'."
+            )
+    state.write(writes)
+    return outputs
 
 
 def of_unknown_length(tensor: Any) -> Any:

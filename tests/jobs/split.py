@@ -244,7 +244,11 @@ def saved(given, folder):
     )
     trainer = fitted(strategy, callbacks=[best, last])
     with trainer._distributed.whole():
-        held = [v.value.held is not None for v in split_of(trainer)]
+        held = [v.value.reader is not None for v in split_of(trainer)]
+        if topology_of(given).is_chief:
+            # In an order and a number of reads of its own.
+            for variable in [*split_of(trainer)[::-1], split_of(trainer)[0]]:
+                variable.numpy()
     trainer.save(path + ".keras")
     trainer.save_weights(path + ".weights.h5")
     left = values_of(trainer.model)

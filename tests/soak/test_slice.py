@@ -19,7 +19,11 @@ from tests.soak.run import run_job
 @pytest.mark.parametrize(
     ("strategy", "faults"),
     [
-        ("mirrored", [Fault("save", worker=0, step=61)]),
+        pytest.param(
+            "mirrored",
+            [Fault("save", worker=0, step=61)],
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             "2_workers",
             [
@@ -35,7 +39,7 @@ from tests.soak.run import run_job
                 Fault("step", worker=0, step=22),
                 Fault("save", worker=1, step=58),
             ],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "2_workers_tensor",
@@ -43,7 +47,7 @@ from tests.soak.run import run_job
                 Fault("step", worker=1, step=37),
                 Fault("save", worker=0, step=91),
             ],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "data_2_tensor_2",
@@ -51,7 +55,7 @@ from tests.soak.run import run_job
                 Fault("step", worker=0, step=37),
                 Fault("save", worker=0, step=91),
             ],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "data_2_pipeline_2",
@@ -59,7 +63,7 @@ from tests.soak.run import run_job
                 Fault("step", worker=0, step=61),
                 Fault("save", worker=0, step=122),
             ],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "2_workers",
@@ -68,7 +72,7 @@ from tests.soak.run import run_job
                 Fault("pause", worker=0, step=58),
                 Fault("stop", worker=1, step=91),
             ],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
             id="stopped",
         ),
         pytest.param(
