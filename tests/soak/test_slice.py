@@ -111,14 +111,15 @@ def test_killed_and_the_same_bits(strategy, faults):
 
 
 @pytest.mark.full
-def test_what_ends_the_run_is_mended_and_the_same_bits(tmp_path):
+@pytest.mark.parametrize("strategy", ["mirrored", "2_workers"])
+def test_what_ends_the_run_is_mended_and_the_same_bits(strategy):
     """Storage that fails for long, and a checkpoint of a later release."""
     faults = [
         Fault("unreadable", worker=0, step=22),
         Fault("newer", worker=0, step=61),
     ]
-    control = run_job("mirrored")
-    result = run_job("mirrored", faults)
+    control = run_job(strategy)
+    result = run_job(strategy, faults)
     assert (result.sha, result.step) == (control.sha, TOTAL_STEPS)
     # Nothing but what came after the last checkpoint was done again.
     assert 0 < result.lost_steps < len(faults) * 2 * SAVE_EVERY_STEPS
