@@ -20,6 +20,7 @@ from mgpu_tf.commands import (
     benchmark,
     checkpoints,
     doctor,
+    help,
     kubernetes,
     launch,
     parity,
@@ -27,6 +28,7 @@ from mgpu_tf.commands import (
     ray,
     replay,
     slurm,
+    test,
     trace,
     train,
 )
@@ -35,6 +37,7 @@ from mgpu_tf.errors import (
     ConfigurationError,
     DivergedError,
     WorkerError,
+    nearest,
     unknown_name,
 )
 
@@ -46,6 +49,7 @@ NO_READER = 128 + signal.SIGPIPE
 _LONGEST_LINE = 2000
 
 COMMANDS: dict[str, ModuleType] = {
+    "test": test,
     "train": train,
     "launch": launch,
     "parity": parity,
@@ -65,6 +69,7 @@ _TOP = """mgpu-tf COMMAND [--flags]
 Distributed training for Keras 3 on TensorFlow.
 
 Commands:
+  test         try this installation: replicas, processes, a kill, a resume
   train        train and test a model on a strategy
   launch       start a script as a cluster of local processes
   parity       compare a model on strategies with one device
@@ -156,16 +161,24 @@ def _run(name: str, given: list[str]) -> int:
         split = given.index("--")
         own, after = given[:split], given[split + 1 :]
     if any(argument in ("--help", "-h", "-help") for argument in own):
-        print(f"{command.USAGE}\n{_flags_help(values)}")
+        print(f"{command.USAGE}\n{help.text(values)}")
         return 0
     try:
         rest = values(["mgpu-tf", *own])[1:]
     except flags.UnrecognizedFlagError as error:
-        near = [flag for flag in values if error.flagname in flag]
-        if not error.flagname or not near or "mean" in str(error):
-            raise
+        near = nearest(error.flagname, list(values)) or min(
+            (
+                f
+                for f in values
+                if len(error.flagname) > 2 and error.flagname in f
+            ),
+            key=len,
+            default="",
+        )
+        hint = f" Did you mean '--{near}'?" if near else ""
         raise ConfigurationError(
-            f"{error}. Did you mean --{min(near, key=len)}?"
+            f"Unknown flag of {name}. Received: '--{error.flagname}'.{hint} "
+            f"mgpu-tf {name} --help lists them."
         ) from None
     except flags.Error:
         raise
@@ -174,10 +187,3 @@ def _run(name: str, given: list[str]) -> int:
             f"{error}. Write --name or --noname, or --name=value."
         ) from None
     return command.run(Call(name, given, values, rest, after))
-
-
-def _flags_help(values: flags.FlagValues) -> str:
-    text = values.get_help(include_special_flags=False)
-    for module in values.flags_by_module_dict():
-        text = text.replace(f"{module}:\n", "")
-    return "Flags:\n" + text.strip("\n")

@@ -28,6 +28,7 @@ STRATEGIES = (
 SHARDS = ("weights", "gradients", "optimizer")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 GRADIENT_DTYPES = ("bfloat16", "float16")
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 EMBEDDING_GRADIENTS = ("keras", "summed")
 COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy")
 LATE_GRADIENTS = ("hold", "scale")
@@ -41,7 +42,13 @@ ISOLATE = ("auto", "on", "off")
 RESUME = ("auto", "always", "never")
 SNAPSHOT_IN = ("file", "memory")
 MODELS = ("mlp", "cnn", "resnet", "transformer")
-DATASETS = ("digits", "tabular", "images")
+# The data sets of this package: a row for each, with its builder. One with a
+# size, such as images/32, has a classmethod `options_of`.
+DATASETS = {
+    "digits": "mgpu_tf.datasets.digits:Digits",
+    "tabular": "mgpu_tf.datasets.tabular:Tabular",
+    "images": "mgpu_tf.datasets.images:Images",
+}
 # Models of `keras.applications`, by Keras's names.
 APPLICATIONS = (
     "ConvNeXtBase",

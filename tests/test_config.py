@@ -155,7 +155,7 @@ def test_names_are_those_of_the_registries():
 
     assert tuple(zoo._MODELS) == names.MODELS
     assert tuple(named._OPTIMIZERS) == names.OPTIMIZERS
-    assert datasets.NAMES == names.DATASETS
+    assert tuple(names.DATASETS) == datasets.NAMES
     for name in names.APPLICATIONS:
         assert callable(getattr(keras.applications, name))
     assert ("auto", *registry.KINDS) == names.STRATEGIES

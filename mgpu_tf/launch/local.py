@@ -84,10 +84,13 @@ def launch(
         )
     if job.alone:
         isolate = "off"  # It opens no port.
+    failures: list[Task] = []
     with isolation.isolated(isolate, needs) as alone:
-        status = supervise(job, ThisMachine(job))
-    if alone and isolate == "auto":
-        isolation.tell_of_failure(status)
+        status = supervise(job, ThisMachine(job), failures.append)
+    if alone and isolate == "auto" and status:
+        isolation.tell_of_failure(
+            line for task in failures for line in task.tail()
+        )
     return status
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, installing
 from mgpu_tf.reports.memory import MemoryTable
-from mgpu_tf.reports.scaling import MEANING, PUBLISHED, ScalingTable
+from mgpu_tf.reports.scaling import MEANING, ScalingTable
 
 
 def draw_scaling(table: ScalingTable, path: str) -> None:
@@ -23,7 +23,7 @@ def draw_scaling(table: ScalingTable, path: str) -> None:
     figure, axes = _new_figure()
     devices = [point.devices for point in table.points]
     axes.plot(devices, devices, "k--", linewidth=1, label="ideal")
-    for name, curve in PUBLISHED.items():
+    for name, curve in table.published.items():
         shown = {n: v for n, v in curve.items() if n <= max(devices)}
         axes.plot(
             list(shown), list(shown.values()), ":", marker=".", label=name
@@ -154,7 +154,7 @@ def _new_figure() -> tuple[Any, Any]:
     except ImportError:
         raise ConfigurationError(
             "Figures need matplotlib. Received: it is not installed. Run: "
-            "pip install 'mgpu_tf[plot]'"
+            f"{installing('plot')}"
         ) from None
     figure = Figure(figsize=(6, 4.5))
     FigureCanvasAgg(figure)

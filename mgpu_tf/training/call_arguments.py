@@ -181,10 +181,10 @@ def check_verbose(verbose: int | str) -> None:
 
 def check_build_model(build_model: Any) -> None:
     """Refuses what cannot build a model."""
-    if isinstance(build_model, keras.Model) or not callable(build_model):
+    if isinstance(build_model, type) or not callable(build_model):
         raise ConfigurationError(
-            "build_model must be a function that returns a compiled model. "
-            f"Received: {type(build_model).__name__}. Write `def "
+            "build_model must be a function that returns a compiled model, or "
+            f"that model. Received: {build_model!r:.80}. Write `def "
             "build_model(): ...` that makes and compiles it."
         )
 

@@ -2,7 +2,8 @@
 
 Every worker runs the callbacks, so that all come to the same decisions from
 the same logs. Those that write files, or report to somewhere, do so on the
-chief only; what they restore is restored on all workers.
+chief only; what they restore is restored on all workers. `chief_only = True`,
+on a callback or its class, says so of one's own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, installing
 
 Callbacks: TypeAlias = (
     Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None
@@ -33,6 +34,9 @@ _WRITERS: dict[type[keras.callbacks.Callback], tuple[str, ...]] = {
     keras.callbacks.RemoteMonitor: (),
     keras.callbacks.TensorBoard: (),
 }
+
+# Packages whose callbacks report to a server, where one run is one process.
+_TRACKERS = ("comet_ml", "mlflow", "neptune", "wandb")
 
 
 def as_list(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
@@ -85,6 +89,8 @@ def for_other_workers(
     """
     kept = []
     for callback in callbacks:
+        if _is_for_chief(callback):
+            continue
         for kind, hooks in _WRITERS.items():
             if isinstance(callback, kind):
                 if hooks:
@@ -93,6 +99,15 @@ def for_other_workers(
         else:
             kept.append(callback)
     return kept
+
+
+def _is_for_chief(callback: keras.callbacks.Callback) -> bool:
+    packages = {
+        kind.__module__.partition(".")[0] for kind in type(callback).mro()
+    }
+    return bool(
+        getattr(callback, "chief_only", False) or packages & set(_TRACKERS)
+    )
 
 
 def saving_together(
@@ -227,8 +242,7 @@ def _check_tensorboard() -> None:
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigurationError(
             "The callback TensorBoard needs the package of that name. "
-            "Received: a Python without it. Run: pip install "
-            "'mgpu_tf[tensorboard]'"
+            f"Received: a Python without it. Run: {installing('tensorboard')}"
         )
 
 

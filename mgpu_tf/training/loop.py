@@ -122,6 +122,8 @@ class Training:
         self._source = source
         self._numbers = numbers
         self._profiler = profiler
+        self._verbose = verbose
+        self._folder = "" if saving is None else saving.folder
         self._checked = -1
         self._times = SectionTimes()
         self._engine = engine = distributed.prepare_training(source)
@@ -164,6 +166,7 @@ class Training:
         numbers, run, hooks = self._numbers, self._run, self._hooks
         totals = self._totals
         run.load(self._saver.find())
+        self._tell()
         totals.left_out[:] = run.leave_out(totals.left_out)
         self._model.stop_training = False
         hooks.on_train_begin()
@@ -194,6 +197,18 @@ class Training:
             )
         hooks.on_train_end(run.position.last_logs)
         return self._model.history
+
+    def _tell(self) -> None:
+        """Prints what runs where, and whether it goes on."""
+        if self._verbose == 0:
+            return
+        self._distributed.tell_what_runs(self._source)
+        at = self._run.position
+        if self._run.resumed:
+            self._distributed.tell(
+                f"resumed in epoch {at.epoch + 1}, after {at.step} of its "
+                f"steps, from {self._folder}"
+            )
 
     def _tell_complete(self, epochs: int) -> None:
         if self._distributed.is_chief:

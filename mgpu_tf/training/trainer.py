@@ -3,7 +3,7 @@
     trainer = Trainer(build_model, create_strategy("mirrored"))
     history = trainer.fit(train_data, epochs=5, validation_data=test_data)
     trainer.evaluate(test_data)
-    trainer.model.save("model.keras")
+    trainer.save("model.keras")
 
 `fit`, `evaluate` and `predict` take the arguments of Keras's methods. Batch
 sizes are global. Every worker of a cluster runs the same script and gets the
@@ -33,7 +33,7 @@ from mgpu_tf.engine.traced import excerpts
 from mgpu_tf.errors import ConfigurationError, DivergedError
 from mgpu_tf.fields import made_of
 from mgpu_tf.folders import write_whole
-from mgpu_tf.options import SaveOptions, StepOptions
+from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
 from mgpu_tf.reports.goodput import Goodput
 from mgpu_tf.reports.memory import MemoryTable
 from mgpu_tf.reports.pipeline_plan import PipelinePlan
@@ -46,7 +46,11 @@ from mgpu_tf.reports.pipeline_trace import (
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.reports.report import LeftOut
 from mgpu_tf.reports.stragglers import Slow
-from mgpu_tf.strategies.registry import kind_of, strategy_from
+from mgpu_tf.strategies.registry import (
+    kind_of,
+    strategy_from,
+    strategy_of_scope,
+)
 from mgpu_tf.training import callbacks as callbacks_lib
 from mgpu_tf.training import loop
 from mgpu_tf.training.call_arguments import (
@@ -79,6 +83,9 @@ from mgpu_tf.training.totals import Totals
 
 _log = logging.getLogger("mgpu_tf")
 
+# Where options go that are not of steps.
+_TAKERS = {"create_strategy": StrategyOptions, "SaveOptions": SaveOptions}
+
 
 class Trainer:
     """Trains a Keras 3 model on a strategy, to the numbers of one device.
@@ -94,9 +101,11 @@ class Trainer:
 
     Args:
         build_model: A function that returns a compiled model. It is called in
-            the strategy's scope.
+            the strategy's scope. Or a compiled model that was made in `with
+            strategy.scope():`.
         strategy: From `create_strategy` or a factory, or a name for
-            `create_strategy`. Default: `auto`.
+            `create_strategy`. Default: that of the scope in which a model was
+            made; else `auto`.
         seed: The seed for `keras.utils.set_random_seed`, which is called before
             the model is built, and for the order of arrays. With a seed, runs
             repeat and agree between strategies. "auto" takes the seed that
@@ -109,6 +118,9 @@ class Trainer:
             second, or 1 if one of your callbacks has a batch hook.
         profiler: Traces some steps of `fit`. Must be the same on every worker.
         **options: The fields of `StepOptions`:
+            precision: "mixed_bfloat16" or "mixed_float16": the dtype policy of
+                Keras while `build_model` is called. Default: the policy that
+                is set.
             gradient_dtype: "bfloat16" or "float16" rounds gradients to this
                 type before replicas exchange them. Default: no rounding.
             embedding_gradients: "keras" gives the optimizer one gradient row
@@ -118,6 +130,10 @@ class Trainer:
             kernels: "fused" runs what Keras does in several operations as one
                 of TensorFlow's, for the layers and optimizers where both
                 compute the same. "keras" runs all as Keras does.
+            recompute: "layers" keeps only the inputs of each layer for the
+                backward pass, and computes the layer again there: less
+                memory, more computing. "stages" does the same with the stages
+                of a pipeline. Default: "layers" where weights are split.
             jit_compile: "auto" decides by a short trial, during training
                 steps, whether XLA compiles the steps, and logs the choice.
                 Default: the `jit_compile` of the model's `compile`.
@@ -141,7 +157,7 @@ class Trainer:
 
     def __init__(
         self,
-        build_model: BuildModel,
+        build_model: BuildModel | keras.Model,
         strategy: tf.distribute.Strategy | str | None = None,
         *,
         seed: int | str | None = "auto",
@@ -151,12 +167,16 @@ class Trainer:
     ) -> None:
         check_steps_per_execution(steps_per_execution)
         check_build_model(build_model)
+        if strategy is None and isinstance(build_model, keras.Model):
+            strategy = strategy_of_scope(build_model)
         self._distributed = DistributedModel(
             build_model,
             strategy_from(strategy),
             seed=seed,
             steps_per_execution=steps_per_execution,
-            options=options_of(made_of(StepOptions, options, "Trainer")),
+            options=options_of(
+                made_of(StepOptions, options, "Trainer", _TAKERS)
+            ),
         )
         self._profiler = profiler or Profiler(0, 0, None)
         self._totals = Totals()
@@ -250,6 +270,7 @@ class Trainer:
         Args:
             x: One of:
                 - an array, or a nested list, tuple or dict of arrays;
+                - an `mgpu_tf.RandomAccess`, examples by number;
                 - a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator
                   of global batches;
                 - a function from `tf.distribute.InputContext` to a dataset of
@@ -261,8 +282,10 @@ class Trainer:
                 `steps_per_epoch` the size that gives this number of steps.
             epochs: Index of the epoch to stop before.
             verbose: 0 is silent, 1 a progress bar, 2 a line for each epoch.
-            callbacks: As in Keras. They run on every worker; only the chief
-                writes files.
+            callbacks: As in Keras. They run on every worker, so that all take
+                the same decisions. Those of Keras that write files, those of
+                trackers (wandb, mlflow, comet_ml, neptune), and those with an
+                attribute `chief_only = True` run on the chief alone.
             validation_split: The fraction of the arrays, taken from the end,
                 that is used for validation.
             validation_data: `(x, y)`, `(x, y, sample_weight)`, a dataset or
@@ -740,7 +763,8 @@ class Trainer:
 
         blamed, reason = replay(step, folder, source, one_pass)
         if self._distributed.is_chief:
-            print(f"replay of step {step}: {blamed or 'no fault'} ({reason})")
+            # A progress bar may have left the cursor in its line.
+            print(f"\nreplay of step {step}: {blamed or 'no fault'} ({reason})")
         raise SystemExit(FOUND if blamed else 0)
 
     def _leave_out(
