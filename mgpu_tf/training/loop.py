@@ -205,10 +205,10 @@ class Training:
         self._distributed.tell_what_runs(self._source)
         at = self._run.position
         if self._run.resumed:
-            self._distributed.tell(
-                f"resumed in epoch {at.epoch + 1}, after {at.step} of its "
-                f"steps, from {self._folder}"
-            )
+            where = f"after epoch {at.epoch}"
+            if at.step:
+                where = f"in epoch {at.epoch + 1}, after its step {at.step}"
+            self._distributed.tell(f"resumed {where}, from {self._folder}")
 
     def _tell_complete(self, epochs: int) -> None:
         if self._distributed.is_chief:
