@@ -27,6 +27,7 @@ from mgpu_tf.commands import (
     plan,
     ray,
     replay,
+    report,
     slurm,
     test,
     trace,
@@ -56,6 +57,7 @@ COMMANDS: dict[str, ModuleType] = {
     "benchmark": benchmark,
     "plan": plan,
     "trace": trace,
+    "report": report,
     "checkpoints": checkpoints,
     "replay": replay,
     "doctor": doctor,
@@ -76,6 +78,7 @@ Commands:
   benchmark    measure throughput on 1, 2, 4 and 8 devices
   plan         estimate the memory, hours and price of a training run
   trace        show what is where in each stage of a training run
+  report       write the page of a run, or of two runs side by side
   checkpoints  list, verify and prune the checkpoints of a run
   replay       repeat a step of a run, and tell what is to blame for it
   doctor       check this machine and its cluster before a run

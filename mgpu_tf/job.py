@@ -22,7 +22,7 @@ from mgpu_tf.checkpoints.run_state import EpochRecord
 from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.environments import ask_for_ps
-from mgpu_tf.config import RunConfig
+from mgpu_tf.config import RunConfig, changed_fields
 from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.engine.noise_scale import NAMES, SCALE
 from mgpu_tf.errors import ConfigurationError
@@ -39,6 +39,7 @@ from mgpu_tf.options import (
     StrategyOptions,
     WatchOptions,
 )
+from mgpu_tf.reports import page
 from mgpu_tf.reports.pipeline_trace import PipelineTrace
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.reports.report import (
@@ -58,6 +59,7 @@ from mgpu_tf.strategies.registry import (
 )
 from mgpu_tf.studies.parity import ParityReport, check_parity, create_for_check
 from mgpu_tf.studies.pipeline_trace import trace_pipeline
+from mgpu_tf.training.opening import devices_here
 from mgpu_tf.training.trainer import Trainer
 from mgpu_tf.user_function import is_target, load_function
 
@@ -91,11 +93,16 @@ def run(config: RunConfig, *, verbose: int | str = "auto") -> Report:
     watchdog.begin(
         ClusterConfig.from_environment(), config.options(WatchOptions)
     )
-    strategy = create_with(config.strategy, config.options(StrategyOptions))
-    _check_batch(config, strategy)
-    splits = _splits(config)
-    trainer = _trained(config, splits, strategy, verbose)
-    return _reported(config, splits, trainer, verbose)
+    warned = _Warned()
+    _log.addHandler(warned)
+    try:
+        strategy = create_with(config.strategy, config.options(StrategyOptions))
+        _check_batch(config, strategy)
+        splits = _splits(config)
+        trainer = _trained(config, splits, strategy, verbose)
+        return _reported(config, splits, trainer, verbose, warned.texts)
+    finally:
+        _log.removeHandler(warned)
 
 
 def _trained(
@@ -151,6 +158,7 @@ def _reported(
     splits: datasets.Splits | datasets.Streams,
     trainer: Trainer,
     verbose: int | str,
+    warned: list[str],
 ) -> Report:
     """Tests a trained model and writes the files of `output_dir`."""
     test = trainer.evaluate(
@@ -181,12 +189,43 @@ def _reported(
         suggested_batch_size=_suggested(trainer),
         left_out=[dataclasses.asdict(batch) for batch in trainer.left_out],
         slow=[dataclasses.asdict(worker) for worker in trainer.slow],
+        devices=[devices_here(strategy)] * topology_of(strategy).num_workers,
+        mesh=_mesh_of(strategy),
+        memory=[dataclasses.asdict(row) for row in trainer.memory().rows],
+        step_times=trainer.step_times,
+        warnings=warned,
+        configuration=changed_fields(config),
     )
     if config.output_dir is not None:
         trainer.save(os.path.join(config.output_dir, MODEL_FILE))
         if is_chief(strategy):
             result.write(config.output_dir)
+            if config.report == "html":
+                page.write(config.output_dir)
     return result
+
+
+def _mesh_of(strategy: tf.distribute.Strategy) -> dict[str, int] | None:
+    mesh = getattr(strategy, "mesh", None)
+    return None if mesh is None else dataclasses.asdict(mesh)
+
+
+class _Warned(logging.Handler):
+    """Keeps what the run warns of.
+
+    Attributes:
+        texts: The warnings, each once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps a warning."""
+        text = record.getMessage()
+        if text not in self.texts:
+            self.texts.append(text)
 
 
 def _suggested(trainer: Trainer) -> int | None:

@@ -4,13 +4,14 @@
 
 A device is a box with one bar for each kind of data. The filled part of a bar
 is what the device holds: of all weights, of all gradients, of the optimizer's
-state, of the rows of a global batch. Each picture is drawn for a light and for a
-dark page.
+state, of the rows of a global batch. Each picture is drawn for light and for
+dark pages.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 
 FOLDER = pathlib.Path(__file__).parent.parent / "docs/figures/strategies"
@@ -276,7 +277,7 @@ def _lefts(devices: list[Device], apart: bool) -> list[float]:
     gap = GAP
     between = [
         gap * (1.9 if apart and a.machine != b.machine else 1.0)
-        for a, b in zip(devices, devices[1:], strict=False)
+        for a, b in itertools.pairwise(devices)
     ]
     left = (WIDTH - DEVICE * len(devices) - sum(between)) / 2
     lefts = [left]
@@ -286,7 +287,10 @@ def _lefts(devices: list[Device], apart: bool) -> list[float]:
 
 
 def _legend(lines: list[str], y: float, colors: dict[str, str]) -> None:
-    text = "filled: what the device holds of all weights, gradients, state and rows"
+    text = (
+        "filled: what the device holds of all weights, gradients, state and "
+        "rows"
+    )
     lines.append(_text(WIDTH / 2, y, text, colors["soft"], 11))
 
 

@@ -36,6 +36,8 @@ _COMMON = (
     "num_virtual_devices",
     "checkpoint_dir",
     "output_dir",
+    "report",
+    "config",
 )
 _DATA = ("data_dir", "deterministic", "steps_per_epoch", "seed")
 _RESTARTS = (

@@ -264,10 +264,17 @@ class Training:
     def _look_for_slow(self, epoch: int) -> None:
         """Names workers that are slower than the others, each once."""
         peers, known = self._distributed.peers, self._totals.slow
-        if peers.alone or not kind_of(self._distributed.strategy).in_step:
+        if not kind_of(self._distributed.strategy).in_step:
+            return
+        times = peers.of_all(self._times.epoch())
+        if any(times):
+            self._totals.step_times.append(
+                {"epoch": epoch + 1, "workers": times}
+            )
+        if peers.alone:
             return
         named = {(slow.worker, slow.section) for slow in known}
-        for slow in slow_workers(peers.of_all(self._times.epoch()), epoch + 1):
+        for slow in slow_workers(times, epoch + 1):
             if (slow.worker, slow.section) not in named:
                 known.append(slow)
                 if self._distributed.is_chief:

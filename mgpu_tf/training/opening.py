@@ -28,9 +28,7 @@ def what_runs(strategy: tf.distribute.Strategy, batch: int | None) -> str:
         batch: The global batch size; None where the data decides.
     """
     kind, topology = kind_of(strategy), topology_of(strategy)
-    devices = getattr(strategy, "stage_of_device", None)
-    names = list(devices or strategy.extended.worker_devices)
-    here = _listed([_short(name) for name in names])
+    here = _listed(devices_here(strategy))
     if not kind.in_step:
         servers = len(strategy.cluster.ps)
         size = "whole batches" if batch is None else f"batches of {batch}"
@@ -49,6 +47,13 @@ def what_runs(strategy: tf.distribute.Strategy, batch: int | None) -> str:
         f"{kind.name} {where}; {axes}{replicas}, "
         f"{_sizes(batch, ranges, str(balance_of(strategy)))}"
     )
+
+
+def devices_here(strategy: tf.distribute.Strategy) -> list[str]:
+    """Returns the devices of this process, such as `GPU:0`."""
+    names = getattr(strategy, "stage_of_device", None)
+    names = names or strategy.extended.worker_devices
+    return [name.rpartition("device:")[2].lstrip("/") for name in names]
 
 
 def batch_size_of(source: data_lib.Source) -> int | None:
@@ -109,10 +114,6 @@ def _listed(devices: Sequence[str]) -> str:
     if len(devices) > _SHOWN_DEVICES:
         return f"{devices[0]} to {devices[-1]}"
     return " and ".join(devices)
-
-
-def _short(device: str) -> str:
-    return device.rpartition("device:")[2].lstrip("/")
 
 
 def _count(number: int, name: str) -> str:

@@ -239,6 +239,15 @@ class Trainer:
         return self._totals.slow
 
     @property
+    def step_times(self) -> list[dict[str, Any]]:
+        """Returns what a step took on each worker, in epochs of the last `fit`.
+
+        Each entry has the number of the epoch, from 1, and for each worker the
+        medians of `input`, `compute` and `step` in seconds, or None.
+        """
+        return self._totals.step_times
+
+    @property
     def goodput(self) -> Goodput:
         """Returns how the time of the run was spent, over restarts."""
         return self._totals.meter.goodput()
@@ -363,6 +372,7 @@ class Trainer:
             before = [remembered(callback) for callback in hooks]
             self._totals.left_out.clear()
             self._totals.slow.clear()
+            self._totals.step_times.clear()
 
             def training(
                 kind: Callable[..., loop.Training], source: data_lib.Source

@@ -1,4 +1,4 @@
-"""A model that was made in `with strategy.scope():`, and one word for others."""
+"""A model that was made in `with strategy.scope():`, and other short words."""
 
 import keras
 import numpy as np
