@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     from mgpu_tf.models.normalization import synchronize_batch_normalization
     from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
     from mgpu_tf.reports.report import Report
+    from mgpu_tf.reports.trackers import (
+        MLflowTracker,
+        PrometheusTracker,
+        TensorBoardTracker,
+        WandbTracker,
+    )
     from mgpu_tf.runtime.determinism import enable_determinism
     from mgpu_tf.strategies.model_parallel import create_model_parallel_strategy
     from mgpu_tf.strategies.parameter_server import (
@@ -57,6 +63,10 @@ _HOMES = {
     "ClusterError": "mgpu_tf.errors",
     "ConfigurationError": "mgpu_tf.errors",
     "DivergedError": "mgpu_tf.errors",
+    "MLflowTracker": "mgpu_tf.reports.trackers",
+    "PrometheusTracker": "mgpu_tf.reports.trackers",
+    "TensorBoardTracker": "mgpu_tf.reports.trackers",
+    "WandbTracker": "mgpu_tf.reports.trackers",
     "Loop": "mgpu_tf.training.custom_loop",
     "ParityReport": "mgpu_tf.studies.parity",
     "Report": "mgpu_tf.reports.report",
@@ -92,15 +102,19 @@ __all__ = [
     "ConfigurationError",
     "DivergedError",
     "Loop",
+    "MLflowTracker",
     "ParityReport",
     "Preempted",
+    "PrometheusTracker",
     "RandomAccess",
     "Report",
     "RunConfig",
     "SaveOptions",
     "StepOptions",
     "StrategyOptions",
+    "TensorBoardTracker",
     "Trainer",
+    "WandbTracker",
     "WorkerError",
     "__version__",
     "check_parity",

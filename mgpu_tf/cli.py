@@ -29,6 +29,7 @@ from mgpu_tf.commands import (
     replay,
     report,
     slurm,
+    status,
     test,
     trace,
     train,
@@ -58,6 +59,7 @@ COMMANDS: dict[str, ModuleType] = {
     "plan": plan,
     "trace": trace,
     "report": report,
+    "status": status,
     "checkpoints": checkpoints,
     "replay": replay,
     "doctor": doctor,
@@ -78,6 +80,7 @@ Commands:
   benchmark    measure throughput on 1, 2, 4 and 8 devices
   plan         estimate the memory, hours and price of a training run
   trace        show what is where in each stage of a training run
+  status       show the tasks of a job that runs
   report       write the page of a run, or of two runs side by side
   checkpoints  list, verify and prune the checkpoints of a run
   replay       repeat a step of a run, and tell what is to blame for it
@@ -104,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        status = _main(arguments)
+        code = _main(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -118,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f": {error.filename}" if error.filename else ""
         print(f"mgpu-tf: No space is left to write{where}.", file=sys.stderr)
         return 1
-    return status
+    return code
 
 
 def _main(arguments: list[str]) -> int:

@@ -20,6 +20,7 @@ from mgpu_tf.names import (
     OPTIMIZERS,
     REPORTS,
     STRATEGIES,
+    TRACKERS,
 )
 from mgpu_tf.options import (
     LargeBatchOptions,
@@ -129,8 +130,19 @@ class RunConfig(
         REPORTS,
     )
 
+    log_with: str | None = option(
+        None,
+        "Report the epochs to trackers: tensorboard, mlflow, wandb, "
+        "prometheus; several with commas. Files go to output_dir, or to runs.",
+    )
+
     def __post_init__(self) -> None:
         check(self)
+        for name in (self.log_with or "").split(","):
+            if self.log_with and name not in TRACKERS:
+                raise ConfigurationError(
+                    unknown_name("tracker", name, TRACKERS)
+                )
         for group in (
             StrategyOptions,
             StepOptions,
@@ -155,7 +167,11 @@ class RunConfig(
         _check_large_batch(self)
 
     def options(self, group: type[T]) -> T:
-        """Returns the options of one group, such as `SaveOptions`."""
+        """Returns the options of one group.
+
+        Args:
+            group: Its class, such as `SaveOptions`.
+        """
         return pick(group, self)
 
 

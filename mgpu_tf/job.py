@@ -39,7 +39,7 @@ from mgpu_tf.options import (
     StrategyOptions,
     WatchOptions,
 )
-from mgpu_tf.reports import page
+from mgpu_tf.reports import page, trackers
 from mgpu_tf.reports.pipeline_trace import PipelineTrace
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.reports.report import (
@@ -119,7 +119,10 @@ def _trained(
         epochs=config.epochs,
         steps_per_epoch=config.steps_per_epoch,
         verbose=verbose,
-        callbacks=[keras.callbacks.TerminateOnNaN()],
+        callbacks=[
+            keras.callbacks.TerminateOnNaN(),
+            *trackers.by_name(config.log_with, config.output_dir),
+        ],
         checkpoint=config.options(SaveOptions),
     )
     _check_loss(trainer)

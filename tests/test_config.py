@@ -130,7 +130,11 @@ def test_accepted(changes):
 def test_every_choice_is_accepted():
     for field in dataclasses.fields(RunConfig):
         for name in field.metadata["choices"]:
-            needed = {"checkpoint_dir": "a", "base_batch": 8}
+            needed = {
+                "checkpoint_dir": "a",
+                "output_dir": "b",
+                "base_batch": 8,
+            }
             config = RunConfig(**needed, **{field.name: name})
             assert getattr(config, field.name) == name
 

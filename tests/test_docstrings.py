@@ -11,12 +11,11 @@ from mgpu_tf.options import StepOptions, StrategyOptions
 
 
 def options_in(text):
-    """The names of the nested list below `**options`, several in a line."""
-    block = re.search(r"\*\*options: .*\n((?:            .*\n)+)", text)[1]
-    lines = re.findall(r"^            (\w[\w, ]*):", block, re.M)
-    # Names of a list that goes over its line.
-    lines += re.findall(r"^            (\w+(?:, \w+)+),$", block, re.M)
-    return {name for line in lines for name in line.split(", ")}
+    """The names of the list below `**options`, some with one text."""
+    block = re.search(r"\*\*options: .*\n((?: {8}.*\n)+)", text)[1]
+    entries = re.split(r"^ {8}(?=\w)", block, flags=re.M)
+    heads = [entry.partition(":")[0] for entry in entries]
+    return {name for head in heads for name in re.findall(r"\w+", head)}
 
 
 @pytest.mark.parametrize(
@@ -28,8 +27,7 @@ def options_in(text):
 )
 def test_every_option_is_told(taker, kind):
     names = {field.name for field in dataclasses.fields(kind)}
-    text = inspect.getdoc(taker).replace("\n    ", "\n        ")
-    assert names == options_in(text)
+    assert names == options_in(inspect.getdoc(taker))
 
 
 def arguments(function):

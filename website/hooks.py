@@ -50,7 +50,7 @@ def messages(tree: ast.AST) -> Iterator[str]:
     """Yields the messages of the errors that a module raises.
 
     Args:
-        tree: The module. What an error is told at run time stands as `...`.
+        tree: The module. What an error is told at run time stands as `…`.
     """
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not node.args:
@@ -70,7 +70,7 @@ def _text(node: ast.AST) -> str:
         return _text(node.left) + _text(node.right)
     if isinstance(node, ast.IfExp):
         return _text(node.body)
-    return "..."
+    return "…"
 
 
 def _row(message: str) -> str:

@@ -37,6 +37,7 @@ _COMMON = (
     "checkpoint_dir",
     "output_dir",
     "report",
+    "log_with",
     "config",
 )
 _DATA = ("data_dir", "deterministic", "steps_per_epoch", "seed")

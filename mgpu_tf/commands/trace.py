@@ -38,7 +38,7 @@ _DEFAULTS = {"dataset": "tabular", "global_batch_size": 100}
 # Strategies that need several devices in this process.
 _SEVERAL = ("mirrored", "central_storage", "fsdp", "model_parallel")
 # Flags of `train` that a trace has no use for.
-_WITHOUT = ("profile", "output_dir", "report")
+_WITHOUT = ("profile", "output_dir", "report", "log_with")
 
 
 def define(values: flags.FlagValues) -> None:

@@ -136,6 +136,7 @@ def bar(parts: Mapping[str, float], unit: str) -> str:
         f"{html.escape(name)}</td><td>{number_text(size)} {unit}</td>"
         f"<td>{size / whole:.1%}</td></tr>"
         for place, (name, size) in enumerate(parts.items())
+        if size > 0
     )
     return (
         '<svg class="bar" viewBox="0 0 1000 34" preserveAspectRatio="none" '
@@ -145,6 +146,8 @@ def bar(parts: Mapping[str, float], unit: str) -> str:
 
 def legend(names: Sequence[str]) -> str:
     """Returns what each colour stands for; nothing for a single one."""
+    if len(names) < 2:
+        return ""
     return (
         '<p class="legend">'
         + "".join(

@@ -25,6 +25,11 @@ from mgpu_tf.reports.report import REPORT_FILE, Report
 PAGE_FILE = "report.html"
 
 _MIB = 1 << 20
+# Parts of the time, in the order of the bar and of its colours.
+_TIMES = (
+    *("step", "start", "compile", "input"),
+    *("evaluate", "save", "restart", "other"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +210,10 @@ def _metrics(runs: Sequence[Run]) -> list[str]:
         for name in epoch.metrics
         if not name.startswith("val_")
     )
-    return [_card(name, _curves(runs, name)) for name in names]
+    return [
+        _card(name.replace("_", " ").capitalize(), _curves(runs, name))
+        for name in names
+    ]
 
 
 def _throughput(runs: Sequence[Run]) -> str:
@@ -225,15 +233,11 @@ def _of_one(run: Run, named: bool) -> list[str]:
     prefix = f"{run.name}: " if named else ""
     cards = []
     if report.goodput:
-        parts = {
-            name.removesuffix("_seconds"): seconds
-            for name, seconds in report.goodput.items()
-            if name != "wall_seconds" and seconds > 0
-        }
-        title = f"{prefix}where the time went"
+        parts = {name: report.goodput[f"{name}_seconds"] for name in _TIMES}
+        title = f"{prefix}Where the time went"
         cards.append(_card(title, charts.bar(parts, "s")))
     if report.step_times:
-        cards.append(_card(f"{prefix}a step on each worker", _steps(report)))
+        cards.append(_card(f"{prefix}A step on each worker", _steps(report)))
     staleness = [epoch.staleness for epoch in report.epochs]
     if any(staleness):
         series = {
@@ -241,10 +245,10 @@ def _of_one(run: Run, named: bool) -> list[str]:
             for key in ("mean", "p50", "p95", "max")
         }
         told = charts.lines(series, "epoch", from_zero=True)
-        cards.append(_card(f"{prefix}staleness, in updates", told))
+        cards.append(_card(f"{prefix}Staleness, in updates", told))
     if report.memory:
-        cards.append(_card(f"{prefix}memory of variables", _memory(report)))
-    cards.append(_card(f"{prefix}what happened", _events(report)))
+        cards.append(_card(f"{prefix}Memory of variables", _memory(report)))
+    cards.append(_card(f"{prefix}What happened", _events(report)))
     return cards
 
 
@@ -351,7 +355,7 @@ grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr))}
 padding:14px 18px;min-width:0;overflow-x:auto}
 .wide{grid-column:1/-1}h2{font-size:15px;margin:0 0 10px}
 dl{display:grid;gap:10px;margin:0 0 14px;
-grid-template-columns:repeat(auto-fill,minmax(118px,1fr))}
+grid-template-columns:repeat(auto-fill,minmax(150px,1fr))}
 dt{color:var(--soft);font-size:12px}dd{margin:0;font-size:18px;
 overflow-wrap:anywhere}
 svg{width:100%;height:auto;display:block}.bar{height:34px;border-radius:6px}

@@ -115,7 +115,11 @@ def topology_of(strategy: tf.distribute.Strategy) -> Topology:
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether this process is the chief, which writes files."""
+    """Returns whether this process is the chief, which writes files.
+
+    Args:
+        strategy: Any strategy.
+    """
     return topology_of(strategy).is_chief
 
 

@@ -40,12 +40,15 @@ def _replicas(folder: str) -> dict[str, Any]:
     import numpy as np
     import tensorflow as tf
 
-    import mgpu_tf
+    from mgpu_tf.strategies.synchronous import (
+        create_mirrored_strategy,
+        create_one_device_strategy,
+    )
 
     gpus = len(tf.config.list_physical_devices("GPU"))
     split = None if gpus > 1 else 2
-    strategy = mgpu_tf.create_mirrored_strategy(num_virtual_devices=split)
-    one = _trained(mgpu_tf.create_one_device_strategy()).get_weights()
+    strategy = create_mirrored_strategy(num_virtual_devices=split)
+    one = _trained(create_one_device_strategy()).get_weights()
     several = _trained(strategy).get_weights()
     np.savez(os.path.join(folder, _WEIGHTS), *one)
     return {
@@ -59,10 +62,10 @@ def _workers(folder: str) -> dict[str, Any] | None:
     import keras
     import numpy as np
 
-    import mgpu_tf
+    from mgpu_tf.strategies.registry import create_strategy, is_chief
 
-    strategy = mgpu_tf.create_strategy("multi_worker_mirrored")
-    chief = mgpu_tf.is_chief(strategy)
+    strategy = create_strategy("multi_worker_mirrored")
+    chief = is_chief(strategy)
 
     class Killed(keras.callbacks.Callback):
         """Kills the process in its third epoch, unless it was restarted."""
@@ -101,7 +104,7 @@ def _trained(strategy: Any) -> Any:
 def _trainer(strategy: Any) -> Any:
     import keras
 
-    import mgpu_tf
+    from mgpu_tf.training.trainer import Trainer
 
     def build_model() -> keras.Model:
         model = keras.Sequential(
@@ -114,7 +117,7 @@ def _trainer(strategy: Any) -> Any:
         model.compile(keras.optimizers.Adam(0.01, global_clipnorm=1.0), "mse")
         return model
 
-    return mgpu_tf.Trainer(build_model, strategy, seed=0)
+    return Trainer(build_model, strategy, seed=0)
 
 
 def _numbers() -> tuple[Any, Any]:

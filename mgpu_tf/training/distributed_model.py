@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -327,7 +328,7 @@ class DistributedModel:
             callbacks,
             add_history=training,
             model=self.model,
-            verbose=1 if verbose == "auto" else verbose,
+            verbose=_auto_verbosity() if verbose == "auto" else verbose,
             epochs=epochs,
             steps=steps,
         )
@@ -414,6 +415,12 @@ def _write(name: str, path: str, write: Callable[[], Any]) -> None:
             f"{name} must be able to write its file. Received: {path!r}. "
             f"Keras says: {said}"
         ) from error
+
+
+def _auto_verbosity() -> int:
+    """Returns 1, a bar that moves, where it can; else 2, a line an epoch."""
+    moves = sys.stdout.isatty() or "ipykernel" in sys.modules
+    return 1 if moves else 2
 
 
 def _check_given(

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 import keras
@@ -34,6 +34,7 @@ from mgpu_tf.errors import ConfigurationError, DivergedError
 from mgpu_tf.fields import made_of
 from mgpu_tf.folders import write_whole
 from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
+from mgpu_tf.reports import trackers
 from mgpu_tf.reports.goodput import Goodput
 from mgpu_tf.reports.memory import MemoryTable
 from mgpu_tf.reports.pipeline_plan import PipelinePlan
@@ -273,6 +274,7 @@ class Trainer:
         *,
         checkpoint_dir: str | None = None,
         checkpoint: SaveOptions | None = None,
+        log_with: str | Sequence[str] | None = None,
     ) -> keras.callbacks.History:
         """Trains the model.
 
@@ -291,6 +293,7 @@ class Trainer:
                 `steps_per_epoch` the size that gives this number of steps.
             epochs: Index of the epoch to stop before.
             verbose: 0 is silent, 1 a progress bar, 2 a line for each epoch.
+                "auto" is 1 on a terminal and in a notebook, and 2 in a log.
             callbacks: As in Keras. They run on every worker, so that all take
                 the same decisions. Those of Keras that write files, those of
                 trackers (wandb, mlflow, comet_ml, neptune), and those with an
@@ -321,6 +324,9 @@ class Trainer:
             checkpoint: In place of `checkpoint_dir`, `SaveOptions`: the
                 folder, when to save, how many checkpoints to keep, and
                 whether to resume.
+            log_with: Trackers that get each epoch: `tensorboard`, `mlflow`,
+                `wandb`, `prometheus`, or several of them. A tracker with
+                settings, such as `WandbTracker("project")`, is a callback.
 
         Returns:
             Keras's `History`. A resumed run returns that of the whole run.
@@ -369,6 +375,10 @@ class Trainer:
             if not kind_of(self.strategy).trains:
                 return self._follow(source, validation, numbers, saving)
             hooks = callbacks_lib.as_list(callbacks)
+            hooks += trackers.by_name(log_with)
+            for hook in hooks:
+                if isinstance(hook, trackers.Tracker):
+                    hook.measured = self._measured
             before = [remembered(callback) for callback in hooks]
             self._totals.left_out.clear()
             self._totals.slow.clear()
@@ -410,6 +420,15 @@ class Trainer:
                     if not self._distributed.is_lost:
                         raise
                     saving = self._begin_again(saving)
+
+    def _measured(self) -> dict[str, float]:
+        """Returns what trackers get besides the logs of an epoch."""
+        totals = self._totals
+        return {
+            "examples_per_second": totals.records[-1].examples_per_second,
+            "global_step": totals.global_step,
+            "goodput": self.goodput.share,
+        }
 
     def evaluate(
         self,

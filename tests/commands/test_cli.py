@@ -89,9 +89,9 @@ def test_nothing_given():
     ("arguments", "environment", "parts"),
     [
         ("trian", {}, ["Unknown command", "'trian'", "mean 'train'"]),
-        ("train --epoch=3", {}, ["Unknown", "'epoch'", "epochs"]),
-        ("train --batch_size=3", {}, ["Did you mean --global_batch_size?"]),
-        ("train --two\nlines", {}, ["'two lines'"]),
+        ("train --epoch=3", {}, ["Unknown", "'--epoch'", "'--epochs'"]),
+        ("train --batch_size=3", {}, ["Did you mean '--global_batch_size'?"]),
+        ("train --two\nlines", {}, ["'--two lines'"]),
         ("train --epochs=three", {}, ["--epochs=three"]),
         ("train --epochs", {}, ["Missing value", "--epochs"]),
         ("train --model=resnt", {}, ["model", "mean 'resnet'"]),
