@@ -64,6 +64,8 @@ from mgpu_tf.training.trainer import Trainer
 from mgpu_tf.user_function import is_target, load_function
 
 MODEL_FILE = "model.keras"
+# Steps before those that a trace profiles, and how many these are.
+_PROFILED = (20, 5)
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -238,11 +240,14 @@ def _suggested(trainer: Trainer) -> int | None:
     return suggested_batch_size(logs.get(SCALE), replicas)
 
 
-def trace(config: RunConfig) -> PipelineTrace:
+def trace(
+    config: RunConfig, profile_folder: str | None = None
+) -> PipelineTrace:
     """Trains a model and shows the pipeline. Every worker must call it.
 
     Args:
         config: The configuration of the run. It does not save.
+        profile_folder: Gets a profile of some later steps.
 
     Returns:
         The trace; the same on every worker.
@@ -255,8 +260,12 @@ def trace(config: RunConfig) -> PipelineTrace:
     strategy = create_with(config.strategy, config.options(StrategyOptions))
     _check_batch(config, strategy)
     splits = _splits(config)
+    profiler = None
+    if profile_folder is not None:
+        folder = profile_folder if is_chief(strategy) else None
+        profiler = Profiler(*_PROFILED, folder)
     return trace_pipeline(
-        _trainer(config, splits, strategy),
+        _trainer(config, splits, strategy, profiler),
         splits.training(config.global_batch_size),
         splits.testing(config.global_batch_size),
         num_examples=splits.num_examples,
