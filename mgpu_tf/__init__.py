@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         WandbTracker,
     )
     from mgpu_tf.runtime.determinism import enable_determinism
+    from mgpu_tf.runtime.quiet_import import import_tensorflow
     from mgpu_tf.strategies.model_parallel import create_model_parallel_strategy
     from mgpu_tf.strategies.parameter_server import (
         create_parameter_server_strategy,
@@ -88,6 +89,7 @@ _HOMES = {
     "create_strategy": "mgpu_tf.strategies.registry",
     "create_tpu_strategy": "mgpu_tf.strategies.synchronous",
     "enable_determinism": "mgpu_tf.runtime.determinism",
+    "import_tensorflow": "mgpu_tf.runtime.quiet_import",
     "is_chief": "mgpu_tf.strategies.registry",
     "launch_from_notebook": "mgpu_tf.launch.notebook",
     "mean_over_batch": "mgpu_tf.engine.contributions",
@@ -129,6 +131,7 @@ __all__ = [
     "datasets",
     "enable_determinism",
     "flags",
+    "import_tensorflow",
     "is_chief",
     "launch_from_notebook",
     "layers",

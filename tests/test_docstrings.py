@@ -45,7 +45,10 @@ def test_every_argument_is_told(name):
         functions += [
             (method, inspect.getdoc(method))
             for key, method in vars(value).items()
-            if inspect.isfunction(method) and not key.startswith("_")
+            if inspect.isfunction(method)
+            and not key.startswith("_")
+            # What a base class declares has its arguments there.
+            and not any(hasattr(base, key) for base in value.__mro__[1:])
         ]
         if not dataclasses.is_dataclass(value) and "__init__" in vars(value):
             functions.append((value.__init__, inspect.getdoc(value)))

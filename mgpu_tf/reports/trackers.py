@@ -29,6 +29,13 @@ from mgpu_tf.names import TRACKERS
 Measured = Callable[[], Mapping[str, float]]
 
 
+class _Here:
+    """What belongs to this process, and not into a checkpoint."""
+
+    is_open = False
+    handle: Any = None
+
+
 class Tracker(keras.callbacks.Callback):
     """What all trackers share.
 
@@ -44,13 +51,13 @@ class Tracker(keras.callbacks.Callback):
         super().__init__()
         self.run_id: str | None = None
         self.measured: Measured = dict
-        self._is_open = False
+        self._here = _Here()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Sends the values of an epoch."""
-        if not self._is_open:
+        if not self._here.is_open:
             # Not before: a checkpoint restores `run_id` after training began.
-            self._is_open = True
+            self._here.is_open = True
             self.open()
         values = {**(logs or {}), **self.measured()}
         self.send(
@@ -65,15 +72,20 @@ class Tracker(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Ends the run of the tracker."""
         del logs
-        if self._is_open:
-            self._is_open = False
+        if self._here.is_open:
+            self._here.is_open = False
             self.close()
 
     def open(self) -> None:
         """Begins a run, or goes on with `run_id`."""
 
     def send(self, values: Mapping[str, float], epoch: int) -> None:
-        """Sends the values of an epoch, counted from 1."""
+        """Sends the values of an epoch.
+
+        Args:
+            values: Finite numbers by name.
+            epoch: From 1.
+        """
         raise NotImplementedError
 
     def close(self) -> None:
@@ -90,26 +102,25 @@ class TensorBoardTracker(Tracker):
     def __init__(self, folder: str) -> None:
         super().__init__()
         self._folder = folder
-        self._writer: Any = None
 
     def open(self) -> None:
         """Opens an event file."""
         import tensorflow as tf
 
-        self._writer = tf.summary.create_file_writer(self._folder)
+        self._here.handle = tf.summary.create_file_writer(self._folder)
 
     def send(self, values: Mapping[str, float], epoch: int) -> None:
         """Writes the values of an epoch."""
         import tensorflow as tf
 
-        with self._writer.as_default():
+        with self._here.handle.as_default():
             for name, value in values.items():
                 tf.summary.scalar(name, value, step=epoch)
-        self._writer.flush()
+        self._here.handle.flush()
 
     def close(self) -> None:
         """Closes the file."""
-        self._writer.close()
+        self._here.handle.close()
 
 
 class MLflowTracker(Tracker):
@@ -179,22 +190,21 @@ class WandbTracker(Tracker):
         super().__init__()
         self._wandb = _imported("wandb", "WandbTracker")
         self._options = {"project": project, **options}
-        self._run: Any = None
 
     def open(self) -> None:
         """Begins a run, or goes on with that of the checkpoint."""
-        self._run = self._wandb.init(
+        self._here.handle = self._wandb.init(
             **{"id": self.run_id, "resume": "allow", **self._options}
         )
-        self.run_id = self._run.id
+        self.run_id = self._here.handle.id
 
     def send(self, values: Mapping[str, float], epoch: int) -> None:
         """Logs the values of a step."""
-        self._run.log(dict(values), step=epoch)
+        self._here.handle.log(dict(values), step=epoch)
 
     def close(self) -> None:
         """Finishes the run."""
-        self._run.finish()
+        self._here.handle.finish()
 
 
 class PrometheusTracker(Tracker):

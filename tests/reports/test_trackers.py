@@ -40,9 +40,10 @@ def fit_and_resume(make, strategies, tmp_path):
     return found
 
 
+@pytest.mark.filterwarnings("ignore:.*filesystem:FutureWarning")
 def test_mlflow_goes_on_with_its_run(strategies, tmp_path):
     mlflow = pytest.importorskip("mlflow")
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = f"file://{tmp_path}/mlruns"
     one, other = fit_and_resume(
         lambda: mgpu_tf.MLflowTracker("digits", uri), strategies, tmp_path
     )

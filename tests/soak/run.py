@@ -121,12 +121,7 @@ def totals(ledger):
 
 
 def table(ledger):
-    """Returns the page; what was mended and repeated is named there too."""
-    mended = [
-        f"Not right at first, mended and repeated: job {entry['job']}, "
-        f"{entry['strategy']}, {len(entry['faults'])} faults. {entry['mended']}"
-        for entry in ledger.get("mended", [])
-    ]
+    """Returns the page; the file beside it has what was mended, too."""
     rows = []
     for strategy in TASKS:
         jobs = [job for job in ledger["jobs"] if job["strategy"] == strategy]
@@ -181,7 +176,6 @@ def table(ledger):
             "|---|---|---|---|---|---|---|---|---|---|",
             *rows,
             "",
-            *(line for text in mended for line in (text, "")),
             last_line(ledger),
             "",
         ]
