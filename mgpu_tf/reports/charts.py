@@ -12,6 +12,26 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 
+# What a page with charts needs, beside colours --soft and --rule of its own.
+STYLE = """
+:root{--c0:#2f6fde;--c1:#d9730d;--c2:#22936a;--c3:#8a56c9;--c4:#c23b5a;
+--c5:#0b8fa5;--c6:#8c6d1f;--c7:#64748b}
+@media (prefers-color-scheme:dark){:root{--c0:#7aa7ff;--c1:#f2a45c;
+--c2:#57cc9a;--c3:#bd98f2;--c4:#f07f9a;--c5:#57c4d8;--c6:#d8b75c;
+--c7:#9fb0c3}}
+svg{width:100%;height:auto;display:block}.bar{height:34px;border-radius:6px}
+.grid{stroke:var(--rule)}.tick,.axis{fill:var(--soft);font-size:11px}
+.line{fill:none;stroke-width:2.2}.mark{stroke:var(--c4);stroke-width:1.5;
+stroke-dasharray:4 3}
+.legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0 0;font-size:13px}
+.key{display:inline-block;width:10px;height:10px;border-radius:3px;
+margin-right:6px}.none{color:var(--soft)}
+""" + "".join(
+    f".sc{n}{{stroke:var(--c{n})}}.fc{n}{{fill:var(--c{n})}}"
+    f".bc{n}{{background:var(--c{n})}}"
+    for n in range(8)
+)
+
 WIDTH, HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 38
 _TICKS = 4
@@ -72,7 +92,12 @@ def lines(
             if value is not None and _is_number(value)
         ]
         path = " L ".join(f"{x:.1f} {y:.1f}" for x, y in points)
-        parts.append(f'<path class="line s{color}" d="M {path}"/>')
+        # Thinner and thinner, so that lines which are equal are all seen.
+        width = 2.0 + 2.0 * (len(series) - 1 - place)
+        parts.append(
+            f'<path class="line s{color}" style="stroke-width:{width}" '
+            f'd="M {path}"/>'
+        )
         if len(points) <= 40:
             parts += [
                 f'<circle class="f{color}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'

@@ -54,12 +54,16 @@ def draw_scaling(table: ScalingTable, path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_memory(tables: Mapping[str, MemoryTable], path: str) -> None:
+def draw_memory(
+    tables: Mapping[str, MemoryTable], path: str, budget: int | None = None
+) -> None:
     """Draws what the fullest device stores, a bar for each strategy.
 
     Args:
-        tables: What `Trainer.memory` told, by the name of the strategy.
+        tables: What `Trainer.memory` returned, by the name of the strategy.
         path: Of the PNG to write.
+        budget: The bytes that a device has for variables and gradients, as a
+            line; None for no line.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -73,6 +77,10 @@ def draw_memory(tables: Mapping[str, MemoryTable], path: str) -> None:
         sizes = [getattr(row, part) / (1 << 20) for row in fullest]
         axes.barh(list(tables), sizes, left=below, label=part)
         below = [b + size for b, size in zip(below, sizes, strict=True)]
+    if budget is not None:
+        axes.axvline(
+            budget / (1 << 20), color="black", linestyle="--", label="budget"
+        )
     axes.invert_yaxis()
     axes.margins(x=0.02)
     axes.set_xlabel("MiB of variables on the fullest device")

@@ -95,7 +95,7 @@ def page(runs: Sequence[Run]) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>"
+        f"<title>{html.escape(title)}</title><style>{charts.STYLE}{_STYLE}</style></head>"
         f"<body><header><h1>{html.escape(title)}</h1></header>"
         f"<main>{body}</main></body></html>\n"
     )
@@ -339,12 +339,9 @@ def _configuration(runs: Sequence[Run]) -> str:
 
 _STYLE = """
 :root{color-scheme:light dark;--page:#f4f6f9;--card:#fff;--text:#1f2430;
---soft:#5f6b7a;--rule:#dfe4ea;--c0:#2f6fde;--c1:#d9730d;--c2:#22936a;
---c3:#8a56c9;--c4:#c23b5a;--c5:#0b8fa5;--c6:#8c6d1f;--c7:#64748b}
+--soft:#5f6b7a;--rule:#dfe4ea}
 @media (prefers-color-scheme:dark){:root{--page:#15181e;--card:#1f242d;
---text:#e8ebf0;--soft:#a2adbb;--rule:#39414d;--c0:#7aa7ff;--c1:#f2a45c;
---c2:#57cc9a;--c3:#bd98f2;--c4:#f07f9a;--c5:#57c4d8;--c6:#d8b75c;
---c7:#9fb0c3}}
+--text:#e8ebf0;--soft:#a2adbb;--rule:#39414d}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--text);
 font:15px/1.5 system-ui,sans-serif}
@@ -355,27 +352,17 @@ grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr))}
 padding:14px 18px;min-width:0;overflow-x:auto}
 .wide{grid-column:1/-1}h2{font-size:15px;margin:0 0 10px}
 dl{display:grid;gap:10px;margin:0 0 14px;
-grid-template-columns:repeat(auto-fill,minmax(150px,1fr))}
+grid-template-columns:repeat(auto-fill,minmax(118px,1fr))}
+dl div:first-child{grid-column:span 2}
 dt{color:var(--soft);font-size:12px}dd{margin:0;font-size:18px;
 overflow-wrap:anywhere}
-svg{width:100%;height:auto;display:block}.bar{height:34px;border-radius:6px}
 table{border-collapse:collapse;width:100%;margin-top:10px;font-size:13px}
 td,th{padding:4px 8px;border-top:1px solid var(--rule);text-align:left;
 overflow-wrap:anywhere}td:not(:first-child){font-variant-numeric:tabular-nums}
-.differs td{font-weight:600}.none{color:var(--soft)}
-.grid{stroke:var(--rule)}.tick,.axis{fill:var(--soft);font-size:11px}
-.line{fill:none;stroke-width:2.2}.mark{stroke:var(--c4);stroke-width:1.5;
-stroke-dasharray:4 3}
-.legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0 0;font-size:13px}
-.key{display:inline-block;width:10px;height:10px;border-radius:3px;
-margin-right:6px}
+.differs td{font-weight:600}
 .machines{display:flex;flex-wrap:wrap;gap:10px}
 .machine{border:1px dashed var(--rule);border-radius:8px;padding:8px 10px;
 font-size:13px;display:flex;flex-wrap:wrap;gap:6px;align-items:center}
 .device{background:var(--page);border:1px solid var(--rule);border-radius:6px;
 padding:2px 8px}.events{margin:0;padding-left:20px}.events li{margin:4px 0}
-""" + "".join(
-    f".sc{n}{{stroke:var(--c{n})}}.fc{n}{{fill:var(--c{n})}}"
-    f".bc{n}{{background:var(--c{n})}}"
-    for n in range(8)
-)
+"""
