@@ -19,6 +19,7 @@ from mgpu_tf._version import __version__
 from mgpu_tf.commands import (
     benchmark,
     checkpoints,
+    completion,
     doctor,
     help,
     kubernetes,
@@ -66,6 +67,7 @@ COMMANDS: dict[str, ModuleType] = {
     "slurm": slurm,
     "kubernetes": kubernetes,
     "ray": ray,
+    "completion": completion,
 }
 
 _TOP = """mgpu-tf COMMAND [--flags]
@@ -88,6 +90,7 @@ Commands:
   slurm        print or submit a batch script for Slurm
   kubernetes   print the manifests of a job for Kubernetes
   ray          start a script as a cluster on the nodes of Ray
+  completion   print what makes a shell complete commands and flags
   version      print the version
 
 mgpu-tf COMMAND --help lists the flags of a command.
@@ -192,4 +195,4 @@ def _run(name: str, given: list[str]) -> int:
         raise ConfigurationError(
             f"{error}. Write --name or --noname, or --name=value."
         ) from None
-    return command.run(Call(name, given, values, rest, after))
+    return command.run(Call(name, given, values, rest, after, COMMANDS))

@@ -1,13 +1,16 @@
 """Every command that README, pages and help show: its flags exist, it runs."""
 
+import os
 import pathlib
 import re
 import shlex
+import subprocess
 
 import pytest
 from absl import flags
 
 from mgpu_tf import cli
+from mgpu_tf.commands import completion
 from tests import clusters
 
 ROOT = pathlib.Path(clusters.ROOT)
@@ -98,6 +101,41 @@ def test_the_commands_of_the_readme(tmp_path):
         assert ".cc:" not in done.stdout + done.stderr, words
     assert (tmp_path / "trace.html").exists()
     assert (tmp_path / "runs" / "a" / "report.html").exists()
+
+
+@pytest.mark.full
+def test_a_trial_of_a_tuner_is_a_launch(monkeypatch):
+    [code] = [
+        text
+        for text in blocks(ROOT / "docs/reports.md", "python")
+        if "def objective" in text
+    ]
+    programs = os.path.dirname(clusters.PYTHON)
+    monkeypatch.setenv("PATH", programs + os.pathsep + os.environ["PATH"])
+    values = {}
+    exec(code, values)
+    assert 0 < values["objective"](0.01) < 2.5
+
+
+def test_a_shell_completes_commands_and_flags():
+    script = completion.script(cli.COMMANDS)
+    for words, found in (
+        ("mgpu-tf rep", ["replay", "report"]),
+        ("mgpu-tf train --global_b", ["--global_batch_size="]),
+        ("mgpu-tf status --ev", ["--every="]),
+    ):
+        last = len(words.split()) - 1
+        ask = (
+            f"COMP_WORDS=({words}); COMP_CWORD={last}; _mgpu_tf; "
+            'printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        done = subprocess.run(
+            ["bash", "-c", f"{script}\n{ask}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert sorted(done.stdout.split()) == found
 
 
 @pytest.mark.full
