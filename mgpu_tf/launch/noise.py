@@ -19,7 +19,7 @@ _LEVELS = ("0", "1", "2")
 
 # Severity, date, time, thread, file: as absl's and TensorFlow's logs begin.
 _LOGGED = re.compile(
-    rb"(?:\d{4}-\d\d-\d\d )?(?:[IW]\d{4} )?\d\d:\d\d:\d\d\.\d+(?:\s+\d+|:)"
+    rb"(?:\d{4}-\d\d-\d\d )?(?:[IW]\d{4} )?\d\d:\d\d:\d+\.\d+(?:\s+\d+|:)"
     rb" (?:[IW] )?\S+\.cc:\d+\]"
 )
 _WITHOUT_GPU = re.compile(
