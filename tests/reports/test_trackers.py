@@ -40,9 +40,12 @@ def fit_and_resume(make, strategies, tmp_path):
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*filesystem:FutureWarning")
-def test_mlflow_goes_on_with_its_run(strategies, tmp_path):
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_mlflow_goes_on_with_its_run(strategies, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
+    # A database needs packages that a client of a server has no use for.
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = f"file://{tmp_path}/mlruns"
     one, other = fit_and_resume(
         lambda: mgpu_tf.MLflowTracker("digits", uri), strategies, tmp_path
@@ -55,6 +58,7 @@ def test_mlflow_goes_on_with_its_run(strategies, tmp_path):
         assert [value.step for value in history] == [1, 2, 3], name
 
 
+@pytest.mark.full
 def test_wandb_goes_on_with_its_run(strategies, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
