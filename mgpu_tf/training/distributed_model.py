@@ -304,8 +304,17 @@ class DistributedModel:
         steps: int | None,
         *,
         training: bool = False,
+        examples: Callable[[], int] | None = None,
     ) -> keras.callbacks.CallbackList:
         """Returns what runs callbacks on this worker.
+
+        Args:
+            callbacks: The user's.
+            verbose: As in Keras.
+            epochs: How many.
+            steps: Of an epoch, None for unknown.
+            training: Whether it is `fit`, which returns a history.
+            examples: Returns the examples trained on so far.
 
         Raises:
             ConfigurationError: `verbose` is none that Keras knows.
@@ -323,7 +332,10 @@ class DistributedModel:
             for callback in callbacks
         )
         if verbose != 0 and not own:
-            callbacks = [*callbacks, callbacks_lib.ProgressLine(PREFIX)]
+            callbacks = [
+                *callbacks,
+                callbacks_lib.ProgressLine(PREFIX, examples),
+            ]
         return keras.callbacks.CallbackList(
             callbacks,
             add_history=training,

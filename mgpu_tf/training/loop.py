@@ -146,6 +146,7 @@ class Training:
             numbers.epochs,
             numbers.steps_per_epoch or source.steps,
             training=True,
+            examples=lambda: totals.examples_seen,
         )
 
     def _watched_by(

@@ -588,6 +588,15 @@ class Trainer:
             excerpts(outputs, ("outputs", "", "")),
         )
 
+    def summary(self, **options: Any) -> None:
+        """Prints the layers of the model, on the chief alone.
+
+        Args:
+            **options: Arguments of `keras.Model.summary`.
+        """
+        if self._distributed.is_chief:
+            self.model.summary(**options)
+
     def save(self, path: str, **options: Any) -> None:
         """Saves the model with its optimizer state.
 

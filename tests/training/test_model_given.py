@@ -1,5 +1,7 @@
 """A model that was made in `with strategy.scope():`, and other short words."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -47,11 +49,9 @@ def test_the_weights_of_one_device(strategies, capsys):
     assert capsys.readouterr().out == ""
     trainer.fit(*numbers(), batch_size=14, verbose=2)
     trainer.fit(*numbers(), batch_size=14, verbose=2)
-    said = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("mgpu_tf: ")
-    ]
+    shown = capsys.readouterr().out
+    assert len(re.findall(r" - examples/s: [\d,]+\n", shown)) == 2
+    said = [x for x in shown.splitlines() if x.startswith("mgpu_tf: ")]
     assert said == [
         "mgpu_tf: mirrored on CPU:0 to CPU:2; 3 replicas, global batch 14, "
         "4 or 5 each"
