@@ -62,8 +62,9 @@ def batch_size_of(source: data_lib.Source) -> int | None:
     if rows is not None:
         return rows.batch_size
     for spec in tf.nest.flatten(source.example()):
-        if spec.shape.rank and spec.shape[0] is not None:
-            return int(spec.shape[0])
+        shape = getattr(spec, "shape", None)
+        if shape is not None and shape.rank and shape[0] is not None:
+            return int(shape[0])
     return None
 
 
