@@ -405,7 +405,9 @@ class Trainer:
 
             step = asked()
             if step is not None and saving is not None:
-                self._replay(step, saving.folder, source, training, go_back)
+                self._replay(
+                    step, saving.folder, source, training, go_back, verbose
+                )
             if self._distributed.options.on_nan == "restore":
                 check_restores(source, saving)
             while True:
@@ -790,6 +792,7 @@ class Trainer:
         source: data_lib.Source,
         training: Callable[..., Any],
         go_back: Callable[[], None],
+        verbose: int | str,
     ) -> NoReturn:
         """Replays a step, prints the verdict and ends the process."""
         left_out = left_out_before(folder, step)
@@ -801,8 +804,9 @@ class Trainer:
 
         blamed, reason = replay(step, folder, source, one_pass)
         if self._distributed.is_chief:
-            # A progress bar may have left the cursor in its line.
-            print(f"\nreplay of step {step}: {blamed or 'no fault'} ({reason})")
+            if verbose != 0:
+                print()  # A progress bar has left the cursor in its line.
+            print(f"replay of step {step}: {blamed or 'no fault'} ({reason})")
         raise SystemExit(FOUND if blamed else 0)
 
     def _leave_out(
