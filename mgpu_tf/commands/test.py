@@ -16,7 +16,7 @@ from mgpu_tf.commands.arguments import Call
 
 USAGE = """mgpu-tf test
 
-Tries this installation in about half a minute, on made-up data:
+Tries this installation in a minute or two, on made-up data:
 
   1. two replicas, on two GPUs or on two parts of the CPU, against one device
   2. two processes, of which one is killed and the training resumes
