@@ -52,7 +52,7 @@ _RESTARTS = (
 )
 _GROUPS: dict[str, tuple[str, ...]] = {
     "Common": _COMMON,
-    "Data and model": (*_DATA, "initial_model", "sync_batch_norm"),
+    "Data and model": (*_DATA, "initial_model"),
     "Strategy": ("num_ps", *names_of(StrategyOptions)),
     "Steps": (*names_of(StepOptions), "profile"),
     "Large batches": tuple(names_of(LargeBatchOptions)),

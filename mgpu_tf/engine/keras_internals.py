@@ -1167,6 +1167,32 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
     return [state for _, state in random_layers(model)]
 
 
+@contextlib.contextmanager
+def seeds_replaced(
+    model: keras.Model, generator: Any, seed_of: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Lets generators give other seeds, from the state that they have.
+
+    Args:
+        model: A model; while a step of it is traced.
+        generator: That of unseeded draws; None where there is none.
+        seed_of: Called with the seed of a draw; returns what is given.
+    """
+
+    def instructions(generator: Any) -> dict[str, Any]:
+        own = generator.next
+        return {"next": lambda ordered=True: seed_of(own(ordered=ordered))}
+
+    generators = [
+        g for layer in layers_of(model) for g in layer._seed_generators
+    ]
+    if generator is not None:
+        generators.append(generator)
+    unique = {id(each): each for each in generators}
+    with _replaced(unique.values(), instructions):
+        yield
+
+
 def global_seed_of(strategy: tf.distribute.Strategy) -> Any:
     """Returns the state of the generator of unseeded draws, if there is one.
 

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from mgpu_tf.engine.random_rows import RowScope
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.state import Writes
 
@@ -40,6 +41,8 @@ class StepScope(keras.StatelessScope):
 
     Attributes:
         reader: Reads the step, once its forward pass is traced.
+        draws: In which random numbers are drawn; None where replicas draw
+            their own.
         sources: The tensors that gradients of weights are taken from, by the
             identity of the weight, where layers are recomputed.
         begun: What the last layer that is recomputed was called with.
@@ -55,6 +58,7 @@ class StepScope(keras.StatelessScope):
     """
 
     reader: Reader
+    draws: RowScope | None = None
 
     def __init__(
         self,

@@ -135,6 +135,12 @@ class Trainer:
                 backward pass, and computes the layer again there: less
                 memory, more computing. "stages" does the same with the stages
                 of a pipeline. Default: "layers" where weights are split.
+            random: "equal" gives each replica its rows of the random numbers
+                that one device draws for the global batch. "per_replica" lets
+                each replica draw its own.
+            batch_normalization: "synchronized" lets every BatchNormalization
+                take the statistics of the global batch, as on one device.
+                "keras" leaves each layer as it was made.
             jit_compile: "auto" decides by a short trial, during training
                 steps, whether XLA compiles the steps, and logs the choice.
                 Default: the `jit_compile` of the model's `compile`.
