@@ -28,7 +28,7 @@ from mgpu_tf.folders import check_local
 from mgpu_tf.options import StepOptions
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.peers import Peers
-from mgpu_tf.strategies.registry import is_chief
+from mgpu_tf.strategies.registry import is_chief, topology_of
 from mgpu_tf.training import agreement, opening
 from mgpu_tf.training import callbacks as callbacks_lib
 from mgpu_tf.training.call_arguments import (
@@ -143,6 +143,9 @@ class DistributedModel:
         """Prints what runs where, and in which batches."""
         batch = opening.batch_size_of(source)
         self.tell(opening.what_runs(self.strategy, batch))
+        if self._options.batch_normalization == "keras":
+            replicas = topology_of(self.strategy).data_parallel_degree
+            self.tell(opening.of_normalization(self.model, replicas))
 
     @property
     def options(self) -> StepOptions:

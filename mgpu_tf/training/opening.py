@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import keras
 import tensorflow as tf
 
 from mgpu_tf import data as data_lib
+from mgpu_tf.engine import keras_internals
 from mgpu_tf.strategies.registry import kind_of, topology_of
 from mgpu_tf.strategies.topology import balance_of
 
@@ -64,6 +66,31 @@ def batch_size_of(source: data_lib.Source) -> int | None:
         if shape is not None and shape.rank and shape[0] is not None:
             return int(shape[0])
     return None
+
+
+def of_normalization(model: keras.Model, replicas: int) -> str:
+    """Returns a line on BatchNormalization by replicas, "" for none.
+
+    Args:
+        model: The model.
+        replicas: How many have rows of their own.
+    """
+    if replicas == 1:
+        return ""
+    found = [
+        layer
+        for layer in keras_internals.layers_of(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and not layer.synchronized
+        and layer.trainable
+    ]
+    if not found:
+        return ""
+    return (
+        f"{_count(len(found), 'BatchNormalization layer')} normalized by each "
+        "replica's own rows; for the numbers of one device: "
+        'Trainer(..., batch_normalization="synchronized")'
+    )
 
 
 def _sizes(batch: int | None, ranges: int, shares: str) -> str:

@@ -1,5 +1,6 @@
 """The line that says what runs where."""
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -54,3 +55,16 @@ def test_the_batch_of_a_dataset(make, size, strategies):
     dataset = make(tf.data.Dataset.range(8).map(lambda x: x[None]))
     source = data.as_source(dataset, strategy=strategies["one_device"])
     assert opening.batch_size_of(source) == size
+
+
+def test_normalization_by_replicas():
+    def model(**options):
+        return keras.Sequential(
+            [keras.Input((2,)), keras.layers.BatchNormalization(**options)]
+        )
+
+    assert opening.of_normalization(model(), 1) == ""
+    assert opening.of_normalization(model(synchronized=True), 2) == ""
+    told = opening.of_normalization(model(), 2)
+    assert told.startswith("1 BatchNormalization layer normalized by each")
+    assert told.endswith('Trainer(..., batch_normalization="synchronized")')
