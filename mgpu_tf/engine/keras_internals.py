@@ -1040,6 +1040,16 @@ def is_by_row(layer: keras.layers.Layer) -> bool:
     )
 
 
+def own_loss(layer: keras.layers.Layer, loss: tf.Tensor) -> None:
+    """Counts a value of a scope among the losses that a layer has added."""
+    layer._loss_ids.add(id(loss))
+
+
+def loss_ids(layer: keras.layers.Layer) -> set[int]:
+    """Returns by what a layer knows the losses that it has added."""
+    return layer._loss_ids
+
+
 def inner_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     """Returns the layers inside of a layer, at all depths."""
     return [part for part in layer._flatten_layers() if part is not layer]

@@ -22,6 +22,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare, current_share
 from mgpu_tf.engine.exchange import Exchange
+from mgpu_tf.engine.random_rows import entered_again
 from mgpu_tf.engine.row_proof import FIXED, MEAN, SUM, RowProof, Rows
 from mgpu_tf.engine.state import ReplicaState
 from mgpu_tf.engine.step_scope import StepScope
@@ -101,6 +102,17 @@ class LayerCalls:
             for proof in proofs:
                 trust(proof, given, outputs)
         return outputs
+
+    def draw(self, drawn: tf.Tensor, axis: int, block: int) -> None:
+        """Notes that something was drawn for the rows of this replica.
+
+        Args:
+            drawn: What was drawn.
+            axis: The axis of the rows.
+            block: How many neighbours on it belong to an example.
+        """
+        for proof in self._proofs():
+            proof.take([drawn], Rows(axis=axis, block=block))
 
     def _proofs(self) -> list[RowProof]:
         """Returns the proofs of the calls that are under way."""
@@ -212,10 +224,8 @@ class LayerCalls:
             lambda leaf: every.get(id(leaf), leaf), given
         )
         mark, first = scope.mark(), len(scope.losses)
-        seeds = self._state.same_seeds(scope)
-        with scope.of_all_rows():
+        with scope.of_all_rows(), self._same_draws(scope), entered_again(None):
             outputs = own(*arguments, **named)
-        self._state.own_seeds_again(scope, seeds)
         for variable in scope.written_since(mark):
             scope.agreed.add(id(variable))
         for place in range(first, len(scope.losses)):
@@ -230,6 +240,17 @@ class LayerCalls:
             return tf.ensure_shape(mine, [None, *output.shape[1:]])
 
         return tf.nest.map_structure(part, outputs)
+
+    @contextlib.contextmanager
+    def _same_draws(self, scope: StepScope) -> Iterator[None]:
+        """Lets replicas draw from the same seeds in a block."""
+        offsets = [] if self._state.draws_alike else self._state.seed_offsets()
+        for sign in (-1, 1):
+            for seed, offset in offsets:
+                value = scope.value(seed) + sign * offset
+                scope.state_mapping[id(seed)] = value
+            if sign < 0:
+                yield
 
 
 def trust(proof: RowProof, inputs: Any, outputs: Any) -> None:

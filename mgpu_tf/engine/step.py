@@ -18,6 +18,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare, sharing
 from mgpu_tf.engine.exchange import Exchange
 from mgpu_tf.engine.global_metrics import GlobalMetrics
+from mgpu_tf.engine.layer_calls import LayerCalls
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.moments import Moments
@@ -82,6 +83,9 @@ class ReplicaStep:
     ) -> None:
         self._model = model
         self._metrics = GlobalMetrics(model, exchange)
+        # What computes layers in its own way does not compute them whole.
+        looked_at = None if layers is not None else exchange
+        self._calls = LayerCalls(model, state, looked_at)
         self._layers = layers
         self._tensor = tensor
         self._same_rows = same_rows
@@ -164,7 +168,9 @@ class ReplicaStep:
                 )
             )
             drawn: list[tf.Tensor] = []
-            with drawing(share, data, drawn, compiled=compiled) as draws:
+            with drawing(
+                share, data, drawn, self._calls.draw, compiled=compiled
+            ) as draws:
                 scope.draws = draws
                 if keras_internals.takes_training(model):
                     y_pred = model(x, training=training)
@@ -313,6 +319,7 @@ class ReplicaStep:
             )
             stack.enter_context(self._loss.in_place())
             stack.enter_context(self._metrics.in_place())
+            stack.enter_context(self._calls.in_place())
             stack.enter_context(self._moments.in_place())
             if self._layers is not None:
                 stack.enter_context(self._layers.in_place())
@@ -427,6 +434,9 @@ def drawing(
     share: BatchShare,
     data: Any,
     drawn: list[tf.Tensor],
+    note: Callable[[tf.Tensor, int, int], None] = lambda drawn, axis, block: (
+        None
+    ),
     *,
     compiled: bool = False,
 ) -> contextlib.AbstractContextManager[RowScope | None]:
@@ -436,13 +446,15 @@ def drawing(
         share: The part of the replica in the global batch.
         data: Its rows.
         drawn: Gets what is drawn with rows on the first axis.
+        note: Called with what is drawn with rows, their axis, and how many
+            neighbours on it belong to an example.
         compiled: Whether XLA compiles what is traced.
     """
     if share.low is None or share.replicas == 1:
         return contextlib.nullcontext()
 
     def take(values: tf.Tensor, axis: int, block: int) -> None:
-        del block
+        note(values, axis, block)
         if not axis:
             drawn.append(values)
 

@@ -52,6 +52,9 @@ class StepScope(keras.StatelessScope):
         seen: The weights that were read since it was set to none.
         agreed: The variables to which all replicas have written the same, by
             identity.
+        known_losses: What layers have added that is a mean over the rows, by
+            identity.
+        global_losses: The same, where they are of the rows of all.
         has_all_rows: Whether what runs has the rows of all replicas.
         added: The variables of metrics to which replicas have added what adds
             up, by identity.
@@ -79,6 +82,8 @@ class StepScope(keras.StatelessScope):
         self.agreed: set[int] = set()
         self.added: set[int] = set()
         self.has_all_rows = False
+        self.known_losses: dict[int, tf.Tensor] = {}
+        self.global_losses: dict[int, tf.Tensor] = {}
         self._gather = gather
         self._weights = {id(v) for v in model.trainable_variables}
         self._tape = tape
