@@ -18,6 +18,7 @@ from absl import flags
 from mgpu_tf._version import __version__
 from mgpu_tf.commands import (
     benchmark,
+    calibrate,
     checkpoints,
     completion,
     doctor,
@@ -37,8 +38,10 @@ from mgpu_tf.commands import (
 )
 from mgpu_tf.commands.arguments import Call
 from mgpu_tf.errors import (
+    CheckpointError,
     ConfigurationError,
     DivergedError,
+    OutOfMemoryError,
     WorkerError,
     nearest,
     unknown_name,
@@ -58,6 +61,7 @@ COMMANDS: dict[str, ModuleType] = {
     "parity": parity,
     "benchmark": benchmark,
     "plan": plan,
+    "calibrate": calibrate,
     "trace": trace,
     "report": report,
     "status": status,
@@ -80,7 +84,8 @@ Commands:
   launch       start a script as a cluster of local processes
   parity       compare a model on strategies with one device
   benchmark    measure throughput on 1, 2, 4 and 8 devices
-  plan         estimate the memory, hours and price of a training run
+  plan         estimate the memory, speed and price of a training run
+  calibrate    measure this machine, for plans
   trace        show what is where in each stage of a training run
   status       show the tasks of a job that runs
   report       write the page of a run, or of two runs side by side
@@ -140,7 +145,12 @@ def _main(arguments: list[str]) -> int:
     except (ConfigurationError, flags.Error) as error:
         print(f"mgpu-tf: {_line(str(error))}", file=sys.stderr)
         return USAGE_ERROR
-    except (DivergedError, WorkerError) as error:
+    except (
+        CheckpointError,
+        DivergedError,
+        OutOfMemoryError,
+        WorkerError,
+    ) as error:
         message = " ".join(str(error).split())
         print(f"mgpu-tf: {message}", file=sys.stderr)
         return 1

@@ -162,7 +162,7 @@ def test_names_are_those_of_the_registries():
     assert tuple(names.DATASETS) == datasets.NAMES
     for name in names.APPLICATIONS:
         assert callable(getattr(keras.applications, name))
-    assert ("auto", *registry.KINDS) == names.STRATEGIES
+    assert ("auto", "plan", *registry.KINDS) == names.STRATEGIES
     # TensorFlow has hierarchical_copy for the devices of one machine only.
     assert set(names.COMMUNICATIONS) == {
         *synchronous._IMPLEMENTATIONS,

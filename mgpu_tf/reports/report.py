@@ -58,6 +58,11 @@ removed:
     warnings            what the chief was warned of
     configuration       the fields of RunConfig that are not the default; what
                         mgpu-tf train --config takes
+    predicted           what the planner predicts beside what was measured:
+                        memory_bytes of a device, step_seconds, and the parts
+                        of a step (predicted, and the seconds of a step that
+                        waited for input); null without output_dir, and where
+                        a model cannot be traced
 """
 
 from __future__ import annotations
@@ -148,6 +153,7 @@ class Report:
     step_times: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
     configuration: dict[str, Any] = dataclasses.field(default_factory=dict)
+    predicted: dict[str, Any] | None = None
 
     def write(self, folder: str) -> str:
         """Writes `report.json`, whole or not at all.
