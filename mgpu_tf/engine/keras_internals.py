@@ -850,6 +850,35 @@ def stored(variable: keras.Variable) -> tf.Variable:
     return variable._value
 
 
+def make_readable(variables: Iterable[keras.Variable]) -> None:
+    """Lets `float(optimizer.learning_rate)` work on replicas, as on one device.
+
+    TensorFlow's variables can be read so, but not its copies of a variable.
+
+    Args:
+        variables: Of which the scalars are made readable.
+    """
+    for variable in variables:
+        held = stored(variable)
+        if not variable.ndim and not hasattr(type(held), "__float__"):
+            kind: Any = type(held)
+            held.__class__ = _readable(kind)
+
+
+@functools.cache
+def _readable(kind: type) -> type:
+    """Returns a class of variables that Python can read as numbers."""
+    return type(
+        kind.__name__,
+        (kind,),
+        {
+            "__float__": lambda self: float(self.numpy()),
+            "__int__": lambda self: int(self.numpy()),
+            "__module__": kind.__module__,
+        },
+    )
+
+
 def write_here(variable: keras.Variable, value: Any) -> None:
     """Assigns a value to a variable, whatever scope is open."""
     variable._direct_assign(value)
