@@ -33,6 +33,7 @@ from mgpu_tf.commands import (
 )
 from mgpu_tf.commands.arguments import Call
 from mgpu_tf.errors import (
+    CheckpointError,
     ConfigurationError,
     DivergedError,
     OutOfMemoryError,
@@ -130,7 +131,12 @@ def _main(arguments: list[str]) -> int:
     except (ConfigurationError, flags.Error) as error:
         print(f"mgpu-tf: {_line(str(error))}", file=sys.stderr)
         return USAGE_ERROR
-    except (DivergedError, OutOfMemoryError, WorkerError) as error:
+    except (
+        CheckpointError,
+        DivergedError,
+        OutOfMemoryError,
+        WorkerError,
+    ) as error:
         message = " ".join(str(error).split())
         print(f"mgpu-tf: {message}", file=sys.stderr)
         return 1

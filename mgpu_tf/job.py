@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import math
 import os
+import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,6 +65,9 @@ from mgpu_tf.training.trainer import Trainer
 from mgpu_tf.user_function import is_target, load_function
 
 MODEL_FILE = "model.keras"
+# Weights that are mostly zeros compress well; a file made to fill the memory
+# does so a thousandfold.
+_MOST_UNPACKED = 100
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -438,9 +442,31 @@ def _check_own_compile(config: RunConfig) -> None:
             )
 
 
+def _check_archive(path: str) -> None:
+    """Refuses an archive that unpacks to far more than it holds.
+
+    Keras writes `.keras` files without compression, and reads what is in them
+    into memory.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        for part in archive.infolist():
+            most = _MOST_UNPACKED * max(part.compress_size, 1 << 20)
+            if part.file_size > most:
+                raise ConfigurationError(
+                    "initial_model must unpack to at most "
+                    f"{_MOST_UNPACKED} times its size. Received: "
+                    f"initial_model={path!r}, where {part.filename!r} has "
+                    f"{part.file_size} bytes in {part.compress_size}. Save "
+                    "the model again with Keras."
+                )
+
+
 def _from_file(path: str, load: Callable[[str], Any]) -> Any:
     try:
         check_reachable("initial_model", path)
+        _check_archive(path)
         return load(path)
     except ConfigurationError:
         raise

@@ -447,6 +447,11 @@ class SaveOptions:
         "checkpoint.",
         RESUME,
     )
+    restart_from_nothing: bool = option(
+        False,
+        "Begin at the first step when checkpoint_dir has checkpoints and all "
+        "of them are damaged. They stay there. Default: end with an error.",
+    )
     snapshot_in: str = option(
         "file",
         "file: training waits until the state is written to the files, but not "

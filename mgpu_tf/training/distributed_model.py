@@ -273,8 +273,8 @@ class DistributedModel:
     def whole(self) -> Iterator[None]:
         """Lets the chief read the model alone, where it is split.
 
-        All workers enter the block together. The others hold one variable
-        at a time.
+        All workers enter the block together. A variable is gathered when the
+        chief reads it, and no worker holds more than one whole.
         """
         if not self._is_apart:
             yield
@@ -283,7 +283,7 @@ class DistributedModel:
         for optimizer in keras_internals.optimizers_of(self.model):
             variables += optimizer.variables
         held = {id(v): keras_internals.stored(v) for v in variables}
-        with self.strategy.whole(held.values(), keep=self.is_chief):
+        with self.strategy.whole(held.values(), reads=self.is_chief):
             yield
 
     def write(self, name: str, path: str, write: Callable[[], Any]) -> None:
@@ -431,6 +431,8 @@ class DistributedModel:
 def _write(name: str, path: str, write: Callable[[], Any]) -> None:
     try:
         write()
+    except ConfigurationError:
+        raise
     except OSError as error:
         raise ConfigurationError(
             f"{name} must be able to write its file. Received: "

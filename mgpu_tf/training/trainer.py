@@ -68,6 +68,7 @@ from mgpu_tf.training.callbacks import Callbacks
 from mgpu_tf.training.data_errors import explained
 from mgpu_tf.training.distributed_model import BuildModel, DistributedModel
 from mgpu_tf.training.evaluator import follow
+from mgpu_tf.training.model_file import streamed
 from mgpu_tf.training.replay import (
     FOUND,
     Replay,
@@ -592,7 +593,7 @@ class Trainer:
         def write() -> None:
             is_file = path.endswith((".keras", ".weights.h5"))
             if is_file and not os.path.isdir(path) and not options:
-                write_whole(path, save)
+                write_whole(path, streamed(save))
             else:
                 save(path, **options)
 

@@ -411,7 +411,7 @@ class SynchronousEngine(Engine):
         if self._options.recompute is None:
             return None
         refuse_stages(self._options)
-        return LayerByLayer(self._model, lambda variable: None)
+        return LayerByLayer(self._model)
 
     def _tensor(self) -> TensorParallel | None:
         """Returns what computes with parts of weights, None where none does."""
@@ -932,6 +932,7 @@ class SynchronousEngine(Engine):
         gradients, values, logs = self._computed_gradients(data, share)
         self._update.present = step.present
         self._update.alike = step.alike
+        self._update.in_parts = step.in_parts
         self._state.write(list(zip(step.written, values, strict=True)))
         return gradients, logs
 
