@@ -731,6 +731,23 @@ def exchanges_statistics(layer: keras.layers.Layer) -> bool:
     )
 
 
+def types_of_reads(layer: keras.layers.Layer) -> dict[int, str]:
+    """Returns the type that each weight is cast to where its layer reads it.
+
+    Args:
+        layer: A layer; those inside of it have types of their own.
+
+    Returns:
+        The names of types by the identity of the weights.
+    """
+    return {
+        id(variable): each.compute_dtype
+        for each in layer._flatten_layers()
+        for variable in each._trainable_variables
+        if variable._autocast
+    }
+
+
 # The layers whose outputs are linear in a kernel, then activated.
 _LINEAR = (
     keras.layers.Dense,
@@ -1009,6 +1026,16 @@ def is_by_row(layer: keras.layers.Layer) -> bool:
             for function in functions
         )
     )
+
+
+def own_loss(layer: keras.layers.Layer, loss: tf.Tensor) -> None:
+    """Counts a value of a scope among the losses that a layer has added."""
+    layer._loss_ids.add(id(loss))
+
+
+def loss_ids(layer: keras.layers.Layer) -> set[int]:
+    """Returns by what a layer knows the losses that it has added."""
+    return layer._loss_ids
 
 
 def inner_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:

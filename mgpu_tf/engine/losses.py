@@ -34,18 +34,22 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.contributions import BatchShare, as_float
+from mgpu_tf.engine.contributions import BatchShare, as_float, sharing
 from mgpu_tf.engine.exchange import Exchange
 from mgpu_tf.engine.reading import Reader, Unreadable, of_degree
-from mgpu_tf.engine.row_proof import MEAN, SUM, UNPROVEN, RowProof, Rows
+from mgpu_tf.engine.row_proof import (
+    MEAN,
+    SUM,
+    UNPROVEN,
+    RowProof,
+    Rows,
+    proving,
+)
 from mgpu_tf.engine.step_scope import StepScope
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 _log = logging.getLogger("mgpu_tf")
-
-# An attribute of the record that names a loss of the whole batch: its name.
-LOSS_OF_BATCH = "loss_of_batch"
 
 
 class GlobalLoss:
@@ -154,7 +158,11 @@ class GlobalLoss:
             return value_of(given)
         mark = scope.mark()
         current.proof, current.whole = _proof_of(given), False
-        value = value_of(given)
+        for loss in scope.losses:
+            known = loss is scope.known_losses.get(id(loss))
+            current.proof.take([loss], MEAN if known else UNPROVEN)
+        with proving(current.proof):
+            value = value_of(given)
         part = additive(current.proof, value, share)
         if part is not None:
             return share.select(part, 0)
@@ -167,11 +175,30 @@ class GlobalLoss:
         fraction = share.fraction(tf.float64)
         current.whole = True
         every = self._exchange.whole(given, fraction)
-        with scope.of_all_rows():
+        added = list(scope.losses)
+        for place, loss in enumerate(added):
+            self._make_global(scope, place, loss)
+        with scope.of_all_rows(), sharing(None):
             value = value_of(every)
+        scope.losses[: len(added)] = added
         for variable in scope.written_since(mark):
             scope.agreed.add(id(variable))
         return value * tf.cast(fraction, value.dtype)
+
+    def _make_global(
+        self, scope: StepScope, place: int, loss: tf.Tensor
+    ) -> None:
+        """Makes what a layer has added that of all rows."""
+        assert self._exchange is not None
+        part, same_rows = self._added(loss), self._current.share.same_rows
+        with self._exchange.apart():
+            total = sum_over_replicas(part)
+        total = total / tf.cast(same_rows, part.dtype)
+        scope.losses[place] = total
+        scope.global_losses[id(total)] = total
+        for layer in keras_internals.layers_of(self._model):
+            if id(loss) in keras_internals.loss_ids(layer):
+                keras_internals.own_loss(layer, total)
 
     def of_layers(
         self,
@@ -260,6 +287,10 @@ class GlobalLoss:
             container = _Unbuilt(self._model, self._current)
 
         def added(loss: tf.Tensor) -> tf.Tensor:
+            scope = keras_internals.stateless_scope()
+            known = getattr(scope, "global_losses", {})
+            if loss is known.get(id(loss)):
+                return loss
             return _for_author(self._added(loss), self._current)
 
         with keras_internals.losses_replaced(self._model, container, added):
@@ -268,7 +299,11 @@ class GlobalLoss:
     def _added(self, loss: tf.Tensor) -> tf.Tensor:
         """The contribution of what a layer added, summed as Keras sums it."""
         total = tf.reduce_sum(as_float(loss))
-        current = self._current
+        current, scope = self._current, keras_internals.stateless_scope()
+        known = getattr(scope, "known_losses", {})
+        if loss is known.get(id(loss)):
+            part = total * current.share.fraction(total.dtype)
+            return current.share.select(part, 0)
         return _read(current.reader, total, current.share, "add_loss")
 
     def _of_weights(self, loss: Any) -> tf.Tensor:
@@ -353,9 +388,7 @@ class _Term:
             raise _needs_whole_batch(f"the loss {self._loss.name!r}")
         fraction = share.fraction(tf.float64)
         if not self._said:
-            say_gathered(
-                f"the loss {self._loss.name!r}", given, self._loss.name
-            )
+            say_gathered(f"the loss {self._loss.name!r}", given)
         self._said = True
         value = self._loss(*self._exchange.whole(given, fraction))
         return value * tf.cast(fraction, value.dtype)
@@ -520,13 +553,12 @@ def additive(
     return None
 
 
-def say_gathered(what: str, values: Any, loss: str | None = None) -> None:
+def say_gathered(what: str, values: Any) -> None:
     """Says what replicas hand each other for something of the whole batch.
 
     Args:
         what: What needs it.
         values: The rows, a structure of tensors.
-        loss: The name of the loss, where it is one.
     """
     size = sum(
         tensor.dtype.size * (tensor.shape[1:].num_elements() or 0)
@@ -540,7 +572,6 @@ def say_gathered(what: str, values: Any, loss: str | None = None) -> None:
         "[batch], sends none",
         what,
         f"{size:,}" if size else "the",
-        extra={LOSS_OF_BATCH: loss},
     )
 
 

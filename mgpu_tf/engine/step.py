@@ -18,6 +18,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare, sharing
 from mgpu_tf.engine.exchange import Exchange
 from mgpu_tf.engine.global_metrics import GlobalMetrics
+from mgpu_tf.engine.layer_calls import LayerCalls
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.moments import Moments
@@ -29,6 +30,7 @@ from mgpu_tf.engine.random_rows import (
     seed_for_rows,
 )
 from mgpu_tf.engine.reading import Reader
+from mgpu_tf.engine.row_proof import Rows, note
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.step_scope import StepScope
@@ -63,6 +65,8 @@ class ReplicaStep:
             look up, whatever their examples; known like `present`.
         present: Which trainable variables have a gradient; known once a step
             was traced.
+        in_parts: Of each gradient, whether it is that of this replica's part,
+            summed over replicas.
         written: The variables that a step writes, in the order of the values
             that `gradients` returns.
         log_names: The names of what a `compute_metrics` of the author's own
@@ -81,7 +85,11 @@ class ReplicaStep:
         exchange: Exchange | None = None,
     ) -> None:
         self._model = model
+        self._exchange = exchange
         self._metrics = GlobalMetrics(model, exchange)
+        # What computes layers in its own way does not compute them whole.
+        looked_at = None if layers is not None else exchange
+        self._calls = LayerCalls(model, state, looked_at)
         self._layers = layers
         self._tensor = tensor
         self._same_rows = same_rows
@@ -93,6 +101,7 @@ class ReplicaStep:
         self.log_names: list[str] = []
         self.alike: list[bool] = []
         self.present: list[bool] = []
+        self.in_parts: list[bool] = []
         self.written: list[keras.Variable] = []
 
     def forward(
@@ -151,18 +160,21 @@ class ReplicaStep:
         with contextlib.ExitStack() as stack:
             # Keras would divide a loss by the number of replicas.
             stack.enter_context(as_one_replica())
-            declared = stack.enter_context(sharing(share))
+            declared = stack.enter_context(
+                sharing(share, exchange=self._exchange)
+            )
             moments = stack.enter_context(self._moments.noted())
             scope = stack.enter_context(
                 StepScope(
                     model,
                     [*given, *self._loss.regularized(given)],
                     tape,
-                    None if self._layers is None else self._layers.gather,
+                    None if self._layers is None else self._layers.read,
                     {id(v): source for v, source in sources},
                     join,
                 )
             )
+            scope.share = share
             drawn: list[tf.Tensor] = []
             with drawing(share, data, drawn, compiled=compiled) as draws:
                 scope.draws = draws
@@ -313,6 +325,7 @@ class ReplicaStep:
             )
             stack.enter_context(self._loss.in_place())
             stack.enter_context(self._metrics.in_place())
+            stack.enter_context(self._calls.in_place())
             stack.enter_context(self._moments.in_place())
             if self._layers is not None:
                 stack.enter_context(self._layers.in_place())
@@ -361,7 +374,7 @@ class ReplicaStep:
                 tape.watch(
                     [
                         w
-                        for w in weights
+                        for w in tf.nest.flatten(weights)
                         if isinstance(w, tf.Tensor | tf.Variable)
                     ]
                 )
@@ -380,8 +393,19 @@ class ReplicaStep:
                     # Each of them computes the loss of the same rows.
                     loss = loss / tf.cast(self._same_rows, loss.dtype)
             with entered_again(scope.draws):
-                gradients = scope.gradients(tape, loss, variables, weights)
+                gradients, parts = scope.gradients(
+                    tape, loss, variables, weights
+                )
+            if self._layers is not None:
+                gradients = self._layers.joined(
+                    gradients, parts, variables, share
+                )
             check_gradients(gradients, variables)
+            self.in_parts = [
+                part is not None
+                for gradient, part in zip(gradients, parts, strict=True)
+                if gradient is not None
+            ]
             self.present = [g is not None for g in gradients]
             self.alike = [
                 scope.reader.looks_up_alike(gradient)
@@ -442,7 +466,7 @@ def drawing(
         return contextlib.nullcontext()
 
     def take(values: tf.Tensor, axis: int, block: int) -> None:
-        del block
+        note(values, Rows(axis=axis, block=block))
         if not axis:
             drawn.append(values)
 

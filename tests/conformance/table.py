@@ -9,7 +9,7 @@ FILE = ROOT / "docs" / "conformance.md"
 HEAD = """# The conformance suite
 
 Measured on {date} with {versions}, by `make conformance`, on parts of a CPU
-and processes of one machine.
+and processes of one machine. {sources}
 
 Each row is a program as a user of Keras writes it. It is run by Keras's own
 `fit` on one device, and by the `Trainer` in each column: the same initial
@@ -35,8 +35,7 @@ def write(ledger, columns):
     """
     from tests.conformance.rows import ROWS
 
-    date, versions = ledger.head
-    lines = [HEAD.format(date=date, versions=versions)]
+    lines = [HEAD.format(**ledger.head)]
     lines += [_summary(ledger, columns, ROWS), ""]
     by_group = itertools.groupby(
         sorted(ROWS.values(), key=lambda row: row.group),
