@@ -7,6 +7,9 @@ from tests.conformance import (  # noqa: F401
     metrics,
     optimizers,
     options,
+    outside_losses,
+    outside_pairs,
+    outside_steps,
     programs,
     structures,
 )
