@@ -5,7 +5,9 @@ others, without a look at the engine. Their batches have 13 rows, the last one
 5, so that two and three replicas have parts of other sizes.
 """
 
+import keras
 import tensorflow as tf
+from keras import layers
 
 from tests.conformance import models
 from tests.conformance.harness import EPOCHS
@@ -82,3 +84,14 @@ def learn(optimizer, tape, loss, variables):
     """One step of an optimizer, as examples write it in `train_step`."""
     gradients = tape.gradient(loss, variables)
     optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+
+def mlp(outputs, inputs=models.FEATURES, width=6, activation=None):
+    """A small network on vectors."""
+    return keras.Sequential(
+        [
+            keras.Input((inputs,)),
+            layers.Dense(width, activation="tanh"),
+            layers.Dense(outputs, activation=activation),
+        ]
+    )
