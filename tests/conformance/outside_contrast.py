@@ -489,7 +489,7 @@ def semi_hard(labels, embeddings):
         ~same[:, None, :], apart[:, None, :] > apart[:, :, None]
     )
     nearest = tf.reduce_min(tf.where(outside_, apart[:, None, :], far), axis=2)
-    farthest = tf.reduce_max(tf.where(same, 0.0, apart), axis=1)
+    farthest = tf.reduce_max(tf.where(same, tf.zeros_like(apart), apart), axis=1)
     negative = tf.where(
         tf.reduce_any(outside_, axis=2), nearest, farthest[:, None]
     )

@@ -17,9 +17,9 @@ Verdicts:
 Results are kept in docs/conformance.json as they come, so that a run that
 was stopped goes on; a change of the package, of the rows or of the versions
 starts anew. With --keep only cells that are neither equal nor refused nor
-documented are run again. At the end docs/conformance.md is written. With
---ledger another file is kept, and no table is written. Columns beside those of
-the table: 3_workers, fsdp_x3, tensor_x2.
+documented are run again. At the end docs/conformance.md is written; with
+--ledger another file is kept, and its table is written beside it. There are
+more columns than docs/conformance.md has: 3_workers, fsdp_x3, tensor_x2.
 Hardware: any; on 2 CPU cores about 40 minutes. Exits with status 1 where a
 cell is SILENT or CRASH.
 """
@@ -68,6 +68,9 @@ def main():
             workers.run(ledger, column, names, NUM_WORKERS[column])
     if arguments.ledger == FILE:
         table.write(ledger, COLUMNS)
+    else:
+        file = arguments.ledger.with_suffix(".md").resolve()
+        table.write(ledger, columns, file)
     red = ledger.red()
     print(f"{ledger.size()} cells, {len(red)} silent or crashed")
     return 1 if red else 0
