@@ -489,7 +489,9 @@ def semi_hard(labels, embeddings):
         ~same[:, None, :], apart[:, None, :] > apart[:, :, None]
     )
     nearest = tf.reduce_min(tf.where(outside_, apart[:, None, :], far), axis=2)
-    farthest = tf.reduce_max(tf.where(same, tf.zeros_like(apart), apart), axis=1)
+    farthest = tf.reduce_max(
+        tf.where(same, tf.zeros_like(apart), apart), axis=1
+    )
     negative = tf.where(
         tf.reduce_any(outside_, axis=2), nearest, farthest[:, None]
     )
@@ -737,9 +739,18 @@ class Jepa(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.context, self.predictor = mlp(4, 3), mlp(4, 4)
+        self.context, self.predictor = self.by_place(3), self.by_place(4)
         self.target = keras.models.clone_model(self.context)
         self.target.set_weights(self.context.get_weights())
+
+    def by_place(self, width):
+        return keras.Sequential(
+            [
+                keras.Input((5, width)),
+                layers.Dense(6, activation="tanh"),
+                layers.Dense(4),
+            ]
+        )
 
     def train_step(self, data):
         x, mask = data
