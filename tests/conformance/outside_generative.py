@@ -834,7 +834,9 @@ class Picture(keras.Model):
                 self.gram(wanted), axis=0, keepdims=True
             )
             content = ops.mean(ops.square(made - wanted))
-            rough = tf.reduce_sum(tf.image.total_variation(self.image))
+            rough = tf.reduce_sum(
+                tf.image.total_variation(tf.convert_to_tensor(self.image))
+            )
             loss = ops.sum(ops.square(gap)) + content + 1e-3 * rough
         learn(self.optimizer, tape, loss, [self.image])
         return {"loss": loss}
