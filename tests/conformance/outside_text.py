@@ -47,7 +47,7 @@ class Places(layers.Layer):
         return self.embed.compute_mask(x)
 
     def call(self, x):
-        return self.embed(x) * tf.sqrt(float(self.width)) + self.waves
+        return self.embed(x) * self.width**0.5 + self.waves
 
 
 class Translator(keras.Model):
@@ -387,7 +387,7 @@ class Electra(keras.Model):
 
     def train_step(self, data):
         ids, masked = data
-        given = tf.where(masked, 0, ids)
+        given = tf.where(masked, tf.zeros_like(ids), ids)
         with tf.GradientTape() as tape:
             logits = self.generator(given, training=True)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(ids, logits)

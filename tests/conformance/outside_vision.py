@@ -637,14 +637,6 @@ class Deit(keras.Model):
         self.student_tracker = keras.metrics.Mean(name="student_loss")
         self.distilled_tracker = keras.metrics.Mean(name="distilled_loss")
 
-    @property
-    def metrics(self):
-        return [
-            *super().metrics,
-            self.student_tracker,
-            self.distilled_tracker,
-        ]
-
     def call(self, x, training=False):
         x = self.body(x)
         both = self.of_class(x), self.of_teacher(x)
