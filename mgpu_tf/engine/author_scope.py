@@ -31,6 +31,8 @@ class AuthorScope(keras.StatelessScope):
 
     Attributes:
         written: The variables of `given` that were written to, by identity.
+        lent: Returns the value of a weight in the call that is under way, None
+            where it is read as it is.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class AuthorScope(keras.StatelessScope):
     ) -> None:
         super().__init__(given, collect_losses=True)
         self.written: dict[int, keras.Variable] = {}
+        self.lent: Callable[[keras.Variable], Any] = lambda variable: None
         self._write = write
         self._kept = set(self.state_mapping)
         self._graph = graph_here()
@@ -47,7 +50,34 @@ class AuthorScope(keras.StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> Any:
         """Returns the value that is kept, or TensorFlow's own variable."""
         value = super().get_current_value(variable)
+        if value is None:
+            value = self.lent(variable)
         return keras_internals.stored(variable) if value is None else value
+
+    def value(self, variable: keras.Variable) -> tf.Tensor:
+        """Returns what a variable holds at this point of the step."""
+        return tf.convert_to_tensor(self.get_current_value(variable))
+
+    def mark(self) -> tuple[Any, ...]:
+        """Returns what `reset` needs to undo all that follows."""
+        return dict(self.state_mapping), dict(self.written), len(self.losses)
+
+    def reset(self, mark: tuple[Any, ...]) -> None:
+        """Forgets what was written, and what was added, since a mark."""
+        mapping, written, losses = mark
+        self.state_mapping, self.written = dict(mapping), dict(written)
+        del self.losses[losses:]
+
+    def written_since(
+        self, mark: tuple[Any, ...]
+    ) -> list[tuple[keras.Variable, Any]]:
+        """Returns what was written since a mark, with the values."""
+        before = mark[0]
+        return [
+            (variable, self.state_mapping[key])
+            for key, variable in self.written.items()
+            if self.state_mapping[key] is not before.get(key)
+        ]
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Takes what is assigned to a variable."""

@@ -251,8 +251,13 @@ def is_known_by_example(loss: keras.losses.Loss) -> bool:
     """
     written = getattr(loss, "fn", type(loss))
     return written.__module__.startswith("keras.") and not isinstance(
-        loss, keras.losses.Circle
+        loss, keras.losses.Circle | keras.losses.Dice | keras.losses.Tversky
     )
+
+
+def calls_loss(loss: keras.losses.Loss) -> bool:
+    """Returns whether Keras reduces what the `call` of a loss returns."""
+    return type(loss).__call__ is keras.losses.Loss.__call__
 
 
 def mask_of_loss(y_pred: Any, losses: tf.Tensor) -> Any | None:
@@ -942,6 +947,87 @@ def _masks_itself(loss: keras.losses.Loss) -> bool:
     return getattr(loss, "_fn_kwargs", {}).get("ignore_class") is not None
 
 
+# Layers of Keras's that make each row of its own row alone, by their module;
+# of the core ones by their class.
+_BY_ROW = (
+    "activations",
+    "attention",
+    "convolutional",
+    "normalization",
+    "pooling",
+    "regularization",
+    "reshaping",
+)
+_CORE_BY_ROW = (
+    keras.layers.Dense,
+    keras.layers.Embedding,
+    keras.layers.Identity,
+    keras.layers.InputLayer,
+    keras.layers.Masking,
+    keras.layers.Add,
+    keras.layers.Average,
+    keras.layers.Maximum,
+    keras.layers.Minimum,
+    keras.layers.Multiply,
+    keras.layers.Subtract,
+    keras.layers.ConvLSTM1D,
+    keras.layers.ConvLSTM2D,
+    keras.layers.ConvLSTM3D,
+    keras.layers.GRU,
+    keras.layers.LSTM,
+    keras.layers.SimpleRNN,
+)
+
+
+def is_by_row(layer: keras.layers.Layer) -> bool:
+    """Returns whether a layer makes each row of its own row alone.
+
+    Keras's own do, with Keras's own functions, but for those that add a loss
+    and those that join or mix rows. Normalizations by the statistics of a batch
+    count as such: these are the replica's own, or are exchanged.
+    """
+    kind = type(layer)
+    if kind is keras.layers.Bidirectional:
+        inner = layer.forward_layer, layer.backward_layer
+        return all(map(is_by_row, inner))
+    parts = kind.__module__.split(".")
+    known = parts[:3] == ["keras", "src", "layers"] and (
+        parts[3] in _BY_ROW or kind in _CORE_BY_ROW
+    )
+    functions = (
+        getattr(layer, name, None)
+        for name in ("activation", "recurrent_activation", "score_fn")
+    )
+    return (
+        known
+        and kind is not keras.layers.ActivityRegularization
+        and all(
+            function is None
+            or getattr(
+                function, "__module__", type(function).__module__
+            ).startswith("keras.")
+            for function in functions
+        )
+    )
+
+
+def inner_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """Returns the layers inside of a layer, at all depths."""
+    return [part for part in layer._flatten_layers() if part is not layer]
+
+
+def float_weights(model: keras.Model) -> list[keras.Variable]:
+    """Returns all variables of a model that gradients can be taken of."""
+    weights = [v for layer in layers_of(model) for v in layer.variables]
+    return list(
+        {
+            id(weight): weight
+            for weight in weights
+            if keras.backend.is_float_dtype(weight.dtype)
+        }.values()
+    )
+
+
 def layers_support_jit(model: keras.Model) -> bool:
     """Returns whether XLA can compile all layers of a model."""
     return all(layer.supports_jit for layer in layers_of(model))
@@ -1578,37 +1664,33 @@ def applying_itself(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched_metrics(
-    metrics: Iterable[keras.metrics.Metric],
-    updated: Callable[[keras.metrics.Metric, list[Any]], dict[str, Any]],
-    read: Callable[[keras.metrics.Metric, Any], None],
+def metric_updates_replaced(
+    metrics: Iterable[keras.metrics.Metric], update: Callable[..., Any]
 ) -> Iterator[None]:
-    """Watches what is given to metrics and what is read from them.
+    """Lets metrics be updated in another way, while traced.
 
     Args:
         metrics: The metrics.
-        updated: Takes a metric and the arguments of `update_state` that are
-            not None; returns named ones that it gets besides.
-        read: Takes a metric and what its `result` has returned.
+        update: Called with a metric, its own `update_state`, and the arguments.
     """
 
     def instructions(metric: keras.metrics.Metric) -> dict[str, Any]:
-        own_update, own_result = metric.update_state, metric.result
-
-        def update_state(*arguments: Any, **named: Any) -> Any:
-            given = [*arguments, *named.values()]
-            more = updated(metric, [v for v in given if v is not None])
-            return own_update(*arguments, **named | more)
-
-        def result() -> Any:
-            value = own_result()
-            read(metric, value)
-            return value
-
-        return {"update_state": update_state, "result": result}
+        own = metric.update_state
+        return {"update_state": functools.partial(update, metric, own)}
 
     with _replaced(metrics, instructions):
         yield
+
+
+def adds_up(metric: keras.metrics.Metric) -> bool:
+    """Returns whether a metric is one of Keras's, with a function of Keras's.
+
+    What these hold are sums over examples.
+    """
+    function = getattr(metric, "_fn", None)
+    return is_keras_own(metric) and (
+        function is None or function.__module__.startswith("keras.")
+    )
 
 
 @contextlib.contextmanager

@@ -15,9 +15,11 @@ have computed on the whole batch. Denominators by the loss's `reduction`:
                                        that are not masked out
     "mean_with_sample_weight"          sum of the weights
 
-A loss whose function has reduced the rows itself is read, as are the losses
-that layers add and what a `compute_loss` of the author's own returns
-(`reading.py`). On one replica all is as Keras has it.
+This is how losses are computed that are proven to have a value for each row,
+and sums and means of such (`row_proof.py`). For every other loss, replicas send
+each other targets and outputs, and each computes the loss of the global batch:
+right, whatever it is, at the cost of what is sent. On one replica all is as
+Keras has it.
 """
 
 from __future__ import annotations
@@ -33,12 +35,16 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare, as_float
+from mgpu_tf.engine.exchange import Exchange
 from mgpu_tf.engine.reading import Reader, Unreadable, of_degree
+from mgpu_tf.engine.row_proof import MEAN, SUM, UNPROVEN, RowProof, Rows
+from mgpu_tf.engine.step_scope import StepScope
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 _log = logging.getLogger("mgpu_tf")
 
-# An attribute of the record that warns of a loss over a whole batch: its name.
+# An attribute of the record that names a loss of the whole batch: its name.
 LOSS_OF_BATCH = "loss_of_batch"
 
 
@@ -47,15 +53,21 @@ class GlobalLoss:
 
     Args:
         model: A compiled and built model.
+        exchange: Gives replicas the rows of all; None where they never have
+            them at once.
     """
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(
+        self, model: keras.Model, exchange: Exchange | None = None
+    ) -> None:
         self._model = model
+        self._exchange = exchange
         self._own = keras_internals.overrides(model, "compute_loss")
+        self._said: set[str] = set()
         self._current = threading.local()
         self._container = keras_internals.with_losses_replaced(
             keras_internals.compiled_loss(model),
-            lambda loss: _BoundTerm(loss, self._current),
+            lambda loss: _BoundTerm(loss, self._current, exchange),
         )
 
     def __call__(
@@ -102,10 +114,9 @@ class GlobalLoss:
         current = self._current
         current.share, current.terms, current.reader = share, terms, reader
         if self._own:
-            arguments = (x, y, y_pred, sample_weight, training)
-            value = keras_internals.compute_loss(self._model, *arguments)
-            name = f"{type(self._model).__name__}.compute_loss"
-            return _read(reader, as_float(value), share, name), terms
+            return self._of_author(
+                (x, y, y_pred, sample_weight), training
+            ), terms
         contributions = []
         if self._container is not None:
             total = self._container(y, y_pred, sample_weight)
@@ -121,6 +132,46 @@ class GlobalLoss:
                 "`compile()`."
             )
         return tf.add_n(contributions), terms
+
+    def _of_author(self, given: Any, training: bool) -> tf.Tensor:
+        """The contribution of a `compute_loss` that the author wrote.
+
+        It is computed of the rows of this replica, with means of them for what
+        Keras's own `compute_loss` and layers add. If it is not proven that the
+        value is a mean or a sum of these, it is computed anew of all rows.
+        """
+        current, share = self._current, self._current.share
+        name = f"{type(self._model).__name__}.compute_loss"
+        scope = keras_internals.stateless_scope()
+        assert isinstance(scope, StepScope)
+
+        def value_of(given: Any) -> tf.Tensor:
+            value = keras_internals.compute_loss(self._model, *given, training)
+            return as_float(value)
+
+        if share.replicas == 1:
+            current.whole = None
+            return value_of(given)
+        mark = scope.mark()
+        current.proof, current.whole = _proof_of(given), False
+        value = value_of(given)
+        part = additive(current.proof, value, share)
+        if part is not None:
+            return share.select(part, 0)
+        if self._exchange is None:
+            raise _needs_whole_batch(name)
+        scope.reset(mark)
+        if name not in self._said:
+            say_gathered(name, given)
+        self._said.add(name)
+        fraction = share.fraction(tf.float64)
+        current.whole = True
+        every = self._exchange.whole(given, fraction)
+        with scope.of_all_rows():
+            value = value_of(every)
+        for variable in scope.written_since(mark):
+            scope.agreed.add(id(variable))
+        return value * tf.cast(fraction, value.dtype)
 
     def of_layers(
         self,
@@ -203,12 +254,13 @@ class GlobalLoss:
             return
         container = self._container
         if container is not None:
-            container = _Declared(container, self._current)
+            own = keras_internals.compiled_loss(self._model)
+            container = _ForAuthor(container, own, self._current)
         elif keras_internals.compiled_loss(self._model) is not None:
             container = _Unbuilt(self._model, self._current)
 
         def added(loss: tf.Tensor) -> tf.Tensor:
-            return self._current.reader.declare(self._added(loss))
+            return _for_author(self._added(loss), self._current)
 
         with keras_internals.losses_replaced(self._model, container, added):
             yield
@@ -253,27 +305,28 @@ def _read(
 class _Term:
     """One compiled loss with its denominator for the whole global batch."""
 
-    def __init__(self, loss: keras.losses.Loss) -> None:
+    def __init__(
+        self, loss: keras.losses.Loss, exchange: Exchange | None
+    ) -> None:
         _check_reduction(loss)
         self._loss = loss
-        self._warned = False
+        self._exchange = exchange
+        self._said = False
 
     def contribution(
         self, y_true: Any, y_pred: Any, sample_weight: Any, share: BatchShare
     ) -> tf.Tensor:
         if share.replicas == 1:
             return self._loss(y_true, y_pred, sample_weight)
-        values, raw = keras_internals.unreduced(
-            self._loss, y_true, y_pred, sample_weight
-        )
-        reader = Reader([y_true, y_pred, sample_weight])
-        if tf.is_symbolic_tensor(raw) and raw.shape.rank is not None:
-            if not reader.has_rows(raw):
-                value = self._loss(y_true, y_pred, sample_weight)
-                return self._of_batch(value, reader, share)
-            known = keras_internals.is_known_by_example(self._loss)
-            if not known and not reader.is_by_example(raw):
-                self._warn()
+        given = (y_true, y_pred, sample_weight)
+        if not keras_internals.calls_loss(self._loss):
+            return self._of_batch(*given, share)
+        values, raw = keras_internals.unreduced(self._loss, *given)
+        proof = _proof_of(given)
+        known = keras_internals.is_known_by_example(self._loss)
+        by_row = known and bool(raw.shape.rank)
+        if not by_row and not _is_by_row(proof.of(raw)):
+            return self._of_batch(*given, share)
         mask = keras_internals.mask_of_loss(y_pred, raw)
         weights = keras_internals.merged_weights(values, sample_weight, mask)
         contribution = tf.math.divide_no_nan(
@@ -283,27 +336,29 @@ class _Term:
         return share.select(contribution, 0)
 
     def _of_batch(
-        self, value: tf.Tensor, reader: Reader, share: BatchShare
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any,
+        share: BatchShare,
     ) -> tf.Tensor:
         """The contribution of a loss that was reduced over the rows."""
-        value = keras_internals.before_scaling(value.op, value)
-        try:
-            contribution = reader.contribution(value, share)
-        except Unreadable:
-            self._warn()
-            contribution = value * share.fraction(value.dtype)
-        return share.select(contribution, 0)
-
-    def _warn(self) -> None:
-        if not self._warned:
-            _log.warning(
-                "the loss %r is not a sum over examples: each replica takes "
-                "it of its own rows and the mean of these is minimized, "
-                "which is not the loss of the batch that one device takes",
-                self._loss.name,
-                extra={LOSS_OF_BATCH: self._loss.name},
+        given = (y_true, y_pred, sample_weight)
+        proof = _proof_of(given)
+        value = self._loss(*given)
+        part = additive(proof, value, share)
+        if part is not None:
+            return share.select(part, 0)
+        if self._exchange is None:
+            raise _needs_whole_batch(f"the loss {self._loss.name!r}")
+        fraction = share.fraction(tf.float64)
+        if not self._said:
+            say_gathered(
+                f"the loss {self._loss.name!r}", given, self._loss.name
             )
-        self._warned = True
+        self._said = True
+        value = self._loss(*self._exchange.whole(given, fraction))
+        return value * tf.cast(fraction, value.dtype)
 
     def _denominator(
         self,
@@ -317,14 +372,14 @@ class _Term:
             return tf.ones((), values.dtype)
         if reduction == "mean_with_sample_weight" and weights is not None:
             return share.sum_over_replicas(tf.reduce_sum(weights))
-        per_example = _elements(values)
+        per_example = _elements(values, share)
         if mask is None:
             return tf.cast(share.total, values.dtype) * per_example
         kept = tf.reduce_sum(tf.cast(mask, values.dtype))
         return (
             share.sum_over_replicas(kept)
             * per_example
-            / _elements(tf.cast(mask, values.dtype))
+            / _elements(tf.cast(mask, values.dtype), share)
         )
 
 
@@ -332,9 +387,12 @@ class _BoundTerm:
     """A term in Keras's container of losses, for the step at hand."""
 
     def __init__(
-        self, loss: keras.losses.Loss, current: threading.local
+        self,
+        loss: keras.losses.Loss,
+        current: threading.local,
+        exchange: Exchange | None,
     ) -> None:
-        self._term = _Term(loss)
+        self._term = _Term(loss, exchange)
         self._current = current
 
     def __call__(
@@ -347,16 +405,49 @@ class _BoundTerm:
         return value
 
 
-class _Declared:
-    """A container of losses whose sum is known for a contribution."""
+def _for_author(
+    part: tf.Tensor, current: threading.local, proven: bool = True
+) -> tf.Tensor:
+    """Returns what a `compute_loss` of the author's gets for a contribution.
 
-    def __init__(self, container: Any, current: threading.local) -> None:
+    Args:
+        part: The contribution.
+        current: The step.
+        proven: Whether it is made of rows that are each an example's own.
+    """
+    share = current.share
+    if share.replicas == 1:
+        return part
+    if current.whole:
+        total = sum_over_replicas(part)
+        return total / tf.cast(share.same_rows, total.dtype)
+    mean = tf.identity(part / share.fraction(part.dtype))
+    current.proof.take([mean], MEAN if proven else UNPROVEN)
+    return mean
+
+
+class _ForAuthor:
+    """A container of losses, as a `compute_loss` of the author's calls it."""
+
+    def __init__(
+        self, container: Any, own: Any, current: threading.local
+    ) -> None:
         self._container = container
+        self._own = own
         self._current = current
 
     def __call__(self, *arguments: Any) -> tf.Tensor | None:
+        if self._current.whole:
+            return self._own(*arguments)
         total = self._container(*arguments)
-        return None if total is None else self._current.reader.declare(total)
+        if total is None:
+            return None
+        kinds = [
+            self._current.proof.of(leaf)
+            for leaf in tf.nest.flatten(arguments)
+            if self._current.share.replicas > 1 and leaf is not None
+        ]
+        return _for_author(total, self._current, all(map(_is_by_row, kinds)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._container, name)
@@ -384,9 +475,82 @@ class _Unbuilt:
         return getattr(self._container, name)
 
 
-def _elements(values: tf.Tensor) -> tf.Tensor:
-    """Returns the number of losses of one example."""
-    return tf.cast(tf.reduce_prod(tf.shape(values)[1:]), values.dtype)
+def _elements(values: tf.Tensor, share: BatchShare) -> tf.Tensor:
+    """Returns the number of losses of one example.
+
+    An example may have several on the first axis, as of a flattened sequence.
+    """
+    local = tf.maximum(share.local, 1)
+    return tf.cast(tf.size(values, tf.int64) // local, values.dtype)
+
+
+def _proof_of(rows: Any) -> RowProof:
+    """Returns what proves things of values that are made of some rows."""
+    proof = RowProof()
+    if not tf.executing_eagerly():
+        proof.skip(tf.compat.v1.get_default_graph())
+    proof.take(
+        [row for row in tf.nest.flatten(rows) if row is not None], Rows()
+    )
+    return proof
+
+
+def _is_by_row(kind: Any) -> bool:
+    return isinstance(kind, Rows) and not kind.axis and not kind.listed
+
+
+def additive(
+    proof: RowProof, value: tf.Tensor, share: BatchShare
+) -> tf.Tensor | None:
+    """Returns what a replica gives to a value that is proven to add up.
+
+    Args:
+        proof: Knows the graph.
+        value: A sum or a mean over the rows.
+        share: This replica's part of the global batch.
+
+    Returns:
+        The contribution; None where nothing is proven.
+    """
+    kind = proof.of(value)
+    if kind == SUM:
+        return value
+    if kind == MEAN and value.dtype.is_floating:
+        return value * share.fraction(value.dtype)
+    return None
+
+
+def say_gathered(what: str, values: Any, loss: str | None = None) -> None:
+    """Says what replicas hand each other for something of the whole batch.
+
+    Args:
+        what: What needs it.
+        values: The rows, a structure of tensors.
+        loss: The name of the loss, where it is one.
+    """
+    size = sum(
+        tensor.dtype.size * (tensor.shape[1:].num_elements() or 0)
+        for tensor in tf.nest.flatten(values)
+        if isinstance(tensor, tf.Tensor) and tensor.shape.rank
+    )
+    _log.info(
+        "%s is not proven to be a sum or a mean over examples: replicas send "
+        "each other %s bytes for each example and compute it on the global "
+        "batch. A function that returns one value for each example, "
+        "[batch], sends none",
+        what,
+        f"{size:,}" if size else "the",
+        extra={LOSS_OF_BATCH: loss},
+    )
+
+
+def _needs_whole_batch(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        "A pipeline computes a loss of each micro-batch, so it must be a sum "
+        f"or a mean over examples. Received: {what}, which is not proven to "
+        "be one. Let it return one value for each example, or use 'mirrored' "
+        "or 'fsdp'."
+    )
 
 
 def _check_reduction(loss: keras.losses.Loss) -> None:
@@ -395,11 +559,4 @@ def _check_reduction(loss: keras.losses.Loss) -> None:
             "A loss must be reduced to be minimized. Received: "
             f"reduction={loss.reduction!r} on the loss {loss.name!r}. Use "
             "'sum_over_batch_size', 'mean_with_sample_weight' or 'sum'."
-        )
-    if type(loss).__call__ is not keras.losses.Loss.__call__:
-        raise ConfigurationError(
-            "A loss must define `call`, not `__call__`, so that its "
-            "reduction can be global. Received: the loss "
-            f"{type(loss).__name__!r}. Rename the method to `call` and let "
-            "it return one value for each example."
         )

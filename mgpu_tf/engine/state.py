@@ -188,6 +188,10 @@ class ReplicaState:
         self._rules[id(variable)] = found
         return found
 
+    def agree(self, variable: keras.Variable) -> None:
+        """Notes that all replicas write the same to a variable."""
+        self._rules[id(variable)] = Rule.AGREED
+
     def adds_up(self, variable: keras.Variable) -> None:
         """Notes that what replicas hold of a variable adds up."""
         self._rules[id(variable)] = Rule.SUM
@@ -237,20 +241,17 @@ class ReplicaState:
         """Returns what other state of layers is than given. On a replica."""
         return _others(self.layers, given)
 
-    def addend(self, held: tf.Tensor) -> tf.Tensor:
-        """Returns what this replica has of what a metric holds in all."""
-        return held
-
-    def counted_once(self, summed: tf.Tensor) -> tf.Tensor:
-        """Returns a sum over replicas in which each row counts once."""
-        if self._same_rows == 1:
-            return summed
-        return summed / tf.cast(self._same_rows, summed.dtype)
-
     def drawn(self, given: Writes) -> list[tf.Tensor]:
         """Returns the seeds among given values: they differ by replica."""
         seeds = {id(variable) for variable in self.seeds}
         return [value for variable, value in given if id(variable) in seeds]
+
+    def seed_offsets(self) -> Writes:
+        """Returns what is added to each seed on this replica. On a replica."""
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        number = tf.cast(replica // self._same_rows, tf.int64) * SEED_STRIDE
+        offset = tf.stack([number, tf.zeros([], tf.int64)])
+        return [(state, tf.cast(offset, state.dtype)) for state in self.seeds]
 
     def replica_seeds(self) -> Writes:
         """Returns the seeds of this replica, for a step. On a replica.
@@ -431,6 +432,24 @@ class ReplicaState:
         return replica % self._same_rows > 0
 
 
+class AgreedState(ReplicaState):
+    """State of steps in which every replica computes the same.
+
+    Only moving statistics, which layers take of the rows of their replica,
+    are brought together.
+    """
+
+    def rule(self, variable: keras.Variable) -> Rule:
+        """Returns by which rule replicas' values become one."""
+        apart = id(variable) in self._moving
+        return super().rule(variable) if apart else Rule.AGREED
+
+    def held(self) -> Writes:
+        """Returns what a step may write, with what it holds. On a replica."""
+        every = _unique([*self.metrics, *self.layers, *self.seeds])
+        return [(variable, tf.identity(variable.value)) for variable in every]
+
+
 class SharedState(ReplicaState):
     """State with one copy for all replicas."""
 
@@ -455,12 +474,6 @@ class SharedState(ReplicaState):
 
         context = tf.distribute.get_replica_context()
         context.merge_call(write_once, args=([v for _, v in writes],))
-
-    def addend(self, held: tf.Tensor) -> tf.Tensor:
-        """Returns it on the first replica, and zeros on the others."""
-        context = tf.distribute.get_replica_context()
-        first = tf.equal(context.replica_id_in_sync_group, 0)
-        return tf.where(first, held, tf.zeros_like(held))
 
     def begin(self) -> list[tf.Tensor]:
         """Begins an execution; nothing has to be known of it."""

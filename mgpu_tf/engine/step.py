@@ -16,7 +16,9 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare, sharing
-from mgpu_tf.engine.logs import OwnLogs
+from mgpu_tf.engine.exchange import Exchange
+from mgpu_tf.engine.global_metrics import GlobalMetrics
+from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.moments import Moments
 from mgpu_tf.engine.per_layer import LayerByLayer
@@ -28,6 +30,7 @@ from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.written import by_rule, check_plain_variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.mirrored import as_one_replica
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -46,6 +49,8 @@ class ReplicaStep:
         tensor: What computes with parts of weights, where weights are split
             so.
         same_rows: How many replicas have the same rows.
+        exchange: Gives replicas the rows of all; None where they never have
+            them at once.
 
     Attributes:
         alike: Of each gradient, whether it is of rows that all replicas
@@ -54,7 +59,8 @@ class ReplicaStep:
             was traced.
         written: The variables that a step writes, in the order of the values
             that `gradients` returns.
-        logs: What a `compute_metrics` of the author's own returned.
+        log_names: The names of what a `compute_metrics` of the author's own
+            returned, none where they are the model's metrics.
     """
 
     def __init__(
@@ -66,8 +72,10 @@ class ReplicaStep:
         layers: LayerByLayer | None = None,
         tensor: TensorParallel | None = None,
         same_rows: int = 1,
+        exchange: Exchange | None = None,
     ) -> None:
         self._model = model
+        self._metrics = GlobalMetrics(model, exchange)
         self._layers = layers
         self._tensor = tensor
         self._same_rows = same_rows
@@ -76,7 +84,7 @@ class ReplicaStep:
         self._replicas = replicas
         self._moments = Moments(model, replicas)
         self._own_logs = keras_internals.overrides(model, "compute_metrics")
-        self.logs = OwnLogs(model, state, replicas)
+        self.log_names: list[str] = []
         self.alike: list[bool] = []
         self.present: list[bool] = []
         self.written: list[keras.Variable] = []
@@ -100,8 +108,7 @@ class ReplicaStep:
             gathered: Weights that are not stored whole, with their values.
 
         Returns:
-            The loss contribution, the writes, and the contributions to logs
-            of the author's own.
+            The loss contribution, the writes, and logs of the author's own.
         """
         return self._forward(data, share, training, given, gathered)[1:]
 
@@ -168,9 +175,11 @@ class ReplicaStep:
                 training,
                 reader,
             )
-            returned = model.compute_metrics(
-                x, y, y_pred, sample_weight=sample_weight
-            )
+            grown = self._grown(loss, terms, share)
+            if self._own_logs:
+                # Its results may be of these means as well.
+                self._write_grown(grown, scope)
+            returned = self._metrics.computed((x, y, y_pred, sample_weight))
         if self._replicas > 1:
             check_plain_variables(self._state.variables, reader)
         # By variable, since Keras writes to some of these means as well.
@@ -178,20 +187,35 @@ class ReplicaStep:
         if training and self._replicas > 1:
             self._warn_of_own_state(scope, y_pred)
         before = {id(variable): value for variable, value in given}
-        tracker = keras_internals.loss_tracker(model)
-        increments = mean_increments(tracker, loss, share)
-        for mean, contribution in zip(self._loss.trackers, terms, strict=False):
-            increments += batch_increments(mean, contribution, share)
-        for variable, increment in increments:
+        for variable, increment in () if self._own_logs else grown:
             base = before.get(id(variable), variable)
             writes[id(variable)] = (variable, base + increment)
         logs: Logs = {}
         if self._own_logs and set(returned) != set(model.get_metrics_result()):
-            metrics = self._state.metrics
-            now = [(v, scope.value(v)) for v in metrics]
-            then = [(v, before[id(v)]) for v in metrics if scope.is_written(v)]
-            logs = self.logs.taken(returned, now, then, reader, share)
+            flat = flat_logs(returned)
+            logs = {name: tf.convert_to_tensor(v) for name, v in flat.items()}
+        self.log_names = list(logs)
         return scope, loss, list(writes.values()), logs
+
+    def _grown(
+        self, loss: tf.Tensor, terms: list[tf.Tensor], share: BatchShare
+    ) -> Writes:
+        """Returns what the means of losses grow by."""
+        tracker = keras_internals.loss_tracker(self._model)
+        increments = mean_increments(tracker, loss, share)
+        for mean, contribution in zip(self._loss.trackers, terms, strict=False):
+            increments += batch_increments(mean, contribution, share)
+        return increments
+
+    def _write_grown(self, grown: Writes, scope: StepScope) -> None:
+        """Lets the means of losses grow by what all replicas have."""
+        for variable, increment in grown:
+            if self._replicas > 1:
+                total = sum_over_replicas(increment)
+                same = tf.cast(self._same_rows, total.dtype)
+                increment = total / same
+                scope.agreed.add(id(variable))
+            scope.add_update((variable, scope.hold(variable) + increment))
 
     def _written(
         self,
@@ -214,6 +238,10 @@ class ReplicaStep:
                 continue
             if id(variable) in seeds and base is not None:
                 value = state.next_seed(variable, value)
+            elif id(variable) in scope.agreed:
+                self._state.agree(variable)
+            elif id(variable) in scope.added:
+                value = share.select(value, variable if base is None else base)
             elif scope.is_written(variable):
                 value = self._by_rule(variable, value, base, reader, share)
             writes[id(variable)] = (variable, value)
@@ -261,6 +289,7 @@ class ReplicaStep:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._loss.in_place())
+            stack.enter_context(self._metrics.in_place())
             stack.enter_context(self._moments.in_place())
             if self._layers is not None:
                 stack.enter_context(self._layers.in_place())
@@ -291,7 +320,7 @@ class ReplicaStep:
 
         Returns:
             The gradients that there are, the values to be written to
-            `written`, and the contributions to logs of the author's own.
+            `written`, and logs of the author's own.
         """
 
         def compute(

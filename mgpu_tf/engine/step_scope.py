@@ -9,7 +9,8 @@ A weight that no replica stores whole is gathered when it is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -46,6 +47,11 @@ class StepScope(keras.StatelessScope):
             backward pass.
         busy: Whether a layer that is recomputed is being called.
         seen: The weights that were read since it was set to none.
+        agreed: The variables to which all replicas have written the same, by
+            identity.
+        has_all_rows: Whether what runs has the rows of all replicas.
+        added: The variables of metrics to which replicas have added what adds
+            up, by identity.
     """
 
     reader: Reader
@@ -66,11 +72,14 @@ class StepScope(keras.StatelessScope):
         self.returned: list[tf.Tensor] = []
         self.busy = False
         self.seen: dict[int, keras.Variable] = {}
+        self.agreed: set[int] = set()
+        self.added: set[int] = set()
+        self.has_all_rows = False
         self._gather = gather
         self._weights = {id(v) for v in model.trainable_variables}
         self._tape = tape
         self._assigned: dict[int, list[tf.Tensor]] = {}
-        self._written: set[int] = set()
+        self._written: dict[int, keras.Variable] = {}
 
     @property
     def trains(self) -> bool:
@@ -103,15 +112,41 @@ class StepScope(keras.StatelessScope):
         assigned = {key: list(each) for key, each in self._assigned.items()}
         return (
             dict(self.state_mapping),
-            set(self._written),
+            dict(self._written),
             assigned,
             len(self.losses),
         )
 
     def reset(self, mark: tuple[Any, ...]) -> None:
         """Forgets what was written since a mark."""
-        self.state_mapping, self._written, self._assigned, losses = mark
+        mapping, written, assigned, losses = mark
+        self.state_mapping, self._written = dict(mapping), dict(written)
+        self._assigned = {key: list(each) for key, each in assigned.items()}
         del self.losses[losses:]
+
+    def written_since(self, mark: tuple[Any, ...]) -> list[keras.Variable]:
+        """Returns the variables that were written since a mark."""
+        before = mark[0]
+        return [
+            variable
+            for key, variable in self._written.items()
+            if self.state_mapping[key] is not before.get(key)
+        ]
+
+    @contextlib.contextmanager
+    def of_all_rows(self) -> Iterator[None]:
+        """Says that what runs in the block has the rows of all replicas."""
+        self.has_all_rows = True
+        try:
+            yield
+        finally:
+            self.has_all_rows = False
+
+    def hold(self, variable: keras.Variable) -> tf.Tensor:
+        """Returns what a variable holds, which is read once from now on."""
+        value = tf.identity(self.value(variable))
+        self.state_mapping[id(variable)] = value
+        return value
 
     def has_added(self, mark: tuple[Any, ...]) -> bool:
         """Returns whether a loss was added, or a weight assigned, since."""
@@ -135,7 +170,7 @@ class StepScope(keras.StatelessScope):
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Notes what is assigned to a variable."""
         variable, value = update
-        self._written.add(id(variable))
+        self._written[id(variable)] = variable
         if self._tape is not None:
             value = tf.stop_gradient(value)
             self._watch(variable, value)

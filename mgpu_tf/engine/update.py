@@ -46,6 +46,8 @@ class Update:
         noise: Measures the noise of gradients, where it is asked for.
         by_pairs: Whether the optimizer's `apply_gradients` is called, and
             not its `apply`.
+        reduced: Whether all replicas have the same gradients already, those
+            of the global batch.
 
     Raises:
         ConfigurationError: The optimizer asks for what cannot be made right.
@@ -61,6 +63,7 @@ class Update:
         options: StepOptions,
         noise: NoiseScale | None = None,
         by_pairs: bool = True,
+        reduced: bool = False,
     ) -> None:
         self._strategy = strategy
         self._noise = noise
@@ -75,7 +78,8 @@ class Update:
         self._stored_once = stored_once
         self._replicas = strategy.num_replicas_in_sync
         self._every = accumulation_steps(self._optimizer)
-        self._reduces_first = self._every == 1 or stored_once
+        self._reduced = reduced
+        self._reduces_first = self._every == 1 or stored_once or reduced
         self._constrains_once = stored_once
         # As Keras's own step does; a loss scaling calls the other method.
         self._by_pairs = by_pairs and self._scaler is None
@@ -111,6 +115,8 @@ class Update:
 
     def _of_all(self, gradients: Gradients) -> Gradients:
         """Makes gradients those of all replicas. Outside of replicas."""
+        if self._reduced:
+            return gradients
         held = list(itertools.compress(self._variables, self.present))
         alike = self.alike or [False] * len(held)
         with tf.name_scope("reduce"):

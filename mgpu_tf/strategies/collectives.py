@@ -170,6 +170,23 @@ class Groups:
 
         return gathered(part)
 
+    def gather_rows(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+        """Returns the rows of the group, in order, without a gradient.
+
+        On a replica whose group is in several processes.
+
+        Args:
+            rows: The rows of this member, `[count, ...]`.
+            counts: How many rows each member has, `[members]`.
+        """
+        longest = tf.reduce_max(counts)
+        sent = _padded(rows, longest)
+        every = tf.raw_ops.CollectiveGatherV2(input=sent, **self._call(sent))
+        places = tf.range(self.size * longest)
+        owner = places // longest
+        held = places - owner * longest < tf.gather(counts, owner)
+        return tf.boolean_mask(every, held)
+
     def reduce_scatter(self, value: tf.Tensor, axis: int = 0) -> tf.Tensor:
         """Returns this member's part of the sum over the group. On a replica.
 

@@ -297,7 +297,7 @@ class Piece:
         return [new[id(variable)] for variable in self._state.metrics]
 
     def _check_logs(self) -> None:
-        names = self._step.logs.names
+        names = self._step.log_names
         if names:
             raise ConfigurationError(
                 "With parameter servers a compute_metrics of one's own must "

@@ -156,6 +156,9 @@ class PipelineEngine(SynchronousEngine):
         state.add_global_seed(self._strategy)
         return state
 
+    def _make_exchange(self) -> None:
+        """A stage has a micro-batch, and never the rows of all replicas."""
+
     def _make_step(self) -> PipelineStep:
         return self._step_with(self._loss, self._state)
 

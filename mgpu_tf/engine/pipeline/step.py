@@ -330,7 +330,7 @@ class PipelineStep(ReplicaStep):
             scope.reader,
             trained,
         )
-        self._model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        self._metrics.computed((x, y, y_pred, sample_weight))
         increments: Writes = []
         for mean, part in zip(self._loss.trackers, terms, strict=False):
             increments += batch_increments(mean, part, share)

@@ -26,21 +26,25 @@ from mgpu_tf.data import BatchSource, Feed, Source, next_batch
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import NO_VOTES, Engine, Execution, UnevenData, Votes
 from mgpu_tf.engine.contributions import BatchShare
+from mgpu_tf.engine.exchange import Exchange
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.noise_scale import NoiseScale
 from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.snapshot import Snapshot, Variables
-from mgpu_tf.engine.state import ReplicaState, Writes, state_for
+from mgpu_tf.engine.state import (
+    AgreedState,
+    ReplicaState,
+    Writes,
+    state_for,
+)
 from mgpu_tf.engine.step import ReplicaStep, outputs_of
 from mgpu_tf.engine.step_watch import StepWatch, Watched
 from mgpu_tf.engine.synchronous.overridden_step import (
-    NO_EXAMPLES,
     AuthorStep,
     check_held,
 )
-from mgpu_tf.engine.synchronous.probe import Probe
 from mgpu_tf.engine.synchronous.replica_check import ReplicaCheck
 from mgpu_tf.engine.synchronous.traced_replicas import TracedReplicas
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
@@ -98,8 +102,6 @@ class SynchronousEngine(Engine):
         self._local = topology_of(strategy).local
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._prepared = False
-        # What looks at the first step of an author's own.
-        self._probe: Probe | None = None
         self._noise: NoiseScale | None = None
         # When the gradients of the step that is traced were there, and what
         # this worker has computed since the shares were last chosen.
@@ -108,6 +110,8 @@ class SynchronousEngine(Engine):
         self._work = Work()
         self._loss: GlobalLoss
         self._state: ReplicaState
+        # That of steps of the author's own.
+        self._agreed: ReplicaState
         self._step: ReplicaStep
         self._update: Update
 
@@ -173,13 +177,14 @@ class SynchronousEngine(Engine):
         self, optimizers: list[keras.optimizers.Optimizer]
     ) -> list[keras.Variable]:
         """Returns sums of gradients of which each replica has its own."""
+        if keras_internals.overrides(self._model, "train_step"):
+            return []  # They are of gradients of the global batch.
         return accumulated(optimizers)
 
     def _is_sum(self, variable: keras.Variable) -> bool:
-        return (
-            not self._state.is_metric(variable)
-            or self._state.rule(variable) is Rule.SUM
-        )
+        authored = keras_internals.overrides(self._model, "train_step")
+        state = self._agreed if authored else self._state
+        return not state.is_metric(variable) or state.rule(variable) is Rule.SUM
 
     def train(
         self,
@@ -311,7 +316,8 @@ class SynchronousEngine(Engine):
         if self._prepared:
             return
         self.build(source)
-        self._loss = GlobalLoss(self._model)
+        self._exchange = self._make_exchange()
+        self._loss = GlobalLoss(self._model, self._exchange)
         self._state = self._make_state()
         if self._options.noise_scale:
             self._noise = self._make_noise_scale()
@@ -335,8 +341,7 @@ class SynchronousEngine(Engine):
             )
         if authored and self._local.total > 1:
             check_held(self._model)
-            self._state.add_global_seed(self._strategy, create=True)
-            self._probe = Probe(self._model, self._strategy, self._state)
+        self._agreed = self._make_agreed_state()
         self._prepared = True
 
     def _make_step(self) -> ReplicaStep:
@@ -348,7 +353,14 @@ class SynchronousEngine(Engine):
             self._layers(),
             self._tensor(),
             self._local.same_rows,
+            self._exchange,
         )
+
+    def _make_exchange(self) -> Exchange | None:
+        """Returns what gives replicas the rows of all, where there are any."""
+        if self._local.ranges == 1:
+            return None
+        return Exchange(self._model, self._strategy, self._options)
 
     def _layers(self) -> LayerByLayer | None:
         """Returns what computes layer by layer, None where none does."""
@@ -385,6 +397,20 @@ class SynchronousEngine(Engine):
     def _make_state(self) -> ReplicaState:
         state = state_for(self._model, self._strategy)
         state.add_global_seed(self._strategy)
+        if self._returns_logs() and self._local.ranges > 1:
+            for variable in state.metrics:
+                state.agree(variable)
+        return state
+
+    def _make_agreed_state(self) -> ReplicaState:
+        """Returns the state of steps of the author's own."""
+        methods = ("train_step", "test_step")
+        if self._local.total == 1 or not any(
+            keras_internals.overrides(self._model, name) for name in methods
+        ):
+            return self._state
+        state = AgreedState(self._model, self._local.ranges)
+        state.add_global_seed(self._strategy, create=True)
         return state
 
     def reset_metrics(self) -> None:
@@ -409,22 +435,13 @@ class SynchronousEngine(Engine):
         )
         notes = [seconds, float(votes.save), float(votes.end)]
         traces, exact = _traces(run), determinism.is_enabled()
-        try:
-            done, examples, spent, ended, logs, means, first, watched = run(
-                iterator,
-                tf.constant(steps, tf.int64),
-                tf.constant(notes),
-                self._measured_bounds(),
-            )
-        except tf.errors.InvalidArgumentError as error:
-            if NO_EXAMPLES not in str(error):
-                raise
-            raise ConfigurationError(NO_EXAMPLES) from None
+        done, examples, spent, ended, logs, means, watched = run(
+            iterator,
+            tf.constant(steps, tf.int64),
+            tf.constant(notes),
+            self._measured_bounds(),
+        )
         self._check_ended(ended, int(done))
-        if kind == "train" and self._probe is not None and first is not None:
-            data, total = first
-            if self._probe(data, int(total)):
-                self._probe = None
         return Execution(
             steps=int(done),
             examples=int(examples),
@@ -462,7 +479,7 @@ class SynchronousEngine(Engine):
                 self._model,
                 method,
                 self._strategy,
-                self._state,
+                self._agreed,
                 self._options,
             )
         return self._train_step if kind == "train" else self._evaluate_step
@@ -512,8 +529,8 @@ class SynchronousEngine(Engine):
         bounds: tf.Tensor | None = None,
     ) -> tuple[Any, ...]:
         """Runs up to `steps` steps and sums the metrics over replicas."""
-        first: list[Any] = []
         authored = isinstance(step, AuthorStep)
+        held = self._agreed if authored else self._state
 
         def once(
             before_it: Any, number: tf.Tensor
@@ -533,8 +550,6 @@ class SynchronousEngine(Engine):
             before = seconds()
             with tf.control_dependencies([before]):
                 data, local, total = self._next(iterator, source, bounds)
-            if not first:
-                first.append((data, total))
             arrived = [
                 leaf
                 for leaf in tf.nest.flatten(
@@ -597,7 +612,7 @@ class SynchronousEngine(Engine):
             return done, examples + total, waiting, ended, logs, rows
 
         self._begin()
-        before = self._strategy.run(self._state.begin)
+        before = self._strategy.run(held.begin)
         zero = tf.constant(0, tf.int64)
         rows = zero if watch is None else watch.begin()
         begin: tuple[Any, ...]
@@ -617,21 +632,17 @@ class SynchronousEngine(Engine):
             parallel_iterations=1,
         )
         with tf.control_dependencies([done]):
-            results = self._strategy.run(
-                self._state.collect, args=(notes, before)
-            )
+            results = self._strategy.run(held.collect, args=(notes, before))
         metrics, mean_notes = tf.nest.map_structure(self._first, results)
-        state = list(zip(self._state.metrics, metrics, strict=True))
+        state = list(zip(held.metrics, metrics, strict=True))
         with keras.StatelessScope(state_mapping=state):
             logs = flat_logs(self._model.get_metrics_result())
             if isinstance(step, AuthorStep):
                 logs = step.logs(returned)
-        if not authored and self._step.logs.names:
-            logs = self._step.logs.whole(returned, state)
-        # The rest of the graph cannot see what is within the loop.
-        seen = first[0] if authored else None
+        if not authored and self._step.log_names:
+            logs = {name: returned[name] for name in self._step.log_names}
         watched = () if watch is None else watch.end(rows, done)
-        return done, examples, waiting, ended, logs, mean_notes, seen, watched
+        return done, examples, waiting, ended, logs, mean_notes, watched
 
     def _watch(self) -> StepWatch | None:
         """Returns what notes the loss of each step, where it is asked for."""
@@ -836,7 +847,7 @@ class SynchronousEngine(Engine):
         self._update.alike = step.alike
         self._state.write(list(zip(step.written, values, strict=True)))
         share = self._share(local, total)
-        return self._selected(gradients, share), step.logs.summed(logs)
+        return self._selected(gradients, share), logs
 
     def _replica_evaluate(
         self, data: Any, local: tf.Tensor, total: tf.Tensor
@@ -846,7 +857,7 @@ class SynchronousEngine(Engine):
             data, share, training=False, gathered=self._gathered()
         )
         self._state.write(writes)
-        return self._step.logs.summed(logs)
+        return logs
 
     def _selected(self, gradients: list[Any], share: BatchShare) -> list[Any]:
         """Returns gradients, zeros of a replica without rows of its own."""

@@ -1,0 +1,173 @@
+"""Metrics of the global batch.
+
+Keras's own metrics add up: replicas update them with their rows, and the sums
+are added over replicas. So does a metric whose update is proven to add sums or
+means over the rows. Any other metric is updated, on each replica, with the rows
+of all: what it holds is that of one device, whatever it is. So is what a
+`compute_metrics` of the author's own returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.contributions import BatchShare, current_share
+from mgpu_tf.engine.exchange import Exchange
+from mgpu_tf.engine.losses import say_gathered
+from mgpu_tf.engine.row_proof import FIXED, MEAN, SUM, Held, RowProof, Rows
+from mgpu_tf.engine.step_scope import StepScope
+from mgpu_tf.errors import ConfigurationError
+
+
+class GlobalMetrics:
+    """The metrics of a model, in a step on one replica.
+
+    Args:
+        model: A built model.
+        exchange: Gives replicas the rows of all; None where they never have
+            them at once.
+    """
+
+    def __init__(self, model: keras.Model, exchange: Exchange | None) -> None:
+        self._model = model
+        self._exchange = exchange
+        self._own = keras_internals.overrides(model, "compute_metrics")
+        self._said: set[str] = set()
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Lets metrics be updated so, while a step is traced."""
+        metrics = [
+            metric
+            for metric in keras_internals.single_metrics(
+                keras_internals.metrics_of(self._model)
+            )
+            if not keras_internals.adds_up(metric)
+        ]
+        with keras_internals.metric_updates_replaced(metrics, self._update):
+            yield
+
+    def computed(self, given: Any) -> dict[str, Any]:
+        """Calls the model's `compute_metrics`. On a replica, in a step.
+
+        Args:
+            given: Inputs, targets, outputs and sample weights.
+
+        Returns:
+            What it returned.
+        """
+        share = current_share()
+        if not self._own or share is None or share.replicas == 1:
+            return self._called(given)
+        name = f"{type(self._model).__name__}.compute_metrics"
+        return self._of_all(name, given, self._called)
+
+    def _called(self, given: Any) -> dict[str, Any]:
+        x, y, y_pred, sample_weight = given
+        return self._model.compute_metrics(
+            x, y, y_pred, sample_weight=sample_weight
+        )
+
+    def _of_all(
+        self, name: str, given: Any, compute: Callable[[Any], Any]
+    ) -> Any:
+        """Computes something of the rows of all replicas."""
+        if self._exchange is None:
+            raise ConfigurationError(
+                "A pipeline computes metrics of each micro-batch, so they must "
+                f"be sums or means over examples. Received: {name}, which is "
+                "not proven to be one. Let its function return one value for "
+                "each example, or use 'mirrored' or 'fsdp'."
+            )
+        if name not in self._said:
+            say_gathered(name, given)
+        self._said.add(name)
+        scope, share = keras_internals.stateless_scope(), current_share()
+        assert isinstance(scope, StepScope) and share is not None
+        mark = scope.mark()
+        every = self._exchange.whole(given, share.fraction(tf.float64))
+        with scope.of_all_rows():
+            found = compute(every)
+        for variable in scope.written_since(mark):
+            scope.agreed.add(id(variable))
+        return found
+
+    def _update(
+        self,
+        metric: keras.metrics.Metric,
+        own: Callable[..., Any],
+        *arguments: Any,
+        **named: Any,
+    ) -> Any:
+        """Updates a metric, in place of its own method."""
+        scope, share = keras_internals.stateless_scope(), current_share()
+        alone = share is None or share.replicas == 1
+        if alone or not isinstance(scope, StepScope) or scope.has_all_rows:
+            return own(*arguments, **named)
+        assert share is not None
+        held = [(v, scope.hold(v)) for v in metric.variables]
+        mark = scope.mark()
+        given = [arguments, named]
+        proof = _proof_of(given)
+        for _, value in held:
+            proof.take([value], Held())
+        found = own(*arguments, **named)
+        after = [(v, value, scope.value(v)) for v, value in held]
+        parts = [_part(proof, *each[1:], share) for each in after]
+        if None not in parts:
+            for (variable, value, now), part in zip(after, parts, strict=True):
+                if now is not value:
+                    scope.add_update((variable, part))
+                    scope.added.add(id(variable))
+            return found
+        scope.reset(mark)
+        if any(id(v) in scope.added for v in metric.variables):
+            raise ConfigurationError(
+                "A metric is updated in one way in a step. Received: "
+                f"{metric.name!r}, which is updated once with sums over the "
+                "rows and once with something else. Use two metrics."
+            )
+        name = f"the metric {metric.name!r}"
+        return self._of_all(
+            name, given, lambda every: own(*every[0], **every[1])
+        )
+
+
+def _proof_of(given: Any) -> RowProof:
+    proof = RowProof()
+    if not tf.executing_eagerly():
+        proof.skip(tf.compat.v1.get_default_graph())
+    leaves = [
+        leaf
+        for leaf in tf.nest.flatten(given)
+        if isinstance(leaf, tf.Tensor) and leaf.shape.rank
+    ]
+    masks = [keras_internals.mask_of(leaf) for leaf in leaves]
+    proof.take([*leaves, *(m for m in masks if m is not None)], Rows())
+    return proof
+
+
+def _part(
+    proof: RowProof, before: tf.Tensor, now: tf.Tensor, share: BatchShare
+) -> tf.Tensor | None:
+    """Returns what a variable holds of this replica's rows, None if unknown.
+
+    A mean of a batch, and what is counted once a batch, is added once for all
+    replicas: each adds its share.
+    """
+    if now is before:
+        return before
+    kind = proof.of(now)
+    if not isinstance(kind, Held):
+        return None
+    if kind.added == SUM:
+        return now
+    if kind.added in (FIXED, MEAN) and now.dtype.is_floating:
+        return before + (now - before) * share.fraction(now.dtype)
+    return None

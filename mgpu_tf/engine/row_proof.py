@@ -1,0 +1,1004 @@
+"""Proofs, from a graph, that the rows of a batch do not meet.
+
+    proof = RowProof(graph, rows=[x, y])
+    proof.of(tf.square(x - y))                     Rows(axis=0)
+    proof.of(tf.reduce_mean(tf.square(x - y)))     MEAN
+    proof.of(x / tf.reduce_sum(x))                 UNPROVEN
+
+The operations of a graph are walked once, in the order in which they were
+made. Each operation on the list below has a rule, and
+`tests/engine/test_row_proof.py` runs each of them on cut and on permuted rows
+against what its rule says.
+Everything else, and every argument that a rule does not know, is unproven.
+Calls, branches and loops of TensorFlow are walked with what goes into them.
+
+    FIXED       depends on no row, and not on the number of rows
+    Rows(a)     axis a is that of the rows; each row is made of its own alone
+    Sizes       numbers of rows, and lengths of other axes, as of `tf.shape`
+    SUM         a sum over the rows: sums of cuts add up to it
+    MEAN        a mean over the rows: its cuts weigh as many as they have rows
+    Held(k)     what a variable held, plus something of kind k
+    UNPROVEN    anything else
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What is proven of a tensor."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(Kind):
+    """A tensor with an axis of rows.
+
+    Attributes:
+        axis: The axis.
+        block: The neighbours on it that belong to one example, as in flattened
+            sequences: a number, or a name of one that is known in a step
+            alone.
+        listed: Whether it is a list of tensors of this kind.
+    """
+
+    name: str = "rows"
+    axis: int = 0
+    block: Any = 1
+    listed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes(Kind):
+    """One length or a vector of lengths.
+
+    Attributes:
+        lengths: Of each element: its number, `ROWS` for the number of rows,
+            `ANY` for a length that rows do not change.
+        scalar: Whether it is one length, and no vector.
+    """
+
+    name: str = "sizes"
+    lengths: tuple[Any, ...] = ()
+    scalar: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Held(Kind):
+    """What a variable held before a step, plus something.
+
+    Attributes:
+        added: What was added to it.
+    """
+
+    name: str = "held"
+    added: Kind = Kind("fixed")
+
+
+FIXED, SUM, MEAN = Kind("fixed"), Kind("sum"), Kind("mean")
+UNPROVEN = Kind("unproven")
+ROWS, ANY = "rows", "any"
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# One element of the result comes of the elements at its place.
+ELEMENTWISE = _words(
+    """
+    Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh BesselI0e
+    BesselI1e BitwiseAnd BitwiseOr BitwiseXor Cast Ceil CheckNumerics
+    ClipByValue Cos Cosh Digamma Div DivNoNan Elu EluGrad Equal Erf Erfc
+    Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity
+    IdentityN Inv InvGrad IsFinite IsInf IsNan LeakyRelu LeakyReluGrad Less
+    LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum
+    Minimum Mod Mul MulNoNan Neg NotEqual OnesLike Polygamma Pow
+    PreventGradient RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad
+    ReluGrad Rint Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid
+    SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad Softsign SoftsignGrad
+    Sqrt SqrtGrad Square SquaredDifference StopGradient Sub Tan Tanh TanhGrad
+    TruncateDiv Xdivy Xlog1py Xlogy ZerosLike Zeta
+    """
+)
+# Linear in the argument with rows; what it is taken with must be fixed.
+LINEAR = _words(
+    """
+    Cast CheckNumerics Identity IdentityN Neg PreventGradient StopGradient
+    """
+)
+_REDUCTIONS = _words("All Any EuclideanNorm Max Mean Min Prod Sum")
+_ALONG = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1}
+# The last axes that an operation works over.
+_LAST_AXES = {
+    "Cholesky": 2,
+    "LogSoftmax": 1,
+    "MatrixBandPart": 2,
+    "MatrixDeterminant": 2,
+    "MatrixInverse": 2,
+    "Softmax": 1,
+    "TopKV2": 1,
+}
+# Images, `[rows, ...]`, and weights; rows are the first axis in all layouts.
+_IMAGES = _words(
+    """
+    AvgPool AvgPool3D BiasAdd Conv2D Conv3D DepthToSpace
+    DepthwiseConv2dNative ExtractImagePatches MaxPool MaxPool3D
+    ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor
+    SpaceToDepth
+    """
+)
+_CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
+_READS = frozenset(("ReadVariableOp", "VarHandleOp"))
+_DRAWS = ("StatelessRandom", "StatelessTruncated")
+# Nothing of these reaches a number.
+_CHECKS = frozenset(("Assert", "NoOp", "PrintV2", "StringFormat"))
+
+
+class RowProof:
+    """What is proven of the tensors of a graph.
+
+    Args:
+        rows: Tensors whose first axis is that of the rows.
+        fixed: Returns whether a value that is read of a variable is the same
+            for all cuts. Default: every variable's is.
+
+    Attributes:
+        unproven: The first operations that no rule proves, by their type and
+            name, for a message.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Any] = (),
+        fixed: Callable[[Any], bool] = lambda handle: True,
+    ) -> None:
+        self._fixed = fixed
+        self._kinds: dict[int, Kind] = {}
+        self._alive: list[Any] = []
+        self._walked: dict[int, int] = {}
+        self.unproven: list[tf.Operation] = []
+        self.take(rows, Rows())
+
+    def take(self, tensors: Iterable[Any], kind: Kind) -> None:
+        """Takes for known what some tensors are.
+
+        Args:
+            tensors: A structure of tensors.
+            kind: What they are.
+        """
+        for tensor in tf.nest.flatten(list(tensors), expand_composites=True):
+            if tf.is_symbolic_tensor(tensor):
+                self._kinds[id(tensor)] = kind
+                self._alive.append(tensor)
+
+    def skip(self, graph: Any) -> None:
+        """Takes all that a graph has so far, and is not known, for fixed."""
+        self._walked[id(graph)] = len(graph.get_operations())
+        self._alive.append(graph)
+
+    def of(self, tensor: Any) -> Kind:
+        """Returns what is proven of a tensor."""
+        if not tf.is_symbolic_tensor(tensor):
+            return UNPROVEN if tf.executing_eagerly() else FIXED
+        if id(tensor) not in self._kinds:
+            self._walk(tensor.graph)
+        return self._kinds.get(id(tensor), FIXED)
+
+    def _walk(self, graph: Any) -> None:
+        operations = graph.get_operations()
+        for op in operations[self._walked.get(id(graph), 0) :]:
+            kinds = self._of(op)
+            for output, kind in zip(op.outputs, kinds, strict=True):
+                self._kinds.setdefault(id(output), kind)
+        self._walked[id(graph)] = len(operations)
+        self._alive.append(graph)
+
+    def _of(self, op: tf.Operation) -> Sequence[Kind]:
+        """Returns the kinds of an operation's outputs."""
+        count = len(op.outputs)
+        kinds = [self._kinds.get(id(each), FIXED) for each in op.inputs]
+        if op.type == "Placeholder":
+            kinds = [self._of_captured(op)]
+            return kinds * count
+        if op.type in _READS or op.type in ("ResourceGather",):
+            if not self._fixed(op.inputs[0] if op.inputs else op.outputs[0]):
+                return [UNPROVEN] * count
+        elif op.op_def.is_stateful and op.type not in (
+            *_CALLS,
+            *_CHECKS,
+            "If",
+            "While",
+        ):
+            self.unproven.append(op)
+            return [UNPROVEN] * count
+        if all(kind == FIXED for kind in kinds):
+            return [FIXED] * count
+        if UNPROVEN in kinds and op.type not in (*_CALLS, "While", "IdentityN"):
+            return [UNPROVEN] * count
+        found = self._by_rule(op, kinds)
+        if not isinstance(found, Kind):
+            return found
+        if found == UNPROVEN:
+            self.unproven.append(op)
+        return [found] * count
+
+    def _of_captured(self, op: tf.Operation) -> Kind:
+        for captured, inner in getattr(op.graph, "captures", ()):
+            if inner is op.outputs[0] and tf.is_symbolic_tensor(captured):
+                return self.of(captured)
+        return FIXED
+
+    def _by_rule(
+        self, op: tf.Operation, kinds: list[Kind]
+    ) -> Kind | list[Kind]:
+        if op.type in _CALLS:
+            return self._called(op, op.get_attr("f"), kinds)
+        if op.type in ("If", "StatelessIf"):
+            return self._chosen(op, kinds)
+        if op.type in ("While", "StatelessWhile"):
+            return self._repeated(op, kinds)
+        if op.type == "IdentityN":
+            return list(kinds)
+        if op.type in _CHECKS:
+            return []
+        if any(isinstance(kind, Rows) and kind.listed for kind in kinds):
+            return _of_list(op, kinds)
+        if any(isinstance(kind, Held) for kind in kinds):
+            return _added(op, kinds)
+        if any(kind in (SUM, MEAN) for kind in kinds):
+            return _linear(op, kinds)
+        if op.type in ("Shape", "Size"):
+            return _shape(op, kinds[0])
+        if isinstance(kinds[0], Sizes) or (
+            op.type in ("Pack", "ConcatV2")
+            and not any(isinstance(kind, Rows) for kind in kinds)
+        ):
+            return _sizes(op, kinds)
+        rule = _RULES.get(op.type)
+        if rule is not None:
+            return rule(op, kinds)
+        if op.type in ELEMENTWISE:
+            return _elementwise(op, kinds)
+        return UNPROVEN
+
+    # Calls, branches and loops.
+
+    def _called(
+        self, op: tf.Operation, function: Any, kinds: list[Kind]
+    ) -> Kind | list[Kind]:
+        body = _body(op, function)
+        if body is None or len(body.inputs) != len(kinds):
+            return UNPROVEN
+        inner = RowProof(fixed=self._fixed)
+        for tensor, kind in zip(body.inputs, kinds, strict=True):
+            inner._kinds[id(tensor)] = kind
+        inner._alive.append(body)
+        found = [inner.of(tensor) for tensor in body.outputs]
+        if UNPROVEN in found:
+            self.unproven += inner.unproven
+        return found if len(found) == len(op.outputs) else UNPROVEN
+
+    def _chosen(self, op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
+        if kinds[0] != FIXED:
+            return UNPROVEN
+        branches = [
+            self._called(op, op.get_attr(name), kinds[1:])
+            for name in ("then_branch", "else_branch")
+        ]
+        first, second = branches
+        if isinstance(first, Kind) or isinstance(second, Kind):
+            return UNPROVEN
+        return [
+            one if one == other else UNPROVEN
+            for one, other in zip(first, second, strict=True)
+        ]
+
+    def _repeated(
+        self, op: tf.Operation, kinds: list[Kind]
+    ) -> Kind | list[Kind]:
+        held = list(kinds)
+        for _ in range(len(held) + 2):
+            after = self._called(op, op.get_attr("body"), held)
+            if isinstance(after, Kind):
+                return UNPROVEN
+            joined = [
+                _joined(before, now, output)
+                for before, now, output in zip(
+                    held, after, op.outputs, strict=True
+                )
+            ]
+            if joined == held:
+                break
+            held = joined
+        else:
+            return UNPROVEN
+        body = _body(op, op.get_attr("cond"))
+        asked = self._called_outputs(body, held)
+        return held if asked == [FIXED] else UNPROVEN
+
+    def _called_outputs(self, body: Any, kinds: list[Kind]) -> list[Kind]:
+        if body is None or len(body.inputs) != len(kinds):
+            return [UNPROVEN]
+        inner = RowProof(fixed=self._fixed)
+        for tensor, kind in zip(body.inputs, kinds, strict=True):
+            inner._kinds[id(tensor)] = kind
+        return [inner.of(tensor) for tensor in body.outputs]
+
+
+def _joined(before: Kind, after: Kind, output: tf.Tensor) -> Kind:
+    """What a variable of a loop is that begins as one and goes on as another.
+
+    A list is empty before something is put into it.
+    """
+    if before == after:
+        return before
+    empty = before == FIXED and output.dtype == tf.variant
+    if empty and isinstance(after, Rows) and after.listed:
+        return after
+    return UNPROVEN
+
+
+def _body(op: tf.Operation, function: Any) -> Any:
+    """Returns the graph of a function, None where it cannot be found."""
+    name = function.name
+    graph = op.graph
+    while graph is not None:
+        try:
+            found = graph._get_function(name)
+        except (AttributeError, KeyError):
+            found = None
+        body = getattr(found, "graph", None)
+        if body is not None and body.get_operations():
+            return body
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
+def _elementwise(op: tf.Operation, kinds: Sequence[Kind]) -> Kind:
+    """The rows of all operands must lie at the same place from the end."""
+    found: set[tuple[int, bool]] = set()
+    block: Any = 1
+    rank = op.outputs[0].shape.rank
+    if rank is None:
+        return UNPROVEN
+    for tensor, kind in zip(op.inputs, kinds, strict=True):
+        if isinstance(kind, Rows) and tensor.shape.rank is not None:
+            # Blocks of one length: others would not fit together.
+            found.add((tensor.shape.rank - kind.axis, kind.block == 1))
+            block = kind.block
+        elif kind != FIXED:
+            return UNPROVEN
+    if len(found) != 1:
+        return UNPROVEN
+    ((place, _),) = found
+    for tensor, kind in zip(op.inputs, kinds, strict=True):
+        # What is fixed must be the same for each row.
+        if kind == FIXED and not _is_one(tensor, place):
+            return UNPROVEN
+    if op.type == "Select" and op.inputs[0].shape.rank != rank:
+        return UNPROVEN
+    return Rows(axis=rank - place, block=block)
+
+
+def _is_one(tensor: tf.Tensor, place: int) -> bool:
+    """Whether a tensor has one element, or no axis, at a place from the end."""
+    rank = tensor.shape.rank
+    return rank is not None and (rank < place or tensor.shape[-place] == 1)
+
+
+def _linear(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """Sums and means over the rows, of which linear functions are the same."""
+    moving = {kind for kind in kinds if kind != FIXED}
+    if op.type in ("Add", "AddV2", "AddN", "Sub"):
+        if moving == {MEAN}:
+            return MEAN  # A constant is its own mean.
+        return SUM if moving == {SUM} and FIXED not in kinds else UNPROVEN
+    if len(moving) == 2 and op.type in ("RealDiv", "DivNoNan"):
+        top, bottom = kinds
+        counted = isinstance(bottom, Sizes) and bottom.scalar
+        return MEAN if top == SUM and counted else UNPROVEN
+    if len(moving) != 1:
+        return UNPROVEN
+    (kind,) = moving
+    if op.type in LINEAR and op.outputs[0].dtype.is_floating:
+        return kind
+    once = kinds.count(kind) == 1
+    if once and op.type == "Mul":
+        return kind
+    if once and op.type in ("RealDiv", "Div", "DivNoNan") and kinds[0] == kind:
+        return kind
+    if op.type in ("Sum", "Mean", "Reshape", "Squeeze", "ExpandDims", "Pack"):
+        whole = all(each == kind for each in kinds)
+        return kind if whole or kinds[0] == kind != kinds[-1] else UNPROVEN
+    return UNPROVEN
+
+
+def _added(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """What a variable holds after something was added to it."""
+    if op.type in ("Identity", "StopGradient", "Cast"):
+        same = op.inputs[0].dtype == op.outputs[0].dtype
+        return kinds[0] if same else UNPROVEN
+    if op.type not in ("Add", "AddV2", "Sub") or len(kinds) != 2:
+        return UNPROVEN
+    left, right = kinds
+    if isinstance(right, Held) and op.type != "Sub":
+        left, right = right, left
+    if isinstance(right, Sizes) and right.scalar:
+        right = SUM  # Each row counts.
+    if not isinstance(left, Held) or right not in (FIXED, SUM, MEAN):
+        return UNPROVEN
+    if left.added in (FIXED, right):
+        return Held(added=right)
+    if right == FIXED and left.added == MEAN:
+        return left
+    return UNPROVEN
+
+
+def _shape(op: tf.Operation, kind: Kind) -> Kind:
+    tensor = op.inputs[0]
+    if not isinstance(kind, Rows) or kind.listed or tensor.shape.rank is None:
+        return UNPROVEN
+    lengths = [ANY if each is None else each for each in tensor.shape]
+    lengths[kind.axis] = ROWS if kind.block == 1 else (ROWS, kind.block)
+    if op.type == "Shape":
+        return Sizes(lengths=tuple(lengths))
+    return Sizes(lengths=((ROWS, ANY),), scalar=True)
+
+
+def _sizes(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """Parts and joins of shapes, and what is made in such a shape."""
+    found = _lengths_of(op, kinds)
+    if isinstance(found, Sizes) and not any(map(_of_rows, found.lengths)):
+        return FIXED
+    return found
+
+
+def _of_rows(length: Any) -> bool:
+    return length == ROWS or isinstance(length, tuple)
+
+
+def _lengths_of(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    kind = kinds[0]
+    if op.type in ("Pack", "ConcatV2"):
+        found: list[Any] = []
+        joined = zip(op.inputs, kinds, strict=True)
+        for tensor, each in list(joined)[: len(kinds) - (op.type != "Pack")]:
+            lengths = _lengths(tensor, each)
+            if lengths is None:
+                return UNPROVEN
+            found += lengths
+        return Sizes(lengths=tuple(found))
+    if not isinstance(kind, Sizes):
+        return UNPROVEN
+    if op.type in ("Cast", "Identity", "StopGradient"):
+        return kind
+    if op.type in ("Reshape", "Squeeze", "ExpandDims"):
+        if len(kind.lengths) != 1 or op.outputs[0].shape.rank not in (0, 1):
+            return UNPROVEN
+        return dataclasses.replace(kind, scalar=op.outputs[0].shape.rank == 0)
+    if op.type == "Prod" and kinds[1] == FIXED and not kind.scalar:
+        # As many times the number of rows as there are others.
+        rows = [length for length in kind.lengths if _of_rows(length)]
+        counted = len(rows) == 1 and op.outputs[0].shape.rank == 0
+        return (
+            Sizes(lengths=((ROWS, ANY),), scalar=True) if counted else UNPROVEN
+        )
+    if op.type in ("StridedSlice", "GatherV2"):
+        if kinds[1:] != [FIXED] * len(kinds[1:]):
+            return UNPROVEN
+        return _taken(op, kind)
+    # A draw of such a shape has rows as well.
+    made = op.type == "Fill" or op.type.startswith(_DRAWS)
+    if made and set(kinds[1:]) <= {FIXED}:
+        return _filled(kind)
+    return UNPROVEN
+
+
+def _lengths(tensor: tf.Tensor, kind: Kind) -> list[Any] | None:
+    if isinstance(kind, Sizes):
+        return list(kind.lengths)
+    if kind != FIXED or tensor.shape.num_elements() is None:
+        return None
+    value = tf.get_static_value(tensor)
+    if value is None:
+        return [ANY] * int(tensor.shape.num_elements())
+    return [int(each) for each in value.reshape([-1])]
+
+
+def _taken(op: tf.Operation, kind: Sizes) -> Kind:
+    """Some elements of a shape."""
+    given = [tf.get_static_value(tensor) for tensor in op.inputs[1:]]
+    if any(value is None for value in given) or kind.scalar:
+        return UNPROVEN
+    lengths = kind.lengths
+    if op.type == "GatherV2":
+        places = [int(place) for place in given[0].reshape([-1])]
+        chosen = tuple(lengths[place] for place in places)
+        return Sizes(lengths=chosen, scalar=op.outputs[0].shape.rank == 0)
+    masks = {
+        name: op.get_attr(f"{name}_mask")
+        for name in ("begin", "end", "shrink_axis", "ellipsis", "new_axis")
+    }
+    begin, end, step = (int(value[0]) for value in given)
+    if masks["ellipsis"] or masks["new_axis"] or len(given[0]) != 1:
+        return UNPROVEN
+    if masks["shrink_axis"]:
+        return Sizes(lengths=(lengths[begin],), scalar=True)
+    low = None if masks["begin"] else begin
+    high = None if masks["end"] else end
+    return Sizes(lengths=tuple(lengths[low:high:step]))
+
+
+def _filled(kind: Sizes) -> Kind:
+    """A tensor of a shape that is the same everywhere."""
+    if kind.scalar:
+        return UNPROVEN
+    axes = [i for i, length in enumerate(kind.lengths) if length == ROWS]
+    others = [length for length in kind.lengths if length != ROWS]
+    plain = all(length == ANY or isinstance(length, int) for length in others)
+    return Rows(axis=axes[0]) if len(axes) == 1 and plain else UNPROVEN
+
+
+def _axes(op: tf.Operation, place: int = 1) -> list[int] | None:
+    """The axes that an operation goes over, None where they are not known."""
+    axes = tf.get_static_value(op.inputs[place])
+    rank = op.inputs[0].shape.rank
+    if axes is None or rank is None:
+        return None
+    return [int(axis) % max(rank, 1) for axis in axes.reshape([-1])]
+
+
+def _reduction(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    kind, axes = kinds[0], _axes(op)
+    if not isinstance(kind, Rows) or axes is None:
+        return UNPROVEN
+    if kind.axis in axes:
+        if op.type == "Sum":
+            return SUM
+        return MEAN if op.type == "Mean" else UNPROVEN
+    if op.get_attr("keep_dims"):
+        return kind
+    before = sum(axis < kind.axis for axis in axes)
+    return dataclasses.replace(kind, axis=kind.axis - before)
+
+
+def _position(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """The place of the largest or smallest element along an axis."""
+    kind, axes = kinds[0], _axes(op)
+    if not isinstance(kind, Rows) or axes is None or kind.axis in axes:
+        return UNPROVEN
+    before = sum(axis < kind.axis for axis in axes)
+    return dataclasses.replace(kind, axis=kind.axis - before)
+
+
+def _along(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    kind, axes = kinds[0], _axes(op)
+    if not isinstance(kind, Rows) or axes is None or kind.axis in axes:
+        return UNPROVEN
+    return kind
+
+
+def _last_axes(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    kind, rank = kinds[0], op.inputs[0].shape.rank
+    if not isinstance(kind, Rows) or kinds[1:] != [FIXED] * len(kinds[1:]):
+        return UNPROVEN
+    inside = rank is None or kind.axis >= rank - _LAST_AXES[op.type]
+    return UNPROVEN if inside else kind
+
+
+def _reshape(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """The rows stay in order, and no element takes in two of them."""
+    kind, sizes = kinds
+    before, after = op.inputs[0].shape, op.outputs[0].shape
+    if not isinstance(kind, Rows) or before.rank is None or after.rank is None:
+        return UNPROVEN
+    if sizes != FIXED and not isinstance(sizes, Sizes):
+        return UNPROVEN
+    lengths = _lengths(op.inputs[1], sizes)
+    if lengths is None or kind.axis:
+        return _kept_axes(kind, before, after, lengths)
+    inner = [each.num_elements() for each in (before[1:], after[1:])]
+    if None not in inner and after.rank and after[0] is None:
+        old, new = inner
+        if new and old % new == 0:
+            return _blocks(kind, old // new)
+        if isinstance(kind.block, int) and new == old * kind.block:
+            return dataclasses.replace(kind, block=1)
+    if lengths and lengths[0] == ROWS:
+        return dataclasses.replace(kind, block=1)
+    if lengths and lengths[0] == -1 and after[1:] == before[-1:]:
+        # Leading axes become one; the last stays.
+        if before.rank == 2:
+            return kind
+        middle = before[1:-1].num_elements()
+        return _blocks(kind, middle if middle else (str(before[1:-1]),))
+    if lengths == [-1] and before.rank == 2 and kind.block == 1:
+        return _blocks(kind, before[1] if before[1] else ("(None,)",))
+    return UNPROVEN
+
+
+def _blocks(kind: Rows, joined: Any) -> Kind:
+    if joined == 1:
+        return kind
+    if kind.block != 1:
+        if isinstance(kind.block, int) and isinstance(joined, int):
+            return dataclasses.replace(kind, block=kind.block * joined)
+        return UNPROVEN
+    return dataclasses.replace(kind, block=joined)
+
+
+def _kept_axes(
+    kind: Rows, before: Any, after: Any, lengths: list[Any] | None
+) -> Kind:
+    """A reshape behind the axis of the rows, those before it unchanged."""
+    if lengths is None or len(lengths) <= kind.axis or kind.block != 1:
+        return UNPROVEN
+    leading = all(
+        before[axis] is not None and before[axis] == after[axis]
+        for axis in range(kind.axis)
+    )
+    return kind if leading and lengths[kind.axis] == ROWS else UNPROVEN
+
+
+def _transpose(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    order = tf.get_static_value(op.inputs[1])
+    kind = kinds[0]
+    if order is None or not isinstance(kind, Rows):
+        return UNPROVEN
+    return dataclasses.replace(
+        kind, axis=[int(o) for o in order].index(kind.axis)
+    )
+
+
+def _expand(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    kind, axis = kinds[0], tf.get_static_value(op.inputs[1])
+    rank = op.outputs[0].shape.rank
+    if axis is None or rank is None or not isinstance(kind, Rows):
+        return UNPROVEN
+    place = int(axis.reshape([-1])[0]) % rank
+    return dataclasses.replace(kind, axis=kind.axis + (place <= kind.axis))
+
+
+def _squeeze(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    kind, rank = kinds[0], op.inputs[0].shape.rank
+    axes = [axis % rank for axis in op.get_attr("squeeze_dims")] if rank else []
+    if not axes or not isinstance(kind, Rows) or kind.axis in axes:
+        return UNPROVEN
+    before = sum(axis < kind.axis for axis in axes)
+    return dataclasses.replace(kind, axis=kind.axis - before)
+
+
+def _slice_strided(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """All rows are taken, from the first, whatever is taken of other axes."""
+    kind, rank = kinds[0], op.inputs[0].shape.rank
+    steps = tf.get_static_value(op.inputs[3])
+    if not isinstance(kind, Rows) or rank is None or steps is None:
+        return UNPROVEN
+    if any(k != FIXED and not isinstance(k, Sizes) for k in kinds[1:]):
+        return UNPROVEN
+    mask = {
+        name: op.get_attr(f"{name}_mask")
+        for name in ("begin", "end", "shrink_axis", "ellipsis", "new_axis")
+    }
+    axis = place = 0
+    given = len(steps)
+    fresh = bin(mask["new_axis"]).count("1")
+    for index in range(given):
+        bit = 1 << index
+        if mask["ellipsis"] & bit:
+            skipped = rank - (given - 1 - fresh)
+            if axis <= kind.axis < axis + skipped:
+                place += kind.axis - axis
+                return dataclasses.replace(kind, axis=place)
+            axis, place = axis + skipped, place + skipped
+        elif mask["new_axis"] & bit:
+            place += 1
+        else:
+            if axis == kind.axis:
+                whole = mask["begin"] & bit and mask["end"] & bit
+                if not whole or mask["shrink_axis"] & bit or steps[index] != 1:
+                    return UNPROVEN
+                return dataclasses.replace(kind, axis=place)
+            axis += 1
+            place += 0 if mask["shrink_axis"] & bit else 1
+    return dataclasses.replace(kind, axis=place + kind.axis - axis)
+
+
+def _slice(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    kind = kinds[0]
+    begin, size = (tf.get_static_value(tensor) for tensor in op.inputs[1:3])
+    if begin is None or size is None or not isinstance(kind, Rows):
+        return UNPROVEN
+    whole = begin[kind.axis] == 0 and size[kind.axis] == -1
+    return kind if whole else UNPROVEN
+
+
+def _concat(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    axis = tf.get_static_value(op.inputs[-1])
+    rank = op.outputs[0].shape.rank
+    if axis is None or rank is None or len(set(kinds[:-1])) != 1:
+        return UNPROVEN
+    kind = kinds[0]
+    if not isinstance(kind, Rows) or int(axis) % rank == kind.axis:
+        return UNPROVEN
+    return kind
+
+
+def _pack(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    rank = op.outputs[0].shape.rank
+    if rank is None or len(set(kinds)) != 1 or not isinstance(kinds[0], Rows):
+        return UNPROVEN
+    place = op.get_attr("axis") % rank
+    kind = kinds[0]
+    return dataclasses.replace(kind, axis=kind.axis + (place <= kind.axis))
+
+
+def _unpack(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    kind, rank = kinds[0], op.inputs[0].shape.rank
+    if rank is None or not isinstance(kind, Rows):
+        return UNPROVEN
+    place = op.get_attr("axis") % rank
+    if place == kind.axis:
+        return UNPROVEN
+    return dataclasses.replace(kind, axis=kind.axis - (place < kind.axis))
+
+
+def _split(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    value, place = (1, 0) if op.type == "Split" else (0, 2)
+    kind, axis = kinds[value], tf.get_static_value(op.inputs[place])
+    rank = op.inputs[value].shape.rank
+    if axis is None or rank is None or not isinstance(kind, Rows):
+        return UNPROVEN
+    return UNPROVEN if int(axis) % rank == kind.axis else kind
+
+
+def _gather(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """Rows look something up, or something is taken of each row."""
+    axis = tf.get_static_value(op.inputs[2])
+    batch = op.get_attr("batch_dims")
+    table, places = kinds[:2]
+    rank = op.inputs[0].shape.rank
+    if axis is None or rank is None:
+        return UNPROVEN
+    axis = int(axis) % rank
+    if table == FIXED and isinstance(places, Rows) and batch == 0:
+        return dataclasses.replace(places, axis=places.axis + axis)
+    if not isinstance(table, Rows) or table.axis == axis:
+        return UNPROVEN
+    if isinstance(places, Rows):
+        same = places == table and table.axis < batch
+        return table if same else UNPROVEN
+    if places != FIXED or batch:
+        return UNPROVEN
+    of_places = op.inputs[1].shape.rank
+    if of_places is None:
+        return UNPROVEN
+    moved = of_places - 1 if axis < table.axis else 0
+    return dataclasses.replace(table, axis=table.axis + moved)
+
+
+def _lookup(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    places = kinds[1]
+    fits = isinstance(places, Rows) and op.get_attr("batch_dims") == 0
+    return places if fits else UNPROVEN
+
+
+def _matmul(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    left, right = kinds
+    plain = isinstance(left, Rows) and right == FIXED
+    if op.get_attr("transpose_a") or not plain or left.axis:  # type: ignore
+        return UNPROVEN
+    return left
+
+
+def _batch_matmul(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    ranks = [tensor.shape.rank for tensor in op.inputs]
+    if None in ranks:
+        return UNPROVEN
+    rank = max(ranks)
+    found = set()
+    for tensor, kind, size in zip(op.inputs, kinds, ranks, strict=True):
+        if kind == FIXED:
+            continue
+        if not isinstance(kind, Rows) or kind.block != 1:
+            return UNPROVEN
+        turned = op.get_attr("adj_x" if tensor is op.inputs[0] else "adj_y")
+        first = tensor is op.inputs[0] and not turned
+        limit = size - 1 if first else size - 2
+        if kind.axis >= limit:
+            return UNPROVEN
+        found.add(kind.axis + rank - size)
+    if len(found) != 1:
+        return UNPROVEN
+    (axis,) = found
+    for tensor, kind, size in zip(op.inputs, kinds, ranks, strict=True):
+        own = axis - rank + size
+        if kind == FIXED and 0 <= own < size - 2 and tensor.shape[own] != 1:
+            return UNPROVEN
+    return Rows(axis=axis)
+
+
+def _einsum(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    equation = op.get_attr("equation").decode().replace(" ", "")
+    if "..." in equation:
+        return UNPROVEN
+    operands, result = equation.split("->")
+    labels = set()
+    for term, kind in zip(operands.split(","), kinds, strict=True):
+        if isinstance(kind, Rows):
+            labels.add((term[kind.axis], kind.block))
+        elif kind != FIXED:
+            return UNPROVEN
+    if len(labels) != 1:
+        return UNPROVEN
+    ((label, block),) = labels
+    fixed = [
+        term
+        for term, kind in zip(operands.split(","), kinds, strict=True)
+        if kind == FIXED
+    ]
+    if any(label in term for term in fixed) or result.count(label) != 1:
+        return UNPROVEN
+    if any(term.count(label) > 1 for term in operands.split(",")):
+        return UNPROVEN
+    return Rows(axis=result.index(label), block=block)
+
+
+def _image(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    kind = kinds[0]
+    first = isinstance(kind, Rows) and not kind.axis
+    return kind if first and set(kinds[1:]) <= {FIXED} else UNPROVEN
+
+
+def _normalized(op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
+    """A batch normalization by given statistics, and not by the batch's."""
+    if op.get_attr("is_training") or not isinstance(kinds[0], Rows):
+        return UNPROVEN
+    if set(kinds[1:]) != {FIXED} or kinds[0].axis:
+        return UNPROVEN
+    return [kinds[0], *[UNPROVEN] * (len(op.outputs) - 1)]
+
+
+def _one_hot(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    kind, rank = kinds[0], op.outputs[0].shape.rank
+    if not isinstance(kind, Rows) or set(kinds[1:]) != {FIXED} or rank is None:
+        return UNPROVEN
+    place = op.get_attr("axis") % rank
+    return dataclasses.replace(kind, axis=kind.axis + (place <= kind.axis))
+
+
+def _pad(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    kind, paddings = kinds[0], tf.get_static_value(op.inputs[1])
+    if paddings is None or not isinstance(kind, Rows):
+        return UNPROVEN
+    return UNPROVEN if paddings[kind.axis].any() else kind
+
+
+def _tile(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """Rows are repeated along other axes, or what is fixed for each row."""
+    kind, times = kinds
+    lengths = _lengths(op.inputs[1], times)
+    if lengths is None:
+        return UNPROVEN
+    if isinstance(kind, Rows):
+        return kind if lengths[kind.axis] == 1 else UNPROVEN
+    axes = [i for i, length in enumerate(lengths) if length == ROWS]
+    if kind != FIXED or len(axes) != 1 or op.inputs[0].shape[axes[0]] != 1:
+        return UNPROVEN
+    return Rows(axis=axes[0])
+
+
+def _broadcast(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    kind, sizes = kinds
+    lengths = _lengths(op.inputs[1], sizes)
+    rank = op.inputs[0].shape.rank
+    if lengths is None or rank is None:
+        return UNPROVEN
+    axes = [i for i, length in enumerate(lengths) if length == ROWS]
+    if len(axes) != 1:
+        return UNPROVEN
+    place = len(lengths) - axes[0]
+    if isinstance(kind, Rows):
+        fits = kind.block == 1 and rank - kind.axis == place
+        return Rows(axis=axes[0]) if fits else UNPROVEN
+    fits = kind == FIXED and _is_one(op.inputs[0], place)
+    return Rows(axis=axes[0]) if fits else UNPROVEN
+
+
+def _labelled(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """A loss of logits and labels, of which each row has its own."""
+    same = len(set(kinds)) == 1 and isinstance(kinds[0], Rows)
+    return kinds[0] if same and not kinds[0].axis else UNPROVEN  # type: ignore
+
+
+def _diagonal(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    kind, rank = kinds[0], op.inputs[0].shape.rank
+    if not isinstance(kind, Rows) or rank is None:
+        return UNPROVEN
+    plain = (rank == 2 and kind.axis == 0) or kind.axis < rank - 2
+    plain &= set(kinds[1:]) <= {FIXED}
+    return kind if plain and op.type == "MatrixDiagV3" else UNPROVEN
+
+
+def _of_list(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """Lists of tensors, as a `TensorArray` is one."""
+    kind = kinds[0]
+    if not isinstance(kind, Rows) or not kind.listed:
+        return UNPROVEN
+    if op.type == "TensorListGetItem" and kinds[1] == FIXED:
+        return dataclasses.replace(kind, listed=False)
+    if op.type == "TensorListStack":
+        return dataclasses.replace(kind, listed=False, axis=kind.axis + 1)
+    if op.type == "TensorListSetItem" and kinds[1] == FIXED:
+        item = kinds[2]
+        same = item == dataclasses.replace(kind, listed=False)
+        return kind if same else UNPROVEN
+    if op.type in ("Identity", "StopGradient"):
+        return kind
+    return UNPROVEN
+
+
+def _into_list(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    if op.type == "TensorListFromTensor":
+        kind = kinds[0]
+        if not isinstance(kind, Rows) or kind.axis == 0:
+            return UNPROVEN
+        return dataclasses.replace(kind, listed=True, axis=kind.axis - 1)
+    held, place, item = kinds[:3]
+    if held != FIXED or place != FIXED or not isinstance(item, Rows):
+        return UNPROVEN
+    return dataclasses.replace(item, listed=True)
+
+
+_Rule = Callable[[tf.Operation, list[Kind]], Any]
+
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(_REDUCTIONS, _reduction),
+    **dict.fromkeys(_ALONG, _along),
+    **dict.fromkeys(_LAST_AXES, _last_axes),
+    **dict.fromkeys(_IMAGES, _image),
+    "ArgMax": _position,
+    "ArgMin": _position,
+    "BatchMatMul": _batch_matmul,
+    "BatchMatMulV2": _batch_matmul,
+    "BroadcastTo": _broadcast,
+    "ConcatV2": _concat,
+    "Einsum": _einsum,
+    "ExpandDims": _expand,
+    "FusedBatchNormV3": _normalized,
+    "GatherV2": _gather,
+    "MatMul": _matmul,
+    "MatrixDiagV3": _diagonal,
+    "MirrorPad": _pad,
+    "OneHot": _one_hot,
+    "Pack": _pack,
+    "Pad": _pad,
+    "PadV2": _pad,
+    "Reshape": _reshape,
+    "ResourceGather": _lookup,
+    "Slice": _slice,
+    "SoftmaxCrossEntropyWithLogits": _labelled,
+    "SparseSoftmaxCrossEntropyWithLogits": _labelled,
+    "Split": _split,
+    "SplitV": _split,
+    "Squeeze": _squeeze,
+    "StridedSlice": _slice_strided,
+    "TensorListFromTensor": _into_list,
+    "TensorListSetItem": _into_list,
+    "Tile": _tile,
+    "Transpose": _transpose,
+    "Unpack": _unpack,
+}
+
+
+def proven_operations() -> list[str]:
+    """Returns the types of the operations that have a rule."""
+    return sorted({*ELEMENTWISE, *_RULES})

@@ -1,0 +1,91 @@
+"""Draws of TensorFlow's own random operations, the same on all replicas.
+
+What an author draws outside of calls, such as the noise of a generator, is
+drawn by each replica for the global batch. `tf.random.normal` and its relatives
+take their seeds from the graph, another one for each operation. Here the
+operations of all replicas get the same seeds, in the order in which a replica
+made them.
+"""
+
+from __future__ import annotations
+
+import os
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+
+from mgpu_tf.engine.author_scope import graph_here
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
+
+# A prime, so that operations get seeds that are far apart.
+_STRIDE = 1_000_003
+
+
+class SameDraws:
+    """Gives random operations of replicas the same seeds.
+
+    Args:
+        strategy: A strategy whose replicas step together. All processes make
+            this together, outside of replicas.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        def on_replica() -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            first = context.replica_id_in_sync_group == 0
+            number = int.from_bytes(os.urandom(3), "little")
+            return sum_over_replicas(tf.where(first, number, 0))
+
+        numbers = strategy.run(on_replica)
+        self._number = int(strategy.experimental_local_results(numbers)[0])
+
+    def begin(self) -> int:
+        """Returns where the operations of a replica begin."""
+        graph = graph_here()
+        return 0 if graph is None else len(graph.get_operations())
+
+    def end(self, begin: int) -> None:
+        """Gives seeds to the random operations of this replica.
+
+        Args:
+            begin: From `begin`.
+
+        Raises:
+            ConfigurationError: The step draws where seeds cannot be given.
+        """
+        graph = graph_here()
+        if graph is None:
+            return
+        base = self._number if graph.seed is None else graph.seed
+        device = tf.distribute.get_replica_context().devices[0]
+        place = 0
+        for op in graph.get_operations()[begin:]:
+            if not _draws(op) or op.device != device:
+                continue
+            if op.type.startswith("Stateful"):
+                raise ConfigurationError(
+                    "On several replicas a step of one's own draws by "
+                    "keras.random with a keras.random.SeedGenerator, by "
+                    "tf.random.stateless_*, or by functions such as "
+                    "tf.random.normal. Received: a tf.random.Generator, in "
+                    f"{op.name!r}. Use keras.random.SeedGenerator."
+                )
+            place += 1
+            _set(op, "seed", base % (2**31 - 1) or 1)
+            _set(op, "seed2", place * _STRIDE)
+
+
+def _draws(op: tf.Operation) -> bool:
+    """Whether an operation draws at random, by seeds or by a generator."""
+    if not op.op_def.is_stateful:
+        return False
+    if op.type.startswith("Stateful"):
+        return {"resource", "algorithm"} <= {
+            argument.name for argument in op.op_def.input_arg
+        }
+    return {"seed", "seed2"} <= {each.name for each in op.op_def.attr}
+
+
+def _set(op: tf.Operation, name: str, value: int) -> None:
+    op._set_attr(name, attr_value_pb2.AttrValue(i=value))
