@@ -78,10 +78,6 @@ class RunConfig(
         "A .keras file: continue with its model and optimizer. A .weights.h5 "
         "file: start with its weights.",
     )
-    sync_batch_norm: bool = option(
-        False,
-        "Make BatchNormalization compute batch statistics over all replicas.",
-    )
     dataset: str = option(
         "digits",
         f"The data to train on: {', '.join(DATASETS)}, images/SIDE, a name of "

@@ -30,7 +30,6 @@ from mgpu_tf.fields import names_of
 from mgpu_tf.folders import keep_private, make_folder
 from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.models import create_model
-from mgpu_tf.models.normalization import synchronize_batch_normalization
 from mgpu_tf.optimizers import create_optimizer, large_batch_recipe
 from mgpu_tf.options import (
     LargeBatchOptions,
@@ -346,8 +345,6 @@ def _model(
             splits.num_classes,
             zero_init_residual=config.zero_init_residual,
         )
-    if config.sync_batch_norm:
-        synchronize_batch_normalization(model)
     if path is not None and not path.endswith(".keras"):
         if model.compiled:
             # Keras reads the state of the optimizer too, if there is one.

@@ -19,6 +19,7 @@ from typing import Any
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import check, option
 from mgpu_tf.names import (
+    BATCH_NORMALIZATION,
     COMMUNICATIONS,
     EMBEDDING_GRADIENTS,
     GRADIENT_DTYPES,
@@ -28,6 +29,7 @@ from mgpu_tf.names import (
     LEARNING_RATE_RULES,
     ON_NAN,
     PIPELINE_SCHEDULES,
+    RANDOM,
     RECOMPUTE,
     RESUME,
     SAVE_EVERY,
@@ -175,6 +177,20 @@ class StepOptions:
         "what a layer or an optimizer of Keras does in several. keras: as "
         "Keras does it.",
         KERNELS,
+    )
+    random: str = option(
+        "equal",
+        "equal: a replica draws its rows of the random numbers that one "
+        "device draws for the global batch. per_replica: each replica draws "
+        "its own, from a seed to which its number is added.",
+        RANDOM,
+    )
+    batch_normalization: str = option(
+        "keras",
+        "synchronized: every BatchNormalization takes the statistics of the "
+        "global batch, as on one device. keras: as each layer says; by "
+        "default those of the rows of each replica.",
+        BATCH_NORMALIZATION,
     )
     jit_compile: str | None = option(
         None,

@@ -24,7 +24,7 @@ VALUES = {
     "communication": "ring",
     "model": "resnet/8",
     "initial_model": "a/model.keras",
-    "sync_batch_norm": True,
+    "batch_normalization": "synchronized",
     "dataset": "images/32",
     "deterministic": False,
     "data_dir": "/data sets/a",

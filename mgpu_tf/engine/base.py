@@ -21,6 +21,7 @@ import tensorflow as tf
 from mgpu_tf.data import Source
 from mgpu_tf.engine import building, keras_internals
 from mgpu_tf.engine.kernels import Kernels
+from mgpu_tf.engine.moments import normalizations
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.engine.step_watch import Watched
 from mgpu_tf.errors import ConfigurationError
@@ -163,6 +164,9 @@ class Engine(abc.ABC):
     ) -> None:
         _check_compiled(model, strategy)
         _check_optimizers(model, strategy)
+        if options.batch_normalization == "synchronized":
+            for layer in normalizations(model):
+                layer.synchronized = True
         topology = topology_of(strategy)
         several = topology.data_parallel_degree > 1 or topology.local.total > 1
         if several or not kind_of(strategy).in_step:

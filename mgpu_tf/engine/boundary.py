@@ -32,6 +32,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.exchange import Cut, Exchange
+from mgpu_tf.engine.random_rows import rows_of_global_draws
 from mgpu_tf.engine.row_proof import FIXED, RowProof, Rows
 from mgpu_tf.engine.state import ReplicaState
 
@@ -237,7 +238,8 @@ class Boundary:
             proof,
         )
         try:
-            outputs = own(*arguments, **named)
+            with self._drawing(cut, spare, list(given.values()), proof):
+                outputs = own(*arguments, **named)
         finally:
             here.inside = None
         self._same_seeds(seeds)
@@ -249,6 +251,24 @@ class Boundary:
             and all(self._may_write(v, value, proof) for v, value in written)
         )
         return outputs, proven
+
+    def _drawing(
+        self, cut: Cut, spare: tf.Tensor, rows: list[Any], proof: RowProof
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Returns the scope in which a call draws for its rows."""
+        if not self._state.draws_alike:
+            return contextlib.nullcontext()
+        count = cut.count + spare
+        low = tf.minimum(cut.low, cut.total - count)
+        return rows_of_global_draws(
+            low,
+            count,
+            cut.total,
+            rows,
+            taken=lambda drawn, axis, block: proof.take(
+                [drawn], Rows(axis=axis, block=block)
+            ),
+        )
 
     def _cut_rows(self, row: tf.Tensor, cut: Cut, spare: tf.Tensor) -> Any:
         local = self._exchange.local_rows(row, cut)
@@ -270,7 +290,9 @@ class Boundary:
         return drawn or id(variable) in self._moving or proof.of(value) == FIXED
 
     def _own_seeds(self) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Lets random layers draw other numbers on each replica."""
+        """Lets random layers draw other numbers, where replicas may."""
+        if self._state.draws_alike:
+            return []
         scope = self._here.scope
         kept = []
         for state, offset in self._state.seed_offsets():

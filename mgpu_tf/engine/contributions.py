@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -41,12 +41,30 @@ class BatchShare:
             least 1.
         replicas: Number of replicas; those with the same rows are one.
         same_rows: How many replicas have the same rows.
+        low: The first of its rows in the global batch, an int64 scalar; None
+            where it is not known, and random numbers are the replica's own.
     """
 
     local: tf.Tensor
     total: tf.Tensor
     replicas: int
     same_rows: int = 1
+    low: tf.Tensor | None = None
+
+    @property
+    def places(self) -> list[tf.Tensor]:
+        """The tensors of the share, which differ between replicas."""
+        return [
+            number
+            for number in (self.local, self.total, self.low)
+            if number is not None
+        ]
+
+    def with_places(self, places: Sequence[tf.Tensor]) -> BatchShare:
+        """Returns the share with other tensors, such as a function's own."""
+        names = ("local", "total", "low")
+        given = dict(zip(names, places, strict=False))
+        return dataclasses.replace(self, **given)
 
     def fraction(self, dtype: tf.DType) -> tf.Tensor:
         """Returns local / total."""

@@ -133,6 +133,27 @@ class Exchange:
 
         return gathered(rows)
 
+    def joined(self, rows: tf.Tensor, cut: Cut) -> tf.Tensor:
+        """Returns the rows of all, where replicas do not go on alike.
+
+        As `all_rows`, but what flows back is summed over replicas.
+        """
+
+        @own_gradient
+        def gathered(rows: tf.Tensor) -> Any:
+            with self.apart():
+                every = self._gathered(rows, cut)
+
+            def backward(up: Any) -> tf.Tensor:
+                with self.apart():
+                    total = self._groups.all_reduce(_dense(up))
+                return total[cut.low : cut.low + cut.count]
+
+            return every, backward
+
+        every = gathered(rows)
+        return tf.ensure_shape(every, [None, *rows.shape[1:]])
+
     def _gathered(self, rows: tf.Tensor, cut: Cut) -> tf.Tensor:
         if self._groups.is_here:
             return self._groups.all_gather(rows, 0, cut.total)
@@ -296,7 +317,14 @@ class Exchange:
         something, and share the objects of the layers. Around an exchange.
         """
         kept = [(vars(layer), dict(vars(layer))) for layer in self._layers]
+        losses = [
+            (ids, set(ids))
+            for ids in map(keras_internals.loss_ids, self._layers)
+        ]
         yield
+        for ids, known in losses:
+            ids.clear()
+            ids |= known
         for now, before in kept:
             if any(now.get(name) is not before[name] for name in before) or (
                 len(now) != len(before)

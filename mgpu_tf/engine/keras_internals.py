@@ -1011,6 +1011,16 @@ def is_by_row(layer: keras.layers.Layer) -> bool:
     )
 
 
+def own_loss(layer: keras.layers.Layer, loss: tf.Tensor) -> None:
+    """Counts a value of a scope among the losses that a layer has added."""
+    layer._loss_ids.add(id(loss))
+
+
+def loss_ids(layer: keras.layers.Layer) -> set[int]:
+    """Returns by what a layer knows the losses that it has added."""
+    return layer._loss_ids
+
+
 def inner_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     """Returns the layers inside of a layer, at all depths."""
     return [part for part in layer._flatten_layers() if part is not layer]
@@ -1136,6 +1146,32 @@ def random_layers(
 def seed_states(model: keras.Model) -> list[keras.Variable]:
     """Returns the states, `[seed, count]`, of the model's random layers."""
     return [state for _, state in random_layers(model)]
+
+
+@contextlib.contextmanager
+def seeds_replaced(
+    model: keras.Model, generator: Any, seed_of: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Lets generators give other seeds, from the state that they have.
+
+    Args:
+        model: A model; while a step of it is traced.
+        generator: That of unseeded draws; None where there is none.
+        seed_of: Called with the seed of a draw; returns what is given.
+    """
+
+    def instructions(generator: Any) -> dict[str, Any]:
+        own = generator.next
+        return {"next": lambda ordered=True: seed_of(own(ordered=ordered))}
+
+    generators = [
+        g for layer in layers_of(model) for g in layer._seed_generators
+    ]
+    if generator is not None:
+        generators.append(generator)
+    unique = {id(each): each for each in generators}
+    with _replaced(unique.values(), instructions):
+        yield
 
 
 def global_seed_of(strategy: tf.distribute.Strategy) -> Any:

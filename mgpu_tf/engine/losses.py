@@ -154,6 +154,9 @@ class GlobalLoss:
             return value_of(given)
         mark = scope.mark()
         current.proof, current.whole = _proof_of(given), False
+        for loss in scope.losses:
+            known = loss is scope.known_losses.get(id(loss))
+            current.proof.take([loss], MEAN if known else UNPROVEN)
         value = value_of(given)
         part = additive(current.proof, value, share)
         if part is not None:
@@ -167,11 +170,30 @@ class GlobalLoss:
         fraction = share.fraction(tf.float64)
         current.whole = True
         every = self._exchange.whole(given, fraction)
+        added = list(scope.losses)
+        for place, loss in enumerate(added):
+            self._make_global(scope, place, loss)
         with scope.of_all_rows():
             value = value_of(every)
+        scope.losses[: len(added)] = added
         for variable in scope.written_since(mark):
             scope.agreed.add(id(variable))
         return value * tf.cast(fraction, value.dtype)
+
+    def _make_global(
+        self, scope: StepScope, place: int, loss: tf.Tensor
+    ) -> None:
+        """Makes what a layer has added that of all rows."""
+        assert self._exchange is not None
+        part, same_rows = self._added(loss), self._current.share.same_rows
+        with self._exchange.apart():
+            total = sum_over_replicas(part)
+        total = total / tf.cast(same_rows, part.dtype)
+        scope.losses[place] = total
+        scope.global_losses[id(total)] = total
+        for layer in keras_internals.layers_of(self._model):
+            if id(loss) in keras_internals.loss_ids(layer):
+                keras_internals.own_loss(layer, total)
 
     def of_layers(
         self,
@@ -260,6 +282,10 @@ class GlobalLoss:
             container = _Unbuilt(self._model, self._current)
 
         def added(loss: tf.Tensor) -> tf.Tensor:
+            scope = keras_internals.stateless_scope()
+            known = getattr(scope, "global_losses", {})
+            if loss is known.get(id(loss)):
+                return loss
             return _for_author(self._added(loss), self._current)
 
         with keras_internals.losses_replaced(self._model, container, added):
@@ -268,7 +294,11 @@ class GlobalLoss:
     def _added(self, loss: tf.Tensor) -> tf.Tensor:
         """The contribution of what a layer added, summed as Keras sums it."""
         total = tf.reduce_sum(as_float(loss))
-        current = self._current
+        current, scope = self._current, keras_internals.stateless_scope()
+        known = getattr(scope, "known_losses", {})
+        if loss is known.get(id(loss)):
+            part = total * current.share.fraction(total.dtype)
+            return current.share.select(part, 0)
         return _read(current.reader, total, current.share, "add_loss")
 
     def _of_weights(self, loss: Any) -> tf.Tensor:

@@ -1,13 +1,13 @@
 """The statistics that BatchNormalization takes, while a step is traced.
 
 Keras's own reduces them over replicas, where a layer is synchronized, but not
-those of inputs with a mask. Here these are
+those of inputs with a mask, and in a way that keeps graphs in memory. Here
 
     mean       sum over replicas of the sums of what is not masked out
-               / (how many they are + epsilon)
+               / how many they are (with a mask, + epsilon)
     variance   the same of the squared differences
 
-as on one device. What was taken is noted, since a reader of losses must not
+are as on one device. What was taken is noted, since a reader of losses must not
 mistake it for a loss that mixes examples.
 """
 
@@ -60,15 +60,46 @@ class Moments:
         inputs: tf.Tensor,
         mask: Any,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        if mask is None or not layer.synchronized:
+        kept = [layer.axis % inputs.shape.rank]
+        if not layer.synchronized:
             mean, variance = keras_own(inputs, mask)
+        elif mask is None:
+            mean, variance = _of_all(inputs, kept)
         else:
-            axes = [axis % inputs.shape.rank for axis in [layer.axis]]
-            mean, variance = _masked(inputs, mask, axes)
+            mean, variance = _masked(inputs, mask, kept)
         taken = getattr(self._noted, "taken", None)
         if taken is not None:
             taken += [mean, variance]
         return mean, variance
+
+
+def normalizations(
+    model: keras.Model,
+) -> list[keras.layers.BatchNormalization]:
+    """Returns the layers of a model that normalize by a batch."""
+    return [
+        layer
+        for layer in keras_internals.layers_of(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+    ]
+
+
+def _of_all(inputs: tf.Tensor, kept: list[int]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance of the rows of all replicas."""
+    dtype = inputs.dtype
+    if dtype.size < tf.float32.size:
+        inputs = tf.cast(inputs, tf.float32)
+    axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
+    own = tf.reduce_sum(inputs, axes, keepdims=True)
+    size = tf.size(inputs) // tf.maximum(tf.size(own), 1)
+    total, count = sum_over_replicas([own, tf.cast(size, inputs.dtype)])
+    mean = tf.math.divide_no_nan(total, count)
+    squares = tf.reduce_sum(tf.square(inputs - mean), axes, keepdims=True)
+    variance = tf.math.divide_no_nan(sum_over_replicas(squares), count)
+    return (
+        tf.cast(tf.squeeze(mean, axes), dtype),
+        tf.cast(tf.squeeze(variance, axes), dtype),
+    )
 
 
 def _masked(

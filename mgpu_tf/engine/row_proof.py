@@ -27,6 +27,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -137,6 +138,14 @@ _IMAGES = _words(
 )
 _CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
 _READS = frozenset(("ReadVariableOp", "VarHandleOp"))
+# Of ranks and lengths that are known.
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "Add": np.add,
+    "AddV2": np.add,
+    "Mul": np.multiply,
+    "Pack": lambda *values: np.stack(values),
+    "Sub": np.subtract,
+}
 _DRAWS = ("StatelessRandom", "StatelessTruncated")
 # Nothing of these reaches a number.
 _CHECKS = frozenset(("Assert", "NoOp", "PrintV2", "StringFormat"))
@@ -214,8 +223,7 @@ class RowProof:
         elif op.op_def.is_stateful and op.type not in (
             *_CALLS,
             *_CHECKS,
-            "If",
-            "While",
+            *("CheckNumerics", "If", "While"),
         ):
             self.unproven.append(op)
             return [UNPROVEN] * count
@@ -415,7 +423,10 @@ def _linear(op: tf.Operation, kinds: list[Kind]) -> Kind:
         return kind
     if once and op.type in ("RealDiv", "Div", "DivNoNan") and kinds[0] == kind:
         return kind
-    if op.type in ("Sum", "Mean", "Reshape", "Squeeze", "ExpandDims", "Pack"):
+    if op.type in (
+        *("ExpandDims", "Mean", "Pack", "Reshape", "Squeeze"),
+        *("StridedSlice", "Sum"),
+    ):
         whole = all(each == kind for each in kinds)
         return kind if whole or kinds[0] == kind != kinds[-1] else UNPROVEN
     return UNPROVEN
@@ -491,7 +502,7 @@ def _lengths_of(op: tf.Operation, kinds: list[Kind]) -> Kind:
         return (
             Sizes(lengths=((ROWS, ANY),), scalar=True) if counted else UNPROVEN
         )
-    if op.type in ("StridedSlice", "GatherV2"):
+    if op.type in ("StridedSlice", "GatherV2", "Slice"):
         if kinds[1:] != [FIXED] * len(kinds[1:]):
             return UNPROVEN
         return _taken(op, kind)
@@ -507,7 +518,7 @@ def _lengths(tensor: tf.Tensor, kind: Kind) -> list[Any] | None:
         return list(kind.lengths)
     if kind != FIXED or tensor.shape.num_elements() is None:
         return None
-    value = tf.get_static_value(tensor)
+    value = _static(tensor)
     if value is None:
         return [ANY] * int(tensor.shape.num_elements())
     return [int(each) for each in value.reshape([-1])]
@@ -515,14 +526,19 @@ def _lengths(tensor: tf.Tensor, kind: Kind) -> list[Any] | None:
 
 def _taken(op: tf.Operation, kind: Sizes) -> Kind:
     """Some elements of a shape."""
-    given = [tf.get_static_value(tensor) for tensor in op.inputs[1:]]
-    if any(value is None for value in given) or kind.scalar:
+    known = [_static(tensor) for tensor in op.inputs[1:]]
+    given = [value for value in known if value is not None]
+    if len(given) != len(known) or kind.scalar:
         return UNPROVEN
     lengths = kind.lengths
     if op.type == "GatherV2":
         places = [int(place) for place in given[0].reshape([-1])]
         chosen = tuple(lengths[place] for place in places)
         return Sizes(lengths=chosen, scalar=op.outputs[0].shape.rank == 0)
+    if op.type == "Slice":
+        begin, size = (int(value[0]) for value in given)
+        end = None if size < 0 else begin + size
+        return Sizes(lengths=tuple(lengths[begin:end]))
     masks = {
         name: op.get_attr(f"{name}_mask")
         for name in ("begin", "end", "shrink_axis", "ellipsis", "new_axis")
@@ -547,9 +563,23 @@ def _filled(kind: Sizes) -> Kind:
     return Rows(axis=axes[0]) if len(axes) == 1 and plain else UNPROVEN
 
 
+def _static(tensor: tf.Tensor) -> np.ndarray | None:
+    """Returns the value of a tensor that the graph knows, else None."""
+    value = tf.get_static_value(tensor)
+    if value is not None or not tf.is_symbolic_tensor(tensor):
+        return value
+    compute = _ARITHMETIC.get(tensor.op.type)
+    if compute is None:
+        return None
+    given = [_static(each) for each in tensor.op.inputs]
+    if any(each is None for each in given):
+        return None
+    return np.asarray(compute(*given))
+
+
 def _axes(op: tf.Operation, place: int = 1) -> list[int] | None:
     """The axes that an operation goes over, None where they are not known."""
-    axes = tf.get_static_value(op.inputs[place])
+    axes = _static(op.inputs[place])
     rank = op.inputs[0].shape.rank
     if axes is None or rank is None:
         return None
@@ -649,7 +679,7 @@ def _kept_axes(
 
 
 def _transpose(op: tf.Operation, kinds: list[Kind]) -> Kind:
-    order = tf.get_static_value(op.inputs[1])
+    order = _static(op.inputs[1])
     kind = kinds[0]
     if order is None or not isinstance(kind, Rows):
         return UNPROVEN
@@ -659,7 +689,7 @@ def _transpose(op: tf.Operation, kinds: list[Kind]) -> Kind:
 
 
 def _expand(op: tf.Operation, kinds: list[Kind]) -> Kind:
-    kind, axis = kinds[0], tf.get_static_value(op.inputs[1])
+    kind, axis = kinds[0], _static(op.inputs[1])
     rank = op.outputs[0].shape.rank
     if axis is None or rank is None or not isinstance(kind, Rows):
         return UNPROVEN
@@ -679,7 +709,7 @@ def _squeeze(op: tf.Operation, kinds: list[Kind]) -> Kind:
 def _slice_strided(op: tf.Operation, kinds: list[Kind]) -> Kind:
     """All rows are taken, from the first, whatever is taken of other axes."""
     kind, rank = kinds[0], op.inputs[0].shape.rank
-    steps = tf.get_static_value(op.inputs[3])
+    steps = _static(op.inputs[3])
     if not isinstance(kind, Rows) or rank is None or steps is None:
         return UNPROVEN
     if any(k != FIXED and not isinstance(k, Sizes) for k in kinds[1:]):
@@ -714,7 +744,7 @@ def _slice_strided(op: tf.Operation, kinds: list[Kind]) -> Kind:
 
 def _slice(op: tf.Operation, kinds: list[Kind]) -> Kind:
     kind = kinds[0]
-    begin, size = (tf.get_static_value(tensor) for tensor in op.inputs[1:3])
+    begin, size = (_static(tensor) for tensor in op.inputs[1:3])
     if begin is None or size is None or not isinstance(kind, Rows):
         return UNPROVEN
     whole = begin[kind.axis] == 0 and size[kind.axis] == -1
@@ -722,7 +752,7 @@ def _slice(op: tf.Operation, kinds: list[Kind]) -> Kind:
 
 
 def _concat(op: tf.Operation, kinds: list[Kind]) -> Kind:
-    axis = tf.get_static_value(op.inputs[-1])
+    axis = _static(op.inputs[-1])
     rank = op.outputs[0].shape.rank
     if axis is None or rank is None or len(set(kinds[:-1])) != 1:
         return UNPROVEN
@@ -753,7 +783,7 @@ def _unpack(op: tf.Operation, kinds: list[Kind]) -> Kind:
 
 def _split(op: tf.Operation, kinds: list[Kind]) -> Kind:
     value, place = (1, 0) if op.type == "Split" else (0, 2)
-    kind, axis = kinds[value], tf.get_static_value(op.inputs[place])
+    kind, axis = kinds[value], _static(op.inputs[place])
     rank = op.inputs[value].shape.rank
     if axis is None or rank is None or not isinstance(kind, Rows):
         return UNPROVEN
@@ -762,7 +792,7 @@ def _split(op: tf.Operation, kinds: list[Kind]) -> Kind:
 
 def _gather(op: tf.Operation, kinds: list[Kind]) -> Kind:
     """Rows look something up, or something is taken of each row."""
-    axis = tf.get_static_value(op.inputs[2])
+    axis = _static(op.inputs[2])
     batch = op.get_attr("batch_dims")
     table, places = kinds[:2]
     rank = op.inputs[0].shape.rank
@@ -876,7 +906,7 @@ def _one_hot(op: tf.Operation, kinds: list[Kind]) -> Kind:
 
 
 def _pad(op: tf.Operation, kinds: list[Kind]) -> Kind:
-    kind, paddings = kinds[0], tf.get_static_value(op.inputs[1])
+    kind, paddings = kinds[0], _static(op.inputs[1])
     if paddings is None or not isinstance(kind, Rows):
         return UNPROVEN
     return UNPROVEN if paddings[kind.axis].any() else kind

@@ -20,6 +20,8 @@ from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 # A prime, so that operations get seeds that are far apart.
 _STRIDE = 1_000_003
+# What a `tf.random.Generator` reads its state by.
+_GENERATORS = ("RngReadAndSkip", "RngSkip")
 
 
 class SameDraws:
@@ -58,12 +60,13 @@ class SameDraws:
         if graph is None:
             return
         base = self._number if graph.seed is None else graph.seed
-        device = tf.distribute.get_replica_context().devices[0]
+        context = tf.distribute.get_replica_context()
+        (device,) = tf.nest.flatten(context.devices)
         place = 0
         for op in graph.get_operations()[begin:]:
             if not _draws(op) or op.device != device:
                 continue
-            if op.type.startswith("Stateful"):
+            if op.type in _GENERATORS:
                 raise ConfigurationError(
                     "On several replicas a step of one's own draws by "
                     "keras.random with a keras.random.SeedGenerator, by "
@@ -80,11 +83,8 @@ def _draws(op: tf.Operation) -> bool:
     """Whether an operation draws at random, by seeds or by a generator."""
     if not op.op_def.is_stateful:
         return False
-    if op.type.startswith("Stateful"):
-        return {"resource", "algorithm"} <= {
-            argument.name for argument in op.op_def.input_arg
-        }
-    return {"seed", "seed2"} <= {each.name for each in op.op_def.attr}
+    seeds = {"seed", "seed2"} <= {each.name for each in op.op_def.attr}
+    return seeds or op.type in _GENERATORS
 
 
 def _set(op: tf.Operation, name: str, value: int) -> None:

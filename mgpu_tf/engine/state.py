@@ -56,6 +56,8 @@ class ReplicaState:
         generator: Keras's generator of unseeded draws, where there is one.
         layers: The state of other layers; frozen weights are not among it.
         variables: All that a step may write, weights too.
+        draws_alike: Whether replicas draw from the same seeds, each its rows;
+            otherwise each has seeds of its own.
         stored_once: Whether there is one copy for all replicas.
     """
 
@@ -98,6 +100,7 @@ class ReplicaState:
         self._moving = {id(v) for v in keras_internals.moving_statistics(model)}
         self._touched: dict[int, keras.Variable] = {}
         self.generator: Any = None
+        self.draws_alike = False
         self._warned: set[tuple[int, str]] = set()
 
     @property
@@ -260,7 +263,7 @@ class ReplicaState:
         seed, so that masks differ between replicas while the state that is
         kept is one for all.
         """
-        if self._replicas == 1:
+        if self._replicas == 1 or self.draws_alike:
             return []
         context = tf.distribute.get_replica_context()
         replica = tf.cast(
@@ -275,6 +278,9 @@ class ReplicaState:
     @contextlib.contextmanager
     def replica_seeds_in_place(self) -> Iterator[None]:
         """Gives random layers this replica's seeds, and takes them again."""
+        if self.draws_alike:
+            yield
+            return
         seeds = self.replica_seeds()
         own = [tf.identity(state.value) for state, _ in seeds]
         self.write(seeds)
@@ -288,6 +294,8 @@ class ReplicaState:
 
     def next_seed(self, state: keras.Variable, drawn: tf.Tensor) -> tf.Tensor:
         """Returns the state after a step: the seed, and the new count."""
+        if self.draws_alike:
+            return drawn
         return tf.stack([state.value[0], drawn[1]])
 
     def write(self, writes: Writes) -> None:

@@ -18,10 +18,17 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare, sharing
 from mgpu_tf.engine.exchange import Exchange
 from mgpu_tf.engine.global_metrics import GlobalMetrics
+from mgpu_tf.engine.layer_calls import LayerCalls
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.moments import Moments
 from mgpu_tf.engine.per_layer import LayerByLayer
+from mgpu_tf.engine.random_rows import (
+    RowScope,
+    entered_again,
+    rows_of_global_draws,
+    seed_for_rows,
+)
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
@@ -76,6 +83,9 @@ class ReplicaStep:
     ) -> None:
         self._model = model
         self._metrics = GlobalMetrics(model, exchange)
+        # What computes layers in its own way does not compute them whole.
+        looked_at = None if layers is not None else exchange
+        self._calls = LayerCalls(model, state, looked_at)
         self._layers = layers
         self._tensor = tensor
         self._same_rows = same_rows
@@ -121,6 +131,8 @@ class ReplicaStep:
         gathered: Sequence[tuple[keras.Variable, tf.Tensor]],
         tape: tf.GradientTape | None = None,
         sources: Writes | None = None,
+        *,
+        compiled: bool = False,
     ) -> tuple[StepScope, tf.Tensor, Writes, Logs]:
         model = self._model
         if self._state.generator is not None:
@@ -155,12 +167,24 @@ class ReplicaStep:
                     join,
                 )
             )
-            if keras_internals.takes_training(model):
-                y_pred = model(x, training=training)
-            else:
-                y_pred = model(x)
+            drawn: list[tf.Tensor] = []
+            with drawing(
+                share, data, drawn, self._calls.draw, compiled=compiled
+            ) as draws:
+                scope.draws = draws
+                if keras_internals.takes_training(model):
+                    y_pred = model(x, training=training)
+                else:
+                    y_pred = model(x)
             reader = Reader(
-                [data, y_pred, self._state.drawn(given), share.local],
+                [
+                    data,
+                    y_pred,
+                    self._state.drawn(given),
+                    share.local,
+                    share.low,
+                    drawn,
+                ],
                 declared,
                 moments,
             )
@@ -288,8 +312,14 @@ class ReplicaStep:
         Outside of replicas, around the steps of all.
         """
         with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                keras_internals.seeds_replaced(
+                    self._model, self._state.generator, seed_for_rows
+                )
+            )
             stack.enter_context(self._loss.in_place())
             stack.enter_context(self._metrics.in_place())
+            stack.enter_context(self._calls.in_place())
             stack.enter_context(self._moments.in_place())
             if self._layers is not None:
                 stack.enter_context(self._layers.in_place())
@@ -300,8 +330,7 @@ class ReplicaStep:
     def gradients(
         self,
         data: Any,
-        local: tf.Tensor,
-        total: tf.Tensor,
+        share: BatchShare,
         scale: Callable[[tf.Tensor], tf.Tensor],
         given: Writes | None = None,
         gathered: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
@@ -311,8 +340,7 @@ class ReplicaStep:
 
         Args:
             data: The rows of this replica.
-            local: How many they are.
-            total: Rows of the global batch.
+            share: This replica's part of the global batch.
             scale: Scales the loss.
             given: As for `forward`.
             gathered: As for `forward`.
@@ -324,9 +352,9 @@ class ReplicaStep:
         """
 
         def compute(
-            data: Any, local: tf.Tensor, total: tf.Tensor
+            data: Any, *rows: tf.Tensor
         ) -> tuple[list[Any], list[tf.Tensor], Logs]:
-            share = BatchShare(local, total, self._replicas, self._same_rows)
+            part = share.with_places(rows)
             variables = self._model.trainable_variables
             sources = [] if self._layers is None else self._layers.sources()
             if self._tensor is not None:
@@ -345,13 +373,21 @@ class ReplicaStep:
                     ]
                 )
                 scope, loss, writes, logs = self._forward(
-                    data, share, True, given, gathered, tape, sources
+                    data,
+                    part,
+                    True,
+                    given,
+                    gathered,
+                    tape,
+                    sources,
+                    compiled=jitted,
                 )
                 loss = scale(loss)
                 if self._same_rows > 1:
                     # Each of them computes the loss of the same rows.
                     loss = loss / tf.cast(self._same_rows, loss.dtype)
-            gradients = scope.gradients(tape, loss, variables, weights)
+            with entered_again(scope.draws):
+                gradients = scope.gradients(tape, loss, variables, weights)
             check_gradients(gradients, variables)
             self.present = [g is not None for g in gradients]
             self.alike = [
@@ -363,11 +399,16 @@ class ReplicaStep:
             present = [g for g in gradients if g is not None]
             return present, [value for _, value in writes], logs
 
-        eagerly = tf.executing_eagerly()
-        if eagerly or not jit_compile or not self._compiled_by_xla():
-            return compute(data, local, total)
-        jitted = tf.function(compute, jit_compile=True, autograph=False)
-        return jitted(data, local, total)
+        jitted = (
+            jit_compile
+            and not tf.executing_eagerly()
+            and self._compiled_by_xla()
+        )
+        rows = share.places
+        if not jitted:
+            return compute(data, *rows)
+        function = tf.function(compute, jit_compile=True, autograph=False)
+        return function(data, *rows)
 
     @property
     def can_be_compiled(self) -> bool:
@@ -389,6 +430,44 @@ class ReplicaStep:
         return can_be
 
 
+def drawing(
+    share: BatchShare,
+    data: Any,
+    drawn: list[tf.Tensor],
+    note: Callable[[tf.Tensor, int, int], None] = lambda drawn, axis, block: (
+        None
+    ),
+    *,
+    compiled: bool = False,
+) -> contextlib.AbstractContextManager[RowScope | None]:
+    """Returns the scope in which a replica draws its rows of global draws.
+
+    Args:
+        share: The part of the replica in the global batch.
+        data: Its rows.
+        drawn: Gets what is drawn with rows on the first axis.
+        note: Called with what is drawn with rows, their axis, and how many
+            neighbours on it belong to an example.
+        compiled: Whether XLA compiles what is traced.
+    """
+    if share.low is None or share.replicas == 1:
+        return contextlib.nullcontext()
+
+    def take(values: tf.Tensor, axis: int, block: int) -> None:
+        note(values, axis, block)
+        if not axis:
+            drawn.append(values)
+
+    return rows_of_global_draws(
+        share.low,
+        share.local,
+        share.total,
+        data,
+        compiled=compiled,
+        taken=take,
+    )
+
+
 def outputs_of(model: keras.Model, data: Any, generator: Any) -> Any:
     """Returns what a model predicts for the rows of one replica.
 
@@ -405,6 +484,46 @@ def outputs_of(model: keras.Model, data: Any, generator: Any) -> Any:
     if keras_internals.takes_training(model):
         return model(x, training=False)
     return model(x)
+
+
+def outputs_of_share(
+    model: keras.Model, data: Any, state: ReplicaState, share: BatchShare
+) -> Any:
+    """Returns what a model predicts for the rows of one replica of several.
+
+    Args:
+        model: The model.
+        data: The rows.
+        state: What the model may write.
+        share: The part of the replica in the global batch.
+
+    Raises:
+        ConfigurationError: The model writes what it makes of the rows.
+    """
+    generator = state.generator
+    if share.replicas == 1 or tf.executing_eagerly():
+        with drawing(share, data, []):
+            return outputs_of(model, data, generator)
+    data = tf.nest.map_structure(of_unknown_length, data)
+    drawn: list[tf.Tensor] = []
+    with drawing(share, data, drawn), StepScope(model, [], None) as scope:
+        outputs = outputs_of(model, data, generator)
+    reader = Reader([data, share.local, share.low, drawn])
+    writes = [
+        (variable, scope.value(variable))
+        for variable in state.variables
+        if scope.is_written(variable)
+    ]
+    for variable, value in writes:
+        if reader.depends(value):
+            raise ConfigurationError(
+                "On several replicas, predict may write only state that is "
+                "the same on all of them. Received: a layer that writes what "
+                f"it makes of its rows to {variable.path}. Write state with "
+                "training=True alone, or use 'one_device'."
+            )
+    state.write(writes)
+    return outputs
 
 
 def of_unknown_length(tensor: Any) -> Any:

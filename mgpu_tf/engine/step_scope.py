@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from mgpu_tf.engine.random_rows import RowScope
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.state import Writes
 
@@ -40,6 +41,8 @@ class StepScope(keras.StatelessScope):
 
     Attributes:
         reader: Reads the step, once its forward pass is traced.
+        draws: In which random numbers are drawn; None where replicas draw
+            their own.
         sources: The tensors that gradients of weights are taken from, by the
             identity of the weight, where layers are recomputed.
         begun: What the last layer that is recomputed was called with.
@@ -49,12 +52,16 @@ class StepScope(keras.StatelessScope):
         seen: The weights that were read since it was set to none.
         agreed: The variables to which all replicas have written the same, by
             identity.
+        known_losses: What layers have added that is a mean over the rows, by
+            identity.
+        global_losses: The same, where they are of the rows of all.
         has_all_rows: Whether what runs has the rows of all replicas.
         added: The variables of metrics to which replicas have added what adds
             up, by identity.
     """
 
     reader: Reader
+    draws: RowScope | None = None
 
     def __init__(
         self,
@@ -75,6 +82,8 @@ class StepScope(keras.StatelessScope):
         self.agreed: set[int] = set()
         self.added: set[int] = set()
         self.has_all_rows = False
+        self.known_losses: dict[int, tf.Tensor] = {}
+        self.global_losses: dict[int, tf.Tensor] = {}
         self._gather = gather
         self._weights = {id(v) for v in model.trainable_variables}
         self._tape = tape

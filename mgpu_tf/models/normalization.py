@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import keras
 
-from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.moments import normalizations
 
 
 def synchronize_batch_normalization(model: keras.Model) -> keras.Model:
     """Makes BatchNormalization compute its statistics over all replicas.
 
-    Call it in `build_model`. It also changes the layers of nested models, such
+    Call it in `build_model`. `Trainer(batch_normalization="synchronized")` does
+    the same. It also changes the layers of nested models, such
     as those of `keras.applications`.
 
     Args:
@@ -19,7 +20,6 @@ def synchronize_batch_normalization(model: keras.Model) -> keras.Model:
     Returns:
         The same model.
     """
-    for layer in keras_internals.layers_of(model):
-        if isinstance(layer, keras.layers.BatchNormalization):
-            layer.synchronized = True
+    for layer in normalizations(model):
+        layer.synchronized = True
     return model

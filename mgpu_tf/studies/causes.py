@@ -102,9 +102,9 @@ def _normalization(model: keras.Model) -> Iterator[str]:
 def _random(drew: Sequence[str]) -> Iterator[str]:
     if drew:
         yield (
-            f"random layers ({_list(drew)}): each replica draws other "
-            "numbers, as it should, whatever the seed. Remedy: compare with "
-            "their rate set to 0, and train with them."
+            f"random layers ({_list(drew)}): replicas draw the numbers of "
+            "one device but for those that a warning names. Remedy: compare "
+            "with their rate set to 0."
         )
 
 

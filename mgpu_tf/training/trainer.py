@@ -118,6 +118,12 @@ class Trainer:
             kernels: "fused" runs what Keras does in several operations as one
                 of TensorFlow's, for the layers and optimizers where both
                 compute the same. "keras" runs all as Keras does.
+            random: "equal" gives each replica its rows of the random numbers
+                that one device draws for the global batch. "per_replica" lets
+                each replica draw its own.
+            batch_normalization: "synchronized" lets every BatchNormalization
+                take the statistics of the global batch, as on one device.
+                "keras" leaves each layer as it was made.
             jit_compile: "auto" decides by a short trial, during training
                 steps, whether XLA compiles the steps, and logs the choice.
                 Default: the `jit_compile` of the model's `compile`.

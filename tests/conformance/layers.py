@@ -11,7 +11,6 @@ from tests.conformance import models
 from tests.conformance.harness import Excuse, add, row
 
 GROUP = "Layers with state or chance"
-MASKS = Excuse("", "Dropout and augmentation")
 UNSYNCHRONIZED = Excuse("", "BatchNormalization that is not synchronized")
 OF_SEVERAL = Excuse("", "a layer that mixes the rows of a batch")
 
@@ -78,25 +77,19 @@ def _attention(make, excuses=()):
     return _on_words(lambda: Attends(make()), excuses)
 
 
-def _random(make):
-    return _on_images(make, (MASKS,))
+def _random(make, excuses=()):
+    return _on_images(make, excuses)
 
 
 # What builds each layer that has state or draws numbers.
 SUITED = {
-    "AlphaDropout": _on_points(
-        lambda: layers.AlphaDropout(0.3, seed=1), (MASKS,)
-    ),
-    "Attention": _attention(
-        lambda: layers.Attention(dropout=0.3, seed=1), (MASKS,)
-    ),
+    "AlphaDropout": _on_points(lambda: layers.AlphaDropout(0.3, seed=1)),
+    "Attention": _attention(lambda: layers.Attention(dropout=0.3, seed=1)),
     "BatchNormalization": _on_points(
         layers.BatchNormalization, (UNSYNCHRONIZED,)
     ),
     "ConvLSTM1D": _on_videos(
-        lambda: layers.ConvLSTM1D(2, 2, dropout=0.2, seed=1),
-        (3, 4, 2),
-        (MASKS,),
+        lambda: layers.ConvLSTM1D(2, 2, dropout=0.2, seed=1), (3, 4, 2)
     ),
     "ConvLSTM2D": _on_videos(
         lambda: layers.ConvLSTM2D(2, 2, seed=1), (3, 3, 3, 2)
@@ -104,25 +97,20 @@ SUITED = {
     "ConvLSTM3D": _on_videos(
         lambda: layers.ConvLSTM3D(1, 2, seed=1), (2, 2, 2, 2, 1)
     ),
-    "CutMix": _random(lambda: layers.CutMix(seed=1)),
-    "Dropout": _on_points(lambda: layers.Dropout(0.3, seed=1), (MASKS,)),
+    "CutMix": _random(lambda: layers.CutMix(seed=1), (OF_SEVERAL,)),
+    "Dropout": _on_points(lambda: layers.Dropout(0.3, seed=1)),
     "GRU": _on_words(lambda: layers.GRU(3, return_sequences=True)),
-    "GaussianDropout": _on_points(
-        lambda: layers.GaussianDropout(0.3, seed=1), (MASKS,)
-    ),
-    "GaussianNoise": _on_points(
-        lambda: layers.GaussianNoise(0.3, seed=1), (MASKS,)
-    ),
+    "GaussianDropout": _on_points(lambda: layers.GaussianDropout(0.3, seed=1)),
+    "GaussianNoise": _on_points(lambda: layers.GaussianNoise(0.3, seed=1)),
     "GroupNormalization": _on_points(lambda: layers.GroupNormalization(2)),
     "GroupQueryAttention": _attention(
-        lambda: layers.GroupQueryAttention(2, 2, 1, dropout=0.2, seed=1),
-        (MASKS,),
+        lambda: layers.GroupQueryAttention(2, 2, 1, dropout=0.2, seed=1)
     ),
     "LSTM": _on_words(lambda: layers.LSTM(3, return_sequences=True)),
     "LayerNormalization": _on_points(layers.LayerNormalization),
-    "MixUp": _random(lambda: layers.MixUp(seed=1)),
+    "MixUp": _random(lambda: layers.MixUp(seed=1), (OF_SEVERAL,)),
     "MultiHeadAttention": _attention(
-        lambda: layers.MultiHeadAttention(2, 2, dropout=0.2, seed=1), (MASKS,)
+        lambda: layers.MultiHeadAttention(2, 2, dropout=0.2, seed=1)
     ),
     "Normalization": _on_points(lambda: _adapted()),
     "RMSNormalization": _on_points(layers.RMSNormalization),
@@ -184,12 +172,10 @@ SUITED = {
     "Solarization": _random(
         lambda: layers.Solarization(value_range=(0, 1), seed=1)
     ),
-    "SpatialDropout1D": _on_words(
-        lambda: layers.SpatialDropout1D(0.3, seed=1), (MASKS,)
-    ),
+    "SpatialDropout1D": _on_words(lambda: layers.SpatialDropout1D(0.3, seed=1)),
     "SpatialDropout2D": _random(lambda: layers.SpatialDropout2D(0.3, seed=1)),
     "SpatialDropout3D": _on_videos(
-        lambda: layers.SpatialDropout3D(0.3, seed=1), (2, 2, 2, 2), (MASKS,)
+        lambda: layers.SpatialDropout3D(0.3, seed=1), (2, 2, 2, 2)
     ),
     "SpectralNormalization": _on_points(
         lambda: layers.SpectralNormalization(layers.Dense(4))
@@ -250,7 +236,7 @@ _point_row(
     lambda: layers.BatchNormalization(synchronized=True, momentum=0.0),
 )
 _point_row("Dense, frozen", lambda: layers.Dense(4, trainable=False))
-_point_row("Dropout without a seed", lambda: layers.Dropout(0.3), (MASKS,))
+_point_row("Dropout without a seed", lambda: layers.Dropout(0.3))
 _point_row("Dropout of 0", lambda: layers.Dropout(0.0))
 _point_row(
     "SpectralNormalization of 3 iterations",
@@ -471,7 +457,7 @@ class Noisy(layers.Layer):
         return inputs + 0.1 * noise
 
 
-_point_row("own: noise by keras.random", Noisy, (MASKS,))
+_point_row("own: noise by keras.random", Noisy)
 
 
 def _recurrent(name, make, **arguments):
@@ -507,7 +493,7 @@ def bidirectional_with_a_mask(run):
     run.fit(build, models.words(), models.numbers())
 
 
-@row(GROUP, excuses=(MASKS,))
+@row(GROUP)
 def recurrent_with_dropout(run):
     build = models.per_word(
         lambda: layers.LSTM(3, recurrent_dropout=0.2, dropout=0.2, seed=1),

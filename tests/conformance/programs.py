@@ -7,10 +7,9 @@ from keras import layers
 
 import mgpu_tf
 from tests.conformance import models
-from tests.conformance.harness import Excuse, add, row
+from tests.conformance.harness import add, row
 
 GROUP = "Programs"
-MASKS = Excuse("", "Dropout and augmentation")
 
 
 class Net(keras.Model):
@@ -354,7 +353,7 @@ def gan_whose_noise_comes_with_the_data(run):
     run.fit(_gan(False), models.points(), noise)
 
 
-@row(GROUP, excuses=(MASKS,))
+@row(GROUP)
 def gan_as_on_keras_io(run):
     run.fit(_gan(True), models.points())
 
@@ -463,7 +462,7 @@ def _vae(draws):
     return build
 
 
-@row(GROUP, excuses=(MASKS,))
+@row(GROUP)
 def vae_with_a_train_step(run):
     run.fit(_vae(True), models.points())
 
@@ -494,7 +493,7 @@ def _vae_by_add_loss(draws):
     return build
 
 
-@row(GROUP, excuses=(MASKS,))
+@row(GROUP)
 def vae_with_add_loss(run):
     run.use(_vae_by_add_loss(True), models.points(), models.points())
 
@@ -675,7 +674,7 @@ def a_transformer_with_clipping(run):
     run.use(build, models.words(), models.kinds())
 
 
-@row(GROUP, excuses=(MASKS,))
+@row(GROUP)
 def a_transformer_with_dropout(run):
     run.use(_transformer(0.2), models.words(), models.kinds())
 

@@ -1,7 +1,7 @@
 """Layers that are computed again in the backward pass give the same numbers.
 
 The references are Keras's own `fit`, and for layers that draw at random the
-same strategy without it: replicas draw their own masks.
+same strategy without it.
 """
 
 import functools

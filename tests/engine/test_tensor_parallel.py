@@ -122,10 +122,8 @@ def test_three_devices_have_the_numbers_of_one(name, strategies):
             assert share == pytest.approx(1 / 3, rel=0.05)
 
 
-def without_dropout(name):
-    if name == "transformer":  # Devices of other rows draw other masks.
-        return lambda: models.transformer(adam(global_clipnorm=0.5))
-    if name == "cnn":  # And have other statistics.
+def synchronized(name):
+    if name == "cnn":  # Devices of other rows have other statistics.
         return lambda: models.cnn(adam(global_clipnorm=0.5), synchronized=True)
     return CASES[name]
 
@@ -137,7 +135,7 @@ def without_dropout(name):
 def test_copies_of_parts(name, strategies):
     strategy = strategies["data_2_tensor_2"]
     data = DATA.get(name, models.mlp_data)()
-    _, difference = compared(without_dropout(name), data, strategy)
+    _, difference = compared(synchronized(name), data, strategy)
     assert difference < 1e-9
 
 
@@ -147,7 +145,7 @@ def test_parts_of_parts(name, strategies):
     """What the tensor axis splits, in quarters; what it leaves, in halves."""
     strategy = strategies["fsdp_2_tensor_2"]
     data = DATA.get(name, models.mlp_data)()
-    trainer, difference = compared(without_dropout(name), data, strategy)
+    trainer, difference = compared(synchronized(name), data, strategy)
     assert difference < 1e-9
     for variables in (
         trainer.model.variables,

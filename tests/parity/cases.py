@@ -474,10 +474,8 @@ CASES = {
         classes,
         promise="agree",
     ),
-    "dropout": Case(
-        sequential(_dropout, optimizer=sgd()), classes, promise="agree"
-    ),
-    "augmentation": Case(convolution(_flip), images, promise="agree"),
+    "dropout": Case(sequential(_dropout, optimizer=sgd()), classes),
+    "augmentation": Case(convolution(_flip), images),
     # Embeddings: a row for each lookup, as Keras's optimizers see them.
     **{
         f"embedding_{name}": Case(text_model(optimizer), text)

@@ -2,13 +2,12 @@
 
 import contextlib
 
-import keras
 import pytest
 import tensorflow as tf
 
-import mgpu_tf
 from mgpu_tf.engine import keras_internals, state, step
 from mgpu_tf.engine.losses import BatchShare, _Term
+from mgpu_tf.engine.random_rows import scope
 from mgpu_tf.engine.reduction import Reduction
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState
@@ -72,8 +71,28 @@ def lost_metric(patch):
     patch.setattr(state, "_sum_over_replicas", lambda values: values)
 
 
-def same_dropout_mask(patch):
-    patch.setattr(state, "SEED_STRIDE", 0)
+def first_rows_drawn(patch):
+    """Every replica draws what one device draws for the first rows."""
+    original = scope.RowScope.__init__
+
+    def begin(self, low, *args, **options):
+        original(self, tf.zeros_like(low), *args, **options)
+
+    patch.setattr(scope.RowScope, "__init__", begin)
+
+
+def draws_cut_nowhere(patch):
+    """No draw has rows."""
+    patch.setattr(scope.RowScope, "rows_of", lambda self, shape: None)
+
+
+def own_seeds_of_replicas(patch):
+    patch.setattr(
+        ReplicaState,
+        "draws_alike",
+        property(lambda self: False, lambda self, value: None),
+        raising=False,
+    )
 
 
 def accumulate_over_each_other(patch):
@@ -172,6 +191,9 @@ MUTATIONS = [
     (last_rows_dropped, "sgd"),
     (batch_statistics_left_on_replicas, "batch_norm_synchronized_empty"),
     (loss_mean_over_batches, "sgd"),
+    (first_rows_drawn, "dropout"),
+    (draws_cut_nowhere, "augmentation"),
+    (own_seeds_of_replicas, "dropout"),
 ]
 
 
@@ -188,51 +210,3 @@ def test_row_turns_red(plant, name, strategies, floatx_of, monkeypatch):
         return  # The examples were not seen once each.
     holds, difference = judge.verdict(name, result)
     assert not holds, difference
-
-
-def masks(strategy):
-    """What two replicas make of ones behind Dropout, after one step."""
-
-    class Kept(keras.layers.Layer):
-        def build(self, shape):
-            self.sums = self.add_weight(
-                shape=(2, 8),
-                trainable=False,
-                aggregation="only_first_replica",
-            )
-
-        def call(self, inputs):
-            context = tf.distribute.get_replica_context()
-            if context is not None:
-                replica = context.replica_id_in_sync_group
-                mine = tf.one_hot(replica, 2)[:, None] * inputs[:1]
-                total = context.all_reduce("sum", mine)
-                self.sums.assign(total)
-            return inputs
-
-    def build():
-        model = keras.Sequential(
-            [keras.Input((8,)), keras.layers.Dropout(0.5, seed=3), Kept()]
-        )
-        model.add(keras.layers.Dense(1))
-        model.compile("sgd", "mse")
-        return model
-
-    trainer = mgpu_tf.Trainer(build, strategy)
-    ones = tf.ones([4, 8])
-    trainer.fit(ones, tf.ones([4, 1]), batch_size=4, verbose=0)
-    [seed] = keras_internals.seed_states(trainer.model)
-    return trainer.model.layers[1].sums.numpy(), seed.numpy()
-
-
-def test_replicas_draw_different_masks(strategies, monkeypatch):
-    (one, two), seed = masks(strategies["mirrored_x2"])
-    assert set(one) == set(two) == {0.0, 2.0}
-    assert (one != two).any()
-    # One state for all, as after one step on one device.
-    assert seed.tolist() == [3, 1]
-    again, _ = masks(strategies["mirrored_x2"])
-    assert (again == [one, two]).all()
-    same_dropout_mask(monkeypatch)
-    (one, two), _ = masks(strategies["mirrored_x2"])
-    assert (one == two).all()

@@ -254,8 +254,7 @@ class Piece:
             given = self._given(metrics, index)
             gradients, values, _ = self._step.gradients(
                 data,
-                local,
-                size,
+                BatchShare(local, size, self._replicas),
                 lambda loss: self._update.scaled(loss, scale),
                 given,
             )

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.pipeline.schedule import orders, timing
 from mgpu_tf.engine.pipeline.split import Stages, no_graph, stages_of
 from mgpu_tf.engine.pipeline.state import PipelineState
@@ -154,7 +153,14 @@ class PipelineEngine(SynchronousEngine):
             self._strategy.micro_batches,
         )
         state.add_global_seed(self._strategy)
+        state.draws_alike = self._options.random == "equal"
         return state
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether rows of a batch are computed apart; micro-batches are."""
+        parts = self._local.ranges * self._strategy.micro_batches
+        return parts > 1
 
     def _make_exchange(self) -> None:
         """A stage has a micro-batch, and never the rows of all replicas."""
@@ -182,32 +188,36 @@ class PipelineEngine(SynchronousEngine):
             options=self._options,
         )
 
-    def _predicting(self) -> Callable[[Any, tf.Tensor], Any]:
+    def _predicting(self) -> Callable[..., Any]:
         state = self._state if self._prepared else self._make_state()
         step = self._step_with(None, state)
 
-        def on_replica(rows: Any, local: tf.Tensor) -> Any:
-            outputs, writes = step.outputs(rows, local)
+        def on_replica(
+            rows: Any, local: tf.Tensor, total: tf.Tensor, low: Any
+        ) -> Any:
+            share = self._share(local, total, low)
+            outputs, writes = step.outputs(rows, share)
             state.write(writes)
             return outputs
 
         return on_replica
 
     def _replica_gradients(
-        self, data: Any, local: tf.Tensor, total: tf.Tensor
+        self, data: Any, local: tf.Tensor, total: tf.Tensor, low: Any
     ) -> tuple[list[Any], dict[str, tf.Tensor]]:
         step = self._step
         scale = self._model.optimizer.scale_loss
-        gradients, values, _ = step.gradients(data, local, total, scale)
+        share = self._share(local, total, low)
+        gradients, values, _ = step.gradients(data, share, scale)
         self._update.present = step.present
         self._update.alike = step.alike
         self._state.write(list(zip(step.written, values, strict=True)))
         return gradients, {}
 
     def _replica_evaluate(
-        self, data: Any, local: tf.Tensor, total: tf.Tensor
+        self, data: Any, local: tf.Tensor, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
-        share = BatchShare(local, total, self._local.total)
+        share = self._share(local, total, low)
         _, writes, _ = self._step.forward(data, share, training=False)
         self._state.write(writes)
         return {}

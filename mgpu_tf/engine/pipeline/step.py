@@ -41,6 +41,7 @@ from mgpu_tf.engine.step import (
     ReplicaStep,
     batch_increments,
     check_gradients,
+    drawing,
     mean_increments,
     of_unknown_length,
 )
@@ -155,8 +156,7 @@ class PipelineStep(ReplicaStep):
     def gradients(
         self,
         data: Any,
-        local: tf.Tensor,
-        total: tf.Tensor,
+        share: BatchShare,
         scale: Callable[[tf.Tensor], tf.Tensor],
         given: Writes | None = None,
         gathered: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
@@ -164,7 +164,7 @@ class PipelineStep(ReplicaStep):
     ) -> tuple[list[Any], list[tf.Tensor], Logs]:
         """Computes gradients; as in `ReplicaStep`."""
         del given, gathered, jit_compile
-        run = _Run(self, data, local, total, "train")
+        run = _Run(self, data, share, "train")
         sums = run.train(scale)
         gradients, alike = [], []
         for variable in self._model.trainable_variables:
@@ -190,13 +190,13 @@ class PipelineStep(ReplicaStep):
     ) -> tuple[tf.Tensor, Writes, Logs]:
         """Computes the loss and what is to be written; of an evaluation."""
         del training, given, gathered
-        run = _Run(self, data, share.local, share.total, "evaluate")
+        run = _Run(self, data, share, "evaluate")
         run.forward_only()
         return run.loss(), run.writes(), {}
 
-    def outputs(self, data: Any, local: tf.Tensor) -> tuple[Any, Writes]:
+    def outputs(self, data: Any, share: BatchShare) -> tuple[Any, Writes]:
         """Returns what the model predicts for rows, and what is written."""
-        run = _Run(self, data, local, local, "predict")
+        run = _Run(self, data, share, "predict")
         run.forward_only()
         return run.outputs(), run.writes()
 
@@ -230,8 +230,7 @@ class PipelineStep(ReplicaStep):
         weights: list[tf.Tensor],
         held: list[tf.Tensor],
         data: Any,
-        local: tf.Tensor,
-        total: tf.Tensor,
+        *places: tf.Tensor,
     ) -> tuple[list[Any], tf.Tensor | None, list[tf.Tensor]]:
         """Computes a stage.
 
@@ -243,8 +242,9 @@ class PipelineStep(ReplicaStep):
             held: The values of what else it reads.
             data: The rows of the micro-batch, for the loss; None where
                 another stage computes it.
-            local: How many rows.
-            total: Rows of the global batch.
+            *places: Those of the share of the micro-batch: how many rows it
+                has, how many the global batch has, and its first row, if
+                random numbers need it.
 
         Returns:
             Its outputs with their masks, its contribution to the loss, and
@@ -252,7 +252,8 @@ class PipelineStep(ReplicaStep):
         """
         stage = self._stages.every[number]
         parts = self._replicas
-        share = _Share(local, total, parts)
+        local, total, *first = places
+        share = _Share(local, total, parts, low=first[0] if first else None)
         trained, others = self.variables_of(number)
         given = [
             *zip(trained, weights, strict=True),
@@ -263,16 +264,26 @@ class PipelineStep(ReplicaStep):
         with contextlib.ExitStack() as stack:
             declared = stack.enter_context(sharing(share))
             moments = stack.enter_context(self._moments.noted())
-            scope = stack.enter_context(StepScope(self._model, given, None))
-            made = self._outputs_of(stage, taken, kind == "train")
             rows = [t for t, _ in taken if t.shape.rank and not t.shape[0]]
+            drawn: list[tf.Tensor] = []
+            scope = stack.enter_context(StepScope(self._model, given, None))
+            with drawing(share, [rows, data], drawn):
+                made = self._outputs_of(stage, taken, kind == "train")
             y_pred: Any = None
             if number == len(self._stages.every) - 1:
                 y_pred = keras_internals.structured(
                     self._model, [made[k][0] for k in self._stages.outputs]
                 )
             reader = Reader(
-                [rows, data, y_pred, self._state.drawn(given), local],
+                [
+                    rows,
+                    data,
+                    y_pred,
+                    self._state.drawn(given),
+                    local,
+                    share.low,
+                    drawn,
+                ],
                 declared,
                 moments,
             )
@@ -450,16 +461,19 @@ class PipelineStep(ReplicaStep):
         """Returns the seeds of a micro-batch, by variable."""
         return self._state.seeds_of(micro, self._micro)
 
-    def part(self, data: Any, local: tf.Tensor, micro: int) -> Any:
-        """Returns the rows of a micro-batch, and how many they are."""
-        count = self._micro
-        rows = local
+    def part(
+        self, data: Any, share: BatchShare, micro: int
+    ) -> tuple[Any, BatchShare]:
+        """Returns the rows of a micro-batch, and its share."""
+        count, local, low = self._micro, share.local, share.low
         if count > 1:
             first, after = local * micro // count, local * (micro + 1) // count
-            data, rows = structures.rows(data, first, after), after - first
+            data = structures.rows(data, first, after)
+            low = None if low is None else low + first
+            share = dataclasses.replace(share, local=after - first, low=low)
         if self._replicas > 1 or self._state.reads_rules:
             data = tf.nest.map_structure(of_unknown_length, data)
-        return data, rows
+        return data, share
 
     def joined(
         self,
@@ -471,6 +485,8 @@ class PipelineStep(ReplicaStep):
         if self._replicas == 1:
             return parts[0]
         if any(variable is seed for seed in self._state.seeds):
+            if self._state.draws_alike:
+                return parts[-1]
             # Each part has a seed of its own; the count is that of all.
             return tf.stack([before[0], parts[-1][1]])
         if len(parts) == 1:
@@ -493,8 +509,7 @@ class _Run:
     Args:
         step: The step.
         data: The rows of the replica.
-        local: How many they are.
-        total: Rows of the global batch.
+        share: The part of the replica in the global batch.
         kind: `train`, `evaluate` or `predict`.
     """
 
@@ -502,18 +517,16 @@ class _Run:
         self,
         step: PipelineStep,
         data: Any,
-        local: tf.Tensor,
-        total: tf.Tensor,
+        share: BatchShare,
         kind: str,
     ) -> None:
         self._step = step
         self._kind = kind
-        self._total = total
-        self._local = local
+        self._share = share
         self._count = len(step.stages.every)
         self._devices = [step.device(s) for s in range(self._count)]
         self._parts = [
-            step.part(data, local, i) for i in range(step.micro_batches)
+            step.part(data, share, i) for i in range(step.micro_batches)
         ]
         self._weights: list[list[tf.Tensor]] = []
         self._before: dict[int, tf.Tensor] = {}
@@ -599,15 +612,14 @@ class _Run:
         masks = [values[key][1] for key in stage.inputs]
         taken = list(zip(tensors, masks, strict=True))
         function = self._step.stage_function(each.stage, self._kind)
-        data, local = self._parts[each.micro]
+        data, share = self._parts[each.micro]
         last = each.stage == self._count - 1 and self._kind != "predict"
         return function(
             taken,
             weights,
             self._state(each),
             data if last else None,
-            local,
-            self._total,
+            *share.places,
         )
 
     def _forward(self, each: Pass) -> None:
@@ -694,7 +706,7 @@ class _Run:
             (inputs, weights),
             output_gradients=[gradient for _, gradient in pairs],
         )
-        rows = self._parts[each.micro][1]
+        rows = self._parts[each.micro][1].local
         if self._step.micro_batches > 1 or not tf.get_static_value(rows):
             of_weights = [_where_rows(rows, g) for g in of_weights]
         ends = list(sums.add(of_weights))
@@ -743,10 +755,9 @@ class _Run:
                     value = self._step.joined(variable, before, parts)
                 found[id(variable)] = (variable, value)
         if self._kind != "predict":
-            share = BatchShare(self._local, self._total, 0)
             tracker = self._step.loss_tracker
             for variable, increment in mean_increments(
-                tracker, self.loss(), share
+                tracker, self.loss(), self._share
             ):
                 value = tf.identity(variable.value) + increment
                 found[id(variable)] = (variable, value)

@@ -14,8 +14,10 @@ and only then written.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,8 +31,10 @@ from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.exchange import Exchange
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
+from mgpu_tf.engine.moments import normalizations
 from mgpu_tf.engine.noise_scale import NoiseScale
 from mgpu_tf.engine.per_layer import LayerByLayer
+from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.engine.state import (
@@ -39,7 +43,7 @@ from mgpu_tf.engine.state import (
     Writes,
     state_for,
 )
-from mgpu_tf.engine.step import ReplicaStep, outputs_of
+from mgpu_tf.engine.step import ReplicaStep, outputs_of_share
 from mgpu_tf.engine.step_watch import StepWatch, Watched
 from mgpu_tf.engine.synchronous.overridden_step import (
     AuthorStep,
@@ -70,6 +74,8 @@ from mgpu_tf.strategies.balance import balanced
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import kind_of, topology_of
 from mgpu_tf.strategies.topology import balance_of
+
+_log = logging.getLogger("mgpu_tf")
 
 
 class SynchronousEngine(Engine):
@@ -271,9 +277,9 @@ class SynchronousEngine(Engine):
         iterator = self.feed(source, chain=False, training=True).iterator(0, 1)
         replicas = TracedReplicas(self._strategy)
 
-        def step(data: Any, local: Any, total: tf.Tensor) -> Any:
+        def step(data: Any, local: Any, total: tf.Tensor, low: Any) -> Any:
             replicas.begin(data, local, total, optimizer, scaler)
-            return self._train_step(data, local, total)
+            return self._train_step(data, local, total, low)
 
         with undone(self), one_by_one():
             weights = Weights(self._model)
@@ -303,10 +309,12 @@ class SynchronousEngine(Engine):
         self.build_layers(source)
         self._begin()
         iterator = self.feed(source, chain=False, training=False).iterator(0)
-        data, local, total = self._next(iterator, source)
+        data, local, total, low = self._next(iterator, source)
         on_replica = self._predicting()
-        with one_by_one():
-            outputs = self._strategy.run(on_replica, args=(data, local))
+        with one_by_one(), self._seeds_in_place():
+            outputs = self._strategy.run(
+                on_replica, args=(data, local, total, low)
+            )
         replicas = TracedReplicas(self._strategy)
         replicas.begin(data, local, total)
         return replicas.predicted(outputs)
@@ -342,7 +350,34 @@ class SynchronousEngine(Engine):
         if authored and self._local.total > 1:
             check_held(self._model)
         self._agreed = self._make_agreed_state()
+        self._tell_of_statistics()
         self._prepared = True
+
+    def _tell_of_statistics(self) -> None:
+        """Says once which layers take the statistics of each replica."""
+        own = [
+            layer.name
+            for layer in normalizations(self._model)
+            if layer.trainable and not layer.synchronized
+        ]
+        if own and self._cuts:
+            _log.info(
+                "BatchNormalization takes the statistics of the rows of each "
+                "replica in %d layers (%s, ...); with batch_normalization="
+                "'synchronized' those of the global batch, as on one device",
+                len(own),
+                own[0],
+            )
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether rows of a batch are computed apart."""
+        return self._local.ranges > 1
+
+    @property
+    def _draws_alike(self) -> bool:
+        """Whether replicas draw their rows of what one device draws."""
+        return self._options.random == "equal" and self._cuts
 
     def _make_step(self) -> ReplicaStep:
         return ReplicaStep(
@@ -397,6 +432,7 @@ class SynchronousEngine(Engine):
     def _make_state(self) -> ReplicaState:
         state = state_for(self._model, self._strategy)
         state.add_global_seed(self._strategy)
+        state.draws_alike = self._options.random == "equal"
         if self._returns_logs() and self._local.ranges > 1:
             for variable in state.metrics:
                 state.agree(variable)
@@ -411,6 +447,7 @@ class SynchronousEngine(Engine):
             return self._state
         state = AgreedState(self._model, self._local.ranges)
         state.add_global_seed(self._strategy, create=True)
+        state.draws_alike = self._options.random == "equal"
         return state
 
     def reset_metrics(self) -> None:
@@ -521,7 +558,7 @@ class SynchronousEngine(Engine):
 
     def _steps(
         self,
-        step: Callable[[Any, tf.Tensor, tf.Tensor], Any],
+        step: Callable[[Any, tf.Tensor, tf.Tensor, Any], Any],
         source: Source,
         iterator: Any,
         steps: tf.Tensor,
@@ -549,7 +586,7 @@ class SynchronousEngine(Engine):
             seconds = self._clock(number, steps)
             before = seconds()
             with tf.control_dependencies([before]):
-                data, local, total = self._next(iterator, source, bounds)
+                data, local, total, low = self._next(iterator, source, bounds)
             arrived = [
                 leaf
                 for leaf in tf.nest.flatten(
@@ -563,7 +600,7 @@ class SynchronousEngine(Engine):
 
             def timed() -> tuple[Any, tf.Tensor]:
                 self._computed, self._seconds = None, seconds
-                logs = step(data, local, total)
+                logs = step(data, local, total, low)
                 if self._computed is None:
                     return logs, tf.zeros([], tf.float64)
                 return logs, self._computed - began
@@ -707,24 +744,43 @@ class SynchronousEngine(Engine):
 
     def _next(
         self, iterator: Any, source: Source, bounds: tf.Tensor | None = None
-    ) -> tuple[Any, Any, tf.Tensor]:
-        """Takes a global batch; its size comes as one tensor."""
+    ) -> tuple[Any, Any, tf.Tensor, Any]:
+        """Takes a global batch; its size comes as one tensor.
+
+        Returns:
+            The rows of each replica, how many they are, the size, and the
+            first row of each replica; None where replicas draw their own
+            random numbers.
+        """
         data, local, total = next_batch(
             iterator, source, self._strategy, bounds
         )
+        topology = self._local
         if source.totals_known:
-            return data, local, self._first(total)
-        total = self._strategy.reduce("SUM", local, axis=None)
-        if self._local.same_rows > 1:
-            total //= self._local.same_rows
-        return data, local, total
+            total = self._first(total)
+            if not self._draws_alike:
+                return data, local, total, None
+            if bounds is not None:
+                topology = dataclasses.replace(topology, bounds=bounds)
+            low = self._strategy.experimental_distribute_values_from_function(
+                lambda context: topology.rows_of(
+                    total, context.replica_id_in_sync_group - topology.first
+                )[0]
+            )
+            return data, local, total, low
+        counts = self._strategy.run(self._replica_counts, args=(local,))
+        total = tf.reduce_sum(self._first(counts)) // topology.same_rows
+        if not self._draws_alike:
+            return data, local, total, None
+        low = self._strategy.run(self._replica_low, args=(counts,))
+        return data, local, total, low
 
     def _train_step(
-        self, data: Any, local: Any, total: tf.Tensor
+        self, data: Any, local: Any, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
         with self._step.in_place(), tf.name_scope("forward_backward"):
             gradients, logs = self._strategy.run(
-                self._replica_gradients, args=(data, local, total)
+                self._replica_gradients, args=(data, local, total, low)
             )
         if balance_of(self._strategy).measured or (
             self._local.num_processes > 1
@@ -751,11 +807,11 @@ class SynchronousEngine(Engine):
             return self._seconds()
 
     def _evaluate_step(
-        self, data: Any, local: Any, total: tf.Tensor
+        self, data: Any, local: Any, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
         with self._step.in_place():
             logs = self._strategy.run(
-                self._replica_evaluate, args=(data, local, total)
+                self._replica_evaluate, args=(data, local, total, low)
             )
         return {name: self._first(value) for name, value in logs.items()}
 
@@ -763,14 +819,16 @@ class SynchronousEngine(Engine):
         self, source: Source, iterator: Any
     ) -> tuple[Any, tf.Tensor, tf.Tensor]:
         self._begin()
-        data, local, total = next_batch(iterator, source, self._strategy)
-        total = self._first(total)
+        data, local, total, low = self._next(iterator, source)
         ended = self._ended_on(source, total)
         like: list[Any] = []
         on_replica = self._predicting()
 
         def outputs() -> Any:
-            every = self._strategy.run(on_replica, args=(data, local))
+            with self._seeds_in_place():
+                every = self._strategy.run(
+                    on_replica, args=(data, local, total, low)
+                )
             every = tf.nest.map_structure(self._rows_of_worker, every)
             if self._local.num_processes > 1:
                 every = tf.nest.map_structure(
@@ -792,15 +850,24 @@ class SynchronousEngine(Engine):
             return (outputs() if going else ()), total, ended
         return tf.cond(going, outputs, nothing), total, ended
 
-    def _predicting(self) -> Callable[[Any, tf.Tensor], Any]:
+    def _seeds_in_place(self) -> contextlib.AbstractContextManager[None]:
+        """Lets random layers draw rows, while replicas predict."""
+        generator = keras_internals.global_seed_generator()
+        return keras_internals.seeds_replaced(
+            self._model, generator, seed_for_rows
+        )
+
+    def _predicting(self) -> Callable[..., Any]:
         """Returns what predicts the rows of a replica."""
         state = self._state if self._prepared else self._make_state()
-        generator = keras_internals.global_seed_generator()
+        state.generator = keras_internals.global_seed_generator()
 
-        def on_replica(rows: Any, local: tf.Tensor) -> Any:
-            del local
+        def on_replica(
+            rows: Any, local: tf.Tensor, total: tf.Tensor, low: Any
+        ) -> Any:
+            share = self._share(local, total, low)
             with state.replica_seeds_in_place():
-                return outputs_of(self._model, rows, generator)
+                return outputs_of_share(self._model, rows, state, share)
 
         return on_replica
 
@@ -831,14 +898,31 @@ class SynchronousEngine(Engine):
         """Returns weights that are not stored whole, with their values."""
         return []
 
+    def _replica_counts(self, local: tf.Tensor) -> tf.Tensor:
+        """Returns the rows of every replica."""
+        context = tf.distribute.get_replica_context()
+        where = tf.one_hot(
+            context.replica_id_in_sync_group,
+            self._local.total,
+            dtype=tf.int64,
+        )
+        return sum_over_replicas(where * local)
+
+    def _replica_low(self, counts: tf.Tensor) -> tf.Tensor:
+        """Returns the first row of this replica."""
+        context = tf.distribute.get_replica_context()
+        same = self._local.same_rows
+        first = context.replica_id_in_sync_group // same * same
+        return tf.reduce_sum(counts[:first]) // same
+
     def _replica_gradients(
-        self, data: Any, local: tf.Tensor, total: tf.Tensor
+        self, data: Any, local: tf.Tensor, total: tf.Tensor, low: Any
     ) -> tuple[list[Any], dict[str, tf.Tensor]]:
         step = self._step
+        share = self._share(local, total, low)
         gradients, values, logs = step.gradients(
             data,
-            local,
-            total,
+            share,
             self._model.optimizer.scale_loss,
             gathered=self._gathered(),
             jit_compile=self._jit_compile,
@@ -846,13 +930,12 @@ class SynchronousEngine(Engine):
         self._update.present = step.present
         self._update.alike = step.alike
         self._state.write(list(zip(step.written, values, strict=True)))
-        share = self._share(local, total)
         return self._selected(gradients, share), logs
 
     def _replica_evaluate(
-        self, data: Any, local: tf.Tensor, total: tf.Tensor
+        self, data: Any, local: tf.Tensor, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
-        share = self._share(local, total)
+        share = self._share(local, total, low)
         _, writes, logs = self._step.forward(
             data, share, training=False, gathered=self._gathered()
         )
@@ -863,9 +946,11 @@ class SynchronousEngine(Engine):
         """Returns gradients, zeros of a replica without rows of its own."""
         return share.select_all(gradients)
 
-    def _share(self, local: tf.Tensor, total: tf.Tensor) -> BatchShare:
+    def _share(
+        self, local: tf.Tensor, total: tf.Tensor, low: tf.Tensor | None
+    ) -> BatchShare:
         ranges, same_rows = self._local.ranges, self._local.same_rows
-        return BatchShare(local, total, ranges, same_rows)
+        return BatchShare(local, total, ranges, same_rows, low)
 
     def _replica_gather(self, padded: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()

@@ -24,6 +24,7 @@ from mgpu_tf.engine.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.boundary import Boundary
 from mgpu_tf.engine.exchange import Cut, Exchange
 from mgpu_tf.engine.logs import flat_logs
+from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.same_draws import SameDraws
 from mgpu_tf.engine.state import AgreedState, ReplicaState
 from mgpu_tf.engine.update import Update
@@ -105,13 +106,14 @@ class AuthorStep:
         self._draws = SameDraws(strategy)
 
     def __call__(
-        self, data: Any, local: Any, total: tf.Tensor
+        self, data: Any, local: Any, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
         """Runs the method once on every replica. Outside of replicas.
 
         Returns:
             What the method returned.
         """
+        del total, low  # The method sees the global batch.
         self._generator = keras_internals.global_seed_generator()
         with self._as_alone():
             values = self._strategy.run(self._on_replica, args=(data, local))
@@ -189,6 +191,9 @@ class AuthorStep:
             yield
             return
         with (
+            keras_internals.seeds_replaced(
+                self._model, self._generator, seed_for_rows
+            ),
             keras_internals.caught_by(self._optimizers, self._apply),
             self._boundary.around(),
         ):
