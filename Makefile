@@ -1,17 +1,20 @@
 # make setup   the environment, in .venv
 # make demo    the main job: two worker processes, then one device
 # make test    the default tests, in three processes
-# make test-full  the full tier: what the default leaves out; installs Slurm
+# make test-full  the full tier: what the default leaves out; as root
 # make test-clusters  of it, jobs on a real Slurm, Ray, sshd and namespaces
 # make test-rest  the rest of the full tier, which needs no root
-# make test-rows  its rows of the parity matrix
 # make slurm   Debian's Slurm and sshd, for the full tier; as root
 # make lint    ruff and mypy
 # make soak    breaks jobs and compares weights; FAULTS=30 SEED=2
 # make bench   the benchmarks; ONLY=name, ARGS=--continue
 # make growth  step time against replicas and parameters
-# make parity  the whole parity matrix, up to an hour; writes its tables
+# make parity  the whole parity matrix, up to two hours; writes its tables
 # make conformance  what Keras runs against Keras's numbers; writes its table
+# make matrix  the tests that no tier has; writes its table
+# make mutations  faults that are planted, and which tier sees them
+# make test-versions  the default tests with the oldest and newest versions
+# make release-check  whether the tables are of these sources
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,7 +23,7 @@ METADATA := setup.cfg pyproject.toml
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: bench conformance growth setup demo test test-clusters test-full test-rest test-rows lint parity slurm soak format clean
+.PHONY: bench conformance growth setup demo test test-clusters test-full test-rest test-versions lint matrix mutations parity release-check slurm soak format clean
 
 setup: $(VENV)/.base
 
@@ -28,25 +31,33 @@ demo: $(VENV)/.base
 	$(BIN)/python experiments/demo.py
 
 # More than cores, since some tests wait. What starts clusters comes early.
-THREE := --numprocesses=3 --no-loadscope-reorder
+THREE := --numprocesses=3 --no-loadscope-reorder --max-worker-restart=3
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(THREE) $(ARGS)
 
 test-full: $(VENV)/.test slurm
-	$(BIN)/python -m pytest -m full $(THREE) $(ARGS)
+	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) $(ARGS)
 
 test-clusters: $(VENV)/.test slurm
-	$(BIN)/python -m pytest -m full $(THREE) tests/cluster tests/launch $(ARGS)
-
-# Of these, `make parity` runs each row on each column.
-ROWS := tests/parity/test_one_machine.py tests/parity/test_multi_worker.py
+	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) tests/cluster tests/launch $(ARGS)
 
 test-rest: $(VENV)/.test
-	$(BIN)/python -m pytest -m full $(THREE) --ignore=tests/cluster --ignore=tests/launch $(ROWS:%=--ignore=%) $(ARGS)
+	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) --ignore=tests/cluster --ignore=tests/launch $(ARGS)
 
-test-rows: $(VENV)/.test
-	$(BIN)/python -m pytest -m full $(THREE) $(ROWS) $(ARGS)
+matrix: $(VENV)/.test
+	$(BIN)/python -m tests.matrix.run $(ARGS)
+
+mutations: $(VENV)/.test
+	$(BIN)/python -m tests.mutations.run $(ARGS)
+
+ENDS ?= oldest,newest
+
+test-versions: $(VENV)/.test
+	$(BIN)/python -m tests.versions.run --ends=$(ENDS) $(ARGS)
+
+release-check: $(VENV)/.test
+	$(BIN)/python -m tests.tables
 
 # Its daemons are started by the tests themselves.
 SLURM := slurmctld slurmd slurm-client munge iproute2 openssh-server openssh-client
@@ -87,7 +98,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) .venvs build dist *.egg-info runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # uv from the PATH, else from PyPI into the environment itself.

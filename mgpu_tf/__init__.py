@@ -20,11 +20,18 @@ if TYPE_CHECKING:
     from mgpu_tf.cluster.config import ClusterConfig
     from mgpu_tf.config import RunConfig
     from mgpu_tf.datasets.random_access import RandomAccess
-    from mgpu_tf.engine.contributions import mean_over_batch, sum_over_batch
+    from mgpu_tf.engine.contributions import (
+        batch_mean,
+        gather_batch,
+        mean_over_batch,
+        sum_over_batch,
+    )
     from mgpu_tf.errors import (
+        CheckpointError,
         ClusterError,
         ConfigurationError,
         DivergedError,
+        OutOfMemoryError,
         Preempted,
         WorkerError,
     )
@@ -53,11 +60,13 @@ if TYPE_CHECKING:
 _MODULES = ("datasets", "flags", "layers", "models", "optimizers")
 
 _HOMES = {
+    "CheckpointError": "mgpu_tf.errors",
     "ClusterConfig": "mgpu_tf.cluster.config",
     "ClusterError": "mgpu_tf.errors",
     "ConfigurationError": "mgpu_tf.errors",
     "DivergedError": "mgpu_tf.errors",
     "Loop": "mgpu_tf.training.custom_loop",
+    "OutOfMemoryError": "mgpu_tf.errors",
     "ParityReport": "mgpu_tf.studies.parity",
     "Report": "mgpu_tf.reports.report",
     "RunConfig": "mgpu_tf.config",
@@ -68,6 +77,7 @@ _HOMES = {
     "StrategyOptions": "mgpu_tf.options",
     "Trainer": "mgpu_tf.training.trainer",
     "WorkerError": "mgpu_tf.errors",
+    "batch_mean": "mgpu_tf.engine.contributions",
     "check_parity": "mgpu_tf.studies.parity",
     "create_central_storage_strategy": "mgpu_tf.strategies.synchronous",
     "create_mirrored_strategy": "mgpu_tf.strategies.synchronous",
@@ -78,6 +88,7 @@ _HOMES = {
     "create_strategy": "mgpu_tf.strategies.registry",
     "create_tpu_strategy": "mgpu_tf.strategies.synchronous",
     "enable_determinism": "mgpu_tf.runtime.determinism",
+    "gather_batch": "mgpu_tf.engine.contributions",
     "is_chief": "mgpu_tf.strategies.registry",
     "launch_from_notebook": "mgpu_tf.launch.notebook",
     "mean_over_batch": "mgpu_tf.engine.contributions",
@@ -87,11 +98,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckpointError",
     "ClusterConfig",
     "ClusterError",
     "ConfigurationError",
     "DivergedError",
     "Loop",
+    "OutOfMemoryError",
     "ParityReport",
     "Preempted",
     "RandomAccess",
@@ -103,6 +116,7 @@ __all__ = [
     "Trainer",
     "WorkerError",
     "__version__",
+    "batch_mean",
     "check_parity",
     "create_central_storage_strategy",
     "create_mirrored_strategy",
@@ -115,6 +129,7 @@ __all__ = [
     "datasets",
     "enable_determinism",
     "flags",
+    "gather_batch",
     "is_chief",
     "launch_from_notebook",
     "layers",

@@ -18,6 +18,7 @@ from absl import flags
 from mgpu_tf._version import __version__
 from mgpu_tf.commands import (
     benchmark,
+    calibrate,
     checkpoints,
     doctor,
     kubernetes,
@@ -32,8 +33,10 @@ from mgpu_tf.commands import (
 )
 from mgpu_tf.commands.arguments import Call
 from mgpu_tf.errors import (
+    CheckpointError,
     ConfigurationError,
     DivergedError,
+    OutOfMemoryError,
     WorkerError,
     unknown_name,
 )
@@ -51,6 +54,7 @@ COMMANDS: dict[str, ModuleType] = {
     "parity": parity,
     "benchmark": benchmark,
     "plan": plan,
+    "calibrate": calibrate,
     "trace": trace,
     "checkpoints": checkpoints,
     "replay": replay,
@@ -69,7 +73,8 @@ Commands:
   launch       start a script as a cluster of local processes
   parity       compare a model on strategies with one device
   benchmark    measure throughput on 1, 2, 4 and 8 devices
-  plan         estimate the memory, hours and price of a training run
+  plan         estimate the memory, speed and price of a training run
+  calibrate    measure this machine, for plans
   trace        show what is where in each stage of a training run
   checkpoints  list, verify and prune the checkpoints of a run
   replay       repeat a step of a run, and tell what is to blame for it
@@ -126,7 +131,12 @@ def _main(arguments: list[str]) -> int:
     except (ConfigurationError, flags.Error) as error:
         print(f"mgpu-tf: {_line(str(error))}", file=sys.stderr)
         return USAGE_ERROR
-    except (DivergedError, WorkerError) as error:
+    except (
+        CheckpointError,
+        DivergedError,
+        OutOfMemoryError,
+        WorkerError,
+    ) as error:
         message = " ".join(str(error).split())
         print(f"mgpu-tf: {message}", file=sys.stderr)
         return 1

@@ -52,7 +52,8 @@ class RunConfig(
     strategy: str = option(
         "auto",
         "How to distribute the training. auto: choose from TF_CONFIG, the "
-        "scheduler and the GPUs of this machine.",
+        "scheduler and the GPUs of this machine. plan: the fastest layout "
+        "that fits, as mgpu-tf plan predicts.",
         STRATEGIES,
     )
     num_workers: int = option(
@@ -208,6 +209,7 @@ def _check_initial_model(path: str | None) -> None:
 def _check_workers(config: RunConfig) -> None:
     several = (
         "auto",
+        "plan",
         "multi_worker_mirrored",
         "parameter_server",
         "fsdp",

@@ -4,13 +4,16 @@
     |                                 variable breaks a rule
     `-- ClusterError                  TF_CONFIG or the scheduler describes no
                                       usable cluster
+    CheckpointError (RuntimeError)    a checkpoint cannot be used
     WorkerError (RuntimeError)        another worker of the cluster failed
     DivergedError (RuntimeError)      replicas hold other weights, or the loss
                                       is not finite
+    OutOfMemoryError (RuntimeError)   a device has no room for a step
     Preempted (SystemExit)            SIGTERM was received; state is saved
 
 The message of a `ConfigurationError` has the rule, what was received, and the
 remedy. The command line prints it without a traceback and exits with status 2.
+After a `CheckpointError` it exits with status 1, and a job may begin again.
 """
 
 from __future__ import annotations
@@ -31,12 +34,20 @@ class ClusterError(ConfigurationError):
     """`TF_CONFIG` or the scheduler describes no usable cluster."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used; the message names it and says why."""
+
+
 class WorkerError(RuntimeError):
     """Another worker of the cluster failed; the message has its exception."""
 
 
 class DivergedError(RuntimeError):
     """Replicas differ that must be the same, or the loss is not finite."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """A device has no room for a step; the message says what takes it."""
 
 
 class Preempted(SystemExit):
@@ -47,6 +58,23 @@ class Preempted(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(PREEMPTED)
+
+
+def printable(text: str) -> str:
+    """Returns a text whose control characters are escaped.
+
+    For what others have written, and a terminal would obey.
+
+    Example:
+        >>> print(printable("step\\x1b[2J"))
+        step\\x1b[2J
+    """
+    return "".join(
+        character
+        if character.isprintable()
+        else character.encode("unicode_escape", "surrogatepass").decode()
+        for character in text
+    )
 
 
 def is_integer(value: object) -> bool:

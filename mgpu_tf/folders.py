@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import shutil
+import stat
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -27,22 +30,70 @@ def check_local(name: str, path: str) -> None:
         )
 
 
-def not_through_links(path: str, flags: int) -> int:
-    """Opens a file, as `opener` of `open`; refuses a symbolic link.
+class NotRegularError(OSError):
+    """A path is no regular file, but a link, a FIFO, a device or a folder."""
+
+
+def not_through_links(path: str, flags: int, mode: int = 0o666) -> int:
+    """Opens a regular file, as `opener` of `open`.
+
+    What is no regular file is neither followed nor waited for: a FIFO has no
+    end, and a device may act when it is opened.
+
+    Args:
+        path: The file.
+        flags: As for `os.open`.
+        mode: The permissions of a new file.
 
     Raises:
-        OSError: The path is a link, or cannot be opened.
+        NotRegularError: The path is a link, a FIFO, a device or a folder.
+        OSError: It cannot be opened.
     """
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    with contextlib.suppress(FileNotFoundError):
+        _check_regular(path, os.lstat(path))
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        descriptor = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # It has come just now.
+            raise NotRegularError(*error.args, path) from None
+        raise
+    try:
+        _check_regular(path, os.fstat(descriptor))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def regular_size(path: str) -> int:
+    """Returns the size of a regular file, in bytes.
+
+    Raises:
+        NotRegularError: The path is a link, a FIFO, a device or a folder.
+        OSError: Its size cannot be told.
+    """
+    found = os.lstat(path)
+    _check_regular(path, found)
+    return found.st_size
+
+
+def _check_regular(path: str, found: os.stat_result) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise NotRegularError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+    if stat.S_ISDIR(found.st_mode):
+        raise NotRegularError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(found.st_mode):
+        raise NotRegularError(errno.EINVAL, "Not a regular file", path)
 
 
 def own_only(path: str, flags: int) -> int:
-    """Opens a file, as `opener` of `open`; others may not read a new one.
+    """Opens a regular file, as `opener` of `open`, for its owner alone.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: It is a link or the like, or cannot be opened.
     """
-    return os.open(path, flags, 0o600)
+    return not_through_links(path, flags, 0o600)
 
 
 def keep_private() -> None:
@@ -64,13 +115,14 @@ def write_whole(path: str, write: Callable[[str], Any]) -> None:
         OSError: It cannot be written; nothing of it is left then.
     """
     folder, name = os.path.split(path)
-    unfinished = os.path.join(folder, f".unfinished-{os.getpid()}-{name}")
+    # A folder of its own: nobody can have put a link there before.
+    unfinished = tempfile.mkdtemp(prefix=".unfinished-", dir=folder or ".")
     try:
-        write(unfinished)
-        os.replace(unfinished, path)
+        made = os.path.join(unfinished, name)
+        write(made)
+        os.replace(made, path)
     finally:
-        with contextlib.suppress(OSError):
-            os.remove(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def make_folder(

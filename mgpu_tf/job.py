@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import math
 import os
+import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,8 +48,10 @@ from mgpu_tf.reports.report import (
     weights_sha256,
 )
 from mgpu_tf.runtime.determinism import enable_determinism
+from mgpu_tf.runtime.devices import select_local
 from mgpu_tf.runtime.remote import check_reachable
 from mgpu_tf.strategies.registry import (
+    create_planned,
     create_with,
     is_chief,
     kind_of,
@@ -57,10 +60,14 @@ from mgpu_tf.strategies.registry import (
 )
 from mgpu_tf.studies.parity import ParityReport, check_parity, create_for_check
 from mgpu_tf.studies.pipeline_trace import trace_pipeline
+from mgpu_tf.studies.predicted import compared
 from mgpu_tf.training.trainer import Trainer
 from mgpu_tf.user_function import is_target, load_function
 
 MODEL_FILE = "model.keras"
+# Weights that are mostly zeros compress well; a file made to fill the memory
+# does so a thousandfold.
+_MOST_UNPACKED = 100
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -90,11 +97,43 @@ def run(config: RunConfig, *, verbose: int | str = "auto") -> Report:
     watchdog.begin(
         ClusterConfig.from_environment(), config.options(WatchOptions)
     )
-    strategy = create_with(config.strategy, config.options(StrategyOptions))
-    _check_batch(config, strategy)
-    splits = _splits(config)
+    config, strategy, splits = _begun(config)
     trainer = _trained(config, splits, strategy, verbose)
     return _reported(config, splits, trainer, verbose)
+
+
+_Begun = tuple[
+    RunConfig, tf.distribute.Strategy, datasets.Splits | datasets.Streams
+]
+
+
+def _begun(config: RunConfig) -> _Begun:
+    """Returns the configuration, with its strategy and its data."""
+    if config.strategy == "plan":
+        config, strategy, splits = _planned(config)
+        _check_batch(config, strategy)
+        return config, strategy, splits
+    strategy = create_with(config.strategy, config.options(StrategyOptions))
+    _check_batch(config, strategy)
+    return config, strategy, _splits(config)
+
+
+def _planned(config: RunConfig) -> _Begun:
+    """Lets a plan choose the strategy, and whether layers run again."""
+    options = config.options(StrategyOptions)
+    # Devices are chosen before the first op, which data may run.
+    if options.num_virtual_devices:
+        select_local(None, options.num_virtual_devices)
+    splits = _splits(config)
+    strategy, choice = create_planned(
+        lambda: _model(config, splits),
+        config.global_batch_size,
+        options,
+        recomputes=config.recompute is None,
+    )
+    if choice.recompute is not None:
+        config = dataclasses.replace(config, recompute=choice.recompute)
+    return config, strategy, splits
 
 
 def _trained(
@@ -180,12 +219,26 @@ def _reported(
         suggested_batch_size=_suggested(trainer),
         left_out=[dataclasses.asdict(batch) for batch in trainer.left_out],
         slow=[dataclasses.asdict(worker) for worker in trainer.slow],
+        predicted=_predicted(config, splits, trainer),
     )
     if config.output_dir is not None:
         trainer.save(os.path.join(config.output_dir, MODEL_FILE))
         if is_chief(strategy):
             result.write(config.output_dir)
     return result
+
+
+def _predicted(
+    config: RunConfig,
+    splits: datasets.Splits | datasets.Streams,
+    trainer: Trainer,
+) -> dict[str, Any] | None:
+    """Returns what the planner predicts, beside what was measured."""
+    if config.output_dir is None or not is_chief(trainer.strategy):
+        return None
+    return compared(
+        lambda: _model(config, splits), trainer, config.global_batch_size
+    )
 
 
 def _suggested(trainer: Trainer) -> int | None:
@@ -209,9 +262,7 @@ def trace(config: RunConfig) -> PipelineTrace:
             cluster, or the step cannot be traced.
     """
     _check_cluster(config)
-    strategy = create_with(config.strategy, config.options(StrategyOptions))
-    _check_batch(config, strategy)
-    splits = _splits(config)
+    config, strategy, splits = _begun(config)
     return trace_pipeline(
         _trainer(config, splits, strategy),
         splits.training(config.global_batch_size),
@@ -391,9 +442,31 @@ def _check_own_compile(config: RunConfig) -> None:
             )
 
 
+def _check_archive(path: str) -> None:
+    """Refuses an archive that unpacks to far more than it holds.
+
+    Keras writes `.keras` files without compression, and reads what is in them
+    into memory.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        for part in archive.infolist():
+            most = _MOST_UNPACKED * max(part.compress_size, 1 << 20)
+            if part.file_size > most:
+                raise ConfigurationError(
+                    "initial_model must unpack to at most "
+                    f"{_MOST_UNPACKED} times its size. Received: "
+                    f"initial_model={path!r}, where {part.filename!r} has "
+                    f"{part.file_size} bytes in {part.compress_size}. Save "
+                    "the model again with Keras."
+                )
+
+
 def _from_file(path: str, load: Callable[[str], Any]) -> Any:
     try:
         check_reachable("initial_model", path)
+        _check_archive(path)
         return load(path)
     except ConfigurationError:
         raise

@@ -16,6 +16,7 @@ Shares = str | Sequence[int] | None
 
 STRATEGIES = (
     "auto",
+    "plan",
     "one_device",
     "mirrored",
     "multi_worker_mirrored",

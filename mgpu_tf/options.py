@@ -171,6 +171,17 @@ class StepOptions:
         "Default: with weights that are split, layers; otherwise none.",
         RECOMPUTE,
     )
+    step_parts: int = option(
+        1,
+        "Compute the rows of each replica in N parts, one after another, and "
+        "add up their gradients: less memory, the same numbers.",
+        least=1,
+    )
+    auto_micro_batch: bool = option(
+        False,
+        "Before training, compute the gradients of a batch; while they do not "
+        "fit, double step_parts, on every worker alike.",
+    )
     kernels: str = option(
         "fused",
         "fused: where it computes the same, one operation of TensorFlow does "
@@ -435,6 +446,11 @@ class SaveOptions:
         "always: fail if there is no checkpoint. never: fail if there is a "
         "checkpoint.",
         RESUME,
+    )
+    restart_from_nothing: bool = option(
+        False,
+        "Begin at the first step when checkpoint_dir has checkpoints and all "
+        "of them are damaged. They stay there. Default: end with an error.",
     )
     snapshot_in: str = option(
         "file",

@@ -1,21 +1,21 @@
 """The strategies of one process that tests train with.
 
 Two replicas hide what divides exactly, so these tests have three. One device
-is in the full tier.
+is in the matrix.
 """
 
 import pytest
 
 EVERY = [
     "mirrored_x3",
-    pytest.param("one_device", marks=pytest.mark.full),
+    pytest.param("one_device", marks=pytest.mark.matrix),
 ]
 
-# Strategies that split weights, in the full tier.
+# Strategies that split weights: one in the full tier.
 SPLIT = [
     pytest.param("fsdp_x3", marks=pytest.mark.full),
-    pytest.param("data_2_fsdp_2", marks=pytest.mark.full),
-    pytest.param("data_2_tensor_2", marks=pytest.mark.full),
+    pytest.param("data_2_fsdp_2", marks=pytest.mark.matrix),
+    pytest.param("data_2_tensor_2", marks=pytest.mark.matrix),
 ]
 
 

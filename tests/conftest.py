@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import random
 import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -13,34 +12,6 @@ from tests import clusters, columns, leftovers
 
 # Here the tests of one row share what Keras computes, and nothing else.
 BY_ROW = "tests/parity/test_one_machine.py"
-
-
-def pytest_addoption(parser):
-    parser.addoption(
-        "--until",
-        type=float,
-        metavar="SECONDS",
-        help="No test begins after this time, in seconds since 1970. The order "
-        "of files is another one each day.",
-    )
-
-
-def pytest_collection_modifyitems(config, items):
-    until = config.getoption("until")
-    if until is None:
-        return
-    # Of the day that all processes of a run were told.
-    day = int(until) // 86_400
-    files = sorted({item.nodeid.partition("::")[0] for item in items})
-    random.Random(day).shuffle(files)
-    turns = {file: turn for turn, file in enumerate(files)}
-    items.sort(key=lambda item: turns[item.nodeid.partition("::")[0]])
-
-
-def pytest_runtest_setup(item):
-    until = item.config.getoption("until")
-    if until is not None and time.time() > until:
-        pytest.skip("NOT RUN: the time of --until is over")
 
 
 def pytest_xdist_make_scheduler(config, log):

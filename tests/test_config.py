@@ -158,7 +158,7 @@ def test_names_are_those_of_the_registries():
     assert datasets.NAMES == names.DATASETS
     for name in names.APPLICATIONS:
         assert callable(getattr(keras.applications, name))
-    assert ("auto", *registry.KINDS) == names.STRATEGIES
+    assert ("auto", "plan", *registry.KINDS) == names.STRATEGIES
     # TensorFlow has hierarchical_copy for the devices of one machine only.
     assert set(names.COMMUNICATIONS) == {
         *synchronous._IMPLEMENTATIONS,

@@ -71,6 +71,7 @@ VALUES = {
     "local_checkpoint_dir": "/local disk/a",
     "shared_every": 4,
     "keep_checkpoints": 9,
+    "restart_from_nothing": True,
     "snapshot_in": "memory",
     "resume": "always",
     "private": True,

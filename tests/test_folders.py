@@ -1,11 +1,18 @@
 """Folders and files that a run writes."""
 
 import os
+import pathlib
 
 import pytest
 
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.folders import make_folder, write_whole
+from mgpu_tf.folders import (
+    NotRegularError,
+    make_folder,
+    not_through_links,
+    own_only,
+    write_whole,
+)
 from tests import clusters
 
 
@@ -71,3 +78,61 @@ def test_a_private_run_is_read_by_its_owner_only(tmp_path):
     for path in made:
         mode = 0o700 if path.is_dir() else 0o600
         assert path.stat().st_mode & 0o777 == mode, path
+
+
+def test_a_file_is_written_whole_where_somebody_has_put_a_link(tmp_path):
+    """The link goes, and what it names stays."""
+    other = tmp_path / "other"
+    other.write_text("of somebody else")
+    path = tmp_path / "model.keras"
+    path.symlink_to(other)
+    write_whole(str(path), lambda to: pathlib.Path(to).write_text("own"))
+    assert (path.read_text(), path.is_symlink()) == ("own", False)
+    assert other.read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, "link"])
+@pytest.mark.parametrize("opener", [not_through_links, own_only])
+@pytest.mark.parametrize("mode", ["rb", "wb", "ab", "r+b"])
+def test_only_regular_files_are_opened(make, opener, mode, tmp_path):
+    path, other = tmp_path / "file", tmp_path / "other"
+    other.write_text("of somebody else")
+    if make == "link":
+        path.symlink_to(other)
+    else:
+        make(path)
+    with pytest.raises(NotRegularError), open(path, mode, opener=opener):
+        pass
+    assert other.read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, "link"])
+def test_what_comes_while_a_file_is_opened(make, tmp_path, monkeypatch):
+    """After the first look and before the opening."""
+    path = tmp_path / "file"
+    if make == "link":
+        path.symlink_to(tmp_path / "other")
+    else:
+        make(path)
+
+    def nothing(path):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "lstat", nothing)
+    for mode in ("rb", "ab"):
+        with pytest.raises(OSError, match=r"links|regular|No such device"):
+            open(path, mode, opener=not_through_links).close()
+    assert not (tmp_path / "other").exists()
+
+
+def test_logs_are_not_written_through_links(tmp_path):
+    other = tmp_path / "other"
+    other.write_text("of somebody else")
+    (tmp_path / "worker-0.log").symlink_to(other)
+    done = clusters.mgpu_tf(
+        *("launch", "--num_workers=1", f"--log_dir={tmp_path}"),
+        *("--", "true"),
+    )
+    assert done.returncode == 0
+    assert "levels of symbolic links" in done.stderr
+    assert other.read_text() == "of somebody else"

@@ -2,12 +2,14 @@
 
 import functools
 import os
+import zipfile
 
 import keras
 import numpy as np
 import pytest
 
 from mgpu_tf import job
+from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.reports.report import Report, weights_sha256
 from tests import clusters
 from tests.tiers import tiered
@@ -120,3 +122,14 @@ def test_example_script_on_its_own_and_under_launch(data_dir):
 )
 def test_parity_takes_the_training_data_of_a_split(loaded, taken):
     assert job._training_data(loaded) == taken
+
+
+def test_a_file_made_to_fill_the_memory_is_not_loaded(tmp_path):
+    path = str(tmp_path / "model.keras")
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("config.json", b" " * (101 << 20))
+    with pytest.raises(ConfigurationError, match=r"100 times .*'config.json'"):
+        job._from_file(path, pytest.fail)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model.weights.h5", bytes(99 << 20))
+    assert job._from_file(path, len) == len(path)

@@ -70,7 +70,11 @@ LIGHT_ROOMS = {
 LIGHT_MODULES = {
     "mgpu_tf.checkpoints",
     "mgpu_tf.checkpoints.interval",
+    "mgpu_tf.checkpoints.manifest",
+    "mgpu_tf.checkpoints.parts",
+    "mgpu_tf.checkpoints.reading",
     "mgpu_tf.checkpoints.recovery",
+    "mgpu_tf.checkpoints.registry",
     "mgpu_tf.checkpoints.step_losses",
     "mgpu_tf.checkpoints.store",
     "mgpu_tf.reports",

@@ -21,6 +21,7 @@ its place, all of one save.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -33,12 +34,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import registry, store
 from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
+from mgpu_tf.checkpoints.manifest import DamagedError
+from mgpu_tf.checkpoints.parts import write_copy
+from mgpu_tf.checkpoints.reading import Stored, patiently
 from mgpu_tf.checkpoints.recovery import Owner
+from mgpu_tf.checkpoints.registry import Registry
 from mgpu_tf.checkpoints.writer import Writer
 from mgpu_tf.engine.snapshot import Snapshot
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import CheckpointError, ConfigurationError
 from mgpu_tf.folders import make_folder
 from mgpu_tf.mesh import Piece
 from mgpu_tf.strategies.peers import Peers
@@ -88,6 +93,7 @@ class Local:
         self._run = self._mine = self._token = ""
         self._layout = snapshot.layout()
         self.writer: Writer
+        self._owner: Owner
         self._resumed: int | None = None
         # The newest step that is whole here.
         self._whole = -1
@@ -107,7 +113,7 @@ class Local:
         self._mine = os.path.join(self._run, f"worker-{self._peers.worker}")
         self._token = token
         wrong = ""
-        owner = Owner(self._mine)
+        owner = self._owner = Owner(self._mine)
         try:
             make_folder("local_checkpoint_dir", self._folder)
             make_folder("local_checkpoint_dir", self._mine)
@@ -169,6 +175,7 @@ class Local:
         Also what an earlier start has left here with more workers. No process
         writes any more.
         """
+        self._owner.release()
         shutil.rmtree(self._run, ignore_errors=True)
 
     # Resuming.
@@ -177,7 +184,7 @@ class Local:
         """Notes where the run goes on, -1 for the beginning."""
         self._resumed = step
 
-    def newest(self, above: int) -> store.Stored | None:
+    def newest(self, above: int) -> Stored | None:
         """Returns what this process goes on from; all of them take part.
 
         Who lacks a checkpoint gets one from another process, and writes it
@@ -219,19 +226,16 @@ class Local:
     def _found(self, above: int) -> dict[_Part, list[str]]:
         """Returns the paths of whole checkpoints here, of equal ones all."""
         found: dict[_Part, list[str]] = {}
-        try:
-            folders = sorted(os.listdir(self._run))
-        except OSError:
-            return {}
-        for folder in folders:
+        folders = patiently(self._run, lambda: os.listdir(self._run))
+        for folder in sorted(folders):
             path = os.path.join(self._run, folder)
-            for entry in store.entries(path, thorough=False):
+            for entry in store.newest_first(path):
                 if entry.step <= above:
-                    continue
-                if entry.problem:
+                    break
+                if not entry.whole:
                     _warn_of_broken(path, entry.problem)
                     continue
-                part = _part_of(entry.step, entry.manifest["state"])
+                part = _part_of(entry.step, entry.state)
                 if part is not None:
                     found.setdefault(part, []).append(entry.path)
         return found
@@ -292,10 +296,12 @@ class Local:
             paths = mine[part]
             while paths:
                 try:
-                    store.Stored(paths[0]).check()
+                    Stored(paths[0]).check()
                     break
-                except store.CheckpointError as error:
-                    _warn_of_broken(os.path.dirname(paths[0]), str(error))
+                except DamagedError as error:
+                    path = os.path.dirname(paths[0])
+                    _warn_of_broken(path, str(error))
+                    Registry(path).note(registry.DAMAGED, part.step, str(error))
                     del paths[0]
             if not paths:
                 del mine[part]
@@ -304,12 +310,12 @@ class Local:
 
     def _gather(
         self, plan: Sequence[_Use], mine: Mapping[_Part, list[str]]
-    ) -> store.Stored:
+    ) -> Stored:
         """Sends parts to those that lack them; returns this process's."""
         use = plan[self._me]
         stored, wrong = None, ""
         if use.source == self._me:
-            stored = store.Stored(mine[use.part][0])
+            stored = Stored(mine[use.part][0])
         sent = {
             (each.source, each.part)
             for process, each in enumerate(plan)
@@ -321,16 +327,16 @@ class Local:
         ):
             outgoing: Iterator[bytes] = iter(())
             if source == self._me:
-                outgoing = store.Stored(mine[part][0]).stream()
+                outgoing = Stored(mine[part][0]).stream()
             incoming = self._from(source, outgoing)
             if use == _Use(part, source) and source != self._me:
                 try:
-                    stored = store.write_copy(
+                    stored = write_copy(
                         self._mine, part.step, self._token, incoming
                     )
                     if _part_of(stored.step, stored.state) != part:
-                        raise store.CheckpointError("another part came")
-                except (OSError, store.CheckpointError) as error:
+                        raise DamagedError("another part came")
+                except (OSError, CheckpointError) as error:
                     wrong = getattr(error, "strerror", None) or str(error)
             for _ in incoming:
                 pass
@@ -403,10 +409,12 @@ class _Use:
 
 def _part_of(step: int, state: Mapping[str, Any]) -> _Part | None:
     """Returns what the checkpoint of one process is a part of."""
-    part = state.get("part")
-    if part is None:
-        return None
-    return _Part(step, part["save"], part["worker"], part["of"], part["layout"])
+    part = state.get("part", {})
+    with contextlib.suppress(KeyError, TypeError):
+        return _Part(
+            step, part["save"], part["worker"], part["of"], part["layout"]
+        )
+    return None
 
 
 def _sent(state: State) -> bytes:
@@ -453,4 +461,4 @@ def _received(state: State, told: bytes) -> State:
 
 
 def _warn_of_broken(folder: str, problem: str) -> None:
-    _log.warning("refused a broken checkpoint in %s: %s", folder, problem)
+    _log.warning("refused a damaged checkpoint in %s: %s", folder, problem)

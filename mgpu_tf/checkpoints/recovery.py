@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import logging
 import os
@@ -15,10 +16,12 @@ import re
 import socket
 import time
 import uuid
+import weakref
 from typing import Any
 
+from mgpu_tf.checkpoints.reading import patiently
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.folders import not_through_links, write_whole
+from mgpu_tf.folders import NotRegularError, not_through_links, write_whole
 from mgpu_tf.reports.report import known
 
 _PROGRESS = "progress"
@@ -69,6 +72,7 @@ class Owner:
         self._mine = f"{uuid.uuid4().hex} {who}\n"
         self._checked = 0.0
         self._taken = False
+        self._lock: weakref.finalize | None = None
 
     @property
     def shown(self) -> str:
@@ -81,31 +85,55 @@ class Owner:
         Raises:
             OSError: The folder cannot be written.
         """
+        self.release()
         unfinished = f"{self._path}.{os.getpid()}"
-        _write_synced(unfinished, self._mine)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        descriptor = not_through_links(unfinished, flags)
+        # Closed with this object at the latest, and with the process.
+        self._lock = weakref.finalize(self, os.close, descriptor)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(descriptor, self._mine.encode())
+        os.fsync(descriptor)
         os.replace(unfinished, self._path)
         self._taken = True
 
-    def check(self, every_seconds: float = 0.0) -> None:
+    def release(self) -> None:
+        """Tells that this run deletes nothing more for now."""
+        if self._lock is not None:
+            self._lock()
+            self._lock = None
+
+    def check(self, every_seconds: float = 0.0) -> bool:
         """Checks that no other run has come since.
 
         Args:
             every_seconds: Looks only where the last look is as long ago.
 
+        Returns:
+            Whether this run is known to own the folder. It is not where that
+            cannot be read for a moment.
+
         Raises:
-            SupersededError: One has.
+            SupersededError: Another run has come.
         """
         now = time.monotonic()
         if not self._taken or now - self._checked < every_seconds:
-            return
+            return self._taken
         self._checked = now
         try:
             with open(
                 self._path, encoding="utf-8", opener=not_through_links
             ) as file:
                 text = file.read()
+        except FileNotFoundError:
+            # Somebody has cleaned up; no other run has come.
+            with contextlib.suppress(OSError):
+                self.take()
+                return True
+            return False
         except (OSError, ValueError):
-            return  # Of a file system that is away for a moment.
+            return False  # Of a file system that is away for a moment.
         if text != self._mine:
             raise SupersededError(
                 "A checkpoint_dir belongs to the run that began last. "
@@ -114,6 +142,25 @@ class Owner:
                 "This run writes nothing more there and ends; give each run "
                 "its own folder."
             )
+        return True
+
+
+def living_owner(folder: str) -> str:
+    """Returns which process owns a folder and lives, "" for none.
+
+    On file systems without locks none is found.
+    """
+    with contextlib.suppress(FileNotFoundError, NotRegularError, ValueError):
+        path = os.path.join(folder, _OWNER)
+        with open(path, encoding="utf-8", opener=not_through_links) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                who = file.read().partition(" ")[2].strip()
+                return who or "another process"
+            except OSError:
+                return ""
+    return ""
 
 
 def not_seen(folder: str, shown: str, seconds: float = SEEN_SECONDS) -> str:
@@ -132,7 +179,7 @@ def not_seen(folder: str, shown: str, seconds: float = SEEN_SECONDS) -> str:
     while True:
         with contextlib.suppress(OSError, ValueError):
             path = os.path.join(folder, _OWNER)
-            with open(path, encoding="utf-8") as file:
+            with open(path, encoding="utf-8", opener=not_through_links) as file:
                 if file.read().startswith(shown):
                     break
         if time.monotonic() > end:
@@ -153,9 +200,14 @@ def run_of(folder: str) -> str:
         OSError: It cannot be written.
     """
     path, place = os.path.join(folder, _RUN), os.path.realpath(folder)
-    with contextlib.suppress(OSError, ValueError):
+
+    def read() -> str:
         with open(path, encoding="utf-8", opener=not_through_links) as file:
-            name, _, where = file.read().partition(" ")
+            return file.read()
+
+    # One that cannot be read for a moment has a name all the same.
+    with contextlib.suppress(FileNotFoundError, NotRegularError, ValueError):
+        name, _, where = patiently(path, read).partition(" ")
         if where == place and _RUN_NAME.fullmatch(name):
             return name
     name = uuid.uuid4().hex[:12]

@@ -184,6 +184,12 @@ class RunState:
         if found is None:
             return
         state, _ = found
+        if "data" not in state:
+            raise ConfigurationError(
+                "fit goes on from what a fit has saved. Received: a "
+                "checkpoint_dir with a checkpoint of Loop.save. Use another "
+                "checkpoint_dir."
+            )
         for name, value in self._data.items():
             if state["data"].get(name) != value:
                 raise ConfigurationError(

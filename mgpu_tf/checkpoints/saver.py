@@ -20,10 +20,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from mgpu_tf.checkpoints import step_losses, store
+from mgpu_tf.checkpoints import registry, step_losses, store
 from mgpu_tf.checkpoints.interval import Interval
 from mgpu_tf.checkpoints.local import KEPT, Local
+from mgpu_tf.checkpoints.manifest import DamagedError
+from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.recovery import (
+    SEEN_SECONDS,
     Owner,
     Progress,
     Recovery,
@@ -169,9 +172,10 @@ class CheckpointSaver(Saver):
         if self._is_chief:
             make_folder("checkpoint_dir", folder, writes=False)
             self._take(folder)
-            store.recover(folder)
         self._meet(folder)
         stored = self._newest_of_both(folder)
+        if stored is None and not self._options.restart_from_nothing:
+            self._refuse_to_lose(folder)
         if stored is None and resume == "always":
             raise ConfigurationError(
                 "resume='always' needs a usable checkpoint. Received: "
@@ -193,7 +197,29 @@ class CheckpointSaver(Saver):
         if self._is_chief:
             step = 0 if stored is None else stored.step
             self._begin(step, {} if found is None else found[0])
+            noted = self._writer.registry
+            noted.shorten()
+            if stored is None:
+                noted.note(registry.BEGAN, 0, "there was nothing to go on from")
+            else:
+                noted.note(registry.RESUMED, step, f"from {stored.path}")
         return found
+
+    def _refuse_to_lose(self, folder: str) -> None:
+        """Refuses, on all workers, to begin anew beside damaged checkpoints.
+
+        Raises:
+            ConfigurationError: There are some.
+        """
+        wrong = ""
+        if self._is_chief:
+            try:
+                store.refuse_to_lose("checkpoint_dir", folder)
+            except ConfigurationError as error:
+                wrong = str(error)
+        wrong = str(self._peers.of_all(wrong)[0])
+        if wrong:
+            raise ConfigurationError(wrong)
 
     def _meet(self, folder: str) -> None:
         """Checks that all workers see the folder, and makes the writer.
@@ -231,14 +257,14 @@ class CheckpointSaver(Saver):
         except OSError as error:
             raise _unwritable(folder, error) from None
 
-    def _newest_of_both(self, folder: str) -> store.Stored | None:
+    def _newest_of_both(self, folder: str) -> Stored | None:
         """Returns the newest checkpoint, of each machine or of all."""
         if self._local is None:
             return self._newest(folder)
         newest = -1
         if self._is_chief:
-            known = store.entries(folder, thorough=False)
-            newest = max((e.step for e in known if not e.problem), default=-1)
+            every = store.newest_first(folder)
+            newest = next((each.step for each in every if each.whole), -1)
         newest = self._peers.of_first(newest)
         found = self._local.newest(above=newest)
         if found is not None:
@@ -250,52 +276,63 @@ class CheckpointSaver(Saver):
             return self._local.newest(above=step) or shared
         return shared
 
-    def _newest(self, folder: str) -> store.Stored | None:
+    def _newest(self, folder: str) -> Stored | None:
         """Returns the newest checkpoint that is whole.
 
-        To check it, each worker reads some of its files to their end.
+        To check it, each worker reads some of its files to their end. Only
+        what is damaged is passed by.
+
+        Raises:
+            CheckpointError: One that may be newer is of a later release, or
+                cannot be read.
         """
         below = sys.maxsize
         while True:
-            known = store.entries(folder, thorough=False)
-            step = self._candidate(known, below) if self._is_chief else -1
+            step = self._candidate(folder, below) if self._is_chief else -1
             step = self._peers.of_first(step)
             if step < 0:
                 return None
-            stored, wrong = self._checked(known, step)
+            stored, wrong = self._checked(folder, step)
             told = [text for text in self._peers.of_all(wrong) if text]
             if not told and stored is not None:
                 if self._is_chief:
                     _log.info("resumed at step %d from %s", step, stored.path)
                 return stored
             if self._is_chief:
-                _warn_of_broken(told[0])
+                self._refuse(step, told[0])
             below = step
 
-    def _candidate(self, known: list[store.Entry], below: int) -> int:
-        for entry in reversed(known):
-            if entry.step >= below:
-                continue
-            if not entry.problem:
+    def _candidate(self, folder: str, below: int) -> int:
+        for entry in store.newest_first(folder, below=below):
+            if entry.whole:
                 return entry.step
-            _warn_of_broken(entry.problem)
+            self._refuse(entry.step, entry.problem)
         return -1
 
-    def _checked(
-        self, known: list[store.Entry], step: int
-    ) -> tuple[store.Stored | None, str]:
+    def _refuse(self, step: int, problem: str) -> None:
+        """Passes a checkpoint by that is damaged, and lets nobody delete it."""
+        _log.warning("refused a damaged checkpoint, which stays: %s", problem)
+        noted = self._writer.registry
+        if noted.damaged.get(step) != problem:
+            noted.note(registry.DAMAGED, step, problem)
+
+    def _checked(self, folder: str, step: int) -> tuple[Stored | None, str]:
         """Returns a checkpoint, and what is wrong with this worker's share."""
-        paths = {entry.step: entry.path for entry in known}
-        if step not in paths:
+        end = time.monotonic() + SEEN_SECONDS
+        while step not in (paths := store.paths(folder)):
+            # A file system that machines share may tell late.
+            if time.monotonic() < end:
+                time.sleep(0.1)
+                continue
             raise ConfigurationError(
                 "checkpoint_dir must be a folder that every worker sees. "
                 f"Received: {self._options.folder!r}, where the chief has a "
                 f"checkpoint of step {step} and this worker has none."
             )
         try:
-            stored = store.Stored(paths[step])
+            stored = Stored(paths[step])
             stored.check(self._peers.worker, self._peers.num_workers)
-        except store.CheckpointError as error:
+        except DamagedError as error:
             return None, str(error)
         return stored, ""
 
@@ -304,8 +341,12 @@ class CheckpointSaver(Saver):
         try:
             self._owner.take()
         except OSError as error:
-            if error.errno == errno.ENOSPC:
-                return  # It is told when a checkpoint cannot be written.
+            # A full disk is told when a checkpoint cannot be written.
+            if error.errno != errno.ENOSPC:
+                raise _unwritable(folder, error) from None
+        try:
+            store.recover(folder)
+        except OSError as error:
             raise _unwritable(folder, error) from None
 
     def _begin(self, step: int, state: State) -> None:
@@ -350,7 +391,7 @@ class CheckpointSaver(Saver):
     def begin(self) -> None:
         """Saves the beginning of a run that has no checkpoint."""
         if not self._saved:
-            self._save()
+            self._save("the beginning")
 
     def record(self, first: int, losses: Sequence[float]) -> None:
         """Keeps the losses of steps, for a replay."""
@@ -377,7 +418,7 @@ class CheckpointSaver(Saver):
         # Later where an update of several steps had to end first.
         due |= step >= self._due_at
         if due or (by_epoch and epoch_ends):
-            self._save(shared=votes.end)
+            self._save(self._why(votes, step), shared=votes.end)
         if votes.end:
             self._flush()
             self._peers.any(False)
@@ -386,12 +427,13 @@ class CheckpointSaver(Saver):
     def finish(self) -> None:
         """Saves the end of the run, and waits until it is on the disk."""
         if not self._saved or self._local_saves:
-            self._save(shared=True)
+            self._save("the end of the run", shared=True)
         self._flush()
         self._peers.any(False)
         if self._progress is not None:
             self._owner.check()
             self._progress.end()
+        self._owner.release()
         if self._local is not None:
             self._local.end()
 
@@ -422,10 +464,24 @@ class CheckpointSaver(Saver):
     def _writing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _save(self, *, shared: bool = False) -> None:
+    def _why(self, votes: Votes, step: int) -> str:
+        """Returns why a save is due, for the registry."""
+        options = self._options
+        if votes.end:
+            return "SIGTERM"
+        if step >= self._due_at:
+            return f"every {options.save_every_steps} steps"
+        if votes.save and options.save_every is not None:
+            return f"save_every={options.save_every}"
+        if votes.save:
+            return f"every {options.save_every_seconds:g} seconds"
+        return "the end of an epoch"
+
+    def _save(self, why: str, *, shared: bool = False) -> None:
         """Takes the state, and has it brought to the disk in the background.
 
         Args:
+            why: Why it is due.
             shared: Whether to the folder that all see, and no other.
         """
         began = time.perf_counter()
@@ -452,7 +508,7 @@ class CheckpointSaver(Saver):
             writer.begin(step, pieces)
         self._interval.note(time.perf_counter() - began)
         self._thread = threading.Thread(
-            target=self._finish, args=(writer, step, state, keep, before)
+            target=self._finish, args=(writer, step, state, keep, before, why)
         )
         self._thread.start()
         self._last_save = time.monotonic()
@@ -460,10 +516,16 @@ class CheckpointSaver(Saver):
         self.saves += 1
 
     def _finish(
-        self, writer: Writer, step: int, state: State, keep: int, before: int
+        self,
+        writer: Writer,
+        step: int,
+        state: State,
+        keep: int,
+        before: int,
+        why: str,
     ) -> None:
         try:
-            writer.finish(state, keep, before)
+            writer.finish(state, keep, before, why)
             self._failed = None
         except Exception as error:
             # Told now, and raised by the thread that trains at the end.
@@ -488,7 +550,3 @@ def _unwritable(folder: str, error: OSError) -> ConfigurationError:
         "checkpoint_dir must be a folder that can be made and written. "
         f"Received: checkpoint_dir={folder!r} ({error.strerror})."
     )
-
-
-def _warn_of_broken(problem: str) -> None:
-    _log.warning("refused a broken checkpoint: %s", problem)

@@ -14,7 +14,7 @@ import os
 import struct
 from collections.abc import Sequence
 
-from mgpu_tf.folders import not_through_links
+from mgpu_tf.folders import NotRegularError, not_through_links
 
 FILE = "losses"
 # The step, and its loss. Of a step that was not written both are 0.
@@ -42,8 +42,10 @@ def read(folder: str) -> dict[int, float]:
     """Returns the losses by step; none where nothing was written."""
     data = b""
     with (
-        contextlib.suppress(FileNotFoundError),
-        open(os.path.join(folder, FILE), "rb") as file,
+        contextlib.suppress(FileNotFoundError, NotRegularError),
+        open(
+            os.path.join(folder, FILE), "rb", opener=not_through_links
+        ) as file,
     ):
         data = file.read()
     whole = len(data) // _ENTRY.size * _ENTRY.size

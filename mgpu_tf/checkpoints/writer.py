@@ -13,6 +13,7 @@ writes the manifest, and gives the checkpoint its name.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import threading
 import time
@@ -22,12 +23,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import parts, registry, store
 from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.checkpoints.reading import Stored
+from mgpu_tf.checkpoints.registry import Registry
+from mgpu_tf.errors import CheckpointError, ConfigurationError
 from mgpu_tf.mesh import Piece, Region
 
 State = dict[str, Any]
+
+_log = logging.getLogger("mgpu_tf")
 
 _VARIABLES = "variables/"
 # How long the first process waits for the parts of the others, which is less
@@ -47,11 +52,13 @@ class Writer:
         processes: How many there are.
         in_memory: Whether `begin` copies the pieces and leaves the writing
             to `finish`.
-        check: Raises where this run may no longer write there.
+        check: Returns whether this run is known to own the folder, and so
+            may delete there; raises where another one does.
 
     Attributes:
         written: The step of the last checkpoint that is whole, -1 for none.
             Known on the first process.
+        registry: What becomes of checkpoints; the first process writes it.
     """
 
     def __init__(
@@ -62,16 +69,17 @@ class Writer:
         processes: int = 1,
         *,
         in_memory: bool = False,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], bool] = lambda: True,
     ) -> None:
         self._folder, self._token = folder, token
         self._process, self._processes = process, processes
         self._in_memory = in_memory
         self._check = check
         self._ending = threading.Event()
+        self.registry = Registry(folder)
         self.written = -1
         self._step = 0
-        self._part: store.Part | None = None
+        self._part: parts.Part | None = None
         self._left: list[Piece] = []
         self._failed: Exception | None = None
 
@@ -88,8 +96,8 @@ class Writer:
             self._check()
             if self._process == 0:
                 # Of a save that another process was late to give up.
-                store.abandon_earlier(self._folder, step, self._token)
-            self._part = store.Part(
+                parts.abandon_earlier(self._folder, step, self._token)
+            self._part = parts.Part(
                 self._folder, step, self._token, self._process
             )
             for piece in pieces:
@@ -101,7 +109,11 @@ class Writer:
             self._failed = error
 
     def finish(
-        self, state: Mapping[str, Any], keep: int, before: int = -1
+        self,
+        state: Mapping[str, Any],
+        keep: int,
+        before: int = -1,
+        why: str = "",
     ) -> None:
         """Waits for the disk; on the first process, for all of them.
 
@@ -110,6 +122,7 @@ class Writer:
                 process writes it.
             keep: How many checkpoints to keep.
             before: The step of one that is kept beside them.
+            why: Why it is saved, for the registry.
 
         Raises:
             OSError: The disk is full or the folder cannot be written.
@@ -117,7 +130,7 @@ class Writer:
             ConfigurationError: The part of another process is not seen here.
         """
         try:
-            self._finish(state, keep, before)
+            self._finish(state, why)
         except BaseException as error:
             self._give_up(told_of(error))
             raise
@@ -125,20 +138,36 @@ class Writer:
             self._left = []
             if self._part is not None:
                 self._part.close()
+        if self._process == 0:
+            self._prune(keep, before)
+
+    def _prune(self, keep: int, before: int) -> None:
+        """Deletes older checkpoints; what fails is done at the next save."""
+        try:
+            if self._check():
+                store.prune(
+                    self._folder, keep, self._token, before, self.registry
+                )
+        except (OSError, CheckpointError) as error:
+            _log.warning(
+                "older checkpoints were not deleted (%s); the next save does "
+                "so",
+                told_of(error),
+            )
 
     def _give_up(self, reason: str) -> None:
         """Leaves nothing of this part but why it does not come."""
         if self._process == 0:
-            store.abandon(self._folder, self._step, self._token)
+            parts.abandon(self._folder, self._step, self._token)
             return
         if self._part is not None:
             # What tells so needs a place on a disk that may be full.
             self._part.drop()
-        store.refuse(
+        parts.refuse(
             self._folder, self._step, self._token, self._process, reason
         )
 
-    def _finish(self, state: Mapping[str, Any], keep: int, before: int) -> None:
+    def _finish(self, state: Mapping[str, Any], why: str) -> None:
         if self._failed is not None:
             raise self._failed
         assert self._part is not None
@@ -159,17 +188,16 @@ class Writer:
         mine = self._part.end()
         others = [self._left_by(k) for k in range(1, self._processes)]
         self._check()
-        store.commit(
+        parts.commit(
             self._folder, self._step, self._token, state, [mine, *others]
         )
         self.written = self._step
-        self._check()
-        store.prune(self._folder, keep, self._token, before)
+        self.registry.note(registry.SAVED, self._step, why)
 
     def close(self) -> None:
         """Deletes the files that another save would have written over."""
         if self._process == 0:
-            store.abandon_spare(self._folder, self._token)
+            parts.abandon_spare(self._folder, self._token)
 
     def end_soon(self) -> None:
         """Waits no longer for processes that may have ended."""
@@ -184,7 +212,7 @@ class Writer:
         """Waits for the part of another process."""
         began = time.monotonic()
         while True:
-            found = store.left(self._folder, self._step, self._token, process)
+            found = parts.left(self._folder, self._step, self._token, process)
             if found is not None:
                 return found
             limit = WAIT_SECONDS
@@ -203,7 +231,7 @@ class Writer:
 def told_of(error: BaseException) -> str:
     """Returns why a checkpoint was not written, in a few words."""
     reason = getattr(error, "strerror", None)
-    if reason is None and isinstance(error, ValueError):
+    if isinstance(error, ValueError | CheckpointError):
         reason = str(error)
     return str(reason or repr(error))
 
@@ -238,7 +266,7 @@ class Variables:
         arrays: Type and shape of each by its name.
     """
 
-    def __init__(self, stored: store.Stored) -> None:
+    def __init__(self, stored: Stored) -> None:
         self._stored = stored
         self.arrays = {
             name.removeprefix(_VARIABLES): (array.dtype, array.shape)
@@ -256,7 +284,7 @@ class Variables:
         return _elements(self._stored.read(_VARIABLES + name, region), dtype)
 
 
-def read_state(stored: store.Stored) -> State:
+def read_state(stored: Stored) -> State:
     """Returns the state of a run, with its arrays.
 
     Raises:

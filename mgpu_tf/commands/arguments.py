@@ -126,6 +126,14 @@ def define_supervision(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     flags.DEFINE_integer(
+        "max_workers",
+        None,
+        "After a failure, continue at once with the workers that there are "
+        "machines for, from min_workers to N, and with more of them when "
+        "machines come back.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
         "spares",
         0,
         "Keep N more processes that have imported TensorFlow, to take the "
@@ -178,6 +186,7 @@ def supervision(
         "policy": RestartPolicy(
             max_restarts=values.max_restarts if again else 0,
             min_workers=values.min_workers if again else None,
+            max_workers=values.max_workers if again else None,
             backoff_seconds=values.backoff_seconds,
             unit="task" if asynchronous else "job",
         ),

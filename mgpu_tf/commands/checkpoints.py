@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 from absl import flags
 
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import registry, store
+from mgpu_tf.checkpoints.recovery import living_owner
 from mgpu_tf.commands.arguments import Call
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, printable
 
 USAGE = """mgpu-tf checkpoints FOLDER [--keep=N]
 
-Lists the checkpoints in a folder and verifies every byte of them. With --keep,
-first deletes all but the N newest. Do not use --keep on a folder that a run is
-writing to. Exits with status 1 if a checkpoint is broken. FOLDER may also be a
-local_checkpoint_dir: then it lists the parts of each worker.
+Lists the checkpoints in a folder, verifies every byte of them, and tells why
+each was saved. With --keep, first deletes all but the N newest; a folder that a
+run is writing to is left alone. What is damaged, of a later release, or cannot
+be read is never deleted. Exits with status 1 if there is any. FOLDER may also
+be a local_checkpoint_dir: then it lists the parts of each worker.
 
 Example:
   mgpu-tf checkpoints runs/a/checkpoints --keep=2
@@ -52,11 +55,36 @@ def run(call: Call) -> int:
     broken = False
     for folder in store.folders(path):
         if folder != path:
-            print(f"{os.path.relpath(folder, path)}:")
+            print(printable(f"{os.path.relpath(folder, path)}:"))
         if values.keep is not None:
-            for name in store.prune(folder, values.keep):
-                print(f"deleted {name}")
-        for entry in store.entries(folder):
-            print(entry.describe())
-            broken |= bool(entry.problem)
+            for name in _prune(folder, values.keep):
+                print(printable(f"deleted {name}"))
+        for whole, line in _lines(folder):
+            print(printable(line))
+            broken |= not whole
     return BROKEN if broken else 0
+
+
+def _prune(folder: str, keep: int) -> list[str]:
+    owner = living_owner(folder)
+    if owner:
+        raise ConfigurationError(
+            "Checkpoints are deleted by the run that writes them, for as long "
+            f"as it lives. Received: {folder!r}, which belongs to {owner}. "
+            "Leave --keep out, or wait for the end of the run."
+        )
+    return store.prune(folder, keep)
+
+
+def _lines(folder: str) -> Iterator[tuple[bool, str]]:
+    """Yields whether a checkpoint is whole, and a line about it."""
+    saved = {
+        event.step: event.why
+        for event in registry.read(folder)
+        if event.what == registry.SAVED and event.why
+    }
+    for entry in store.survey(folder, thorough=True):
+        why = saved.get(entry.step, "")
+        yield entry.whole, entry.describe() + (f", saved: {why}" if why else "")
+    for name in store.aside(folder):
+        yield False, f"ASIDE   {name}, which a new checkpoint took the name of"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 
 from absl import flags
 
 from mgpu_tf import planner
+from mgpu_tf.commands import planned_model
 from mgpu_tf.commands.arguments import Call
 from mgpu_tf.errors import ConfigurationError, check_integer, is_integer
 from mgpu_tf.mesh import MICRO_BATCHES, bubble
@@ -17,13 +20,20 @@ USAGE = """mgpu-tf plan [--flags]
 
 Estimates what a training run will take.
 
-With --num_parameters: the memory that each device needs.
+With --model: the layouts of the devices, each with the memory of a device, the
+speed and what limits it, the best first. Neither the devices nor the memory of
+the model have to be here.
+
+With --num_parameters: the memory that each device needs, without activations.
 
 With --scaling, a file of mgpu-tf benchmark: the hours and the price for each
 number of devices in the file. The benchmark does not wait for data, so add the
 time of waiting for data.
 
 Example:
+  mgpu-tf plan --model=resnet50 --global_batch_size=512 --devices=8 --nodes=4 \\
+    --device=a100-40gb --interconnect=25gbe
+  mgpu-tf plan --model=my_package.models:build --global_batch_size=64
   mgpu-tf plan --num_parameters=1.5G --optimizer=adam --device_memory_gib=16
   mgpu-tf plan --num_parameters=1.5G --fsdp_parallel=4
   mgpu-tf plan --num_parameters=1.5G --tensor_parallel=4
@@ -34,10 +44,10 @@ Example:
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 _MOST = 1e15
 
-# Flags, and the flag that each of them needs.
+# Flags, and the flags of which each of them needs one.
 _NEEDS = {
-    "optimizer": "num_parameters",
-    "device_memory_gib": "num_parameters",
+    "optimizer": "num_parameters or model",
+    "device_memory_gib": "num_parameters or model",
     "fsdp_parallel": "num_parameters",
     "tensor_parallel": "num_parameters",
     "shard": "num_parameters",
@@ -45,7 +55,8 @@ _NEEDS = {
     "micro_batches": "num_parameters",
     "examples": "scaling",
     "epochs": "scaling",
-    "price": "scaling",
+    "price": "scaling or model",
+    **dict.fromkeys(planned_model.FLAGS, "model"),
 }
 
 
@@ -113,6 +124,7 @@ def define(values: flags.FlagValues) -> None:
         (real, "price", None, "Price of one device for one hour."),
     ):
         define_flag(name, default, meaning, flag_values=values)
+    planned_model.define(values)
 
 
 def run(call: Call) -> int:
@@ -126,18 +138,21 @@ def run(call: Call) -> int:
     """
     call.takes_flags_only()
     values = call.values
-    if values.num_parameters is None and values.scaling is None:
+    if not any((values.model, values.num_parameters, values.scaling)):
         raise ConfigurationError(
-            "plan needs the size of the model or what was measured. "
-            "Received: neither. Write --num_parameters=25.6M, or "
-            "--scaling=FILE with --examples=N."
+            "plan needs a model, its size, or what was measured. Received: "
+            "none of them. Write --model=resnet50 --global_batch_size=64, "
+            "--num_parameters=25.6M, or --scaling=FILE with --examples=N."
         )
-    for name, other in _NEEDS.items():
-        if values[name].present and values[other].value is None:
+    for name, others in _NEEDS.items():
+        there = any(values[each].value for each in others.split(" or "))
+        if values[name].present and not there:
             raise ConfigurationError(
-                f"{name} goes with {other}. Received: --{name} without "
-                f"--{other}. Give both, or leave it out."
+                f"{name} goes with {others}. Received: --{name} without it. "
+                "Give both, or leave it out."
             )
+    if values.model is not None:
+        return _model(values)
     told = []
     if values.num_parameters is not None:
         told.append(_memory(values))
@@ -145,6 +160,29 @@ def run(call: Call) -> int:
         told.append(_costs(values))
     print("\n\n".join(told))
     return 0
+
+
+def _model(values: flags.FlagValues) -> int:
+    """Plans a model; prints a table or JSON, and writes the page."""
+    from mgpu_tf.planner import page
+
+    found = planned_model.plan_of(values)
+    if values.html is not None:
+        folder = os.path.dirname(os.path.abspath(values.html))
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with open(values.html, "w", encoding="utf-8") as file:
+                file.write(page.page(found))
+        except OSError as error:
+            raise ConfigurationError(
+                "html must be a file that can be written. Received: "
+                f"html={values.html!r} ({error.strerror})."
+            ) from None
+    if values.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        print(page.text(found))
+    return 0 if found.best.fits else 1
 
 
 def _memory(values: flags.FlagValues) -> str:

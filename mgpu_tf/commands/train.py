@@ -69,8 +69,8 @@ def run(call: Call) -> int:
         )
     if cluster is not None and again:
         _log.warning(
-            "%s restarts its tasks itself; max_restarts and min_workers of "
-            "this command do nothing here",
+            "%s restarts its tasks itself; max_restarts, min_workers and "
+            "max_workers of this command do nothing here",
             cluster.source,
         )
     return _run(config)

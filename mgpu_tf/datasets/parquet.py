@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from mgpu_tf.datasets.open_files import OpenFiles
 from mgpu_tf.datasets.random_access import RandomAccess
 from mgpu_tf.errors import ConfigurationError, check_integer
 
@@ -77,16 +78,14 @@ class ParquetRows:
         check_integer("memory_bytes", memory_bytes, 0)
         self._columns = None if columns is None else list(columns)
         self._memory_bytes = memory_bytes
-        self._files = [_opened(path, columns) for path in _paths(pattern)]
-        self._groups = [
-            (file, group)
-            for file, opened in enumerate(self._files)
-            for group in range(opened.metadata.num_row_groups)
-        ]
-        lengths = [
-            self._files[file].metadata.row_group(group).num_rows
-            for file, group in self._groups
-        ]
+        self._paths = _paths(pattern)
+        self._groups: list[tuple[int, int]] = []
+        lengths: list[int] = []
+        for file, path in enumerate(self._paths):
+            of_file = _lengths(path, columns)
+            self._groups += [(file, group) for group in range(len(of_file))]
+            lengths += of_file
+        self._files = OpenFiles(_opened, lambda opened: opened.close())
         self._ends = np.cumsum(lengths, dtype=np.int64)
         self._held: collections.OrderedDict[int, Any] = (
             collections.OrderedDict()
@@ -126,9 +125,10 @@ class ParquetRows:
         with self._lock:
             if number not in self._held:
                 file, group = self._groups[number]
-                self._held[number] = self._files[file].read_row_group(
-                    group, columns=self._columns
-                )
+                with self._files.opened(self._paths[file]) as opened:
+                    self._held[number] = opened.read_row_group(
+                        group, columns=self._columns
+                    )
                 self.groups_read += 1
             self._held.move_to_end(number)
             table = self._held[number]
@@ -165,7 +165,7 @@ def _paths(pattern: str) -> list[str]:
     return paths
 
 
-def _opened(path: str, columns: Sequence[str] | None) -> Any:
+def _opened(path: str) -> Any:
     try:
         import pyarrow as pa
         from pyarrow import parquet as files
@@ -175,19 +175,31 @@ def _opened(path: str, columns: Sequence[str] | None) -> Any:
             "Run: pip install 'mgpu_tf[parquet]'"
         ) from None
     try:
-        opened = files.ParquetFile(path)
+        return files.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         said = str(error).partition("\n")[0]
         raise ConfigurationError(
             "pattern must match Parquet files alone. Received: "
             f"{path!r} ({said:.120})."
         ) from None
-    known = set(opened.schema_arrow.names)
-    missing = [name for name in columns or () if name not in known]
-    if missing:
-        raise ConfigurationError(
-            "columns must be columns of all files. Received: "
-            f"{', '.join(missing)}, not in {path!r} with "
-            f"{', '.join(sorted(known))}."
-        )
-    return opened
+
+
+def _lengths(path: str, columns: Sequence[str] | None) -> list[int]:
+    """Returns the rows of each row group of a file; checks its columns."""
+    opened = _opened(path)
+    try:
+        known = set(opened.schema_arrow.names)
+        missing = [name for name in columns or () if name not in known]
+        if missing:
+            raise ConfigurationError(
+                "columns must be columns of all files. Received: "
+                f"{', '.join(missing)}, not in {path!r} with "
+                f"{', '.join(sorted(known))}."
+            )
+        metadata = opened.metadata
+        return [
+            metadata.row_group(group).num_rows
+            for group in range(metadata.num_row_groups)
+        ]
+    finally:
+        opened.close()

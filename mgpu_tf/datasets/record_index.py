@@ -4,8 +4,11 @@
     trainer.fit(data, batch_size=64)
 
 A TFRecord file does not tell where its records begin. An index file beside it
-does, `train-0.tfrecord.index`: the size of the file, then the first byte and
-the number of bytes of each record. It is written when a file is first opened.
+does, `train-0.tfrecord.index`: the size of the file and the time when it was
+written last, then the first byte and the number of bytes of each record. It is
+written when a file is first opened, and again when the file has changed. Of a
+file with another time some records are compared; a record that is read is
+compared in any case.
 
 References:
     TensorFlow's format of records: a length of 8 bytes, its checksum of 4,
@@ -14,7 +17,7 @@ References:
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import glob
 import logging
 import os
@@ -24,10 +27,13 @@ from typing import Any
 
 import numpy as np
 
+from mgpu_tf.datasets.open_files import OpenFiles
 from mgpu_tf.datasets.random_access import RandomAccess
 from mgpu_tf.errors import ConfigurationError
 
-_HEADER, _CHECKSUM = 12, 4
+_LENGTH, _HEADER, _CHECKSUM = 8, 12, 4
+# Records that are compared with an index of another time.
+_COMPARED = 16
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -78,8 +84,10 @@ class RecordFiles:
                 f"pattern={pattern!r}, which matches none."
             )
         self._paths = paths
-        self._places = [_places_of(path) for path in paths]
-        self._ends = np.cumsum([len(places) for places in self._places])
+        # Of files without an index beside them.
+        self._tables: dict[str, np.ndarray] = {}
+        self._ends = np.cumsum([self._prepared(path) for path in paths])
+        self._files = OpenFiles(self._opened, _File.close)
 
     def __len__(self) -> int:
         """Returns the number of records."""
@@ -90,39 +98,107 @@ class RecordFiles:
         if not 0 <= number < len(self):
             raise IndexError(number)
         file = int(np.searchsorted(self._ends, number, side="right"))
-        places = self._places[file]
-        start, size = places[number - int(self._ends[file]) + len(places)]
-        return os.pread(self._descriptors[file], int(size), int(start))
+        path = self._paths[file]
+        with self._files.opened(path) as opened:
+            places = opened.places
+            first = int(self._ends[file]) - len(places)
+            start, size = map(int, places[number - first])
+            begin = start - _HEADER
+            read = os.pread(opened.descriptor, _HEADER + size, begin)
+        if len(read) < _HEADER + size or _length(read) != size:
+            raise ConfigurationError(
+                "Files must not change while they are read. Received: "
+                f"{path!r}, which has no record of {size} bytes at byte "
+                f"{begin} any more. Delete {path + '.index'!r} and start again."
+            )
+        return read[_HEADER:]
 
-    @functools.cached_property
-    def _descriptors(self) -> list[int]:
-        return [os.open(path, os.O_RDONLY) for path in self._paths]
+    def _prepared(self, path: str) -> int:
+        """Returns the number of records, and indexes them where needed."""
+        table = _read_index(path)
+        if table is None:
+            table = _new_index(path)
+            if not _written(path, table):
+                self._tables[path] = table
+        return len(table) - 1
+
+    def _opened(self, path: str) -> _File:
+        table = self._tables.get(path)
+        if table is None:
+            table = np.load(f"{path}.index", mmap_mode="r")
+        return _File(os.open(path, os.O_RDONLY), table[1:])
 
     def __del__(self) -> None:
-        for descriptor in self.__dict__.get("_descriptors", []):
-            os.close(descriptor)
+        if "_files" in self.__dict__:
+            self._files.close()
 
 
-def _places_of(path: str) -> np.ndarray:
-    """Returns `[records, 2]`: the first byte and the number of bytes."""
-    index, size = f"{path}.index", os.path.getsize(path)
+@dataclasses.dataclass
+class _File:
+    """An open file.
+
+    Attributes:
+        descriptor: Its number.
+        places: `[records, 2]`: the first byte and the number of bytes.
+    """
+
+    descriptor: int
+    places: np.ndarray
+
+    def close(self) -> None:
+        """Closes it; a mapped index is closed where nobody has it any more."""
+        os.close(self.descriptor)
+
+
+def _read_index(path: str) -> np.ndarray | None:
+    """Returns the index beside a file, None where it is not of that file."""
+    state = os.stat(path)
     try:
-        table = np.load(index, mmap_mode="r")
-        if table.shape[1:] == (2,) and table[0, 0] == size:
-            return table[1:]
+        table = np.load(f"{path}.index", mmap_mode="r")
+        if table.shape[1:] != (2,) or table[0, 0] != state.st_size:
+            return None
     except (OSError, ValueError, IndexError):
-        pass  # No index yet, or the index of another file.
-    table = np.array([(size, 0), *_scanned(path, size)], np.int64)
+        return None  # No index yet, or no index at all.
+    if table[0, 1] == state.st_mtime_ns or _agrees(path, table[1:]):
+        return table
+    return None
+
+
+def _agrees(path: str, places: np.ndarray) -> bool:
+    """Whether some records, the last among them, are where an index says."""
+    end = sum(map(int, places[-1])) + _CHECKSUM if len(places) else 0
+    some = np.linspace(0, len(places) - 1, _COMPARED, dtype=int)
+    with open(path, "rb") as file:
+        for start, size in places[np.unique(some[some >= 0])].tolist():
+            file.seek(start - _HEADER)
+            if _length(file.read(_LENGTH)) != size:
+                return False
+    return end == os.path.getsize(path)
+
+
+def _new_index(path: str) -> np.ndarray:
+    state = os.stat(path)
+    places = _scanned(path, state.st_size)
+    return np.array([(state.st_size, state.st_mtime_ns), *places], np.int64)
+
+
+def _written(path: str, table: np.ndarray) -> bool:
+    """Writes an index beside a file; whether that could be done."""
     try:
         # Workers may write at the same time: each a whole file.
         with tempfile.NamedTemporaryFile(
             dir=os.path.dirname(path) or ".", suffix=".index", delete=False
         ) as file:
             np.save(file, table)
-        os.replace(file.name, index)
+        os.replace(file.name, f"{path}.index")
     except OSError as error:
         _log.info("no index file beside %s: %s", path, error.strerror)
-    return table[1:]
+        return False
+    return True
+
+
+def _length(header: bytes) -> int:
+    return int.from_bytes(header[:_LENGTH], "little")
 
 
 def _scanned(path: str, size: int) -> list[tuple[int, int]]:
@@ -130,7 +206,7 @@ def _scanned(path: str, size: int) -> list[tuple[int, int]]:
     with open(path, "rb") as file:
         while start < size:
             file.seek(start)
-            length = int.from_bytes(file.read(8), "little")
+            length = _length(file.read(_LENGTH))
             places.append((start + _HEADER, length))
             start += _HEADER + length + _CHECKSUM
     if start != size:

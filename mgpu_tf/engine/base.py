@@ -218,6 +218,17 @@ class Engine(abc.ABC):
         """Whether XLA can compile steps of training; prepared engines tell."""
         return False
 
+    def lacks_memory(self, source: Source) -> bool:
+        """Computes the gradients of a batch; whether they do not fit.
+
+        Nothing is updated, and no batch is taken.
+
+        Args:
+            source: The global batches.
+        """
+        del source
+        return False
+
     def compile_steps(self, jit_compile: bool) -> None:
         """Says whether XLA compiles the steps of training that follow.
 

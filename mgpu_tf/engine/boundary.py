@@ -31,9 +31,10 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author_scope import AuthorScope, graph_here
+from mgpu_tf.engine.contributions import BatchShare, sharing
 from mgpu_tf.engine.exchange import Cut, Exchange
 from mgpu_tf.engine.random_rows import rows_of_global_draws
-from mgpu_tf.engine.row_proof import FIXED, RowProof, Rows
+from mgpu_tf.engine.row_proof import FIXED, RowProof, Rows, proving
 from mgpu_tf.engine.state import ReplicaState
 
 _log = logging.getLogger("mgpu_tf")
@@ -238,7 +239,14 @@ class Boundary:
             proof,
         )
         try:
-            with self._drawing(cut, spare, list(given.values()), proof):
+            with (
+                proving(proof),
+                self._drawing(cut, spare, list(given.values()), proof),
+                sharing(
+                    BatchShare(cut.count, cut.total, cut.replicas),
+                    exchange=self._exchange,
+                ),
+            ):
                 outputs = own(*arguments, **named)
         finally:
             here.inside = None

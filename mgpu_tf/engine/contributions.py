@@ -27,6 +27,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from mgpu_tf.engine.row_proof import FIXED, SUM, note
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
@@ -127,7 +128,7 @@ class _Current(threading.local):
     """The current step of this thread; each replica has its own thread."""
 
     share: BatchShare | None = None
-    stands: bool = False
+    exchange: Any = None
     declared: list[tf.Tensor] = dataclasses.field(default_factory=list)
 
 
@@ -136,24 +137,24 @@ _current = _Current()
 
 @contextlib.contextmanager
 def sharing(
-    share: BatchShare, *, stands: bool = False
+    share: BatchShare | None, *, exchange: Any = None
 ) -> Iterator[list[tf.Tensor]]:
     """Sets the current share while the code of a model's author runs.
 
     Args:
-        share: The share of this replica in the global batch.
-        stands: Whether values in the block are means over the replica's rows,
-            which are weighted by the replica's share afterwards.
+        share: The share of this replica in the global batch; None where the
+            code has the rows of all replicas.
+        exchange: What gives replicas the rows of all.
 
     Yields:
         A list of the contributions that the author declares in the block.
     """
-    before = _current.share, _current.stands, _current.declared
-    _current.share, _current.stands, _current.declared = share, stands, []
+    before = _current.share, _current.exchange, _current.declared
+    _current.share, _current.exchange, _current.declared = share, exchange, []
     try:
         yield _current.declared
     finally:
-        _current.share, _current.stands, _current.declared = before
+        _current.share, _current.exchange, _current.declared = before
 
 
 def current_share() -> BatchShare | None:
@@ -197,12 +198,12 @@ def mean_over_batch(values: Any, weights: Any = None) -> tf.Tensor:
         total = tf.reduce_sum(weights)
         if share is not None:
             total = share.sum_over_replicas(share.select(total, 0))
+            note(total, FIXED)
         return _part(
-            tf.math.divide_no_nan(tf.reduce_sum(values * weights), total),
-            stands=share is not None and share.replicas == 1,
+            tf.math.divide_no_nan(tf.reduce_sum(values * weights), total)
         )
-    if share is None or share.replicas == 1 or _current.stands:
-        return _part(tf.reduce_mean(values), stands=_current.stands)
+    if share is None or share.replicas == 1:
+        return _part(tf.reduce_mean(values))
     per_row = tf.cast(tf.reduce_prod(tf.shape(values)[1:]), values.dtype)
     count = tf.cast(share.total, values.dtype) * per_row
     return _part(tf.reduce_sum(values) / count)
@@ -223,22 +224,88 @@ def sum_over_batch(values: Any) -> tf.Tensor:
     return _part(tf.reduce_sum(_by_rows(values, "sum_over_batch")))
 
 
-def _part(value: tf.Tensor, *, stands: bool = False) -> tf.Tensor:
-    """Records a contribution of this replica, and returns it.
+def batch_mean(values: Any) -> tf.Tensor:
+    """Returns the mean over the global batch, the same on all replicas.
+
+    For layers and losses that need a statistic of the whole batch. The mean is
+    differentiable: what each replica makes of it counts. Inside of a layer it
+    keeps rows apart, where `keras.ops.mean(x, axis=0)` does not.
+
+    Example:
+        The balancing loss of a Switch transformer, for `[batch, experts]`:
+
+            share = mgpu_tf.batch_mean(one_hot_of_chosen)
+            weight = mgpu_tf.batch_mean(probabilities)
+            self.add_loss(experts * keras.ops.sum(share * weight))
 
     Args:
-        value: The contribution.
-        stands: Whether the value is already scaled for the whole batch.
+        values: One row for each example, `[rows, ...]`.
+
+    Returns:
+        A tensor `[...]`.
+
+    Raises:
+        ConfigurationError: The values have no axis of rows.
+
+    References:
+        Fedus et al., "Switch Transformers", JMLR 2022, equation 4.
     """
+    values = _by_rows(values, "batch_mean")
+    share = _current.share
+    if share is None or share.replicas == 1:
+        return tf.reduce_mean(values, 0)
+    total = share.select(tf.reduce_sum(values[: share.local], 0), 0)
+    with _apart():
+        summed = sum_over_replicas(total)
+    rows = share.same_rows * tf.cast(share.total, summed.dtype)
+    return note(summed / rows, FIXED)
+
+
+def gather_batch(values: Any) -> tf.Tensor:
+    """Returns the rows of the global batch, the same on all replicas.
+
+    For layers and losses over pairs of examples. What flows back to a row is
+    the sum over replicas. Elsewhere than in a step on several replicas the
+    function returns its argument.
+
+    Args:
+        values: One row for each example, `[rows, ...]`.
+
+    Returns:
+        A tensor `[rows of the global batch, ...]`.
+
+    Raises:
+        ConfigurationError: The values have no axis of rows, or replicas never
+            have the rows of all, as in a pipeline.
+    """
+    values = _by_rows(values, "gather_batch")
+    share, exchange = _current.share, _current.exchange
+    if share is None or share.replicas == 1:
+        return values
+    if exchange is None:
+        raise ConfigurationError(
+            "gather_batch goes with strategies whose replicas have the rows of "
+            "a batch at once. Received: a pipeline, or layers that are "
+            "computed one by one. Use 'mirrored'."
+        )
+    cut = exchange.cut(share.local)
+    return note(exchange.joined(values[: share.local], cut), FIXED)
+
+
+def _apart() -> contextlib.AbstractContextManager[None]:
+    exchange = _current.exchange
+    return contextlib.nullcontext() if exchange is None else exchange.apart()
+
+
+def _part(value: tf.Tensor) -> tf.Tensor:
+    """Records a contribution of this replica, and returns it."""
     share = _current.share
     if share is None:
         return value
-    if _current.stands and not stands:
-        value = value / share.fraction(value.dtype)
     # A new tensor, by which a reader recognizes the contribution.
     value = tf.identity(share.select(value, 0))
     _current.declared.append(value)
-    return value
+    return note(value, SUM)
 
 
 def _by_rows(values: Any, function: str) -> tf.Tensor:
@@ -252,9 +319,10 @@ def _by_rows(values: Any, function: str) -> tf.Tensor:
     if share is None or share.replicas == 1:
         return values
     rows = tf.shape(values, out_type=tf.int64)[0]
+    # A call that needs a row gets one where the replica has none.
     check = tf.debugging.assert_equal(
-        rows,
-        share.local,
+        tf.maximum(rows, 1),
+        tf.maximum(share.local, 1),
         f"{function} takes one row for each example of the replica; what it "
         "received has another number of rows.",
     )

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.contributions import BatchShare, current_share
+from mgpu_tf.engine.contributions import BatchShare, current_share, sharing
 from mgpu_tf.engine.exchange import Exchange
 from mgpu_tf.engine.losses import say_gathered
 from mgpu_tf.engine.row_proof import FIXED, MEAN, SUM, Held, RowProof, Rows
@@ -92,7 +92,7 @@ class GlobalMetrics:
         assert isinstance(scope, StepScope) and share is not None
         mark = scope.mark()
         every = self._exchange.whole(given, share.fraction(tf.float64))
-        with scope.of_all_rows():
+        with scope.of_all_rows(), sharing(None):
             found = compute(every)
         for variable in scope.written_since(mark):
             scope.agreed.add(id(variable))

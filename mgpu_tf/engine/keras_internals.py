@@ -731,6 +731,23 @@ def exchanges_statistics(layer: keras.layers.Layer) -> bool:
     )
 
 
+def types_of_reads(layer: keras.layers.Layer) -> dict[int, str]:
+    """Returns the type that each weight is cast to where its layer reads it.
+
+    Args:
+        layer: A layer; those inside of it have types of their own.
+
+    Returns:
+        The names of types by the identity of the weights.
+    """
+    return {
+        id(variable): each.compute_dtype
+        for each in layer._flatten_layers()
+        for variable in each._trainable_variables
+        if variable._autocast
+    }
+
+
 # The layers whose outputs are linear in a kernel, then activated.
 _LINEAR = (
     keras.layers.Dense,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,10 +19,22 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.contributions import BatchShare, current_share
+from mgpu_tf.engine.contributions import (
+    BatchShare,
+    current_share,
+    sharing,
+)
 from mgpu_tf.engine.exchange import Exchange
 from mgpu_tf.engine.random_rows import entered_again
-from mgpu_tf.engine.row_proof import FIXED, MEAN, SUM, RowProof, Rows
+from mgpu_tf.engine.row_proof import (
+    FIXED,
+    MEAN,
+    SUM,
+    RowProof,
+    Rows,
+    active,
+    proving,
+)
 from mgpu_tf.engine.state import ReplicaState
 from mgpu_tf.engine.step_scope import StepScope
 
@@ -57,8 +68,6 @@ class LayerCalls:
         ]
         self._own = {id(layer) for layer in own}
         self._whole: set[int] = set()
-        # Each replica is a thread of its own.
-        self._here = threading.local()
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -85,7 +94,7 @@ class LayerCalls:
             or tf.executing_eagerly()
         ):
             return own(*arguments, **named)
-        proofs = self._proofs()
+        proofs = active()
         given = (arguments, named)
         if id(layer) not in self._own:
             outputs = own(*arguments, **named)
@@ -103,23 +112,6 @@ class LayerCalls:
                 trust(proof, given, outputs)
         return outputs
 
-    def draw(self, drawn: tf.Tensor, axis: int, block: int) -> None:
-        """Notes that something was drawn for the rows of this replica.
-
-        Args:
-            drawn: What was drawn.
-            axis: The axis of the rows.
-            block: How many neighbours on it belong to an example.
-        """
-        for proof in self._proofs():
-            proof.take([drawn], Rows(axis=axis, block=block))
-
-    def _proofs(self) -> list[RowProof]:
-        """Returns the proofs of the calls that are under way."""
-        if not hasattr(self._here, "proofs"):
-            self._here.proofs = []
-        return self._here.proofs
-
     def _tried(
         self,
         layer: keras.layers.Layer,
@@ -134,11 +126,8 @@ class LayerCalls:
         rows = _rows(given)
         proof.take([*rows, *_masks(rows)], Rows())
         mark, first = scope.mark(), len(scope.losses)
-        self._proofs().append(proof)
-        try:
+        with proving(proof):
             outputs = own(*given[0], **given[1])
-        finally:
-            self._proofs().pop()
         kinds = [proof.of(loss) for loss in scope.losses[first:]]
         added = all(
             loss is scope.known_losses.get(id(loss))
@@ -224,7 +213,12 @@ class LayerCalls:
             lambda leaf: every.get(id(leaf), leaf), given
         )
         mark, first = scope.mark(), len(scope.losses)
-        with scope.of_all_rows(), self._same_draws(scope), entered_again(None):
+        with (
+            scope.of_all_rows(),
+            sharing(None),
+            self._same_draws(scope),
+            entered_again(None),
+        ):
             outputs = own(*arguments, **named)
         for variable in scope.written_since(mark):
             scope.agreed.add(id(variable))

@@ -34,18 +34,22 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.contributions import BatchShare, as_float
+from mgpu_tf.engine.contributions import BatchShare, as_float, sharing
 from mgpu_tf.engine.exchange import Exchange
 from mgpu_tf.engine.reading import Reader, Unreadable, of_degree
-from mgpu_tf.engine.row_proof import MEAN, SUM, UNPROVEN, RowProof, Rows
+from mgpu_tf.engine.row_proof import (
+    MEAN,
+    SUM,
+    UNPROVEN,
+    RowProof,
+    Rows,
+    proving,
+)
 from mgpu_tf.engine.step_scope import StepScope
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 _log = logging.getLogger("mgpu_tf")
-
-# An attribute of the record that names a loss of the whole batch: its name.
-LOSS_OF_BATCH = "loss_of_batch"
 
 
 class GlobalLoss:
@@ -157,7 +161,8 @@ class GlobalLoss:
         for loss in scope.losses:
             known = loss is scope.known_losses.get(id(loss))
             current.proof.take([loss], MEAN if known else UNPROVEN)
-        value = value_of(given)
+        with proving(current.proof):
+            value = value_of(given)
         part = additive(current.proof, value, share)
         if part is not None:
             return share.select(part, 0)
@@ -173,7 +178,7 @@ class GlobalLoss:
         added = list(scope.losses)
         for place, loss in enumerate(added):
             self._make_global(scope, place, loss)
-        with scope.of_all_rows():
+        with scope.of_all_rows(), sharing(None):
             value = value_of(every)
         scope.losses[: len(added)] = added
         for variable in scope.written_since(mark):
@@ -383,9 +388,7 @@ class _Term:
             raise _needs_whole_batch(f"the loss {self._loss.name!r}")
         fraction = share.fraction(tf.float64)
         if not self._said:
-            say_gathered(
-                f"the loss {self._loss.name!r}", given, self._loss.name
-            )
+            say_gathered(f"the loss {self._loss.name!r}", given)
         self._said = True
         value = self._loss(*self._exchange.whole(given, fraction))
         return value * tf.cast(fraction, value.dtype)
@@ -550,13 +553,12 @@ def additive(
     return None
 
 
-def say_gathered(what: str, values: Any, loss: str | None = None) -> None:
+def say_gathered(what: str, values: Any) -> None:
     """Says what replicas hand each other for something of the whole batch.
 
     Args:
         what: What needs it.
         values: The rows, a structure of tensors.
-        loss: The name of the loss, where it is one.
     """
     size = sum(
         tensor.dtype.size * (tensor.shape[1:].num_elements() or 0)
@@ -570,7 +572,6 @@ def say_gathered(what: str, values: Any, loss: str | None = None) -> None:
         "[batch], sends none",
         what,
         f"{size:,}" if size else "the",
-        extra={LOSS_OF_BATCH: loss},
     )
 
 

@@ -1,17 +1,29 @@
 """Forward and backward pass layer by layer: less memory for more computing.
 
-    layers = LayerByLayer(model, gather)
+    layers = LayerByLayer(model, parts)
     with layers.in_place():                  # around the steps of all replicas
         ...                                  # traces forward and backward
 
-A layer keeps nothing between its forward and its backward pass but its inputs:
+A layer keeps nothing between its forward and its backward pass but its inputs.
+Where replicas store parts of its weights, these are whole only meanwhile:
 
     forward     gather the layer's weights -> outputs, and forget the rest
     backward    gather them again -> outputs once more -> gradients
+                -> the sums of own parts of them, scattered at once
 
-Weights of the next layer are gathered while a layer computes. Chen et al.,
-"Training Deep Nets with Sublinear Memory Cost", 2016; Zhao et al., "PyTorch
-FSDP", VLDB 2023.
+One collective gathers the weights of a layer, and one scatters its gradients.
+They run in the order in which they are written here, layer n below n + 1:
+
+    forward     gather 1, gather 2       while 1 computes, gather 3 while 2 does
+    backward    gather n, gather n - 1   while n computes
+                scatter n, gather n - 2  while n - 1 computes
+
+so that a device holds whole weights of two layers at most, and whole gradients
+of two. Vectors, such as biases, are little of a model and are gathered together
+once a step.
+
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Zhao et al.,
+"PyTorch FSDP", VLDB 2023.
 
 The layers are those that a model holds directly, models inside of it opened.
 A layer that adds losses, assigns weights or exchanges values with other
@@ -21,16 +33,50 @@ replicas is computed once, as usual.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.state import Writes
-from mgpu_tf.engine.step_scope import Gather, StepScope
+from mgpu_tf.engine.step_scope import Places, StepScope
 from mgpu_tf.strategies.own_gradient import own_gradient
+
+# What is gathered together and once is as much of a layer at most.
+_TOGETHER = 1 / 4
+
+
+class Parts(Protocol):
+    """How weights are exchanged of which replicas store parts."""
+
+    def gather(
+        self,
+        variables: list[keras.Variable],
+        dtypes: list[tf.DType],
+        after: list[tf.Tensor],
+    ) -> list[tf.Tensor]:
+        """Returns the whole values of weights in some types. On a replica.
+
+        Own parts are read when the tensors `after` are known.
+        """
+
+    @property
+    def scatter(
+        self,
+    ) -> (
+        Callable[[list[tf.Tensor], list[keras.Variable]], list[tf.Tensor]]
+        | None
+    ):
+        """Returns own parts of the sums of gradients. On a replica.
+
+        None where gradients stay whole.
+        """
 
 
 class LayerByLayer:
@@ -38,13 +84,17 @@ class LayerByLayer:
 
     Args:
         model: A built model.
-        gather: Returns the whole value of a weight that is stored in parts,
-            None for other variables. On a replica.
+        parts: Gathers weights that are stored in parts, and scatters their
+            gradients. None where all are stored whole.
+
+    Attributes:
+        scatters: Whether gradients are scattered as soon as they are there.
     """
 
-    def __init__(self, model: keras.Model, gather: Gather) -> None:
+    def __init__(self, model: keras.Model, parts: Parts | None = None) -> None:
         self._model = model
-        self.gather = gather
+        self._parts = parts
+        self.scatters = parts is not None and parts.scatter is not None
         self._units = [
             layer
             for layer in keras_internals.outermost_layers(model)
@@ -56,13 +106,37 @@ class LayerByLayer:
             if isinstance(layer, keras.layers.Embedding)
             or keras_internals.exchanges_statistics(layer)
         }
-        self._split = {
-            id(variable)
-            for variable in model.variables
-            if keras_internals.is_split(variable)
-        }
+        split = [v for v in model.variables if keras_internals.is_split(v)]
+        # Those that are gathered once a step.
+        self._together = self._small(split) if self.scatters else []
+        once = {id(variable) for variable in self._together}
+        self._split = {id(v) for v in split if id(v) not in once}
+        # Weights that are read in their own type somewhere.
+        self._full: set[int] = set()
         # What a layer reads besides its own weights.
         self._others: dict[int, list[keras.Variable]] = {}
+
+    def _small(self, split: list[keras.Variable]) -> list[keras.Variable]:
+        """Returns vectors that are together small beside a layer."""
+        layer = max(
+            (
+                sum(math.prod(v.shape) for v in unit.variables)
+                for unit in self._units
+            ),
+            default=0,
+        )
+        vectors = [
+            variable
+            for variable in split
+            if variable.trainable and len(variable.shape) == 1
+        ]
+        vectors.sort(key=lambda variable: math.prod(variable.shape))
+        sizes = itertools.accumulate(math.prod(v.shape) for v in vectors)
+        return [
+            variable
+            for variable, total in zip(vectors, sizes, strict=True)
+            if total <= layer * _TOGETHER
+        ]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -70,27 +144,155 @@ class LayerByLayer:
         with keras_internals.calls_replaced(self._units, self._call):
             yield
 
-    def sources(self) -> Writes:
-        """Returns a tensor for each weight to take its gradient from.
+    @contextlib.contextmanager
+    def unscattered(self) -> Iterator[None]:
+        """Leaves gradients as replicas compute them, in a block."""
+        before, self.scatters = self.scatters, False
+        try:
+            yield
+        finally:
+            self.scatters = before
 
-        For a weight that is stored in parts the tensor only has its shape.
-        On a replica.
+    def sources(self) -> list[tuple[keras.Variable, Any]]:
+        """Returns what the gradient of each weight is taken from.
+
+        For a weight that is stored in parts that is no value, but the places
+        of its gradients. On a replica.
         """
+        known = {id(v): value for v, value in self._gathered_once()}
         return [
             (
                 variable,
-                tf.zeros(variable.shape, variable.dtype)
-                if self._is_split(variable)
+                Places(tf.zeros([]), tf.zeros([]))
+                if self.is_split(variable)
+                else known[id(variable)]
+                if id(variable) in known
                 else tf.convert_to_tensor(variable.value),
             )
             for variable in self._model.trainable_variables
         ]
 
-    def given(self, sources: Writes) -> Writes:
-        """Returns those of the sources that hold the value of a weight."""
-        return [pair for pair in sources if not self._is_split(pair[0])]
+    def given(self, sources: list[tuple[keras.Variable, Any]]) -> Writes:
+        """Returns the values of weights that no layer gathers. On a replica.
 
-    def _is_split(self, variable: keras.Variable) -> bool:
+        Args:
+            sources: Those of the step; none where it is not one of training.
+        """
+        if not sources:
+            return self._gathered_once()
+        return [pair for pair in sources if not isinstance(pair[1], Places)]
+
+    def _gathered_once(self) -> Writes:
+        if not self._together:
+            return []
+        values = self.gather(self._together)
+        return list(zip(self._together, values, strict=True))
+
+    def gather(
+        self,
+        variables: list[keras.Variable],
+        dtypes: list[tf.DType] | None = None,
+        after: list[tf.Tensor] | None = None,
+    ) -> list[tf.Tensor]:
+        """Returns the whole values of weights, by one collective.
+
+        Args:
+            variables: The weights.
+            dtypes: The type of each value. Default: those of the weights.
+            after: What is known before they are read.
+        """
+        assert self._parts is not None
+        return self._parts.gather(
+            variables,
+            dtypes or [_own_type(v) for v in variables],
+            _of_this_graph(after or []),
+        )
+
+    def types(
+        self, layer: keras.layers.Layer, variables: list[keras.Variable]
+    ) -> list[tf.DType]:
+        """Returns the types in which weights are sent to a layer.
+
+        That is what the layer computes in, where it is smaller.
+        """
+        read = keras_internals.types_of_reads(layer) if self.scatters else {}
+        found = []
+        for variable in variables:
+            own = _own_type(variable)
+            cast = tf.as_dtype(read.get(id(variable), own))
+            narrow = cast.is_floating and cast.size < own.size
+            narrow = narrow and id(variable) not in self._full
+            found.append(cast if narrow else own)
+        return found
+
+    def read(self, variable: keras.Variable) -> tf.Tensor | None:
+        """Returns the whole value of a weight that is read outside of layers.
+
+        None for one that is stored whole. On a replica.
+        """
+        if not self.is_split(variable):
+            return None
+        return self.gather([variable])[0]
+
+    def scattered(
+        self,
+        gradients: list[tf.Tensor],
+        variables: list[keras.Variable],
+        share: BatchShare,
+    ) -> list[tf.Tensor]:
+        """Returns own parts of the sums of gradients, by one collective.
+
+        Args:
+            gradients: This replica's, dense and whole.
+            variables: The weight of each.
+            share: What this replica has of the batch. Without a row of its
+                own it counts as zeros.
+        """
+        assert self._parts is not None and self._parts.scatter is not None
+        return self._parts.scatter(share.select_all(gradients), variables)
+
+    def joined(
+        self,
+        gradients: list[Any],
+        parts: list[Any],
+        variables: list[keras.Variable],
+        share: BatchShare,
+    ) -> list[Any]:
+        """Returns one gradient of each weight: of its part, where there is one.
+
+        Args:
+            gradients: This replica's of whole weights; None where there are
+                none. Those of a weight that is also looked up, or read outside
+                of layers, are scattered here.
+            parts: Summed over replicas, of parts.
+            variables: The weights.
+            share: What this replica has of the batch.
+        """
+        both = [
+            place
+            for place, (whole, part) in enumerate(
+                zip(gradients, parts, strict=True)
+            )
+            if whole is not None and part is not None
+        ]
+        found = [
+            whole if part is None else part
+            for whole, part in zip(gradients, parts, strict=True)
+        ]
+        for place in both:
+            dense = tf.convert_to_tensor(gradients[place])
+            (other,) = self.scattered([dense], [variables[place]], share)
+            found[place] = parts[place] + other
+        return found
+
+    def order_of(self, scope: StepScope) -> Order:
+        """Returns the order of exchanges of a step."""
+        if scope.order is None:
+            scope.order = Order()
+        return scope.order
+
+    def is_split(self, variable: keras.Variable) -> bool:
+        """Whether a weight is stored in parts, and gathered by its layers."""
         return id(variable) in self._split
 
     def _call(
@@ -134,11 +336,12 @@ class LayerByLayer:
             lent = [
                 variable
                 for variable in weights
-                if id(variable) in scope.sources or self._is_split(variable)
+                if id(variable) in scope.sources or self.is_split(variable)
             ]
-            mark = scope.mark()
-            scope.seen = {}
-            outputs = _Pass(self, scope, own, args, kwargs, lent)()
+            mark, order = scope.mark(), self.order_of(scope)
+            calls = len(order.passes)
+            scope.seen, scope.narrow = {}, []
+            outputs = _Pass(self, scope, layer, own, args, kwargs, lent)()
             others = [
                 variable
                 for variable in scope.seen.values()
@@ -147,15 +350,23 @@ class LayerByLayer:
             if scope.has_added(mark):
                 self._plain.add(id(layer))
                 scope.reset(mark)
+                del order.passes[calls:]
                 return own(*args, **kwargs)
+            if scope.narrow:
+                # By another layer, which computes in a larger type.
+                self._full.update(map(id, scope.narrow))
+                scope.reset(mark)
+                del order.passes[calls:]
+                continue
             if not others:
                 for variable in lent:
-                    if self._is_split(variable):
+                    if self.is_split(variable):
                         scope.state_mapping.pop(id(variable), None)
                 return outputs
             # A weight of another layer has its gradient here as well.
             self._others.setdefault(id(layer), []).extend(others)
             scope.reset(mark)
+            del order.passes[calls:]
 
 
 class _Pass:
@@ -164,7 +375,8 @@ class _Pass:
     Args:
         layers: The layers of the model.
         scope: The scope of the step.
-        own: The layer's own `call`.
+        layer: The layer.
+        own: Its own `call`.
         args: Its arguments.
         kwargs: Its arguments by name.
         lent: The weights that it reads.
@@ -174,6 +386,7 @@ class _Pass:
         self,
         layers: LayerByLayer,
         scope: StepScope,
+        layer: keras.layers.Layer,
         own: Callable[..., Any],
         args: Any,
         kwargs: Any,
@@ -183,6 +396,11 @@ class _Pass:
         self._scope = scope
         self._own = own
         self._lent = lent
+        self._gathered = [v for v in lent if layers.is_split(v)]
+        self._types = layers.types(layer, self._gathered)
+        # Weights that are read more than once.
+        self._often: set[int] = set()
+        self._order = layers.order_of(scope)
         self._structure = (args, kwargs)
         self._flat = tf.nest.flatten(self._structure)
         self._places = [
@@ -196,9 +414,13 @@ class _Pass:
     def __call__(self) -> Any:
         """Returns the outputs of the layer."""
         if not self._scope.trains:
-            self._scope.lend(self._lent, self._weights(self._before()))
+            self._scope.lend(self._lent, self._values(self._first_gathered()))
             return self._outputs_of(self._inputs())
-        sources = [self._scope.sources[id(v)] for v in self._trained()]
+        if self._gathered:
+            self._order.passes.append(self)
+        sources = tf.nest.flatten(
+            [self._scope.sources[id(v)] for v in self._trained()]
+        )
         flat = own_gradient(self._forward)(*self._inputs(), *sources)
         flat = iter(flat if isinstance(flat, (list, tuple)) else [flat])
         outputs = [
@@ -215,35 +437,97 @@ class _Pass:
     def _inputs(self) -> list[tf.Tensor]:
         return [self._flat[place] for place in self._places]
 
-    def _before(self) -> list[tf.Tensor]:
-        """Returns what is known once the layer before begins.
+    def gather(self, after: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the whole weights of the layer.
 
-        The weights of this layer are gathered while that one computes.
+        Args:
+            after: What is known before the first of them is read.
         """
-        before = _of_this_graph(self._scope.begun)
-        self._scope.begun = [
+        if not self._gathered:
+            return []
+        return self._layers.gather(self._gathered, self._types, after)
+
+    def _first_gathered(self) -> list[tf.Tensor]:
+        """Gathers in the forward pass, once the layer before begins.
+
+        So the weights of this layer come while that one computes.
+        """
+        before = self._order.begun
+        self._order.begun = [
             value for value in self._flat if tf.is_symbolic_tensor(value)
         ]
-        return before
+        return self.gather(before)
 
-    def _weights(
+    def _values(
         self,
-        after: list[tf.Tensor],
-        sources: dict[int, tf.Tensor] | None = None,
+        gathered: list[tf.Tensor],
+        sources: dict[int, Any] | None = None,
     ) -> list[tf.Tensor]:
-        """Returns the values of the weights, gathered when `after` is known."""
+        """Returns the values of the weights that the layer reads.
+
+        Args:
+            gathered: Those that were gathered.
+            sources: Where gradients of these go. Default: those of the step.
+        """
         sources = self._scope.sources if sources is None else sources
-        with tf.control_dependencies(after):
-            found = []
-            for variable in self._lent:
-                value = self._layers.gather(variable)
-                source = sources.get(id(variable))
-                if value is None:
-                    value = source
-                elif source is not None:
-                    value = _linked(value, source)
-                found.append(value)
+        whole = {
+            id(variable): value
+            for variable, value in zip(self._gathered, gathered, strict=True)
+        }
+        found = []
+        for variable in self._lent:
+            source = sources.get(id(variable))
+            value = whole.get(id(variable), source)
+            if id(variable) in self._often and id(variable) in whole:
+                # One device adds up its gradients in the weight's own type.
+                value = tf.cast(value, _own_type(variable))
+            if isinstance(source, Places):
+                value = self._linked(value, variable, source)
+            found.append(value)
         return found
+
+    def _linked(
+        self, value: tf.Tensor, variable: keras.Variable, source: Places
+    ) -> tf.Tensor:
+        """Returns a value whose gradient goes to the places of a weight."""
+
+        @own_gradient
+        def linked(*source: tf.Tensor) -> Any:
+            del source
+            return value, lambda up: self._placed([variable], [up])
+
+        return linked(*source)
+
+    def _placed(
+        self, variables: list[keras.Variable], gradients: list[Any]
+    ) -> list[Any]:
+        """Returns gradients in the places of weights that are stored in parts.
+
+        Args:
+            variables: The weights.
+            gradients: Of each, whole, as rows, or None.
+
+        Returns:
+            For each two: the own part of the sum, and what stays as it is.
+        """
+        dense = [
+            isinstance(gradient, tf.Tensor) and self._layers.scatters
+            for gradient in gradients
+        ]
+        parts: list[tf.Tensor] = []
+        if any(dense):
+            parts = self._layers.scattered(
+                list(itertools.compress(gradients, dense)),
+                list(itertools.compress(variables, dense)),
+                self._scope.share,
+            )
+            self._order.scattered.append(parts)
+        remaining = iter(parts)
+        return [
+            value
+            for gradient, each in zip(gradients, dense, strict=True)
+            for value in ((next(remaining), None) if each else (None, gradient))
+        ]
 
     def _outputs_of(self, inputs: list[tf.Tensor]) -> Any:
         flat = list(self._flat)
@@ -255,9 +539,10 @@ class _Pass:
     def _forward(self, *operands: tf.Tensor) -> tuple[Any, Any]:
         count = len(self._places)
         before = dict(self._scope.state_mapping)
-        weights = self._weights(self._before())
-        self._scope.lend(self._lent, weights)
+        self._scope.lend(self._lent, self._values(self._first_gathered()))
+        self._scope.reads.clear()
         self._outputs = self._outputs_of(list(operands[:count]))
+        self._often = {key for key, n in self._scope.reads.items() if n > 1}
         flat = [
             value
             for value in tf.nest.flatten(self._outputs)
@@ -278,20 +563,30 @@ class _Pass:
         """Computes the outputs once more, and the gradients of operands."""
         count = len(self._places)
         arrived = [value for value in upstream if value is not None]
-        with tf.control_dependencies(arrived):
+        order = self._order
+        gathered = order.take(self)
+        if gathered is None:
+            gathered = self.gather(arrived)
+        # While this layer computes.
+        order.gather_before(self, arrived)
+        with tf.control_dependencies([*arrived, *order.scattered_before()]):
             again = [tf.identity(operand) for operand in operands]
-        inputs, sources = again[:count], again[count:]
         trained = self._trained()
-        # While the layer above has its gradients computed.
-        after = _of_this_graph(self._scope.returned) or arrived
-        self._scope.returned = arrived
-        values = self._weights(
-            after,
-            {id(v): s for v, s in zip(trained, sources, strict=True)},
+        sources = dict(
+            zip(
+                map(id, trained),
+                tf.nest.pack_sequence_as(
+                    [self._scope.sources[id(v)] for v in trained],
+                    again[count:],
+                ),
+                strict=True,
+            )
         )
+        values = self._values(gathered, sources)
         held = {id(v): w for v, w in zip(self._lent, values, strict=True)}
         replay = keras.StatelessScope()
         replay.state_mapping = {**before, **held}
+        inputs = again[:count]
         watched = [*inputs, *(held[id(v)] for v in trained)]
         with tf.GradientTape() as tape:
             tape.watch(watched)
@@ -303,22 +598,76 @@ class _Pass:
             for value, gradient in zip(flat, upstream, strict=True)
             if value.dtype.is_floating and gradient is not None
         ]
-        return tape.gradient(
+        found = tape.gradient(
             [value for value, _ in pairs],
             watched,
             output_gradients=[gradient for _, gradient in pairs],
         )
+        of_weights = dict(zip(map(id, trained), found[count:], strict=True))
+        divided = [v for v in trained if self._layers.is_split(v)]
+        placed = iter(
+            self._placed(divided, [of_weights[id(v)] for v in divided])
+        )
+        return [
+            *found[:count],
+            *(
+                value
+                for variable in trained
+                for value in (
+                    [next(placed), next(placed)]
+                    if self._layers.is_split(variable)
+                    else [of_weights[id(variable)]]
+                )
+            ),
+        ]
 
 
-def _linked(value: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
-    """Returns a value whose gradient is that of another tensor."""
+@dataclasses.dataclass
+class Order:
+    """In which order a step of a replica exchanges weights and gradients.
 
-    @own_gradient
-    def linked(source: tf.Tensor) -> Any:
-        del source
-        return value, lambda upstream: upstream
+    Attributes:
+        begun: What the last layer in the forward pass was called with.
+        passes: The calls of layers that gather, in the order of the forward
+            pass.
+        ahead: The weights that were gathered for calls whose turn comes.
+        scattered: The parts of the gradients of each layer.
+    """
 
-    return linked(source)
+    begun: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    passes: list[_Pass] = dataclasses.field(default_factory=list)
+    ahead: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
+    scattered: list[list[tf.Tensor]] = dataclasses.field(default_factory=list)
+
+    def take(self, one: _Pass) -> list[tf.Tensor] | None:
+        """Returns the weights that were gathered for a call, if they were."""
+        found = self.ahead.pop(id(one), None)
+        if found is None or len(_of_this_graph(found)) < len(found):
+            return None
+        return found
+
+    def gather_before(self, one: _Pass, after: list[tf.Tensor]) -> None:
+        """Gathers the weights of the call before one, as far as is known.
+
+        They come when the layer above has its gradients scattered: then two
+        layers are whole, this one and the one before.
+
+        Args:
+            one: The call that computes its gradients now.
+            after: What it begins with.
+        """
+        place = next(
+            (n for n, each in enumerate(self.passes) if each is one), 0
+        )
+        if not place or id(self.passes[place - 1]) in self.ahead:
+            return
+        before = self.passes[place - 1]
+        last = self.scattered[-1] if self.scattered else []
+        self.ahead[id(before)] = before.gather([*after, *last])
+
+    def scattered_before(self) -> list[tf.Tensor]:
+        """Returns what is known before a layer may compute its gradients."""
+        return _of_this_graph(self.scattered[-2]) if self.scattered[1:] else []
 
 
 def _of_this_graph(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -329,6 +678,11 @@ def _of_this_graph(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         for tensor in tensors
         if tf.is_symbolic_tensor(tensor) and tensor.graph is here
     ]
+
+
+def _own_type(variable: keras.Variable) -> tf.DType:
+    """Returns the type of a weight, whatever it is cast to where it is read."""
+    return tf.as_dtype(keras_internals.stored(variable).dtype)
 
 
 def _unique(variables: list[keras.Variable]) -> list[keras.Variable]:

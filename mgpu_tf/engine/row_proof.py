@@ -23,8 +23,10 @@ Calls, branches and loops of TensorFlow are walked with what goes into them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -1027,6 +1029,38 @@ _RULES: dict[str, _Rule] = {
     "Transpose": _transpose,
     "Unpack": _unpack,
 }
+
+
+@dataclasses.dataclass
+class _Active(threading.local):
+    """The proofs of what this thread is tracing."""
+
+    proofs: list[RowProof] = dataclasses.field(default_factory=list)
+
+
+_active = _Active()
+
+
+@contextlib.contextmanager
+def proving(proof: RowProof) -> Iterator[None]:
+    """Lets what is traced in a block tell a proof what it knows."""
+    _active.proofs.append(proof)
+    try:
+        yield
+    finally:
+        _active.proofs.pop()
+
+
+def active() -> list[RowProof]:
+    """Returns the proofs of what is being traced, the innermost last."""
+    return list(_active.proofs)
+
+
+def note(tensor: tf.Tensor, kind: Kind) -> tf.Tensor:
+    """Tells the proofs that are under way what a tensor is; returns it."""
+    for proof in _active.proofs:
+        proof.take([tensor], kind)
+    return tensor
 
 
 def proven_operations() -> list[str]:

@@ -30,6 +30,7 @@ from mgpu_tf.engine.random_rows import (
     seed_for_rows,
 )
 from mgpu_tf.engine.reading import Reader
+from mgpu_tf.engine.row_proof import Rows, note
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.step_scope import StepScope
@@ -64,6 +65,8 @@ class ReplicaStep:
             look up, whatever their examples; known like `present`.
         present: Which trainable variables have a gradient; known once a step
             was traced.
+        in_parts: Of each gradient, whether it is that of this replica's part,
+            summed over replicas.
         written: The variables that a step writes, in the order of the values
             that `gradients` returns.
         log_names: The names of what a `compute_metrics` of the author's own
@@ -82,6 +85,7 @@ class ReplicaStep:
         exchange: Exchange | None = None,
     ) -> None:
         self._model = model
+        self._exchange = exchange
         self._metrics = GlobalMetrics(model, exchange)
         # What computes layers in its own way does not compute them whole.
         looked_at = None if layers is not None else exchange
@@ -97,6 +101,7 @@ class ReplicaStep:
         self.log_names: list[str] = []
         self.alike: list[bool] = []
         self.present: list[bool] = []
+        self.in_parts: list[bool] = []
         self.written: list[keras.Variable] = []
 
     def forward(
@@ -155,22 +160,23 @@ class ReplicaStep:
         with contextlib.ExitStack() as stack:
             # Keras would divide a loss by the number of replicas.
             stack.enter_context(as_one_replica())
-            declared = stack.enter_context(sharing(share))
+            declared = stack.enter_context(
+                sharing(share, exchange=self._exchange)
+            )
             moments = stack.enter_context(self._moments.noted())
             scope = stack.enter_context(
                 StepScope(
                     model,
                     [*given, *self._loss.regularized(given)],
                     tape,
-                    None if self._layers is None else self._layers.gather,
+                    None if self._layers is None else self._layers.read,
                     {id(v): source for v, source in sources},
                     join,
                 )
             )
+            scope.share = share
             drawn: list[tf.Tensor] = []
-            with drawing(
-                share, data, drawn, self._calls.draw, compiled=compiled
-            ) as draws:
+            with drawing(share, data, drawn, compiled=compiled) as draws:
                 scope.draws = draws
                 if keras_internals.takes_training(model):
                     y_pred = model(x, training=training)
@@ -368,7 +374,7 @@ class ReplicaStep:
                 tape.watch(
                     [
                         w
-                        for w in weights
+                        for w in tf.nest.flatten(weights)
                         if isinstance(w, tf.Tensor | tf.Variable)
                     ]
                 )
@@ -387,8 +393,19 @@ class ReplicaStep:
                     # Each of them computes the loss of the same rows.
                     loss = loss / tf.cast(self._same_rows, loss.dtype)
             with entered_again(scope.draws):
-                gradients = scope.gradients(tape, loss, variables, weights)
+                gradients, parts = scope.gradients(
+                    tape, loss, variables, weights
+                )
+            if self._layers is not None:
+                gradients = self._layers.joined(
+                    gradients, parts, variables, share
+                )
             check_gradients(gradients, variables)
+            self.in_parts = [
+                part is not None
+                for gradient, part in zip(gradients, parts, strict=True)
+                if gradient is not None
+            ]
             self.present = [g is not None for g in gradients]
             self.alike = [
                 scope.reader.looks_up_alike(gradient)
@@ -434,9 +451,6 @@ def drawing(
     share: BatchShare,
     data: Any,
     drawn: list[tf.Tensor],
-    note: Callable[[tf.Tensor, int, int], None] = lambda drawn, axis, block: (
-        None
-    ),
     *,
     compiled: bool = False,
 ) -> contextlib.AbstractContextManager[RowScope | None]:
@@ -446,15 +460,13 @@ def drawing(
         share: The part of the replica in the global batch.
         data: Its rows.
         drawn: Gets what is drawn with rows on the first axis.
-        note: Called with what is drawn with rows, their axis, and how many
-            neighbours on it belong to an example.
         compiled: Whether XLA compiles what is traced.
     """
     if share.low is None or share.replicas == 1:
         return contextlib.nullcontext()
 
     def take(values: tf.Tensor, axis: int, block: int) -> None:
-        note(values, axis, block)
+        note(values, Rows(axis=axis, block=block))
         if not axis:
             drawn.append(values)
 

@@ -9,18 +9,34 @@ A weight that no replica stores whole is gathered when it is read.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.random_rows import RowScope
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.state import Writes
 
 Gather = Callable[[keras.Variable], tf.Tensor | None]
+
+
+class Places(NamedTuple):
+    """Where the gradients of a weight go that is stored in parts.
+
+    They hold no value of the weight: gradients have shapes of their own.
+
+    Attributes:
+        part: Of that of this replica's part, summed over replicas.
+        whole: Of what is not summed yet: rows that were looked up, or all.
+    """
+
+    part: tf.Tensor
+    whole: tf.Tensor
 
 
 class StepScope(keras.StatelessScope):
@@ -43,13 +59,16 @@ class StepScope(keras.StatelessScope):
         reader: Reads the step, once its forward pass is traced.
         draws: In which random numbers are drawn; None where replicas draw
             their own.
-        sources: The tensors that gradients of weights are taken from, by the
-            identity of the weight, where layers are recomputed.
-        begun: What the last layer that is recomputed was called with.
-        returned: The gradients of the outputs of the last such layer, in the
-            backward pass.
+        sources: What gradients of weights are taken from, by the identity of
+            the weight, where layers are recomputed: tensors, or `Places`.
+        share: What this replica has of the batch.
+        order: In which order layers exchange weights and gradients.
         busy: Whether a layer that is recomputed is being called.
         seen: The weights that were read since it was set to none.
+        reads: How often each was, by its identity. What is read in a graph
+            of its own, as of a loop, counts as several times.
+        narrow: Those of which a value of a smaller type was lent than is
+            read.
         agreed: The variables to which all replicas have written the same, by
             identity.
         known_losses: What layers have added that is a mean over the rows, by
@@ -62,6 +81,7 @@ class StepScope(keras.StatelessScope):
 
     reader: Reader
     draws: RowScope | None = None
+    share: BatchShare
 
     def __init__(
         self,
@@ -69,16 +89,17 @@ class StepScope(keras.StatelessScope):
         given: Writes,
         tape: tf.GradientTape | None,
         gather: Gather | None = None,
-        sources: dict[int, tf.Tensor] | None = None,
+        sources: dict[int, Any] | None = None,
         join: Gather | None = None,
     ) -> None:
         super().__init__(given, collect_losses=True)
         self.sources = sources or {}
         self._join = join
-        self.begun: list[tf.Tensor] = []
-        self.returned: list[tf.Tensor] = []
+        self.order: Any = None
         self.busy = False
         self.seen: dict[int, keras.Variable] = {}
+        self.reads: collections.Counter[int] = collections.Counter()
+        self.narrow: list[keras.Variable] = []
         self.agreed: set[int] = set()
         self.added: set[int] = set()
         self.has_all_rows = False
@@ -99,7 +120,7 @@ class StepScope(keras.StatelessScope):
         """Returns the value of a variable in this step, None for its own."""
         value = super().get_current_value(variable)
         if id(variable) in self._weights:
-            self.seen[id(variable)] = variable
+            self._note_read(variable, value)
         if value is None and self._join is not None:
             value = self._join(variable)
             if value is not None:
@@ -110,6 +131,20 @@ class StepScope(keras.StatelessScope):
                 self._watch(variable, value)
                 self.state_mapping[id(variable)] = value
         return value
+
+    def _note_read(
+        self, variable: keras.Variable, value: tf.Tensor | None
+    ) -> None:
+        self.seen[id(variable)] = variable
+        here = tf.compat.v1.get_default_graph()
+        graph = getattr(value, "graph", here)
+        inside = tf.is_symbolic_tensor(value) and graph is not here
+        self.reads[id(variable)] += 2 if inside else 1
+        if value is not None:
+            # A type is that of a read, where layers cast weights.
+            read = tf.as_dtype(variable.dtype)
+            if read.is_floating and read.size > value.dtype.size:
+                self.narrow.append(variable)
 
     def lend(self, variables: list[keras.Variable], values: Any) -> None:
         """Sets the values of weights that a layer reads."""
@@ -191,21 +226,31 @@ class StepScope(keras.StatelessScope):
         loss: tf.Tensor,
         variables: list[keras.Variable],
         weights: list[Any],
-    ) -> list[Any]:
+    ) -> tuple[list[Any], list[Any]]:
         """Returns the gradients of weights, wherever they were read.
 
         Args:
             tape: Has recorded the step.
             loss: The loss.
             variables: The weights.
-            weights: What they were at the beginning, in the same order.
+            weights: What they were at the beginning, in the same order; of
+                some the `Places` of their gradients.
+
+        Returns:
+            Of each weight this replica's gradient, and the sum over replicas
+            of the gradient of its part; None where there is none.
         """
         assigned = [self._assigned.get(id(v), []) for v in variables]
         found, of_assigned = tape.gradient(loss, (weights, assigned))
-        return [
-            _total([gradient, *others])
-            for gradient, others in zip(found, of_assigned, strict=True)
+        placed = [
+            each if isinstance(each, Places) else Places(None, each)
+            for each in found
         ]
+        whole = [
+            _total([each.whole, *others])
+            for each, others in zip(placed, of_assigned, strict=True)
+        ]
+        return whole, [each.part for each in placed]
 
 
 def _total(gradients: list[Any]) -> Any:

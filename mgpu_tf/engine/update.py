@@ -89,6 +89,8 @@ class Update:
         self.present: list[bool] = []
         # Whose rows all replicas have looked up alike; see `RowGather`.
         self.alike: list[bool] = []
+        # Which gradients are of this replica's part of a weight, and summed.
+        self.in_parts: list[bool] = []
         # Sees what passes, in a step that is traced.
         self.watch: Watch | None = None
 

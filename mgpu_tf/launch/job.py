@@ -18,6 +18,7 @@ from mgpu_tf.cluster.config import TF_CONFIG, ClusterConfig
 from mgpu_tf.cluster.place import Place
 from mgpu_tf.cluster.roles import Roles
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.launch.elastic import check_elastic
 from mgpu_tf.launch.policy import RestartPolicy
 from mgpu_tf.options import WatchOptions
 
@@ -101,12 +102,8 @@ class LaunchJob:
                 f"spares={self.spares}, max_restarts=0. Set max_restarts, or "
                 "leave spares out."
             )
-        least = self.policy.min_workers
-        if least is not None and least > self.num_workers:
-            raise ConfigurationError(
-                "min_workers must be num_workers or less. Received: "
-                f"min_workers={least}, num_workers={self.num_workers}."
-            )
+        policy = self.policy
+        check_elastic(self.num_workers, policy.min_workers, policy.max_workers)
 
     @property
     def shows_progress(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import queue
 import shutil
@@ -29,6 +30,7 @@ from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import PREEMPTED, ConfigurationError
 from mgpu_tf.folders import make_folder, own_only
 from mgpu_tf.launch import isolation
+from mgpu_tf.launch.elastic import LOOK_SECONDS, Room
 from mgpu_tf.launch.guard import Guard
 from mgpu_tf.launch.job import EVALUATOR, LaunchJob
 from mgpu_tf.launch.machines import (
@@ -115,6 +117,12 @@ def supervise(
             "spares go with processes of this machine. Received: "
             f"spares={job.spares} on others. Leave spares out."
         )
+    if job.policy.elastic and not machines.elastic:
+        raise ConfigurationError(
+            "max_workers goes with processes of this machine and with --ssh. "
+            f"Received: max_workers={job.policy.max_workers} on "
+            f"{machines.launcher}. Leave max_workers out."
+        )
     if job.log_dir is not None:
         make_folder("log_dir", job.log_dir, mode=0o700)
     with Guard() as guard, _Supervisor(job, guard, machines) as supervisor:
@@ -130,11 +138,14 @@ class _End:
         code: The exit code.
         failed: The task that failed first, None where all is well.
         no_room: Whether the machines that are left had no room for it.
+        room: For how many workers there is room now, where it ended to go on
+            with more of them.
     """
 
     code: int
     failed: Task | None = None
     no_room: bool = False
+    room: int = 0
 
 
 class _Supervisor:
@@ -157,6 +168,11 @@ class _Supervisor:
         self._watch = watchdog.Watch(job.watch)
         self._look_at = 0.0
         self._stopped: set[str] = set()
+        # The most workers that the job may have, which is lowered where it
+        # fails on all of them.
+        self._most = job.policy.max_workers or job.num_workers
+        self._room = Room(lambda: machines.room(self._most))
+        self._grows = True
 
     def __enter__(self) -> _Supervisor:
         if threading.current_thread() is threading.main_thread():
@@ -176,11 +192,27 @@ class _Supervisor:
         """Runs the job, again where the policy says so."""
         num_workers, policy = self._job.num_workers, self._job.policy
         budget, early = policy.max_restarts, 0
+        if policy.elastic:
+            num_workers = min(num_workers, self._there(num_workers))
+            if not num_workers:
+                return self._not_there()
         while True:
             started = time.monotonic()
             end = self._attempt(num_workers)
+            if end.room:
+                num_workers = end.room
+                self._restarts += 1
+                continue
             if self._signal or (end.failed is None and not end.no_room):
                 return end.code
+            if policy.elastic:
+                there = self._there(num_workers)
+                if not there:
+                    return self._not_there()
+                if there < num_workers:
+                    # Machines are gone: that is no fault of the job.
+                    num_workers, budget = there, budget + 1
+                    end = dataclasses.replace(end, no_room=False)
             if end.no_room:
                 budget = 0
             elif policy.unit == "task":
@@ -190,6 +222,7 @@ class _Supervisor:
             early = early + 1 if short else 0
             if not budget and policy.may_shrink(num_workers):
                 num_workers -= 1
+                self._most = num_workers
                 budget = policy.max_restarts + 1
                 self._say(f"going on with {num_workers} workers")
             if not budget:
@@ -197,6 +230,59 @@ class _Supervisor:
             budget -= 1
             if not self._pause(policy.pause_seconds(early)):
                 return self._interrupted()
+
+    def _there(self, num_workers: int) -> int:
+        """Waits for machines for enough workers.
+
+        Returns:
+            For how many there are, 0 where they do not come in time.
+        """
+        least = self._job.policy.min_workers or 1
+        limit = self._job.startup_seconds or math.inf
+        began, told = time.monotonic(), False
+        while not self._signal:
+            there = self._machines.room(self._most)
+            if there >= least:
+                if there < num_workers:
+                    self._say(f"going on with {there} workers")
+                return there
+            if time.monotonic() - began > limit:
+                break
+            if not told:
+                told = True
+                self._say(
+                    f"there are machines for {there} workers; waiting for "
+                    f"{least}"
+                )
+            self._sleep(LOOK_SECONDS)
+        return 0
+
+    def _not_there(self) -> int:
+        if self._signal:
+            return self._interrupted()
+        self._say("gave up: too few machines are there")
+        return 1
+
+    def _grown(self, started: float) -> _End | None:
+        """Ends the tasks where there is room for more of them.
+
+        They save first, so no step is done again.
+        """
+        now, workers = time.monotonic(), len(self._tasks)
+        if not self._job.policy.elastic or workers >= self._most:
+            return None
+        if not self._grows or now - started < SETTLED_SECONDS:
+            return None
+        room = self._room.more_than(workers, now)
+        if not room:
+            return None
+        self._say(f"there are machines for {room} workers; the tasks save")
+        self._end_all(signal.SIGTERM)
+        if PREEMPTED not in {task.returncode for task in self._tasks}:
+            # Else it would begin at its first step each time.
+            self._grows = False
+            self._say("the tasks have not saved; the job does not grow again")
+        return _End(PREEMPTED, room=room)
 
     def _attempt(self, num_workers: int) -> _End:
         """Runs all tasks to their end, or to the failure of one."""
@@ -255,7 +341,8 @@ class _Supervisor:
         ).start()
 
     def _wait(self) -> _End:
-        running = len(self._tasks)
+        running, started = len(self._tasks), time.monotonic()
+        self._room.forget()
         while running:
             try:
                 task = self._exits.get(timeout=_POLL_SECONDS)
@@ -279,9 +366,9 @@ class _Supervisor:
             missing = self._missing(time.monotonic())
             if missing:
                 return self._not_started(missing)
-            stalled = self._stalled(time.monotonic())
-            if stalled is not None:
-                return stalled
+            ended = self._stalled(time.monotonic()) or self._grown(started)
+            if ended is not None:
+                return ended
         self._join_readers()
         return _End(0)
 

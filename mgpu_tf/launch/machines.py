@@ -40,12 +40,23 @@ class Machines(Protocol):
     Attributes:
         launcher: The command of `mgpu-tf` that speaks of them.
         here: Whether their heartbeats can be read on this machine.
+        elastic: Whether `room` looks for machines that come and go.
         spares: Processes that wait to be tasks, None for none.
     """
 
     launcher: str
     here: bool
+    elastic: bool
     spares: Spares | None
+
+    def room(self, most: int) -> int:
+        """Returns for how many workers there are machines now.
+
+        Until the next call, tasks are placed on these.
+
+        Args:
+            most: The most that are wanted.
+        """
 
     def addresses(
         self, roles: Roles, going: Callable[[], bool]
@@ -101,10 +112,15 @@ class ThisMachine:
 
     launcher = "launch"
     here = True
+    elastic = True
 
     def __init__(self, job: LaunchJob) -> None:
         self._command = job.command
         self.spares = Spares(job.command, job.spares) if job.spares else None
+
+    def room(self, most: int) -> int:
+        """Returns the most that are wanted: this machine is there."""
+        return most
 
     @contextlib.contextmanager
     def addresses(

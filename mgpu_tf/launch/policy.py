@@ -4,6 +4,7 @@
     RestartPolicy(max_restarts=3)                     the whole job again
     RestartPolicy(max_restarts=3, unit="task")        the dead task alone
     RestartPolicy(max_restarts=3, min_workers=2)      ... then with fewer
+    RestartPolicy(min_workers=2, max_workers=4)       with those that are there
 
 The workers of a synchronous job cannot go on without one of them, so all are
 started again, from the last checkpoint. The tasks of an asynchronous job can.
@@ -32,6 +33,10 @@ class RestartPolicy:
         min_workers: Where the restarts are used up, go on with one worker
             less, and as many restarts again, while that many are left. None
             gives up.
+        max_workers: Go on at once with the workers that there are machines
+            for, from `min_workers` (1 by default) up to this many, and with
+            more when machines come back. Such a restart counts as none of
+            `max_restarts`. None leaves the number as it is.
         backoff_seconds: The pause before a restart. It doubles with every
             failure in a row that came within a minute of its start.
         longest_backoff_seconds: What the pause does not exceed.
@@ -43,6 +48,7 @@ class RestartPolicy:
     max_restarts: int = 0
     unit: str = "job"
     min_workers: int | None = None
+    max_workers: int | None = None
     backoff_seconds: float = 1.0
     longest_backoff_seconds: float = 60.0
 
@@ -62,6 +68,12 @@ class RestartPolicy:
                 "min_workers must be 1 or more. Received: "
                 f"min_workers={self.min_workers}."
             )
+        if self.max_workers is not None and self.unit == "task":
+            raise ConfigurationError(
+                "max_workers goes with synchronous jobs. Received: "
+                f"max_workers={self.max_workers} with parameter servers, whose "
+                "workers come and go by themselves. Leave max_workers out."
+            )
         if not self.backoff_seconds >= 0:
             raise ConfigurationError(
                 "backoff_seconds must be 0 or more. Received: "
@@ -71,7 +83,16 @@ class RestartPolicy:
     @property
     def restarts(self) -> bool:
         """Whether anything is ever started again."""
-        return self.max_restarts > 0 or self.min_workers is not None
+        return (
+            self.max_restarts > 0
+            or self.min_workers is not None
+            or self.elastic
+        )
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of workers follows the machines."""
+        return self.max_workers is not None
 
     def pause_seconds(self, failures: int) -> float:
         """Returns the pause after a number of early failures in a row.

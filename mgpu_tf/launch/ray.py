@@ -113,6 +113,7 @@ class RayMachines:
 
     launcher = "ray"
     here = False
+    elastic = False
     spares: Spares | None = None
 
     def __init__(
@@ -169,6 +170,10 @@ class RayMachines:
             yield
         finally:
             self._ray.shutdown()
+
+    def room(self, most: int) -> int:
+        """Returns the most that are wanted: Ray tells when it places them."""
+        return most
 
     @contextlib.contextmanager
     def addresses(

@@ -16,7 +16,9 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,6 +39,8 @@ _OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30"),
     *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"),
 )
+# A machine that is there answers sooner.
+_ASK_SECONDS = 15.0
 
 
 def launch(
@@ -89,6 +93,7 @@ class SshMachines:
 
     launcher = "launch"
     here = False
+    elastic = True
     spares: Spares | None = None
 
     def __init__(
@@ -109,6 +114,36 @@ class SshMachines:
             )
         self._command = job.command
         self._hosts, self._port = list(hosts), port
+        self._slots: list[tuple[str, int]] | None = None
+
+    def room(self, most: int) -> int:
+        """Asks all machines at once whether they are there."""
+        slots = places(most, self._hosts, self._port)
+        there = set(self._answering(list(dict.fromkeys(h for h, _ in slots))))
+        self._slots = [slot for slot in slots if slot[0] in there]
+        return len(self._slots)
+
+    def _answering(self, hosts: Sequence[str]) -> list[str]:
+        asked = [
+            subprocess.Popen(
+                [*self._program, *_OPTIONS, "--", host, "true"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            for host in hosts
+        ]
+        end = time.monotonic() + _ASK_SECONDS
+        answering = []
+        for host, client in zip(hosts, asked, strict=True):
+            try:
+                status = client.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                client.kill()
+                status = client.wait()
+            if status == 0:
+                answering.append(host)
+        return answering
 
     @contextlib.contextmanager
     def addresses(
@@ -116,7 +151,8 @@ class SshMachines:
     ) -> Iterator[Sequence[str]]:
         """Deals out the tasks to the machines."""
         del going
-        dealt = places(roles.num_tasks, self._hosts, self._port)
+        dealt = self._slots or places(roles.num_tasks, self._hosts, self._port)
+        dealt = dealt[: roles.num_tasks]
         yield [f"{host}:{number}" for host, number in dealt]
 
     def start(

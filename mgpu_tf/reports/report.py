@@ -47,6 +47,11 @@ removed:
                         (the part of the time without work) and live (the
                         most micro-batches whose activations each stage
                         keeps); null without a pipeline
+    predicted           what the planner predicts beside what was measured:
+                        memory_bytes of a device, step_seconds, and the parts
+                        of a step (predicted, and the seconds of a step that
+                        waited for input); null without output_dir, and where
+                        a model cannot be traced
 """
 
 from __future__ import annotations
@@ -131,6 +136,7 @@ class Report:
     pipeline: dict[str, Any] | None = None
     left_out: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     slow: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    predicted: dict[str, Any] | None = None
 
     def write(self, folder: str) -> str:
         """Writes `report.json`, whole or not at all.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -56,11 +57,29 @@ def show(report: Report, console: Console | None = None) -> None:
         summary.add_row("noise scale", told)
     if report.suggested_batch_size is not None:
         summary.add_row("suggested batch", str(report.suggested_batch_size))
+    if report.predicted is not None:
+        summary.add_row("predicted", predicted_text(report.predicted))
     summary.add_row("strategy", report.strategy)
     summary.add_row("workers", str(report.num_workers))
     summary.add_row("replicas", str(report.num_replicas))
     summary.add_row("global batch", str(report.global_batch_size))
     console.print(summary)
+
+
+def predicted_text(predicted: dict[str, Any]) -> str:
+    """Returns predictions beside what was measured, as one line."""
+    memory, step = predicted["memory_bytes"], predicted["step_seconds"]
+    told = []
+    if memory["measured"]:
+        told.append(
+            f"{memory['predicted'] / 1e6:,.0f} MB of each device "
+            f"({memory['measured'] / 1e6:,.0f} measured)"
+        )
+    told.append(
+        f"{step['predicted'] * 1e3:,.2f} ms a step "
+        f"({step['measured'] * 1e3:,.2f} measured)"
+    )
+    return ", ".join(told)
 
 
 def show_trace(trace: PipelineTrace, console: Console | None = None) -> None:

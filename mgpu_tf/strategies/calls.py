@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from mgpu_tf.errors import ConfigurationError, WorkerError
+from mgpu_tf.errors import CheckpointError, ConfigurationError, WorkerError
 from mgpu_tf.strategies.mirrored import SILENCE_SECONDS
 
 # Of operations of several workers that are not the same one.
@@ -59,6 +59,8 @@ def described(worker: int, error: Exception) -> tuple[str, str]:
         return "configuration", str(error)
     if isinstance(error, WorkerError):
         return "worker", str(error)
+    if isinstance(error, CheckpointError):
+        return "checkpoint", str(error)
     return "worker", f"worker {worker}: {type(error).__name__}: {error}"
 
 
@@ -66,6 +68,8 @@ def error_of(kind: str, message: str) -> Exception:
     """Returns what a worker raises that was told of a failure."""
     if kind == "configuration":
         return ConfigurationError(message)
+    if kind == "checkpoint":
+        return CheckpointError(message)
     return WorkerError(message)
 
 

@@ -14,11 +14,12 @@ of an axis. Members get the same bits, and the same bits again in each run.
 A gradient here is that of the sum of the losses of all replicas. Where
 replicas compute the same loss, each takes its share of it first.
 
-Members in one process copy tensors between its devices and sum in the order of
-the group. Members in several processes use TensorFlow's collective operations:
-ring on CPUs, NCCL on GPUs. TensorFlow has no reduce-scatter on CPUs; there it
-is an all-to-all of parts, summed in the order of the group, with the same
-bytes: (n - 1)/n of s.
+Members on CPUs of one process copy tensors between its devices and sum in the
+order of the group. All others use TensorFlow's collective operations, one for
+each member: ring on CPUs, NCCL on GPUs, which TensorFlow takes where it is told
+to and nowhere else. TensorFlow has no reduce-scatter on CPUs; there it is an
+all-to-all of parts, summed in the order of the group, with the same bytes:
+(n - 1)/n of s.
 
 All members call the same functions in the same order. For a member that is
 missing the others wait until `strategies/peers.py` or TensorFlow's coordination
@@ -54,8 +55,8 @@ class Groups:
         members: The replicas of each group, by their number among all of the
             strategy, and in that order. Groups have one size, and each replica
             is in one.
-        communication: `auto` is as above; `ring` and `nccl` use TensorFlow's
-            operations in one process too.
+        communication: `auto` is as above; `ring` uses TensorFlow's operations
+            between CPUs of one process too, and no NCCL between GPUs.
         timeout_seconds: How long a member waits for the others. Default: as
             long as it takes. With a limit, TensorFlow makes a thread for each
             operation that it runs, and the thread sleeps until the limit,
@@ -68,7 +69,7 @@ class Groups:
 
     Raises:
         ConfigurationError: A replica is in no group, or in two, or groups
-            differ in size.
+            differ in size, or there is no NCCL between the devices.
     """
 
     _keys = itertools.count(start=_FIRST_KEY, step=10_000)
@@ -102,7 +103,10 @@ class Groups:
             for group in self._members
             for member in group
         )
-        self._copies = communication == "auto" and self.is_here
+        self._has_nccl = has_nccl(self._devices, communication)
+        self._copies = (
+            communication == "auto" and self.is_here and not self._has_nccl
+        )
         self._key = next(self._keys)
         self._calls = {replica: itertools.count() for replica in self._here}
         self._tokens: dict[int, tf.Variable] = {}
@@ -187,22 +191,32 @@ class Groups:
         held = places - owner * longest < tf.gather(counts, owner)
         return tf.boolean_mask(every, held)
 
-    def reduce_scatter(self, value: tf.Tensor, axis: int = 0) -> tf.Tensor:
+    def reduce_scatter(
+        self,
+        value: tf.Tensor,
+        axis: int = 0,
+        dtype: tf.DType | None = None,
+    ) -> tf.Tensor:
         """Returns this member's part of the sum over the group. On a replica.
 
         Args:
             value: A tensor of the same shape on each member.
             axis: The axis that is divided.
+            dtype: The type in which members add up. Default: that of `value`,
+                in which it is sent.
         """
+        dtype = value.dtype if dtype is None else dtype
         if self.size == 1:
-            return tf.identity(value)
+            return tf.cast(tf.identity(value), dtype)
         axis %= value.shape.rank
         length = _length(value, axis)
 
         @own_gradient
         def scattered(value: tf.Tensor) -> Any:
-            part = self._reduce_scatter(value, axis, length)
-            return part, lambda up: self.all_gather(up, axis, length)
+            part = self._reduce_scatter(value, axis, length, dtype)
+            return part, lambda up: tf.cast(
+                self.all_gather(up, axis, length), value.dtype
+            )
 
         return scattered(value)
 
@@ -227,58 +241,67 @@ class Groups:
         moved = _moved(part, axis, 0)
         sent = _padded(moved, longest)
         every = tf.raw_ops.CollectiveGatherV2(input=sent, **self._call(sent))
-        chunks = [
-            every[rank * longest : rank * longest + high - low]
-            for rank in range(self.size)
-            for low, high in [_bounds(length, rank, self.size)]
-        ]
-        whole = _moved(tf.concat(chunks, 0), 0, axis)
+        if not _divides(length, self.size):
+            chunks = [
+                every[rank * longest : rank * longest + high - low]
+                for rank in range(self.size)
+                for low, high in [_bounds(length, rank, self.size)]
+            ]
+            every = tf.concat(chunks, 0)
+        whole = _moved(every, 0, axis)
         shape = part.shape.as_list()
         shape[axis] = length if isinstance(length, int) else None
         return tf.ensure_shape(whole, shape)
 
     def _reduce_scatter(
-        self, value: tf.Tensor, axis: int, length: Any
+        self, value: tf.Tensor, axis: int, length: Any, dtype: tf.DType
     ) -> tf.Tensor:
         if self._copies:
             return self._exchanged(
-                value, lambda group: self._summed_parts(group, axis, length)
+                value,
+                lambda group: self._summed_parts(group, axis, length, dtype),
             )
         longest = -(-length // self.size)
-        moved = _moved(value, axis, 0)
-        sent = tf.stack(
-            [
-                _padded(moved[low:high], longest)
-                for rank in range(self.size)
-                for low, high in [_bounds(length, rank, self.size)]
-            ]
-        )
-        summed = self._summed_chunk(sent)
+        sent = _moved(value, axis, 0)
+        if not _divides(length, self.size):
+            # Slices are no copies, so that there is one copy in all.
+            pieces = []
+            for rank in range(self.size):
+                low, high = _bounds(length, rank, self.size)
+                chunk = sent[low:high]
+                pieces += [chunk, _missing(chunk, high - low, longest)]
+            sent = tf.concat(pieces, 0)
+        summed = self._summed_chunk(sent, dtype)
         low, high = _bounds(length, self.rank(), self.size)
         part = _moved(summed[: high - low], 0, axis)
         shape = value.shape.as_list()
         shape[axis] = high - low if isinstance(length, int) else None
         return tf.ensure_shape(part, shape)
 
-    def _summed_chunk(self, chunks: tf.Tensor) -> tf.Tensor:
-        """Returns the sum of this member's chunks, `[members, chunk, ...]`."""
+    def _summed_chunk(self, chunks: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """Returns the sum of this member's chunks, `[chunk, ...]`.
+
+        Args:
+            chunks: The chunks of all members, one after another.
+            dtype: The type of the sum.
+        """
         if self._has_nccl:
+            chunks = tf.cast(chunks, dtype)
             return tf.raw_ops.CollectiveReduceScatterV2(
-                input=tf.concat(tf.unstack(chunks, self.size), 0),
+                input=chunks,
                 merge_op="Add",
                 final_op="Id",
                 **self._call(chunks),
             )
         # On CPUs the operation above ends all collectives of the process.
+        rest = [_length(chunks, axis) for axis in range(1, chunks.shape.rank)]
+        chunks = tf.reshape(chunks, [self.size, -1, *rest])
         received = tf.raw_ops.CollectiveAllToAllV2(
             input=chunks, **self._call(chunks)
         )
-        return tf.add_n(tf.unstack(received, self.size))
-
-    @property
-    def _has_nccl(self) -> bool:
-        on_gpu = all("GPU" in device for device in self._devices)
-        return on_gpu and self._communication != "ring"
+        return tf.add_n(
+            [tf.cast(each, dtype) for each in tf.unstack(received, self.size)]
+        )
 
     def _call(self, value: tf.Tensor) -> dict[str, Any]:
         """Returns the arguments that each of TensorFlow's operations takes.
@@ -296,7 +319,9 @@ class Groups:
             # One for each operation of a graph, the same on all members.
             "instance_key": _instance(next(self._calls[replica]), value),
             "ordering_token": [self._tokens[replica].handle],
-            "communication_hint": self._communication,
+            "communication_hint": "nccl"
+            if self._has_nccl
+            else self._communication,
             "timeout_seconds": self._timeout_seconds,
             "is_stateless": False,
         }
@@ -346,20 +371,22 @@ class Groups:
         return found
 
     def _summed_parts(
-        self, group: dict[int, tf.Tensor], axis: int, length: Any
+        self,
+        group: dict[int, tf.Tensor],
+        axis: int,
+        length: Any,
+        dtype: tf.DType,
     ) -> dict[int, tf.Tensor]:
+        cut = {}
+        for sender, value in group.items():
+            with tf.device(self._device(sender)):
+                cut[sender] = _parts(value, axis, length, self.size)
         found = {}
         for rank, member in enumerate(group):
-            parts = []
-            for sender, value in group.items():
-                with tf.device(self._device(sender)):
-                    size = length
-                    if not isinstance(length, int):
-                        size = _length(value, axis)
-                    low, high = _bounds(size, rank, self.size)
-                    parts.append(_slice(value, axis, low, high))
             with tf.device(self._device(member)):
-                found[member] = tf.add_n(parts)
+                found[member] = tf.add_n(
+                    [tf.cast(parts[rank], dtype) for parts in cut.values()]
+                )
         return found
 
     def _device(self, replica: int) -> str:
@@ -367,6 +394,34 @@ class Groups:
 
     def _group(self, replica: int) -> list[int]:
         return next(group for group in self._members if replica in group)
+
+
+def has_nccl(devices: Sequence[str], communication: str) -> bool:
+    """Returns whether devices exchange tensors by NCCL.
+
+    NCCL takes each GPU once: parts of one GPU copy, as CPUs do.
+
+    Args:
+        devices: The devices of this process.
+        communication: As for `Groups`.
+
+    Raises:
+        ConfigurationError: NCCL is asked for, and there is none.
+    """
+    on_gpu = all("GPU" in device for device in devices)
+    cards = len(tf.config.get_visible_devices("GPU"))
+    can = on_gpu and len(devices) <= cards
+    if communication == "nccl" and not can:
+        raise ConfigurationError(
+            "communication='nccl' works between GPUs only, each of them once. "
+            f"Received: {', '.join(map(_short, devices))} on a machine with "
+            f"{cards} GPUs. Use communication='auto'."
+        )
+    return can and communication != "ring"
+
+
+def _short(device: str) -> str:
+    return device.rpartition("device:")[2]
 
 
 def _instance(call: int, value: tf.Tensor) -> Any:
@@ -411,6 +466,23 @@ def _bounds(length: Any, rank: int, size: int) -> tuple[Any, Any]:
     return length * rank // size, length * (rank + 1) // size
 
 
+def _parts(
+    value: tf.Tensor, axis: int, length: Any, size: int
+) -> list[tf.Tensor]:
+    """Returns the parts of a tensor, cut by one operation where it can be."""
+    if isinstance(length, int):
+        every = [_bounds(length, rank, size) for rank in range(size)]
+        return tf.split(value, [high - low for low, high in every], axis)
+    length = _length(value, axis)
+    every = [_bounds(length, rank, size) for rank in range(size)]
+    return [_slice(value, axis, low, high) for low, high in every]
+
+
+def _divides(length: Any, size: int) -> bool:
+    """Whether parts of an axis are known to be of one length."""
+    return isinstance(length, int) and length % size == 0
+
+
 def _slice(value: tf.Tensor, axis: int, low: Any, high: Any) -> tf.Tensor:
     before = (slice(None),) * (axis % value.shape.rank)
     return value[(*before, slice(low, high))]
@@ -423,6 +495,12 @@ def _moved(value: tf.Tensor, source: int, target: int) -> tf.Tensor:
     order = [axis for axis in range(value.shape.rank) if axis != source]
     order.insert(target, source)
     return tf.transpose(value, order)
+
+
+def _missing(value: tf.Tensor, length: Any, full: Any) -> tf.Tensor:
+    """Returns the zeros that an axis of a tensor lacks up to a length."""
+    rest = [_length(value, axis) for axis in range(1, value.shape.rank)]
+    return tf.zeros([full - length, *rest], value.dtype)
 
 
 def _padded(value: tf.Tensor, length: Any) -> tf.Tensor:

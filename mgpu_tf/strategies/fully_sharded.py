@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -174,32 +175,71 @@ class SplittingStrategy:
 
     @contextlib.contextmanager
     def whole(
-        self, variables: Iterable[Any], *, keep: bool = True
+        self, variables: Iterable[Any], *, reads: bool = True
     ) -> Iterator[None]:
-        """Gathers variables on the host, one after another, for a block.
+        """Lets one process read variables whole, alone, in a block.
 
-        All processes enter the block together. In it, a process that keeps
-        the values may read them alone.
+        All processes enter the block together. The one that reads gathers a
+        variable whenever it reads it, and keeps none. The others wait where
+        the block begins, and give their parts.
 
         Args:
-            variables: TensorFlow's variables; others than split ones are left.
-            keep: Whether this process keeps the values.
+            variables: TensorFlow's variables, the same in all processes;
+                others than split ones are left.
+            reads: Whether this is the process that reads.
         """
         split = [
             variable
             for variable in variables
             if isinstance(variable, ShardedVariable) and variable.is_apart
         ]
-        try:
-            with self.meeting("the whole model"):
+        with self.meeting("the whole model"):
+            if not reads:
+                while (place := self._asked(None)) >= 0:
+                    self._read(split[place])
+                yield
+                return
+            for place, variable in enumerate(split):
+                variable.reader = functools.partial(
+                    self._read_alone, place, variable
+                )
+            try:
+                yield
+            finally:
                 for variable in split:
-                    value = self._read(variable)
-                    if keep:
-                        variable.held = value.numpy()
-            yield
-        finally:
-            for variable in split:
-                variable.held = None
+                    variable.reader = None
+                self._asked(-1)
+
+    def _read_alone(self, place: int, variable: ShardedVariable) -> tf.Tensor:
+        """Returns the whole value of a variable that the others wait for."""
+        with tf.init_scope():
+            self._asked(place)
+            return self._read(variable)
+
+    def _asked(self, place: int | None) -> int:
+        """Returns which variable is read next; all processes call this.
+
+        Args:
+            place: Its place; -1 where there is none. None in the processes
+                that are told.
+        """
+        if "asked" not in self._readers:
+            self._readers["asked"] = tf.function(
+                self._sum, autograph=False
+            ).get_concrete_function(tf.TensorSpec([], tf.int64))
+        told = 0 if place is None else place + 1
+        return int(self._readers["asked"](tf.constant(told, tf.int64))) - 1
+
+    def _sum(self, number: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of a number over processes."""
+
+        def on_replica() -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+            own = number if replica == self.first_replica else number * 0
+            return self.along(*REPLICA_AXES).all_reduce(own)
+
+        return self.experimental_local_results(self.run(on_replica))[0]
 
     def _split_over(
         self,
@@ -236,6 +276,8 @@ class FullyShardedStrategy(SplittingStrategy, MirroredStrategy):
         smallest_split: The elements of the smallest weight that is split.
         layout: Which layers are computed in parts on the tensor axis: `auto`,
             or patterns of paths.
+        communication: How groups of replicas exchange what is split; as for
+            `Groups`.
     """
 
     def __init__(
@@ -246,13 +288,14 @@ class FullyShardedStrategy(SplittingStrategy, MirroredStrategy):
         cross_device_ops: tf.distribute.CrossDeviceOps | None,
         smallest_split: int = SMALLEST_SPLIT,
         layout: Any = "auto",
+        communication: str = "auto",
     ) -> None:
         self._split_over(mesh, shard, smallest_split, layout)
         self._collective_key_base = next(self._groups)
         tf.distribute.Strategy.__init__(
             self, _ShardedExtended(self, devices, cross_device_ops)
         )
-        self._group()
+        self._group(communication)
 
 
 class MultiWorkerFullyShardedStrategy(

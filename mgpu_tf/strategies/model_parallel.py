@@ -80,7 +80,9 @@ def create_model_parallel_strategy(
             the scheduler.
         devices: As for `create_mirrored_strategy`; of each worker.
         communication: As for `create_mirrored_strategy`; in a cluster as for
-            `create_multi_worker_mirrored_strategy`.
+            `create_multi_worker_mirrored_strategy`. `ring` in one process uses
+            TensorFlow's collective operations between CPUs too, one for each
+            group and layer, where `auto` copies.
         num_virtual_devices: Split the CPU of each process into N devices.
         smallest_split: With `fsdp`, weights with fewer elements stay whole on
             each device.
@@ -132,7 +134,11 @@ def create_model_parallel_strategy(
                 smallest_split=smallest_split,
                 layout=layout,
             )
-    reducing = cross_device_ops(communication, names[::pipeline])
+    reducing = None
+    if communication != "ring" or pipeline > 1:
+        reducing = cross_device_ops(communication, names[::pipeline])
+    if communication == "hierarchical_copy":
+        communication = "auto"  # It is for what is not split.
     if pipeline > 1:
         return PipelineStrategy(
             names,
@@ -143,7 +149,7 @@ def create_model_parallel_strategy(
             reducing,
         )
     return FullyShardedStrategy(
-        names, mesh, shard, reducing, smallest_split, layout
+        names, mesh, shard, reducing, smallest_split, layout, communication
     )
 
 

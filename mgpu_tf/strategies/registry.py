@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,7 @@ _SYNCHRONOUS = "mgpu_tf.engine.synchronous.engine:SynchronousEngine"
 _SHARDED = "mgpu_tf.engine.synchronous.sharded:ShardedEngine"
 _PIPELINE = "mgpu_tf.engine.pipeline.engine:PipelineEngine"
 _ASYNCHRONOUS = "mgpu_tf.engine.asynchronous.engine:AsynchronousEngine"
+_PLANNER = "mgpu_tf.planner.here"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +142,11 @@ def spreading_rows(
 
 
 def create_strategy(
-    name: str = "auto", **options: Any
+    name: str = "auto",
+    *,
+    for_model: Callable[[], Any] | None = None,
+    global_batch_size: int | None = None,
+    **options: Any,
 ) -> tf.distribute.Strategy:
     """Creates a strategy by name.
 
@@ -156,10 +162,15 @@ def create_strategy(
     Example:
         strategy = mgpu_tf.create_strategy("mirrored", devices=[0, 2])
 
+    With `for_model` it takes instead the fastest layout that fits on the
+    devices that are here, as `mgpu_tf.planner` predicts, and logs why.
+
     Args:
         name: One of `auto`, `one_device`, `mirrored`,
             `multi_worker_mirrored`, `parameter_server`, `central_storage`,
             `tpu`, `fsdp`, `model_parallel`.
+        for_model: With `auto`, a function that returns the compiled model.
+        global_batch_size: With `for_model`, the examples of a step.
         **options: The fields of `StrategyOptions`:
             devices: A number of GPUs, or a list of their indices or names.
                 Default: all visible GPUs.
@@ -184,9 +195,49 @@ def create_strategy(
         ConfigurationError: The name or an option is unknown, or an option
             does not work with the strategy or on this machine.
     """
-    return create_with(
-        name, made_of(StrategyOptions, options, "create_strategy")
+    given = made_of(StrategyOptions, options, "create_strategy")
+    if for_model is None and global_batch_size is None:
+        return create_with(name, given)
+    if name != "auto" or for_model is None or global_batch_size is None:
+        raise ConfigurationError(
+            "for_model and global_batch_size go together, with 'auto'. "
+            f"Received: {name!r}, for_model={for_model!r}, "
+            f"global_batch_size={global_batch_size!r}."
+        )
+    return create_planned(for_model, global_batch_size, given)[0]
+
+
+def create_planned(
+    build_model: Callable[[], Any],
+    global_batch_size: int,
+    options: StrategyOptions,
+    *,
+    recomputes: bool = False,
+) -> tuple[tf.distribute.Strategy, Any]:
+    """Creates the strategy that a plan chooses for the devices here.
+
+    Args:
+        build_model: Returns the compiled model.
+        global_batch_size: Examples of a step.
+        options: Which devices are taken; the plan chooses the rest.
+        recomputes: Whether layers may be computed again.
+
+    Returns:
+        The strategy, and the `Choice` of the plan.
+    """
+    # The planner traces models, so it is above strategies.
+    here = importlib.import_module(_PLANNER)
+    choice = here.choose(
+        build_model, global_batch_size, options, recomputes=recomputes
     )
+    kept = {
+        field.name: getattr(options, field.name)
+        for field in dataclasses.fields(options)
+        if field.name not in ("devices", "num_virtual_devices")
+    }
+    given = StrategyOptions(**(kept | choice.options))
+    _log.info("strategy %s: %s", choice.strategy, choice.why)
+    return create_with(choice.strategy, given), choice
 
 
 def strategy_from(

@@ -18,7 +18,7 @@ processes do it together. What is assigned, each process assigns by itself.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,8 @@ class ShardedVariable(values.MirroredVariable):
     Attributes:
         mesh: The axes of the replicas.
         split: How the elements are divided.
-        held: The whole value, while a block of `held` keeps it.
+        reader: Gathers the whole value in a block in which this process alone
+            reads; see `SplittingStrategy.whole`.
         assigned: A hash of the whole value that this process has assigned
             last, where other processes hold parts.
     """
@@ -62,7 +63,7 @@ class ShardedVariable(values.MirroredVariable):
     ) -> None:
         self.mesh = mesh
         self.split = split
-        self.held: np.ndarray | None = None
+        self.reader: Callable[[], tf.Tensor] | None = None
         self.assigned = ""
         self._whole = tuple(whole)
         self._first = strategy.first_replica
@@ -203,8 +204,8 @@ class ShardedVariable(values.MirroredVariable):
         return self.gathered(replica)
 
     def _read_outside(self) -> Any:
-        if self.held is not None:
-            return tf.convert_to_tensor(self.held)
+        if self.reader is not None:
+            return self.reader()
         if self.is_apart:
             return self._distribute_strategy.read_together(self)
         return self.gathered(self._first)

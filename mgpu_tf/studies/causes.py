@@ -1,8 +1,6 @@
 """Why a model may train to other numbers on several replicas.
 
-    with told_by_engine() as losses:
-        ...                                # trains on several replicas
-    for line in causes_in(model, drew, losses):
+    for line in causes_in(model, drew):
         print(line)                        # cause: ..., with the remedy
 
 Each cause is one that docs/guarantees.md knows. That a model has it does not
@@ -11,8 +9,6 @@ prove that nothing else differs.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 import keras
@@ -20,7 +16,6 @@ import tensorflow as tf
 
 from mgpu_tf._version import __version__
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.losses import LOSS_OF_BATCH
 from mgpu_tf.layers import ShardedEmbedding
 
 PREFIX = "cause: "
@@ -28,37 +23,9 @@ PREFIX = "cause: "
 _NAMED = 5
 
 
-class _Told(logging.Handler):
-    """Keeps the names of losses that the engine warns of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.losses: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        name = getattr(record, LOSS_OF_BATCH, None)
-        if name is not None and name not in self.losses:
-            self.losses.append(name)
-
-
-@contextlib.contextmanager
-def told_by_engine() -> Iterator[list[str]]:
-    """Yields the names of losses over a whole batch that are trained inside.
-
-    The engine finds them when it traces a step of several replicas.
-    """
-    log, told = logging.getLogger("mgpu_tf"), _Told()
-    log.addHandler(told)
-    try:
-        yield told.losses
-    finally:
-        log.removeHandler(told)
-
-
 def causes_in(
     model: keras.Model,
     drew: Sequence[str] = (),
-    losses: Sequence[str] = (),
     embedding_gradients: str = "keras",
 ) -> list[str]:
     """Returns what is known to give a model other numbers on replicas.
@@ -66,7 +33,6 @@ def causes_in(
     Args:
         model: A model that has been trained.
         drew: What drew random numbers while it was; see `Trajectory`.
-        losses: The names of losses over a whole batch; see `told_by_engine`.
         embedding_gradients: What the `Trainer` on several replicas was given.
 
     Returns:
@@ -75,8 +41,6 @@ def causes_in(
     found = [
         *_normalization(model),
         *_random(drew),
-        *_author(model),
-        *_losses(losses),
         *_embeddings(model, embedding_gradients),
         *_few_bits(model),
     ]
@@ -105,28 +69,6 @@ def _random(drew: Sequence[str]) -> Iterator[str]:
             f"random layers ({_list(drew)}): replicas draw the numbers of "
             "one device but for those that a warning names. Remedy: compare "
             "with their rate set to 0."
-        )
-
-
-def _author(model: keras.Model) -> Iterator[str]:
-    for method in ("train_step", "compute_loss"):
-        if keras_internals.overrides(model, method):
-            yield (
-                f"a {method} of the author's own "
-                f"({type(model).__name__}.{method}): it sees the rows of one "
-                "replica. Remedy: declare what it reduces by "
-                "mgpu_tf.mean_over_batch or mgpu_tf.sum_over_batch, or write "
-                "the loop with mgpu_tf.Loop; see docs/custom_training.md."
-            )
-
-
-def _losses(names: Sequence[str]) -> Iterator[str]:
-    if names:
-        yield (
-            f"a loss over the whole batch ({_list(names)}): each replica "
-            "takes it of its own rows. Remedy: a loss with one value for each "
-            "example, such as Dice or Tversky with axis=(1, 2, 3); a loss "
-            "over pairs has none, and trains on the pairs of a replica."
         )
 
 

@@ -22,7 +22,7 @@ import tensorflow as tf
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.registry import create_strategy, kind_of, topology_of
 from mgpu_tf.strategies.synchronous import create_one_device_strategy
-from mgpu_tf.studies.causes import causes_in, told_by_engine
+from mgpu_tf.studies.causes import causes_in
 from mgpu_tf.studies.trajectory import (
     UNITS,
     OtherPrecision,
@@ -134,7 +134,7 @@ def check_parity(
     alone = create_one_device_strategy()
     name, why, reference = _reference(build_model, batches, alone, seed)
     _check_finite(reference)
-    with precision(name), told_by_engine() as losses:
+    with precision(name):
         nudged = [
             record(build_model, batches, alone, seed, nudge=seed + number)
             for number in range(NUDGES.get(name or "", OTHER_NUDGES))
@@ -157,9 +157,7 @@ def check_parity(
     report = ParityReport(rows, len(batches), why)
     if report.same or reference.model is None:
         return report
-    causes = causes_in(
-        reference.model, reference.drew, losses, embedding_gradients
-    )
+    causes = causes_in(reference.model, reference.drew, embedding_gradients)
     return dataclasses.replace(report, causes=tuple(causes))
 
 

@@ -29,6 +29,8 @@ runs the same loop over the same batches.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -37,17 +39,22 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.reading import Stored
+from mgpu_tf.checkpoints.recovery import Owner
 from mgpu_tf.checkpoints.run_state import generators, restore_generators
 from mgpu_tf.checkpoints.writer import Variables, Writer, read_state
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.base import Engine, Logs
 from mgpu_tf.errors import ConfigurationError, check_integer
+from mgpu_tf.folders import check_local
 from mgpu_tf.options import StepOptions
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.peers import Peers
 from mgpu_tf.strategies.registry import kind_of, strategy_from
 from mgpu_tf.training.data_errors import explained
 from mgpu_tf.training.distributed_model import DistributedModel
+
+_log = logging.getLogger("mgpu_tf")
 
 Objects = dict[str, Any]
 Step = Callable[[Objects, Any], dict[str, Any]]
@@ -93,6 +100,8 @@ class Loop:
             lambda: _holder(build()), strategy, seed=seed
         )
         self._engines: dict[Step, Engine] = {}
+        # Of each folder that it has saved to.
+        self._owners: dict[str, Owner] = {}
         self.objects: Objects = self._distributed.model.objects
         self.global_step = 0
 
@@ -153,34 +162,54 @@ class Loop:
         }
         snapshot = self._engine().snapshot()
 
+        where = os.path.realpath(folder)
+        owner = self._owners.setdefault(where, Owner(folder))
+
         def write(peers: Peers) -> None:
+            if peers.worker == 0 and not owner.shown:
+                os.makedirs(folder, exist_ok=True)
+                owner.take()
             writer = Writer(
-                folder, peers.token(), peers.worker, peers.num_workers
+                folder,
+                peers.token(),
+                peers.worker,
+                peers.num_workers,
+                check=owner.check,
             )
             writer.begin(self.global_step, snapshot.pieces())
-            writer.finish(state, keep)
+            writer.finish(state, keep, why="Loop.save")
 
         distributed.write_together("Loop.save", folder, write)
 
-    def restore(self, folder: str) -> dict[str, Any] | None:
+    def restore(
+        self, folder: str, *, restart_from_nothing: bool = False
+    ) -> dict[str, Any] | None:
         """Restores the newest usable checkpoint.
 
         Every worker must call this method.
 
         Args:
             folder: A folder that every worker sees.
+            restart_from_nothing: Whether None is returned where the folder
+                has checkpoints and all of them are damaged.
 
         Returns:
             The saved position; None if there is no checkpoint.
 
         Raises:
-            ConfigurationError: The checkpoint has other objects.
+            CheckpointError: A checkpoint cannot be read, or is of a later
+                release.
+            ConfigurationError: The checkpoint has other objects, or all of
+                them are damaged.
         """
+        check_local("folder", folder)
         with self._distributed.peers.together("Loop.restore"):
             path = self._newest(folder)
+            if path is None and not restart_from_nothing:
+                store.refuse_to_lose("folder", folder)
             if path is None:
                 return None
-            stored = store.Stored(path)
+            stored = Stored(path)
             state = read_state(stored)
             if "loop" not in state:
                 raise ConfigurationError(
@@ -195,14 +224,17 @@ class Loop:
 
     def _newest(self, folder: str) -> str | None:
         """Returns the path of the checkpoint that all workers read."""
-        entry = store.newest(folder)
+        entry = store.newest(
+            folder,
+            lambda damaged: _log.warning(
+                "refused a damaged checkpoint, which stays: %s",
+                damaged.problem,
+            ),
+        )
         step = self._distributed.peers.of_first(
             -1 if entry is None else entry.step
         )
-        for known in store.entries(folder, thorough=False):
-            if known.step == step:
-                return known.path
-        return None
+        return store.paths(folder).get(step)
 
     def _engine(self) -> Engine:
         """Returns a prepared engine for the objects."""

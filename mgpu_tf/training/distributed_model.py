@@ -10,6 +10,7 @@ server, `again` makes all of it anew.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,12 +23,17 @@ from mgpu_tf.cluster import watchdog
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.engine.base import DataFeed, Engine
-from mgpu_tf.errors import ConfigurationError, is_integer
+from mgpu_tf.errors import (
+    ConfigurationError,
+    OutOfMemoryError,
+    is_integer,
+)
 from mgpu_tf.folders import check_local
 from mgpu_tf.options import StepOptions
+from mgpu_tf.planner.remedies import explain, layout_here
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.peers import Peers
-from mgpu_tf.strategies.registry import is_chief
+from mgpu_tf.strategies.registry import is_chief, topology_of
 from mgpu_tf.training import agreement
 from mgpu_tf.training import callbacks as callbacks_lib
 from mgpu_tf.training.call_arguments import (
@@ -40,6 +46,9 @@ from mgpu_tf.training.pace import Pace, Trial
 _log = logging.getLogger("mgpu_tf")
 
 BuildModel = Callable[[], keras.Model]
+
+# Of a step whose rows are not known before they are there.
+_MOST_PARTS = 64
 
 
 class DistributedModel:
@@ -151,6 +160,55 @@ class DistributedModel:
         self._compare_model()
         return engine
 
+    def fit_memory(self, source: data_lib.Source) -> None:
+        """Cuts steps into parts until the gradients of a batch fit.
+
+        All workers take the same number of parts.
+
+        Args:
+            source: The batches of training.
+
+        Raises:
+            OutOfMemoryError: A part of one row does not fit.
+        """
+        rows = self.rows(source) or _MOST_PARTS
+        while True:
+            engine = self.prepare(source)
+            lacks = engine.lacks_memory(source)
+            if not self.peers.any(lacks):
+                return
+            parts = 2 * self._options.step_parts
+            if parts > rows:
+                raise self.out_of_memory(source)
+            self._options = dataclasses.replace(self._options, step_parts=parts)
+            _log.warning(
+                "a batch does not fit: step_parts=%d, the same global batch "
+                "in parts of %d rows on each replica",
+                parts,
+                -(-rows // parts),
+            )
+            self._engine = create_engine(
+                self.model, self.strategy, self._options
+            )
+
+    def rows(self, source: data_lib.Source) -> int:
+        """Returns the most rows that a replica gets; 0 where not known."""
+        rows = source.rows()
+        replicas = topology_of(self.strategy).data_parallel_degree
+        return 0 if rows is None else -(-rows.batch_size // replicas)
+
+    def out_of_memory(self, source: data_lib.Source) -> OutOfMemoryError:
+        """Returns the error that says what takes the memory of a step.
+
+        Args:
+            source: The batches of training.
+        """
+        layout = layout_here(self.strategy, self._options)
+        rows = self.rows(source)
+        return OutOfMemoryError(
+            explain(self._build_model, layout, rows * layout.replicas)
+        )
+
     def source(
         self,
         x: Any,
@@ -215,8 +273,8 @@ class DistributedModel:
     def whole(self) -> Iterator[None]:
         """Lets the chief read the model alone, where it is split.
 
-        All workers enter the block together. The others hold one variable
-        at a time.
+        All workers enter the block together. A variable is gathered when the
+        chief reads it, and no worker holds more than one whole.
         """
         if not self._is_apart:
             yield
@@ -225,7 +283,7 @@ class DistributedModel:
         for optimizer in keras_internals.optimizers_of(self.model):
             variables += optimizer.variables
         held = {id(v): keras_internals.stored(v) for v in variables}
-        with self.strategy.whole(held.values(), keep=self.is_chief):
+        with self.strategy.whole(held.values(), reads=self.is_chief):
             yield
 
     def write(self, name: str, path: str, write: Callable[[], Any]) -> None:
@@ -373,6 +431,8 @@ class DistributedModel:
 def _write(name: str, path: str, write: Callable[[], Any]) -> None:
     try:
         write()
+    except ConfigurationError:
+        raise
     except OSError as error:
         raise ConfigurationError(
             f"{name} must be able to write its file. Received: "

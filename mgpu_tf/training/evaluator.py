@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 import keras
 
 from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.manifest import DamagedError
+from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.run_state import State
 from mgpu_tf.checkpoints.writer import Variables, read_state
 from mgpu_tf.engine.base import Engine, Logs
@@ -74,10 +76,10 @@ def _states(folder: str, epochs: int, snapshot: Snapshot) -> Iterator[State]:
             time.sleep(_POLL_SECONDS)
             continue
         try:
-            stored = store.Stored(entry.path)
+            stored = Stored(entry.path)
             state = read_state(stored)
             snapshot.put(Variables(stored))
-        except (store.CheckpointError, OSError):  # Pruned meanwhile.
+        except DamagedError:  # Deleted meanwhile.
             continue
         seen = entry.step
         yield state

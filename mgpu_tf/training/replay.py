@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from mgpu_tf import data as data_lib
 from mgpu_tf.checkpoints import step_losses, store
+from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.saver import Found, Saver
 from mgpu_tf.checkpoints.writer import Variables, read_state
 from mgpu_tf.engine import keras_internals
@@ -135,17 +136,23 @@ class ReplaySaver(Saver):
             ConfigurationError: No checkpoint is before the step, or it is one
                 of another number of replicas.
         """
-        entries = store.entries(self._folder)
-        before = [e for e in entries if e.step < self._step and not e.problem]
+        before = [
+            entry
+            for entry in store.newest_first(
+                self._folder, thorough=True, below=self._step
+            )
+            if entry.whole
+        ]
         if not before:
-            known = ", ".join(str(e.step) for e in entries) or "none"
+            every = store.paths(self._folder)
+            known = ", ".join(str(step) for step in every) or "none"
             raise ConfigurationError(
                 "A replay begins at a checkpoint before its step. Received: "
                 f"step={self._step}, where {self._folder!r} has checkpoints "
                 f"of the steps: {known}. Choose a later step."
             )
-        for entry in reversed(before):
-            stored = store.Stored(entry.path)
+        for entry in before:
+            stored = Stored(entry.path)
             variables = Variables(stored)
             if _all_finite(variables):
                 break
@@ -186,7 +193,7 @@ def left_out_before(folder: str, step: int) -> list[LeftOut]:
     """Returns the batches that a run has left out before a step."""
     every: list[LeftOut] = []
     for entry in store.entries(folder, thorough=False):
-        position = entry.manifest.get("state", {}).get("position", {})
+        position = entry.state.get("position", {})
         every += [LeftOut(**batch) for batch in position.get("left_out", ())]
     return [batch for batch in dict.fromkeys(every) if batch.step < step]
 

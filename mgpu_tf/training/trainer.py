@@ -46,6 +46,7 @@ from mgpu_tf.reports.pipeline_trace import (
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.reports.report import LeftOut
 from mgpu_tf.reports.stragglers import Slow
+from mgpu_tf.runtime.room import lacks_room
 from mgpu_tf.strategies.registry import kind_of, strategy_from
 from mgpu_tf.training import callbacks as callbacks_lib
 from mgpu_tf.training import loop
@@ -67,6 +68,7 @@ from mgpu_tf.training.callbacks import Callbacks
 from mgpu_tf.training.data_errors import explained
 from mgpu_tf.training.distributed_model import BuildModel, DistributedModel
 from mgpu_tf.training.evaluator import follow
+from mgpu_tf.training.model_file import streamed
 from mgpu_tf.training.replay import (
     FOUND,
     Replay,
@@ -115,6 +117,10 @@ class Trainer:
                 for each lookup of an index, as Keras does. "summed" adds up
                 the rows of each index first; the result is the gradient of
                 the loss.
+            step_parts: Compute the rows of each replica in this number of
+                parts, one after another, and add up their gradients.
+            auto_micro_batch: Before training, double `step_parts` while the
+                gradients of a batch do not fit, on every worker alike.
             kernels: "fused" runs what Keras does in several operations as one
                 of TensorFlow's, for the layers and optimizers where both
                 compute the same. "keras" runs all as Keras does.
@@ -200,6 +206,11 @@ class Trainer:
         known once steps have run.
         """
         return self._distributed.engine.kernels.replaced
+
+    @property
+    def step_options(self) -> StepOptions:
+        """Returns how steps are computed, with what was chosen for memory."""
+        return self._distributed.options
 
     @property
     def pipeline(self) -> PipelinePlan | None:
@@ -304,6 +315,7 @@ class Trainer:
             Preempted: SIGTERM was received, and the state is saved.
             DivergedError: Replicas differ, or the loss is not finite, where
                 the trainer was told to look.
+            OutOfMemoryError: A device has no room for a step.
         """
         with self._distributed.peers.together("fit"):
             saving = saving_of(checkpoint_dir, checkpoint)
@@ -371,6 +383,8 @@ class Trainer:
                 self._replay(step, saving.folder, source, training, go_back)
             if self._distributed.options.on_nan == "restore":
                 check_restores(source, saving)
+            if self._distributed.options.auto_micro_batch:
+                self._distributed.fit_memory(source)
             while True:
                 try:
                     with explained(source):
@@ -379,7 +393,9 @@ class Trainer:
                     saving = self._leave_out(bad.batch, saving)
                     source = source.anew()
                     go_back()
-                except tf.errors.OpError:
+                except (MemoryError, tf.errors.OpError) as error:
+                    if lacks_room(error):
+                        raise self._distributed.out_of_memory(source) from error
                     if not self._distributed.is_lost:
                         raise
                     saving = self._begin_again(saving)
@@ -577,7 +593,7 @@ class Trainer:
         def write() -> None:
             is_file = path.endswith((".keras", ".weights.h5"))
             if is_file and not os.path.isdir(path) and not options:
-                write_whole(path, save)
+                write_whole(path, streamed(save))
             else:
                 save(path, **options)
 
@@ -634,8 +650,13 @@ class Trainer:
             engine = distributed.prepare(source)
             engine.reset_metrics()
             feed = engine.feed(source, chain=True, training=True)
-            with explained(source):
-                done = engine.train(feed.iterator(0, 1), 1, source)
+            try:
+                with explained(source):
+                    done = engine.train(feed.iterator(0, 1), 1, source)
+            except (MemoryError, tf.errors.OpError) as error:
+                if not lacks_room(error):
+                    raise
+                raise self._distributed.out_of_memory(source) from error
         self._totals.global_step += done.steps
         self._totals.examples_seen += done.examples
         return self._scores(done.logs, return_dict)

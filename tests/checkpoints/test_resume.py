@@ -1,6 +1,7 @@
 """A run that was broken off and resumed ends with the same bits."""
 
 import dataclasses
+import json
 import logging
 import os
 import random
@@ -14,10 +15,10 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import manifest, parts, reading, registry, store
 from mgpu_tf.checkpoints.recovery import Owner, SupersededError
 from mgpu_tf.checkpoints.saver import CheckpointSaver
-from mgpu_tf.errors import ConfigurationError, Preempted
+from mgpu_tf.errors import CheckpointError, ConfigurationError, Preempted
 from mgpu_tf.reports.report import weights_sha256
 from tests.tiers import tiered
 
@@ -352,13 +353,68 @@ def test_broken_ones_are_refused(run, strategies, tmp_path, caplog):
     assert run.trainer.recovery.lost_steps == 15 - 4
 
 
+def test_nothing_is_lost_without_being_asked(
+    run, strategies, tmp_path, monkeypatch, caplog
+):
+    """Storage fails; a newer format; all damaged: each ends the run."""
+    monkeypatch.setattr(reading, "PAUSES_SECONDS", (0.0,))
+    strategy, opened = strategies["one_device"], os.open
+    assert run(strategy, tmp_path, until=9) is None
+    manifests = [tmp_path / f"step-{s:010d}" / "manifest.json" for s in (4, 8)]
+
+    def held():
+        return {
+            path: path.read_bytes()
+            for path in sorted(tmp_path.glob("step-*/*"))
+        }
+
+    def broken(path, *rest, **options):
+        if os.fspath(path) == str(manifests[1]):
+            raise OSError(5, "Input/output error", path)
+        return opened(path, *rest, **options)
+
+    before = held()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", broken)
+        with pytest.raises(CheckpointError, match="may be whole"):
+            run(strategy, tmp_path)
+    body = json.loads(before[manifests[1]])
+    del body["manifest_sha256"]
+    body["format"] = 3
+    body["manifest_sha256"] = manifest.digest(body)
+    manifests[1].write_text(json.dumps(body))
+    with pytest.raises(CheckpointError, match="Upgrade mgpu_tf"):
+        run(strategy, tmp_path)
+    for path in manifests:
+        path.write_bytes(before[path][:-2])
+    damaged = held()
+    for resume in ("auto", "never"):
+        with pytest.raises(ConfigurationError, match="all of them damaged"):
+            run(strategy, tmp_path, saving={"resume": resume})
+    assert held() == damaged
+    saving = {"restart_from_nothing": True, "keep_checkpoints": 1}
+    run(strategy, tmp_path, saving=saving)
+    assert run.trainer.global_step == 20
+    # The new ones took their names, and they are there under another.
+    aside = {
+        path.parent.name: path.read_bytes()
+        for path in tmp_path.glob("damaged-*/manifest.json")
+    }
+    assert aside == {
+        f"damaged-{path.parent.name}-1": damaged[path] for path in manifests
+    }
+    told = [(each.what, each.step) for each in registry.read(str(tmp_path))]
+    assert ("began", 0) in told and ("damaged", 8) in told
+    assert told.index(("damaged", 8)) < told.index(("moved aside", 8))
+
+
 def test_a_full_disk_leaves_the_one_before(
     run, strategies, tmp_path, caplog, monkeypatch
 ):
     written, torn = [], []
-    commit = store.commit
+    commit = parts.commit
 
-    class Full(store.Part):
+    class Full(parts.Part):
         def add(self, piece):
             if "step-0000000008" in self._path:
                 raise OSError(28, "No space left on device")
@@ -369,8 +425,8 @@ def test_a_full_disk_leaves_the_one_before(
         torn.extend(n for n in os.listdir(folder) if "step-0000000008" in n)
         return commit(folder, step, *rest)
 
-    monkeypatch.setattr(store, "Part", Full)
-    monkeypatch.setattr(store, "commit", committed)
+    monkeypatch.setattr(parts, "Part", Full)
+    monkeypatch.setattr(parts, "commit", committed)
     with caplog.at_level(logging.WARNING, "mgpu_tf"):
         run(strategies["one_device"], tmp_path)
     assert "step 8 was not written (No space left" in caplog.text
@@ -384,7 +440,7 @@ def test_a_write_that_fails_otherwise_is_no_success(
     def broken(*given):
         raise RuntimeError("of the writing thread")
 
-    monkeypatch.setattr(store, "commit", broken)
+    monkeypatch.setattr(parts, "commit", broken)
     with pytest.raises(RuntimeError, match="of the writing thread"):
         run(strategies["one_device"], tmp_path)
     assert "was not written (RuntimeError(" in caplog.text

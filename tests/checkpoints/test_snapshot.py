@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 
 import mgpu_tf
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import parts, store
 from mgpu_tf.checkpoints import writer as writer_lib
+from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.recovery import Owner, not_seen
 from mgpu_tf.checkpoints.writer import Variables, Writer, piece_of
 from mgpu_tf.engine import snapshot as snapshot_lib
 from mgpu_tf.engine.snapshot import Snapshot
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import CheckpointError, ConfigurationError
 from mgpu_tf.mesh import Region, Split, shares
 from tests import clusters
 
-OLDER = pathlib.Path(__file__).parent / "format_1"
+# What releases have written, one folder for each format.
+FORMATS = pathlib.Path(__file__).parent / "formats"
 
 VALUES = {
     "matrix": np.arange(70, dtype="float32").reshape(14, 5),
@@ -55,7 +57,7 @@ def saved(snapshot, folder, **options):
     writer = Writer(str(folder), "t", **options)
     writer.begin(1, snapshot.pieces())
     writer.finish({}, 3)
-    return Variables(store.Stored(store.newest(str(folder)).path))
+    return Variables(Stored(store.newest(str(folder)).path))
 
 
 MESHES = ("one_device", "mirrored_x3", "fsdp_x3", "data_2_fsdp_2")
@@ -130,9 +132,9 @@ def test_processes_divide_the_elements(count):
             found[number].append(region)
         loads = sum(region.size * regions[n][1] for n, _, region in mine)
         assert loads <= 292 / count + 5 * 8
-    for (whole, _), parts in zip(regions, found, strict=True):
+    for (whole, _), cut in zip(regions, found, strict=True):
         assert numbers_of(whole) == [
-            n for part in parts for n in numbers_of(part)
+            n for part in cut for n in numbers_of(part)
         ]
     assert (1, 0, Region(0, 0)) in every[0]
 
@@ -145,19 +147,43 @@ def numbers_of(region):
     ]
 
 
-def test_a_checkpoint_of_format_1_goes_on(strategies, tmp_path):
-    """Made by the version before: one file, each array whole."""
-    shutil.copytree(OLDER, tmp_path, dirs_exist_ok=True)
-    (folder,) = OLDER.iterdir()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["format"] == 1
+def arrays_of_1(folder, body):
+    """One file; each array whole."""
     data = (folder / "arrays.bin").read_bytes()
-    older = {
+    return {
         entry["name"]: np.frombuffer(
             data[entry["offset"] :][: entry["bytes"]], entry["dtype"]
         ).reshape(entry["shape"])
-        for entry in manifest["arrays"]
+        for entry in body["arrays"]
     }
+
+
+def arrays_of_2(folder, body):
+    """A file of each process; each array by pieces."""
+    files = [(folder / file["name"]).read_bytes() for file in body["files"]]
+    found = {}
+    for entry in body["arrays"]:
+        flat = np.empty(int(np.prod(entry["shape"])), entry["dtype"])
+        for file, offset, *numbers in entry["pieces"]:
+            region = Region(*numbers)
+            data = files[file][offset:][: region.size * entry["itemsize"]]
+            flat[numbers_of(region)] = np.frombuffer(data, entry["dtype"])
+        found[entry["name"]] = flat.reshape(entry["shape"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "arrays_of"), [(1, arrays_of_1), (2, arrays_of_2)]
+)
+def test_a_checkpoint_of_each_format_goes_on(
+    number, arrays_of, strategies, tmp_path
+):
+    """The same run, saved by a release of each format."""
+    shutil.copytree(FORMATS / str(number), tmp_path, dirs_exist_ok=True)
+    (folder,) = (FORMATS / str(number)).iterdir()
+    body = json.loads((folder / "manifest.json").read_text())
+    assert body["format"] == number
+    older = arrays_of(folder, body)
     strategy = strategies["mirrored_x2"]
     seen = []
 
@@ -244,7 +270,7 @@ def test_the_part_of_another_worker_is_waited_for(tmp_path, monkeypatch):
     thread.start()
     second.finish({}, 3)
     thread.join(600)
-    assert os.listdir(tmp_path) == ["step-0000000001"]
+    assert sorted(os.listdir(tmp_path)) == ["registry", "step-0000000001"]
     assert len(os.listdir(tmp_path / "step-0000000001")) == 3
 
 
@@ -256,11 +282,11 @@ def test_a_worker_that_cannot_write_is_told(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store.Part, "add", full)
+        patched.setattr(parts.Part, "add", full)
         begin(second)
     with pytest.raises(OSError, match="No space left"):
         second.finish({}, 3)
-    with pytest.raises(store.CheckpointError, match="process 1: No space left"):
+    with pytest.raises(CheckpointError, match="process 1: No space left"):
         first.finish({}, 3)
     assert not os.listdir(tmp_path)
 

@@ -11,8 +11,11 @@ import sys
 
 import pytest
 
-from mgpu_tf.checkpoints import store, writer
-from mgpu_tf.checkpoints.store import CheckpointError, Part, Stored
+from mgpu_tf.checkpoints import manifest, parts, reading, store, writer
+from mgpu_tf.checkpoints.manifest import MANIFEST
+from mgpu_tf.checkpoints.parts import Part
+from mgpu_tf.checkpoints.reading import Stored
+from mgpu_tf.errors import CheckpointError
 from mgpu_tf.mesh import Piece, Region
 from tests import clusters
 
@@ -33,7 +36,7 @@ def arrays(value=1, count=1000):
 
 def save(folder, *steps):
     for step in steps:
-        store.write(str(folder), step, {"step": step}, arrays(step))
+        parts.write(str(folder), step, {"step": step}, arrays(step))
 
 
 def names(folder):
@@ -41,7 +44,7 @@ def names(folder):
 
 
 def test_what_is_written_is_read(tmp_path):
-    path = store.write(str(tmp_path), 7, {"epoch": 3}, arrays())
+    path = parts.write(str(tmp_path), 7, {"epoch": 3}, arrays())
     stored = Stored(path)
     assert (stored.state, stored.step) == ({"epoch": 3}, 7)
     for array in arrays():
@@ -54,21 +57,21 @@ def test_what_is_written_is_read(tmp_path):
 
 def test_a_copy_is_whole_or_not_at_all(tmp_path):
     large = arrays(3, 2_000_000)
-    stored = Stored(store.write(str(tmp_path / "a"), 7, {"epoch": 3}, large))
+    stored = Stored(parts.write(str(tmp_path / "a"), 7, {"epoch": 3}, large))
     stream = list(stored.stream())
     assert len(stream) > 2
     changed = [*stream[:-1], stream[-1][:-1] + b"?"]
     body = json.loads(stream[0])
     body["files"][0]["name"] = "../elsewhere"
     del body["manifest_sha256"]
-    body["manifest_sha256"] = store._digest(body)
+    body["manifest_sha256"] = manifest.digest(body)
     elsewhere = [json.dumps(body).encode(), *stream[1:]]
     for bad in (changed, stream[:-1], [], [b"{}"], elsewhere):
         with pytest.raises(CheckpointError):
-            store.write_copy(str(tmp_path / "b"), 7, "t", iter(bad))
+            parts.write_copy(str(tmp_path / "b"), 7, "t", iter(bad))
         assert not os.listdir(tmp_path / "b")
     for _ in range(2):  # The second takes the place of the first.
-        copy = store.write_copy(str(tmp_path / "b"), 7, "t", stored.stream())
+        copy = parts.write_copy(str(tmp_path / "b"), 7, "t", stored.stream())
         copy.check()
         assert os.listdir(tmp_path / "b") == ["step-0000000007"]
     assert (copy.state, copy.arrays) == (stored.state, stored.arrays)
@@ -77,7 +80,7 @@ def test_a_copy_is_whole_or_not_at_all(tmp_path):
 
 def test_the_newest_comes_last_whatever_its_digits(tmp_path):
     save(tmp_path, 9)
-    store.write(str(tmp_path), 10**11, {}, arrays())
+    parts.write(str(tmp_path), 10**11, {}, arrays())
     assert [e.step for e in store.entries(str(tmp_path))] == [9, 10**11]
 
 
@@ -146,13 +149,6 @@ def test_a_broken_one_is_refused_by_name(damage, how, tmp_path):
         Stored(refused.path).check()
 
 
-def test_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "FORMAT", 3)
-    save(tmp_path, 1)
-    (entry,) = store.entries(str(tmp_path))
-    assert "format 3, this program reads 1 and 2" in entry.problem
-
-
 def test_a_file_that_cannot_grow_leaves_the_one_before(tmp_path):
     """As on a full disk."""
     save(tmp_path, 1)
@@ -171,13 +167,13 @@ def test_killed_in_the_middle_of_writing(tmp_path):
     """At each of many moments: the one before, or the whole new one."""
     code = """
 import sys
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import parts, store
 from mgpu_tf.mesh import Piece, Region
 size = 1 << 21
 for step in range(1, 10**6):
     data = bytes([step % 251]) * size
     piece = Piece("w", "uint8", 1, (size,), Region(0, size), lambda: [data])
-    store.write(sys.argv[1], step, {}, [piece], "t")
+    parts.write(sys.argv[1], step, {}, [piece], "t")
     store.prune(sys.argv[1], 2, "t")
     print(step, flush=True)
 """
@@ -219,7 +215,7 @@ def test_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", observed_fsync)
     monkeypatch.setattr(os, "rename", observed_rename)
-    path = store.write(str(tmp_path), 1, {"step": 1}, arrays())
+    path = parts.write(str(tmp_path), 1, {"step": 1}, arrays())
     [unfinished] = {
         os.path.dirname(name) for name, size in seen if isinstance(size, int)
     }
@@ -241,12 +237,13 @@ def test_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 def test_one_of_the_same_step_is_replaced(tmp_path):
     save(tmp_path, 1, 2)
     truncate(tmp_path / "step-0000000002")
-    store.write(str(tmp_path), 2, {"again": True}, arrays())
+    parts.write(str(tmp_path), 2, {"again": True}, arrays())
     assert Stored(str(tmp_path / "step-0000000002")).state["again"]
-    assert sorted(os.listdir(tmp_path)) == [
-        "step-0000000001",
-        "step-0000000002",
-    ]
+    # What was there is no longer in the way, and not lost.
+    assert names(tmp_path) == ["step-0000000001", "step-0000000002"]
+    (name,) = store.aside(str(tmp_path))
+    assert name == "damaged-step-0000000002-1"
+    assert (tmp_path / name / "arrays-0.bin").stat().st_size == 100
 
 
 def test_prune_keeps_the_newest_whole_ones(tmp_path):
@@ -259,24 +256,19 @@ def test_prune_keeps_the_newest_whole_ones(tmp_path):
     assert sorted(gone) == [
         ".unfinished-step-0000000006",
         "step-0000000001",
-        "step-0000000003",
     ]
-    # A broken one that is newer stays, to be looked at.
-    assert names(tmp_path) == [
-        "step-0000000002",
-        "step-0000000004",
-        "step-0000000005",
-    ]
+    # Damaged ones stay, older or newer.
+    assert names(tmp_path) == [f"step-000000000{step}" for step in (2, 3, 4, 5)]
     assert (tmp_path / "notes.txt").exists()
 
 
-@pytest.mark.parametrize("name", [store.MANIFEST, "arrays-0.bin"])
+@pytest.mark.parametrize("name", [MANIFEST, "arrays-0.bin"])
 def test_a_file_that_is_a_link_is_refused(name, tmp_path):
-    path = pathlib.Path(store.write(str(tmp_path), 1, {}, []))
+    path = pathlib.Path(parts.write(str(tmp_path), 1, {}, []))
     other = tmp_path / "other"
     (path / name).rename(other)
     (path / name).symlink_to(other)
-    with pytest.raises(store.CheckpointError, match=f"{name} cannot be read"):
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
         Stored(str(path)).check()
 
 
@@ -302,23 +294,23 @@ COLUMNS = (Region(0, 3, 4, 6), Region(3, 1, 4, 6))
 
 
 def write_parts(folder, pieces, token="t"):
-    parts = [
+    every = [
         Part(str(folder), 1, token, number) for number in range(len(pieces))
     ]
-    for part, own in zip(parts, pieces, strict=True):
+    for part, own in zip(every, pieces, strict=True):
         part.add(own)
-    for part in parts[1:]:
+    for part in every[1:]:
         part.leave(part.end())
-    return [parts[0].end()] + [
-        store.left(str(folder), 1, token, number)
-        for number in range(1, len(parts))
+    return [every[0].end()] + [
+        parts.left(str(folder), 1, token, number)
+        for number in range(1, len(every))
     ]
 
 
 @pytest.mark.parametrize("written", [ROWS, COLUMNS, (Region(0, 24),)])
 def test_any_region_is_read_from_any_others(written, tmp_path):
     found = write_parts(tmp_path, matrix_by(*written))
-    path = store.commit(str(tmp_path), 1, "t", {}, found)
+    path = parts.commit(str(tmp_path), 1, "t", {}, found)
     stored = Stored(path)
     whole = bytes(range(24))
     assert stored.read("m") == whole
@@ -338,9 +330,9 @@ def test_any_region_is_read_from_any_others(written, tmp_path):
 
 def test_a_part_that_is_missing_is_found(tmp_path):
     found = write_parts(tmp_path, matrix_by(*ROWS))
-    path = store.commit(str(tmp_path), 1, "t", {}, found[:1])
+    path = parts.commit(str(tmp_path), 1, "t", {}, found[:1])
     assert Stored(path).read("m", ROWS[0])
-    with pytest.raises(CheckpointError, match="m has 8 bytes of 24"):
+    with pytest.raises(CheckpointError, match="'m' is not all there"):
         Stored(path).read("m")
 
 
@@ -349,18 +341,18 @@ def test_nothing_is_committed_without_the_files_of_all(tmp_path):
     found = write_parts(tmp_path, matrix_by(*ROWS))
     os.remove(tmp_path / ".unfinished-step-0000000001-t" / "arrays-1.bin")
     with pytest.raises(CheckpointError, match=r"arrays-1\.bin cannot be read"):
-        store.commit(str(tmp_path), 1, "t", {}, found)
+        parts.commit(str(tmp_path), 1, "t", {}, found)
     assert store.newest(str(tmp_path)).step == 0
 
 
 def test_a_part_that_failed_is_told(tmp_path):
-    assert store.left(str(tmp_path), 1, "t", 1) is None
+    assert parts.left(str(tmp_path), 1, "t", 1) is None
     part = Part(str(tmp_path), 1, "t", 1)
     part.add(arrays()[0])
     part.drop()
-    store.refuse(str(tmp_path), 1, "t", 1, "No space left on device")
+    parts.refuse(str(tmp_path), 1, "t", 1, "No space left on device")
     with pytest.raises(CheckpointError, match="process 1: No space left on"):
-        store.left(str(tmp_path), 1, "t", 1)
+        parts.left(str(tmp_path), 1, "t", 1)
     # A run that still writes keeps what it has not finished.
     store.prune(str(tmp_path), 1, "t")
     assert len(os.listdir(tmp_path)) == 1
@@ -371,7 +363,7 @@ def test_a_part_that_failed_is_told(tmp_path):
 def test_a_process_that_cannot_begin_tells_so(tmp_path):
     """As where its file cannot be made; the first one does not wait."""
     folder = str(tmp_path)
-    place = pathlib.Path(store.unfinished(folder, 1, "t"))
+    place = pathlib.Path(parts.unfinished(folder, 1, "t"))
     (place / "arrays-1.bin").mkdir(parents=True)
     second = writer.Writer(folder, "t", 1, 2)
     second.begin(1, arrays())
@@ -400,7 +392,7 @@ def test_what_came_late_goes_with_the_next_save(tmp_path):
     ]
     first.finish({}, 1)
     assert first.written == 2
-    assert os.listdir(tmp_path) == ["step-0000000002"]
+    assert sorted(os.listdir(tmp_path)) == ["registry", "step-0000000002"]
 
 
 def test_killed_while_one_is_replaced(tmp_path):
@@ -408,7 +400,7 @@ def test_killed_while_one_is_replaced(tmp_path):
     save(tmp_path, 3)
     code = """
 import os, signal, sys
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import parts, store
 
 rename = os.rename
 
@@ -418,7 +410,7 @@ def killed(before, after):
         os.kill(os.getpid(), signal.SIGKILL)
 
 os.rename = killed
-store.write(sys.argv[1], 3, {}, [])
+parts.write(sys.argv[1], 3, {}, [])
 """
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
@@ -429,7 +421,7 @@ store.write(sys.argv[1], 3, {}, [])
     assert store.newest(str(tmp_path)) is None
     store.recover(str(tmp_path))
     entry = store.newest(str(tmp_path))
-    assert entry.manifest["state"] == {"step": 3}
+    assert entry.state == {"step": 3}
     store.prune(str(tmp_path), 1)
     assert os.listdir(tmp_path) == ["step-0000000003"]
 
@@ -441,7 +433,7 @@ def test_one_is_kept_beside_the_newest(tmp_path):
 
 
 def write_as_run(folder, step, count):
-    path = store.write(str(folder), step, {}, arrays(step, count), "t")
+    path = parts.write(str(folder), step, {}, arrays(step, count), "t")
     store.prune(str(folder), 1, "t")
     return pathlib.Path(path) / "arrays-0.bin"
 
@@ -458,13 +450,13 @@ def test_a_run_writes_over_the_files_that_it_would_delete(tmp_path):
         assert Stored(entry.path).read("weights") == data
     assert inodes[2:] == inodes[:2]
     # Another run, and this one at its end, delete what is left of it.
-    store.abandon_spare(str(tmp_path), "t")
-    assert os.listdir(tmp_path) == ["step-0000000004"]
+    parts.abandon_spare(str(tmp_path), "t")
+    assert sorted(os.listdir(tmp_path)) == ["registry", "step-0000000004"]
 
 
 def test_what_is_read_or_linked_is_not_written_over(tmp_path):
     first = write_as_run(tmp_path, 1, 1000)
-    with Stored(str(first.parent))._opened(0) as file:
+    with reading.reading(str(first)) as file:
         write_as_run(tmp_path, 2, 1000)
         third = write_as_run(tmp_path, 3, 1000)
         assert file.read(4000) == bytes([1]) * 4000
@@ -475,13 +467,13 @@ def test_what_is_read_or_linked_is_not_written_over(tmp_path):
 
 
 def test_a_checkpoint_that_is_a_link_is_refused(tmp_path):
-    path = pathlib.Path(store.write(str(tmp_path / "of-others"), 1, {}, []))
+    path = pathlib.Path(parts.write(str(tmp_path / "of-others"), 1, {}, []))
     folder = tmp_path / "own"
     folder.mkdir()
     (folder / path.name).symlink_to(path)
     (entry,) = store.entries(str(folder))
     assert "is a link" in entry.problem
     # One of the same step takes its place, and leaves the other as it is.
-    store.write(str(folder), 1, {"own": True}, [])
+    parts.write(str(folder), 1, {"own": True}, [])
     assert Stored(str(folder / path.name)).state == {"own": True}
     assert Stored(str(path)).state == {}

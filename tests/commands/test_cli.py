@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from mgpu_tf import cli
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import parts
+from mgpu_tf.checkpoints.recovery import Owner
+from mgpu_tf.checkpoints.registry import Registry
 from mgpu_tf.commands import train
 from mgpu_tf.launch import local, ray
 from mgpu_tf.launch.job import LaunchJob
@@ -429,17 +431,40 @@ def test_checkpoints_are_listed_checked_and_pruned(tmp_path, capsys):
         "saved_at": 0.0,
     }
     for step in (5, 10, 15):
-        store.write(str(tmp_path), step, state, [piece])
+        parts.write(str(tmp_path), step, state, [piece])
     assert cli.main(["checkpoints", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert "ok      step-0000000015, 0.0 MB, epoch 2 step 7, 4 rep" in lines[2]
+    owner = Owner(str(tmp_path))
+    owner.take()
+    assert cli.main(["checkpoints", str(tmp_path), "--keep=1"]) == 2
+    assert "which belongs to process" in capsys.readouterr().err
+    owner.release()
     (tmp_path / "step-0000000015" / "arrays-0.bin").write_bytes(b"abcx")
     assert cli.main(["checkpoints", str(tmp_path), "--keep=2"]) == 1
     assert capsys.readouterr().out.splitlines()[::2] == [
         "deleted step-0000000005",
         "BROKEN  step-0000000015: arrays-0.bin was changed",
     ]
+
+
+def test_what_others_wrote_does_not_reach_the_terminal(tmp_path, capsys):
+    hostile = "\x1b[2J\x07\u202e\n"
+    for step, state in (
+        (1, {"num_replicas": hostile}),
+        (2, {"position": {"epoch": hostile, "step": hostile}}),
+        (3, {"saved_at": 1e300, "part": 7}),
+        (4, {"position": []}),
+    ):
+        parts.write(str(tmp_path), step, state, [])
+    Registry(str(tmp_path)).note("saved", 4, hostile)
+    (tmp_path / f"damaged-{hostile}").mkdir()
+    assert cli.main(["checkpoints", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert all(line.isprintable() for line in out.splitlines())
+    assert len(out.splitlines()) == 5
+    assert r"\x1b[2J\x07\u202e\n replicas" in out
 
 
 @pytest.mark.parametrize(

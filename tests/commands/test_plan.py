@@ -169,7 +169,7 @@ def test_command_tells_both(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "Received: neither"),
+        ("", "Received: none of them"),
         ("--num_parameters=many", "num_parameters='MANY'"),
         ("--num_parameters=0", "num_parameters='0'"),
         ("--num_parameters=nan", "num_parameters='NAN'"),
@@ -178,8 +178,11 @@ def test_command_tells_both(tmp_path, capsys):
         ("--num_parameters=1M --device_memory_gib=0", "gib=0.0"),
         ("--num_parameters=1M --device_memory_gib=nan", "gib=nan"),
         ("--num_parameters=1M --device_memory_gib=inf", "gib=inf"),
-        ("--num_parameters=1M --price=1", "price goes with scaling"),
-        ("--scaling=x --optimizer=sgd", "optimizer goes with num_parameters"),
+        ("--num_parameters=1M --price=1", "price goes with scaling or model"),
+        (
+            "--scaling=x --optimizer=sgd",
+            "optimizer goes with num_parameters or model",
+        ),
         ("--scaling=nowhere.json", "without --examples"),
         ("--scaling=nowhere.json --examples=9", "FileNotFoundError"),
         ("--scaling=setup.cfg --examples=9", "JSONDecodeError"),
@@ -238,3 +241,51 @@ def test_units_in_any_case(capsys):
     for text in ("1m", "1M", "1000k", " 0.001g "):
         assert cli.main(["plan", f"--num_parameters={text}"]) == 0
         assert "0.004 GiB" in capsys.readouterr().out
+
+
+def test_a_model_by_name(capsys, tmp_path):
+    """A table, the reason, JSON and the page, of a model of this package."""
+    flags = ["plan", "--model=mlp", "--input_shape=8x8x1", "--num_classes=10"]
+    flags += ["--global_batch_size=256", "--devices=4", "--device=t4"]
+    page = tmp_path / "new" / "plan.html"
+    assert cli.main([*flags, f"--html={page}", "--price=0.5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == ("mlp, 26,122 parameters, global batch 256, on 4 x t4")
+    assert lines[1].split()[0] == "layout" and lines[1].endswith("price/M")
+    assert any(line.startswith("one device: it takes") for line in lines)
+    assert page.read_text().count("<svg") == 2
+    assert cli.main([*flags, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["parameters"] == 26_122
+    assert plan["candidates"][0]["fits"] is True
+    assert cli.main([*flags, "--device_memory_gib=0.0001"]) == 1
+    assert "No layout of 4 devices fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model=resnet51", "Did you mean"),
+        ("--model=mlp --device=a101", "Unknown device"),
+        ("--model=mlp --interconnect=fast", "interconnect must be"),
+        ("--model=mlp --precision=float8", "Unknown precision"),
+        ("--model=mlp --input_shape=8x", "input_shape must be"),
+        ("--model=mlp --global_batch_size=0", "global_batch_size"),
+        ("--model=mlp --devices=0", "devices must be"),
+        ("--model=mlp --nodes=0", "nodes must be"),
+        ("--model=mlp --price=-1", "price=-1.0"),
+        ("--model=mlp --device_memory_gib=-1", "gib=-1.0"),
+        ("--model=mlp --calibration=nowhere.json", "FileNotFoundError"),
+        ("--model=nowhere.at:all", "No module named"),
+        ("--num_parameters=1M --json", "json goes with model"),
+        ("--num_parameters=1M --devices=4", "devices goes with model"),
+    ],
+)
+def test_a_mistake_about_a_model_is_one_line(
+    flags, message, capsys, monkeypatch
+):
+    monkeypatch.chdir(clusters.ROOT)
+    assert cli.main(["plan", *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

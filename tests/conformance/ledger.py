@@ -2,15 +2,13 @@
 
 import dataclasses
 import datetime
-import hashlib
 import importlib.metadata
 import json
-import pathlib
 
-from tests import clusters
+from tests import tables
 
-ROOT = pathlib.Path(clusters.ROOT)
-FILE = ROOT / "docs" / "conformance.json"
+ROOT = tables.ROOT
+FILE = tables.CONFORMANCE.results
 RED = ("SILENT", "CRASH")
 # Stands in a cell while it is run: a process that dies leaves it there.
 BEGUN = "begun"
@@ -64,8 +62,10 @@ class Ledger:
                         )
                     elif keep and verdict in RED:
                         del row[column]
-            if same or keep:
-                return cls(values | head, file)
+            if same:
+                return cls(values, file)
+            if keep:
+                return cls(values | head | {"kept": True}, file)
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         return cls(head | {"date": today, "rows": {}}, file)
 
@@ -103,9 +103,13 @@ class Ledger:
 
     @property
     def head(self):
-        """When and with which versions."""
+        """When, with which versions and of which sources."""
         versions = self._values["versions"].items()
-        return self._values["date"], ", ".join(f"{n} {v}" for n, v in versions)
+        return {
+            "date": self._values["date"],
+            "versions": ", ".join(f"{n} {v}" for n, v in versions),
+            "sources": tables.stated(self._values),
+        }
 
     def _put(self, name, column, cell):
         rows = self._values["rows"]
@@ -114,13 +118,8 @@ class Ledger:
 
 
 def _head():
-    digest = hashlib.sha256()
-    for path in sorted(
-        [*ROOT.glob("mgpu_tf/**/*.py"), *ROOT.glob("tests/conformance/*.py")]
-    ):
-        digest.update(path.read_bytes())
     return {
-        "sources": digest.hexdigest(),
+        "sources": tables.CONFORMANCE.digest(),
         "versions": {
             name: importlib.metadata.version(name)
             for name in ("tensorflow", "keras", "numpy")

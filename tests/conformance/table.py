@@ -11,7 +11,7 @@ GUARANTEES = ROOT / "docs" / "guarantees.md"
 HEAD = """# The conformance suite
 
 Measured on {date} with {versions}, by `make conformance`, on parts of a CPU
-and processes of one machine.
+and processes of one machine. {sources}
 
 Each row is a program as a user of Keras writes it. It is run by Keras's own
 `fit` on one device, and by the `Trainer` in each column: the same initial
@@ -38,9 +38,8 @@ def write(ledger, columns, file=FILE):
     """
     from tests.conformance.rows import ROWS
 
-    date, versions = ledger.head
     guarantees = os.path.relpath(GUARANTEES, file.parent)
-    head = HEAD.format(date=date, versions=versions, guarantees=guarantees)
+    head = HEAD.format(**ledger.head, guarantees=guarantees)
     known = {
         name: row
         for name, row in ROWS.items()

@@ -94,3 +94,50 @@ def check_uniform(counts, freedom):
     expected = counts.sum() / counts.size
     statistic = ((counts - expected) ** 2 / expected).sum()
     assert abs(statistic - freedom) / np.sqrt(2 * freedom) < 4
+
+
+def deviations(rows):
+    """What a permutation at random has, in deviations from what is expected."""
+    count = len(rows)
+    centred = rows - (count - 1) / 2
+    variance = (count**2 - 1) / 12
+    tenth = count // 10
+    spread = variance / tenth * (count - tenth) / (count - 1)
+    blocks = np.histogram2d(np.arange(count), rows, bins=10)
+    return {
+        "mean of the first tenth": centred[:tenth].mean() / np.sqrt(spread),
+        **{
+            f"correlation of rows {lag} apart": np.sqrt(count)
+            * (
+                (centred * np.roll(centred, -lag)).mean() / variance
+                + 1 / (count - 1)
+            )
+            for lag in (1, 2, 64)
+        },
+        "rises": ((np.diff(rows) > 0).sum() - (count - 1) / 2)
+        / np.sqrt((count + 1) / 12),
+        "places of blocks": (
+            ((blocks[0] - count / 100) ** 2).sum() / (count / 100) - 81
+        )
+        / np.sqrt(2 * 81),
+    }
+
+
+@pytest.mark.parametrize(
+    ("length", "seeds"),
+    [
+        (1009, 600),
+        *[
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in [(4096, 2000), (65_537, 300), (1_000_003, 60)]
+        ],
+    ],
+)
+def test_statistics_over_many_seeds(length, seeds):
+    """One seed tells little: of twenty statistics one is beyond 2."""
+    found = [deviations(order(length, seed, seed % 5)) for seed in range(seeds)]
+    for name in found[0]:
+        values = np.array([each[name] for each in found])
+        # Mean 0 and variance 1, each within four of its own deviations.
+        assert abs(values.mean()) < 4 / np.sqrt(seeds), name
+        assert abs(values.var() - 1) < 4 * np.sqrt(2 / seeds) + 0.02, name

@@ -2,7 +2,9 @@
 
 import gzip
 import os
+import resource
 import shutil
+from concurrent import futures
 
 import keras
 import numpy as np
@@ -260,6 +262,66 @@ def test_an_index_is_written_once_and_again_for_another_file(
     assert (len(found), found[0]) == (5, b"another")
     path.with_suffix(".tfrecord.index").write_bytes(b"no index")
     assert len(RecordFiles(records)) == 5
+
+
+def test_an_index_of_other_records_is_found(records, tmp_path):
+    """Also where size and time are those of the file that was indexed."""
+    RecordFiles(records)
+    path = tmp_path / "2.tfrecord"
+    before = os.stat(path)
+
+    def rewrite(lengths, seconds):
+        with tf.io.TFRecordWriter(str(path)) as out:
+            for length in lengths:
+                out.write(b"x" * length)
+        assert path.stat().st_size == before.st_size
+        later = before.st_mtime_ns + seconds * 10**9
+        os.utime(path, ns=(later, later))
+
+    rewrite([5, 3, 1, 1], seconds=0)
+    stale = RecordFiles(records)
+    with pytest.raises(ConfigurationError, match="must not change"):
+        stale[3]
+    rewrite([1, 3, 2, 4], seconds=60)
+    found = RecordFiles(records)
+    assert [len(found[n]) for n in range(3, 7)] == [1, 3, 2, 4]
+    # A copy with a time of its own has the same records.
+    index = path.with_suffix(".tfrecord.index")
+    written = index.stat().st_ino
+    rewrite([1, 3, 2, 4], seconds=120)
+    assert len(RecordFiles(records)) == 7
+    assert index.stat().st_ino == written
+
+
+@pytest.fixture
+def few_files():
+    """Lets the process open fewer files than there are."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (now + 40, limits[1]))
+    yield now + 40
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_more_files_than_a_process_may_open(tmp_path, few_files):
+    count = few_files + 50
+    one = pyarrow.table({"number": [0, 1]})
+    for file in range(count):
+        with tf.io.TFRecordWriter(str(tmp_path / f"{file:04}.tfrecord")) as out:
+            out.write(str(file).encode())
+    for kind, ending in ((RecordFiles, "tfrecord"), (ParquetRows, "parquet")):
+        if kind is ParquetRows:
+            for file in range(count):
+                files.write_table(one, tmp_path / f"{file:04}.parquet")
+        before = len(os.listdir("/proc/self/fd"))
+        rows = kind(str(tmp_path / f"*.{ending}"))
+        with futures.ThreadPoolExecutor(8) as threads:
+            read = list(threads.map(rows.__getitem__, range(len(rows))))
+        assert len(os.listdir("/proc/self/fd")) - before < 40
+        if kind is RecordFiles:
+            assert read == [str(file).encode() for file in range(count)]
+        else:
+            assert read == [{"number": n} for n in (0, 1)] * count
 
 
 def test_mistakes_of_records(records, tmp_path):

@@ -46,6 +46,24 @@ def test_compiled_state_changes_with_compile():
     assert keras_internals.compiled_state(model) != before
 
 
+def test_weights_have_the_types_in_which_their_layers_read_them():
+    class Block(keras.layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight((3,), name="scale", autocast=False)
+            self.inner = keras.layers.Dense(2, dtype="float64")
+            self.inner.build(shape)
+            self.kernel = self.add_weight((3, 3), name="kernel")
+
+    block = Block(dtype="mixed_bfloat16")
+    block.build((None, 3))
+    found = keras_internals.types_of_reads(block)
+    assert found == {
+        id(block.kernel): "bfloat16",
+        id(block.inner.kernel): "float64",
+        id(block.inner.bias): "float64",
+    }
+
+
 def test_losses_are_replaced_in_a_copy():
     model = build()
     keras_internals.build(model, SPEC)

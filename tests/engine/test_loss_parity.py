@@ -232,6 +232,33 @@ def synchronized():
     return layers.BatchNormalization(synchronized=True)
 
 
+def pairs(y_true, y_pred):
+    """One value for each example, of all examples."""
+    distances = ops.sum(ops.square(y_pred[:, None] - y_pred[None]), -1)
+    return ops.mean(distances * y_true[:, :1], -1)
+
+
+def softmax_of_rows(y_true, y_pred):
+    errors = ops.mean(ops.square(y_true - y_pred), -1)
+    return errors * ops.softmax(errors)
+
+
+def softmax_along_rows(y_true, y_pred):
+    errors = ops.square(y_true - y_pred)
+    return ops.mean(errors * ops.softmax(errors, axis=0), -1)
+
+
+def cox(y_true, y_pred):
+    return tf.math.cumulative_logsumexp(y_pred[:, :1]) - y_pred[:, :1]
+
+
+def largest_of_segment(y_true, y_pred):
+    errors = ops.mean(ops.square(y_true - y_pred), -1)
+    kinds = tf.cast(y_pred[:, 0] > 0, tf.int32)
+    largest = tf.math.unsorted_segment_prod(errors, kinds, 2)
+    return errors - tf.gather(largest, kinds)
+
+
 ROWS_OF = {
     # The mask that a loss sets on what it returns.
     "ignore_class": (
@@ -429,6 +456,42 @@ ROWS_OF = {
         dense(metrics=lambda: [TwoResults(dtype="float64")]),
         points,
     ),
+    # What is not proven to add up is computed of the rows of all.
+    "add_log": (dense(adding(lambda x: ops.log(ops.sum(x * x)))), points),
+    "add_masked_mean": (
+        dense(adding(lambda x: ops.sum(x * x) / ops.sum(ops.abs(x)))),
+        points,
+    ),
+    "add_variance": (dense(adding(ops.var)), points),
+    "compute_log": (
+        dense(model=computing(lambda self, own, y, p: ops.log(own()))),
+        points,
+    ),
+    "compute_pairs": (
+        dense(
+            model=computing(
+                lambda self, own, y, p: ops.mean(
+                    ops.matmul(p, ops.transpose(p))
+                )
+            )
+        ),
+        points,
+    ),
+    "log_of_the_largest": (
+        dense(
+            model=scoring(
+                lambda self, results, y, p: results | {"own": ops.max(p)}
+            )
+        ),
+        points,
+    ),
+    "softmax_of_rows": (dense(loss=lambda: softmax_of_rows), labels),
+    "softmax_along_rows": (dense(loss=lambda: softmax_along_rows), labels),
+    "cox": (dense(loss=lambda: cox), labels),
+    "largest_of_segment": (dense(loss=lambda: largest_of_segment), labels),
+    "dice": (dense(loss=keras.losses.Dice), labels),
+    "tversky": (dense(loss=keras.losses.Tversky), labels),
+    "pairs": (dense(loss=lambda: pairs), labels),
     # Statistics of inputs with a mask.
     "masked_batch_normalization": (
         tagger(synchronized, loss=crossentropy),
@@ -464,7 +527,10 @@ QUICK = [
     "ignore_class",
     "compute_by_scaled_loss_objects",
     "add_after_batch_normalization",
+    "add_log",
+    "compute_log",
     "dict_result",
+    "pairs",
 ]
 
 
@@ -484,127 +550,3 @@ def test_same_as_keras(name, column, strategies, caplog):
     for key, value in scores.items():
         np.testing.assert_allclose(ours[2][key], value, rtol=1e-9)
     assert "not a sum over examples" not in caplog.text
-
-
-REFUSED = {
-    "add_log": (
-        dense(adding(lambda x: ops.log(ops.sum(x * x)))),
-        "from add_loss.*what Log",
-    ),
-    "add_masked_mean": (
-        dense(adding(lambda x: ops.sum(x * x) / ops.sum(ops.abs(x)))),
-        "from add_loss.*what RealDiv",
-    ),
-    "add_variance": (dense(adding(ops.var)), "from add_loss"),
-    "compute_log": (
-        dense(model=computing(lambda self, own, y, p: ops.log(own()))),
-        "compute_loss.*what Log",
-    ),
-    "compute_pairs": (
-        dense(
-            model=computing(
-                lambda self, own, y, p: (
-                    ops.mean(ops.matmul(p, p.T))
-                    if hasattr(p, "T")
-                    else ops.mean(ops.matmul(p, ops.transpose(p)))
-                )
-            )
-        ),
-        "compute_loss",
-    ),
-    "compute_pairs_by_transposing": (
-        dense(
-            model=computing(
-                lambda self, own, y, p: ops.mean(
-                    ops.square(p[:, :1] - ops.transpose(p[:, :1]))
-                )
-            )
-        ),
-        "compute_loss",
-    ),
-    "own_metrics": (
-        dense(
-            model=scoring(
-                lambda self, results, y, p: results | {"own": ops.max(p)}
-            )
-        ),
-        "'own'.*what Max",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name_on_several_replicas(name, strategies):
-    build, rule = REFUSED[name]
-    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x2"])
-    with pytest.raises(mgpu_tf.ConfigurationError, match=rule) as error:
-        trainer.fit(**points(), batch_size=BATCH, verbose=0)
-    assert "\n" not in str(error.value)
-    assert "mgpu_tf.mean_over_batch" in str(error.value)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", REFUSED)
-def test_one_device_refuses_nothing(name, strategies):
-    build, _ = REFUSED[name]
-    keras.utils.set_random_seed(0)
-    with tf.device("CPU:0"):
-        model = build()
-        expected = run(model, model, points)
-    trainer = mgpu_tf.Trainer(build, strategies["one_device"])
-    ours = run(trainer, lambda: trainer.model, points)
-    for mine, theirs in zip(ours[0], expected[0], strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-14)
-    assert ours[1].keys() == expected[1].keys()
-
-
-def pairs(y_true, y_pred):
-    """One value for each example, of all examples."""
-    distances = ops.sum(ops.square(y_pred[:, None] - y_pred[None]), -1)
-    return ops.mean(distances * y_true[:, :1], -1)
-
-
-def softmax_of_rows(y_true, y_pred):
-    errors = ops.mean(ops.square(y_true - y_pred), -1)
-    return errors * ops.softmax(errors)
-
-
-def softmax_along_rows(y_true, y_pred):
-    errors = ops.square(y_true - y_pred)
-    return ops.mean(errors * ops.softmax(errors, axis=0), -1)
-
-
-def cox(y_true, y_pred):
-    return tf.math.cumulative_logsumexp(y_pred[:, :1]) - y_pred[:, :1]
-
-
-def largest_of_segment(y_true, y_pred):
-    errors = ops.mean(ops.square(y_true - y_pred), -1)
-    kinds = tf.cast(y_pred[:, 0] > 0, tf.int32)
-    largest = tf.math.unsorted_segment_prod(errors, kinds, 2)
-    return errors - tf.gather(largest, kinds)
-
-
-WARNED = {
-    "softmax_of_rows": lambda: softmax_of_rows,
-    "softmax_along_rows": lambda: softmax_along_rows,
-    "cox": lambda: cox,
-    "largest_of_segment": lambda: largest_of_segment,
-    "dice": lambda: keras.losses.Dice(name="dice"),
-    "tversky": lambda: keras.losses.Tversky(name="tversky"),
-    "pairs": lambda: pairs,
-}
-
-
-@pytest.mark.parametrize(
-    "name", tiered(list(WARNED), ["pairs", "softmax_along_rows"])
-)
-def test_loss_of_a_batch_is_warned_of_once(name, strategies, caplog):
-    for column, times in (("one_device", 0), ("mirrored_x2", 1)):
-        trainer = mgpu_tf.Trainer(dense(loss=WARNED[name]), strategies[column])
-        caplog.clear()
-        trainer.fit(**labels(), batch_size=BATCH, epochs=2, verbose=0)
-        trainer.evaluate(**labels(), batch_size=BATCH, verbose=0)
-        warned = [r for r in caplog.messages if "not a sum over exam" in r]
-        assert len(warned) == times
-        assert all(repr(name) in message for message in warned)

@@ -104,6 +104,11 @@ def same(trainer, model):
             ("data_2_tensor_2", 4, 3),
         ],
         [("mirrored_x3", 4, 3)],
+        [
+            ("one_device", 20, "auto"),
+            ("fsdp_x3", 4, 3),
+            ("data_2_pipeline_2", 4, 2),
+        ],
     ),
 )
 def test_the_weights_are_those_without_the_batch(

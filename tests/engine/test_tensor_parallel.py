@@ -128,9 +128,13 @@ def synchronized(name):
     return CASES[name]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
-    "name", ["momentum", "adamw", "accumulation", "regularizer", "transformer"]
+    "name",
+    tiered(
+        ["momentum", "adamw", "accumulation", "regularizer", "transformer"],
+        [],
+        ["accumulation", "regularizer"],
+    ),
 )
 def test_copies_of_parts(name, strategies):
     strategy = strategies["data_2_tensor_2"]
@@ -139,8 +143,7 @@ def test_copies_of_parts(name, strategies):
     assert difference < 1e-9
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", QUARTERS)
+@pytest.mark.parametrize("name", tiered(QUARTERS, [], ["adamw", "transformer"]))
 def test_parts_of_parts(name, strategies):
     """What the tensor axis splits, in quarters; what it leaves, in halves."""
     strategy = strategies["fsdp_2_tensor_2"]

@@ -243,7 +243,7 @@ def test_a_start_that_fails_is_not_timed(monkeypatch):
         starts.help_of("broken")
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_two_bare_processes_make_the_first_step_together():
     times = starts.first_step("bare_script")
     assert times.seconds["bare_script"] > 0
@@ -338,7 +338,7 @@ def test_both_pipelines_read_every_example():
     assert own.check(steps - 1) != pytest.approx(whole, rel=1e-3)
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_what_watching_costs_is_measured():
     done = clusters.run(
         ["-m", "experiments.benchmarks.watching", "--rounds=2", "--steps=20"]

@@ -42,7 +42,7 @@ def test_code(code):
     exec(code, {"model": model, "mgpu_tf": mgpu_tf})
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_the_study_of_large_batches_goes_on_where_it_was(tmp_path):
     arguments = [
         "experiments/large_batch.py",
@@ -86,7 +86,7 @@ def test_the_noise_scale_against_its_definition(tmp_path):
         assert direct / 5 < logged < direct * 5
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_the_study_of_optimizers(tmp_path):
     done = clusters.run(
         [
@@ -107,7 +107,7 @@ def test_the_study_of_optimizers(tmp_path):
     assert (tmp_path / "lars.png").exists()
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_the_study_of_batch_sizes(tmp_path):
     arguments = [
         "experiments/batch_size_study.py",

@@ -20,7 +20,8 @@ import keras
 import numpy as np
 
 import mgpu_tf
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import parts, store
+from mgpu_tf.checkpoints.manifest import MANIFEST
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.reports.report import weights_sha256
 from mgpu_tf.runtime import quiet_import
@@ -234,7 +235,7 @@ def torn(*workers):
 def no_manifest(machine):
     """As if all were killed before it was written, and one lost all."""
     if machine.worker:
-        os.remove(machine.file(NEWEST, store.MANIFEST))
+        os.remove(machine.file(NEWEST, MANIFEST))
     else:
         shutil.rmtree(machine.local)
 
@@ -262,14 +263,14 @@ def failing(strategy, folder):
     """
     strategy = split.strategy_of(strategy, (1, 2, 1))
     machine = Machine(strategy, folder, "failing")
-    write = store.commit
+    write = parts.commit
 
     def commit(folder, step, *others):
         if step > SHARED + 2 and machine.worker and machine.local in folder:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(folder, step, *others)
 
-    with mock.patch.object(store, "commit", commit):
+    with mock.patch.object(parts, "commit", commit):
         assert machine.train(BREAKS_AT) is None
     before = machine.steps()
     return {"before": before, "ended": machine.train(), "said": machine.said}

@@ -13,6 +13,7 @@ from keras import layers
 
 import mgpu_tf
 from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.writer import Variables as StoredVariables
 from mgpu_tf.checkpoints.writer import Writer
 from mgpu_tf.engine import keras_internals
@@ -243,7 +244,11 @@ def saved(given, folder):
     )
     trainer = fitted(strategy, callbacks=[best, last])
     with trainer._distributed.whole():
-        held = [v.value.held is not None for v in split_of(trainer)]
+        held = [v.value.reader is not None for v in split_of(trainer)]
+        if topology_of(given).is_chief:
+            # In an order and a number of reads of its own.
+            for variable in [*split_of(trainer)[::-1], split_of(trainer)[0]]:
+                variable.numpy()
     trainer.save(path + ".keras")
     trainer.save_weights(path + ".weights.h5")
     left = values_of(trainer.model)
@@ -362,7 +367,7 @@ def in_parts(given, folder):
             writer.begin(1, snapshot.pieces())
             writer.finish({}, 3)
             peers.any(False)
-        stored = Counted(store.Stored(store.newest(path).path))
+        stored = Counted(Stored(store.newest(path).path))
         others = made_of(strategy, map(np.zeros_like, WEIGHTS.values()))
         snapshot_of(others, strategy).put(stored)
         found[name] = {

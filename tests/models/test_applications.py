@@ -1,7 +1,7 @@
 """Models of `keras.applications` on two replicas and on two real workers.
 
-All of them take a quarter of an hour, so the default suite has one:
-`make test ARGS="-m slow"` runs the others.
+All of them take a quarter of an hour, so the full tier has one, and the matrix
+the others.
 """
 
 import numpy as np
@@ -9,25 +9,19 @@ import pytest
 
 from tests import clusters
 from tests.jobs import applications
+from tests.tiers import tiered
 
 QUICK = "MobileNet"
 RTOL = 1e-9
-NAMES = [
-    name if name == QUICK else pytest.param(name, marks=pytest.mark.full)
-    for name in applications.JOBS
-]
 
 
-@pytest.mark.full
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiered(list(applications.JOBS), [], [QUICK]))
 def test_losses_of_one_device(name, strategies, tmp_path):
     job = applications.JOBS[name]
     expected = job(strategies["one_device"], None)["losses"]
     mirrored = job(strategies["mirrored_x2"], None)["losses"]
     np.testing.assert_allclose(mirrored, expected, rtol=RTOL)
-    if name == QUICK:
-        return
     [first, second] = clusters.run_jobs(applications, 2, str(tmp_path), [name])[
         name
     ]

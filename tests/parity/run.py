@@ -7,12 +7,11 @@ stopped goes on; a change of the package, of the cases or of the versions
 starts anew. With --keep the cells that held stay as they are and only the
 others are measured again. At the end docs/parity.md and the README's table
 are written.
-Hardware: any; on 2 CPU cores up to an hour. Exits with status 1 where a
+Hardware: any; on 2 CPU cores up to two hours. Exits with status 1 where a
 row does not hold.
 """
 
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import pathlib
@@ -21,10 +20,10 @@ import tempfile
 
 import mgpu_tf
 from mgpu_tf.runtime import quiet_import
-from tests import clusters
+from tests import clusters, tables
 
 ROOT = pathlib.Path(clusters.ROOT)
-LEDGER = ROOT / "docs" / "parity.json"
+LEDGER = tables.PARITY.results
 TABLE = ROOT / "docs" / "parity.md"
 README = ROOT / "README.md"
 MARKS = ("<!-- parity: begin -->", "<!-- parity: end -->")
@@ -41,10 +40,60 @@ MACHINE = (
     "zero1_x2",
     "tensor_x3",
     "data_2_tensor_2",
+    "fsdp_2_tensor_2",
     "pipeline_x2",
     "data_2_pipeline_2",
 )
-CLUSTERS = {"2_workers": (2, 1), "3_workers": (3, 1), "2_workers_x2": (2, 2)}
+# Processes, devices of each, and a mesh over the devices of all of them.
+CLUSTERS = {
+    "2_workers": (2, 1, ""),
+    "3_workers": (3, 1, ""),
+    "2_workers_x2": (2, 2, ""),
+    "2_workers_fsdp_2": (2, 1, "1,2,weights"),
+    "2_workers_zero1": (2, 1, "1,2,optimizer"),
+    "2_workers_x2_fsdp_4": (2, 2, "1,4,weights"),
+    "2_workers_x2_data_2_fsdp_2": (2, 2, "2,2,gradients"),
+    "3_workers_fsdp_3": (3, 1, "1,3,gradients"),
+    "2_workers_x2_tensor_4": (2, 2, "1,1,weights,4"),
+    "2_workers_x2_fsdp_2_tensor_2": (2, 2, "1,2,weights,2"),
+}
+# What runs where weights are split over the devices of all workers.
+SPLIT_ROWS = [
+    *(
+        f"{optimizer}_{clipping}"
+        for optimizer in ("sgd", "momentum", "adam")
+        for clipping in ("clipnorm", "global_clipnorm", "clipvalue")
+    ),
+    "sgd",
+    "momentum",
+    "adam",
+    "even",
+    "last_batch_of_1",
+    "last_batch_of_3",
+    "last_batch_of_5",
+    "accumulation_3_uneven",
+    "accumulation_clipped",
+    "ema_accumulation",
+    "ema_overwrite",
+    "loss_scale_overflow",
+    "constraint",
+    "batch_norm_synchronized",
+    "batch_norm",
+    "dropout",
+    "mask",
+    "auc",
+    "nadam",
+    "two_optimizers",
+    "mixed_float16",
+    "mixed_bfloat16",
+    "embedding_adam",
+    "embedding_lazy_adam",
+    "embedding_global_clipnorm",
+    "embedding_accumulation",
+    "own_compute_loss",
+]
+# As in one process: refused by name.
+SPLIT_REFUSED = {("2_workers_x2_fsdp_2_tensor_2", "embedding_lazy_adam")}
 # What the README shows of them.
 SHOWN = (
     "one_device",
@@ -130,9 +179,14 @@ def main():
         if _judged_by_noise(name):
             _once(ledger, FLOAT32, name, lambda c, n: _float32(strategies, n))
     for column, layout in CLUSTERS.items():
-        _cluster(ledger, column, layout, list(cases.CASES), "")
+        names = [
+            name
+            for name in (SPLIT_ROWS if layout[2] else cases.CASES)
+            if (column, name) not in SPLIT_REFUSED
+        ]
+        _cluster(ledger, column, layout, names, "")
     quiet_names = [name for name in cases.CASES if _judged_by_noise(name)]
-    _cluster(ledger, CLUSTER_FLOAT32, (2, 1), quiet_names, "float32")
+    _cluster(ledger, CLUSTER_FLOAT32, (2, 1, ""), quiet_names, "float32")
     _write_tables(ledger)
     cells = [cell for row in ledger["rows"].values() for cell in row.values()]
     red = sum(not cell["holds"] for cell in cells)
@@ -155,13 +209,8 @@ def _judged_by_noise(name):
 
 def _ledger():
     """Reads what an earlier run has left, if it was of the same sources."""
-    digest = hashlib.sha256()
-    for path in sorted(
-        [*ROOT.glob("mgpu_tf/**/*.py"), *ROOT.glob("tests/parity/*.py")]
-    ):
-        digest.update(path.read_bytes())
     head = {
-        "sources": digest.hexdigest(),
+        "sources": tables.PARITY.digest(),
         "versions": {
             name: importlib.metadata.version(name)
             for name in ("tensorflow", "keras", "numpy")
@@ -238,7 +287,9 @@ def _cluster(ledger, column, layout, names, floatx):
     for start in range(0, len(missing), CHUNK):
         chunk = missing[start : start + CHUNK]
         with tempfile.TemporaryDirectory() as folder:
-            hashes = clusters.run_parity_cases(*layout, chunk, folder, floatx)
+            hashes = clusters.run_parity_cases(
+                *layout[:2], chunk, folder, floatx, layout[2]
+            )
             for name in chunk:
                 result = cases.Result.load(worker.result_file(folder, name))
                 if floatx:
@@ -256,15 +307,10 @@ def _write_tables(ledger):
         f"Measured on {ledger['date']} with {versions}, by `make parity`, on "
         "parts of a CPU and processes of one machine."
     )
-    if ledger.get("kept"):
-        head += (
-            " Cells that held were kept while others were mended and "
-            "measured again."
-        )
     lines = [
         "# The parity matrix",
         "",
-        head,
+        f"{head} {tables.stated(ledger)}",
         "",
         "Each cell is the largest difference from Keras's own `fit` on one "
         "device after 3 epochs: of any weight or optimizer variable, and "

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import resource
@@ -9,7 +10,10 @@ import signal
 import subprocess
 import time
 
+from mgpu_tf.checkpoints import manifest
+from mgpu_tf.checkpoints.manifest import MANIFEST
 from tests import clusters
+from tests.soak import injected
 from tests.ssh import SshHosts
 
 # The job, `tests.soak.job`.
@@ -23,6 +27,7 @@ TASKS = {
     "mirrored": ("worker-0",),
     "3_machines": ("worker-0", "worker-1", "worker-2"),
     "2_workers": ("worker-0", "worker-1"),
+    "2_workers_local": ("worker-0", "worker-1"),
     "3_workers": ("worker-0", "worker-1", "worker-2"),
     "2_workers_fsdp": ("worker-0", "worker-1"),
     "2_workers_tensor": ("worker-0", "worker-1"),
@@ -40,6 +45,10 @@ MACHINES = {"3_machines": ("host0", "host1", "host2")}
 # newest checkpoint is damaged, or the chief cannot write files for a while,
 # and then the chief is killed. A machine loses its link, in training or while
 # the tasks start, until the supervisor has noticed and all of them have ended.
+# Where a task is killed, and the job resumes: the files of checkpoints fail to
+# open twice; all the time, for a while; the newest is of a later release until
+# somebody upgrades. Nothing can be made in the folder for a while; the clock of
+# the wall jumps by an hour; all tasks are stopped for PAUSE_SECONDS.
 KINDS = {
     "step": 4,
     "save": 3,
@@ -50,8 +59,20 @@ KINDS = {
     "pause": 1,
     "damage": 2,
     "full": 2,
+    "read": 2,
+    "unreadable": 1,
+    "newer": 1,
+    "readonly": 1,
+    "clock": 1,
+    "pause_all": 1,
 }
+# Those that strike what the chief does.
+OF_CHIEF = (
+    *("damage", "full", "read", "unreadable", "newer", "readonly", "clock"),
+)
 KINDS_OF_MACHINES = {"link": 1, "start": 1}
+# What the run says as it ends.
+_ENDS = {"unreadable": "may be whole", "newer": "Upgrade mgpu_tf"}
 STALL_SECONDS = 60
 PAUSE_SECONDS = 30
 
@@ -75,7 +96,7 @@ class Fault:
 
     def killed(self, tasks):
         """Returns which of the tasks are killed."""
-        if self.kind in ("damage", "full"):
+        if self.kind in OF_CHIEF:
             return [0]
         if self.kind == "two":
             return [self.worker, (self.worker + 1) % tasks]
@@ -123,6 +144,7 @@ class Job:
         self._flags = list(flags)
         self._strategy = strategy
         self._tasks = TASKS[strategy]
+        self._folder = folder
         self._checkpoints = os.path.join(folder, "checkpoints")
         self._logs = os.path.join(folder, "logs")
         self._output = os.path.join(folder, "output.txt")
@@ -216,10 +238,19 @@ class Job:
         if fault.kind == "save":
             self._until(self._writing, pause=0.0)
         pids = [self._pid(task) for task in self._tasks]
+        if fault.kind in ("damage", "newer"):
+            # No newer one comes while this one is changed.
+            os.kill(pids[0], signal.SIGSTOP)
         if fault.kind == "damage":
             self._damage()
         if fault.kind == "full":
             self._fill(pids[0])
+        if fault.kind in ("readonly", "clock"):
+            self._two_saves(fault)
+        if fault.kind in ("read", "unreadable"):
+            injected.write(self._folder, **{fault.kind: 2})
+        mend = self._newer() if fault.kind == "newer" else None
+        lines = {line: self._said(line) for line in _ENDS.values()}
         struck = time.time()
         if fault.kind in KINDS_OF_MACHINES:
             self._cut(fault, pids[fault.worker])
@@ -229,6 +260,9 @@ class Job:
             self._supervisor.terminate()
         elif fault.kind in ("stop", "pause"):
             os.kill(pids[fault.worker], signal.SIGSTOP)
+        elif fault.kind == "pause_all":
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
         else:
             for index in fault.killed(len(pids)):
                 os.kill(pids[index], signal.SIGKILL)
@@ -240,23 +274,31 @@ class Job:
             at_step, _ = self._progress()
             torn = self._writing()
             self._start()
-        elif fault.kind == "pause":
+        elif fault.kind in ("pause", "pause_all"):
             time.sleep(PAUSE_SECONDS)
             at_step, torn = self._progress()[0], self._writing()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[fault.worker], signal.SIGCONT)
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
         else:
             self._until(lambda: not _runs(pids[fault.worker]))
             torn = self._writing()
+        if fault.kind in _ENDS:
+            line = _ENDS[fault.kind]
+            self._until(lambda: self._said(line) > lines[line])
+            injected.clear(self._folder)
+        if mend is not None:
+            mend()
 
         def goes_on():
             if self._is_done():
                 return True  # It struck after the last step.
             step, now_began = self._progress()
-            alone = fault.kind == "pause" or self._servers
+            alone = "pause" in fault.kind or self._servers
             return (alone or now_began > began) and step > at_step
 
         self._until(goes_on)
+        injected.clear(self._folder)
         return Struck(at_step, torn, time.time() - struck)
 
     def _is_done(self):
@@ -278,14 +320,7 @@ class Job:
 
     def _damage(self):
         """Changes a byte of the newest checkpoint."""
-        names = sorted(os.listdir(self._checkpoints))
-        steps = [name for name in names if name.startswith("step-")]
-        path = os.path.join(self._checkpoints, steps[-1], "arrays.bin")
-        # The oldest goes when a new one comes.
-        with (
-            contextlib.suppress(FileNotFoundError),
-            open(path, "r+b") as file,
-        ):
+        with open(self._newest("arrays-0.bin"), "r+b") as file:
             file.seek(100)
             byte = file.read(1)[0]
             file.seek(100)
@@ -297,6 +332,35 @@ class Job:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_BYTES, most))
         step = self._progress()[0] + 2 * SAVE_EVERY_STEPS
         self._until(lambda: self._progress()[0] >= min(step, TOTAL_STEPS - 3))
+
+    def _newest(self, name):
+        names = sorted(os.listdir(self._checkpoints))
+        steps = [name for name in names if name.startswith("step-")]
+        return os.path.join(self._checkpoints, steps[-1], name)
+
+    def _newer(self):
+        """Makes the newest checkpoint one of a later release, for a while."""
+        path = self._newest(MANIFEST)
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        body = json.loads(text)
+        del body["manifest_sha256"]
+        body["format"] += 1
+        body["manifest_sha256"] = manifest.digest(body)
+        _rewrite(path, json.dumps(body))
+        return lambda: _rewrite(path, text)
+
+    def _two_saves(self, fault):
+        """Lets a fault last for two saves of the chief."""
+        faults = {"readonly": 1, "clock": 3600 * (1 - 2 * (fault.step % 2))}
+        injected.write(self._folder, **{fault.kind: faults[fault.kind]})
+        step = self._progress()[0] + 2 * SAVE_EVERY_STEPS
+        self._until(lambda: self._progress()[0] >= min(step, TOTAL_STEPS - 3))
+        if fault.kind == "readonly":
+            injected.clear(self._folder)
+
+    def _said(self, text):
+        return sum(self._log(task).count(text) for task in self._tasks)
 
     def _until(self, condition, pause=0.002, watch=True):
         deadline = time.monotonic() + clusters.LIMIT_SECONDS
@@ -337,6 +401,12 @@ class Job:
             return file.read()[-6000:]
 
 
+def _rewrite(path, text):
+    with open(path + ".new", "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(path + ".new", path)
+
+
 def _runs(pid):
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
@@ -364,7 +434,7 @@ def faults_of(generator, strategy, count):
 
     def drawn(index):
         (kind,) = generator.choices(kinds, weights)
-        of_chief = kind in ("damage", "full")
+        of_chief = kind in OF_CHIEF
         return Fault(
             kind,
             worker=0 if of_chief else generator.randrange(tasks),

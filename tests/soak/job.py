@@ -15,11 +15,13 @@ import numpy as np
 
 import mgpu_tf
 from mgpu_tf.reports.report import weights_sha256
+from tests.soak import injected
 from tests.soak.harness import EPOCHS, SAVE_EVERY_STEPS
 
 STRATEGIES = {
     "mirrored": lambda: mgpu_tf.create_mirrored_strategy(num_virtual_devices=2),
     "2_workers": mgpu_tf.create_multi_worker_mirrored_strategy,
+    "2_workers_local": mgpu_tf.create_multi_worker_mirrored_strategy,
     "3_workers": mgpu_tf.create_multi_worker_mirrored_strategy,
     "3_machines": mgpu_tf.create_multi_worker_mirrored_strategy,
     "2_workers_fsdp": lambda: mgpu_tf.create_strategy("fsdp"),
@@ -60,6 +62,15 @@ def build_model():
 
 def main(folder, strategy_name):
     mgpu_tf.enable_determinism()
+    injected.install(os.path.dirname(folder), folder)
+    local = {}
+    if strategy_name.endswith("_local"):
+        local = {
+            "local_checkpoint_dir": os.path.join(
+                os.path.dirname(folder), "local"
+            ),
+            "shared_every": 3,
+        }
     strategy = STRATEGIES[strategy_name]()
     generator = np.random.default_rng(0)
     x = generator.normal(size=(750, 32)).astype("float32")
@@ -79,7 +90,7 @@ def main(folder, strategy_name):
         ],
         validation_data=(x[:50], y[:50]),
         checkpoint=mgpu_tf.SaveOptions(
-            folder, save_every_steps=SAVE_EVERY_STEPS
+            folder, save_every_steps=SAVE_EVERY_STEPS, **local
         ),
     )
     recovery = trainer.recovery

@@ -19,7 +19,11 @@ from tests.soak.run import run_job
 @pytest.mark.parametrize(
     ("strategy", "faults"),
     [
-        ("mirrored", [Fault("save", worker=0, step=61)]),
+        pytest.param(
+            "mirrored",
+            [Fault("save", worker=0, step=61)],
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             "2_workers",
             [
@@ -35,7 +39,7 @@ from tests.soak.run import run_job
                 Fault("step", worker=0, step=22),
                 Fault("save", worker=1, step=58),
             ],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "2_workers_tensor",
@@ -43,7 +47,7 @@ from tests.soak.run import run_job
                 Fault("step", worker=1, step=37),
                 Fault("save", worker=0, step=91),
             ],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "data_2_tensor_2",
@@ -51,7 +55,7 @@ from tests.soak.run import run_job
                 Fault("step", worker=0, step=37),
                 Fault("save", worker=0, step=91),
             ],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "data_2_pipeline_2",
@@ -59,7 +63,7 @@ from tests.soak.run import run_job
                 Fault("step", worker=0, step=61),
                 Fault("save", worker=0, step=122),
             ],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "2_workers",
@@ -68,8 +72,27 @@ from tests.soak.run import run_job
                 Fault("pause", worker=0, step=58),
                 Fault("stop", worker=1, step=91),
             ],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
             id="stopped",
+        ),
+        pytest.param(
+            "mirrored",
+            [
+                Fault("read", worker=0, step=22),
+                Fault("damage", worker=0, step=42),
+                Fault("readonly", worker=0, step=62),
+                Fault("clock", worker=0, step=92),
+            ],
+            marks=pytest.mark.full,
+            id="storage",
+        ),
+        pytest.param(
+            "2_workers_local",
+            [
+                Fault("step", worker=1, step=22),
+                Fault("save", worker=0, step=58),
+            ],
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -83,6 +106,20 @@ def test_killed_and_the_same_bits(strategy, faults):
     assert result.lost_steps < len(faults) * 2 * SAVE_EVERY_STEPS
     if any(fault.kind != "save" for fault in faults):
         assert result.lost_steps > 0
+
+
+@pytest.mark.full
+def test_what_ends_the_run_is_mended_and_the_same_bits(tmp_path):
+    """Storage that fails for long, and a checkpoint of a later release."""
+    faults = [
+        Fault("unreadable", worker=0, step=22),
+        Fault("newer", worker=0, step=61),
+    ]
+    control = run_job("mirrored")
+    result = run_job("mirrored", faults)
+    assert (result.sha, result.step) == (control.sha, TOTAL_STEPS)
+    # Nothing but what came after the last checkpoint was done again.
+    assert 0 < result.lost_steps < len(faults) * 2 * SAVE_EVERY_STEPS
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.strategies.collectives import Groups
+from mgpu_tf.strategies.collectives import Groups, has_nccl
 from tests import clusters
 from tests.jobs import groups as jobs
 from tests.tiers import tiered
@@ -100,6 +100,59 @@ def test_operations_leave_no_threads(strategies):
     before = len(os.listdir("/proc/self/task"))
     steps(100)
     assert len(os.listdir("/proc/self/task")) < before + 50
+
+
+@pytest.mark.parametrize(
+    ("devices", "communication", "expected"),
+    [
+        (["GPU:0", "GPU:1"], "auto", True),
+        (["GPU:0", "GPU:1"], "nccl", True),
+        (["GPU:0", "GPU:1"], "ring", False),
+        # Parts of one card: NCCL takes each once.
+        (["GPU:0", "GPU:1", "GPU:2"], "auto", False),
+        (["CPU:0", "CPU:1"], "auto", False),
+    ],
+)
+def test_nccl_is_taken_between_gpus(
+    devices, communication, expected, monkeypatch
+):
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: "01")
+    assert has_nccl(devices, communication) is expected
+
+
+def test_nccl_is_refused_between_others(strategies):
+    with pytest.raises(mgpu_tf.ConfigurationError, match="CPU:0, CPU:1 on"):
+        Groups(strategies["mirrored_x2"], [[0, 1]], communication="nccl")
+
+
+def test_operations_are_told_to_take_nccl(strategies, monkeypatch):
+    """One for each member; a hint of `auto` takes none, wherever it runs."""
+    strategy = strategies["mirrored_x2"]
+    monkeypatch.setattr(
+        "mgpu_tf.strategies.collectives.has_nccl", lambda *_: True
+    )
+    groups = Groups(strategy, [[0, 1]])
+
+    def on_replica():
+        part = groups.reduce_scatter(tf.ones([4, 3]))
+        return groups.all_reduce(groups.all_gather(part))
+
+    graph = tf.function(lambda: strategy.run(on_replica))
+    operations = [
+        op
+        for op in graph.get_concrete_function().graph.get_operations()
+        if op.type.startswith("Collective")
+    ]
+    assert sorted(op.type for op in operations) == sorted(
+        2
+        * [
+            "CollectiveReduceScatterV2",
+            "CollectiveGatherV2",
+            "CollectiveReduceV2",
+        ]
+    )
+    hints = {op.get_attr("communication_hint") for op in operations}
+    assert hints == {b"nccl"}
 
 
 @pytest.mark.parametrize(

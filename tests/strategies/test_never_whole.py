@@ -1,14 +1,16 @@
-"""With shard="weights" a device gathers layer by layer, never the model.
+"""With shard="weights" a device has whole layers, never the whole model.
 
 Read from the graph of a step. A gathered weight is held from its gather to the
-last operation that takes it. Two are held at once unless the graph orders all
-that take the one before the gather of the other. The largest set of which no
+last operation that takes it, and a gradient from the operation that makes it to
+the last that cuts a part of it. Two are held at once unless the graph orders
+all that take the one before what makes the other. The largest set of which no
 two are ordered so is the most that any order of execution can hold.
 """
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mgpu_tf
 from tests.strategies.test_bytes_between_devices import body_of, device
@@ -17,13 +19,16 @@ WIDTH, LAYERS = 32, 8
 # The layer that computes, and the next one, which is gathered meanwhile.
 AT_ONCE = 2
 PASSES_ON = ("Identity", "IdentityN", "Reshape")
+# What a replica without rows has zeros for.
+CHOOSES = ("If", "StatelessIf")
 
 
-def build():
+def build(dtype=None):
     model = keras.Sequential([keras.Input((WIDTH,))])
     for _ in range(LAYERS):
         # The gradient of tanh takes what was computed again.
-        model.add(keras.layers.Dense(WIDTH, "tanh", use_bias=False))
+        layer = keras.layers.Dense(WIDTH, "tanh", use_bias=False, dtype=dtype)
+        model.add(layer)
     model.compile(keras.optimizers.Adam(), "mse")
     return model
 
@@ -52,6 +57,10 @@ def before(op):
 def takers(tensor, run):
     """The operations of those that run that compute with a tensor's memory."""
     for op in set(tensor.consumers()) & run:
+        if op.type in CHOOSES:
+            for chosen in op.outputs:
+                yield from takers(chosen, run)
+            continue
         if op.type not in PASSES_ON:
             yield op
             continue
@@ -60,17 +69,30 @@ def takers(tensor, run):
                 yield from takers(op.outputs[place], run)
 
 
-def gathers_of(graph):
-    """Gathers of a device -> all that is ordered after its last use."""
+def gathers(op):
+    """Whether an operation makes a whole weight of parts."""
+    return op.type == "ConcatV2" and all(
+        tensor.op.type in ("ReadVariableOp", "Identity", "Const", "Cast")
+        for tensor in op.inputs
+    )
+
+
+def differentiates(op):
+    """Whether an operation makes the gradient of a whole weight."""
+    return op.type == "MatMul"
+
+
+def made_by(kind, graph):
+    """Operations of a device -> all that is ordered after their last use."""
     ends = [*graph.control_outputs, *(tensor.op for tensor in graph.outputs)]
     run = closure(ends, before)
     found = {}
     for op in run:
-        joins = op.type == "ConcatV2" and all(
-            tensor.op.type in ("ReadVariableOp", "Identity", "Const")
-            for tensor in op.inputs
-        )
-        if joins and op.outputs[0].shape == (WIDTH, WIDTH) and not device(op):
+        if (
+            kind(op)
+            and op.outputs[0].shape == (WIDTH, WIDTH)
+            and not device(op)
+        ):
             users = list(takers(op.outputs[0], run))
             assert users
             ordered = [closure(after(user), after) for user in users]
@@ -78,11 +100,11 @@ def gathers_of(graph):
     return found
 
 
-def most_at_once(gathers):
+def most_at_once(held):
     """The size of the largest set of which no two are ordered (Dilworth)."""
     later = {
-        one: [other for other in gathers if other in free and other is not one]
-        for one, free in gathers.items()
+        one: [other for other in held if other in free and other is not one]
+        for one, free in held.items()
     }
     pair = {}
 
@@ -95,16 +117,39 @@ def most_at_once(gathers):
                     return True
         return False
 
-    return len(gathers) - sum(matched(one, set()) for one in gathers)
+    return len(held) - sum(matched(one, set()) for one in held)
 
 
-@pytest.mark.full
-def test_a_device_holds_two_layers_at_most():
+def graph_of(build):
     strategy = mgpu_tf.create_model_parallel_strategy(num_virtual_devices=2)
     trainer = mgpu_tf.Trainer(build, strategy)
     x = np.ones((16, WIDTH), "float32")
     trainer.fit(x, x, batch_size=8, verbose=0)
-    gathers = gathers_of(body_of(trainer))
+    return body_of(trainer)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return graph_of(build)
+
+
+def test_a_device_holds_two_layers_at_most(graph):
+    weights = made_by(gathers, graph)
     # Once in the forward pass, and again in the backward pass.
-    assert len(gathers) == 2 * LAYERS
-    assert most_at_once(gathers) == AT_ONCE
+    assert len(weights) == 2 * LAYERS
+    assert most_at_once(weights) == AT_ONCE
+
+
+def test_a_device_holds_gradients_of_two_layers_at_most(graph):
+    gradients = made_by(differentiates, graph)
+    assert len(gradients) == LAYERS
+    assert most_at_once(gradients) == AT_ONCE
+
+
+@pytest.mark.full
+def test_weights_travel_in_the_type_that_layers_compute_in():
+    found = graph_of(lambda: build("mixed_bfloat16"))
+    weights = made_by(gathers, found)
+    assert len(weights) == 2 * LAYERS
+    assert {op.outputs[0].dtype for op in weights} == {tf.bfloat16}
+    assert most_at_once(weights) == AT_ONCE

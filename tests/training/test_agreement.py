@@ -84,8 +84,20 @@ def test_three_workers(tmp_path, one_device):
             assert observed["losses"] == pytest.approx(one_device, rel=1e-5)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("job", apart.TOLD, ids=name_of)
+@pytest.mark.parametrize(
+    "job",
+    tiered(
+        list(apart.TOLD),
+        [],
+        # The others differ in the name of the call.
+        [
+            apart.evaluate_on_epoch_end,
+            apart.evaluate_of_the_model,
+            apart.failure_of_one,
+        ],
+    ),
+    ids=name_of,
+)
 def test_workers_apart_are_ended_by_one_line(job, tmp_path):
     found = clusters.run_jobs(
         apart, 2, str(tmp_path), [job.__name__], shared=False

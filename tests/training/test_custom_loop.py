@@ -9,6 +9,8 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
+from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.recovery import Owner
 from tests import clusters, columns
 from tests.engine import test_overridden_step
 from tests.engine.test_overridden_step import arrays, float64, network  # noqa: F401
@@ -183,3 +185,35 @@ def test_two_workers(tmp_path):
     for found in observed["loop"]:
         for ref, own in zip(values(objects), found["values"], strict=True):
             np.testing.assert_allclose(own, ref, atol=1e-12)
+
+
+def test_a_loop_loses_nothing_without_being_asked(strategies, tmp_path):
+    folder = str(tmp_path / "loop")
+    loop = mgpu_tf.Loop(build, strategies["one_device"])
+    loop.save(folder, epoch=1)
+    assert loop.restore(folder) == {"epoch": 1}
+    (path,) = store.paths(folder).values()
+    (pathlib.Path(path) / "manifest.json").write_text("{}")
+    with pytest.raises(mgpu_tf.ConfigurationError, match="all of them damaged"):
+        loop.restore(folder)
+    assert loop.restore(folder, restart_from_nothing=True) is None
+    # A later owner ends the saving of this one, and nothing is deleted.
+    owner = Owner(folder)
+    owner.take()
+    loop.global_step = 7
+    with pytest.raises(mgpu_tf.ConfigurationError, match="began last"):
+        loop.save(folder)
+    assert list(store.paths(folder)) == [0]
+
+
+def test_a_fit_does_not_go_on_from_a_loop(strategies, tmp_path):
+    mgpu_tf.Loop(build, strategies["one_device"]).save(str(tmp_path))
+
+    def model():
+        model = network(5, 1)
+        model.compile("sgd", "mse")
+        return model
+
+    trainer = mgpu_tf.Trainer(model, strategies["one_device"])
+    with pytest.raises(mgpu_tf.ConfigurationError, match="what a fit has"):
+        trainer.fit(*arrays(), verbose=0, checkpoint_dir=str(tmp_path))

@@ -105,6 +105,13 @@ class AsynchronousEngine(Engine):
                     f"{name} goes with synchronous strategies. Received: "
                     f"{name}={value!r} with parameter servers. Leave it out."
                 )
+        if options.step_parts > 1 or options.auto_micro_batch:
+            raise ConfigurationError(
+                "step_parts and auto_micro_batch go with synchronous "
+                f"strategies. Received: step_parts={options.step_parts}, "
+                f"auto_micro_batch={options.auto_micro_batch} with parameter "
+                "servers. Use a smaller batch."
+            )
         if options.on_nan == "restore" or options.max_loss is not None:
             raise ConfigurationError(
                 "Parameter servers apply the gradients of a batch while others "

@@ -248,6 +248,13 @@ def _check_options(options: StepOptions) -> None:
             "A pipeline computes stages again, not layers. Received: "
             "recompute='layers'. Use recompute='stages'."
         )
+    if options.step_parts > 1 or options.auto_micro_batch:
+        raise ConfigurationError(
+            "A pipeline cuts its rows into micro-batches already. Received: "
+            f"step_parts={options.step_parts}, "
+            f"auto_micro_batch={options.auto_micro_batch}. Use a larger "
+            "micro_batches."
+        )
     if options.noise_scale:
         raise ConfigurationError(
             "noise_scale needs all gradients on each device. Received: "

@@ -95,8 +95,15 @@ class RowScope:
         Returns:
             The part; None for a draw without rows.
         """
-        if not tf.is_tensor(shape):
-            shape = tf.convert_to_tensor(shape, None if shape else tf.int32)
+        nothing = isinstance(shape, (list, tuple)) and not shape
+        shape = tf.convert_to_tensor(shape, tf.int32 if nothing else None)
+        if shape.shape.num_elements() is None:
+            _warn_once(
+                "%s draws numbers of an unknown number of dimensions: each "
+                "replica draws its own",
+                tf.get_current_name_scope(),
+            )
+            return None
         if tf.is_symbolic_tensor(shape):
             dimensions = self._dimensions.of(shape)
             axis, checks = self._axis(shape, dimensions)
@@ -148,7 +155,7 @@ class RowScope:
                 )
             elif _is_stateless_draw(op):
                 dimensions = self._dimensions.of_tensor(op.outputs[0])
-                if any(n is not None and n % ROWS == 0 for n in dimensions):
+                if len(_rows_among(dimensions)) == 1:
                     _warn_once(
                         "%s draws for the rows of a batch by a seed that no "
                         "generator of a layer gives: each replica draws what "
@@ -161,7 +168,7 @@ class RowScope:
         self, shape: tf.Tensor, dimensions: list[int | None]
     ) -> tuple[int | None, list[Any]]:
         """Returns the axis of the rows, and what checks it in the step."""
-        rows = [a for a, n in enumerate(dimensions) if n and n % ROWS == 0]
+        rows = _rows_among(dimensions)
         if len(rows) == 1:
             return rows[0], []
         name = tf.get_current_name_scope()
@@ -196,6 +203,11 @@ class RowScope:
     def _axis_of_numbers(self, dimensions: list[int]) -> int | None:
         """Without a graph: the first dimension, if it is the rows' number."""
         return 0 if dimensions[:1] == [int(self.local)] else None
+
+
+def _rows_among(dimensions: list[int | None]) -> list[int]:
+    """Returns the axes of rows."""
+    return [a for a, n in enumerate(dimensions) if n and n % ROWS == 0]
 
 
 def _block(length: int | None) -> int | None:

@@ -50,6 +50,7 @@ from mgpu_tf.engine.synchronous.overridden_step import (
     check_held,
 )
 from mgpu_tf.engine.synchronous.replica_check import ReplicaCheck
+from mgpu_tf.engine.synchronous.step_parts import in_parts
 from mgpu_tf.engine.synchronous.traced_replicas import TracedReplicas
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.traced import (
@@ -70,6 +71,7 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.runtime import determinism
+from mgpu_tf.runtime.room import lacks_room
 from mgpu_tf.strategies.balance import balanced
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import kind_of, topology_of
@@ -340,6 +342,12 @@ class SynchronousEngine(Engine):
                 f"Received: {type(self._model).__name__}, which has its own. "
                 "Use on_nan='stop' without max_loss."
             )
+        if authored and (options.step_parts > 1 or options.auto_micro_batch):
+            raise ConfigurationError(
+                "step_parts and auto_micro_batch go with Keras's own "
+                f"train_step. Received: {type(self._model).__name__}, which "
+                "has its own. Use a smaller batch."
+            )
         if authored and self._options.recompute is not None:
             raise ConfigurationError(
                 "recompute goes with Keras's own train_step. Received: "
@@ -402,7 +410,7 @@ class SynchronousEngine(Engine):
         if self._options.recompute is None:
             return None
         refuse_stages(self._options)
-        return LayerByLayer(self._model, lambda variable: None)
+        return LayerByLayer(self._model)
 
     def _tensor(self) -> TensorParallel | None:
         """Returns what computes with parts of weights, None where none does."""
@@ -920,17 +928,79 @@ class SynchronousEngine(Engine):
     ) -> tuple[list[Any], dict[str, tf.Tensor]]:
         step = self._step
         share = self._share(local, total, low)
-        gradients, values, logs = step.gradients(
+        gradients, values, logs = self._computed_gradients(data, share)
+        self._update.present = step.present
+        self._update.alike = step.alike
+        self._update.in_parts = step.in_parts
+        self._state.write(list(zip(step.written, values, strict=True)))
+        return gradients, logs
+
+    def _computed_gradients(
+        self, data: Any, share: BatchShare
+    ) -> tuple[list[Any], list[tf.Tensor], dict[str, tf.Tensor]]:
+        """Returns gradients, what is to be written, and logs.
+
+        Nothing is written here.
+        """
+        scale = self._model.optimizer.scale_loss
+        if self._options.step_parts > 1:
+            return in_parts(
+                self._step,
+                self._state,
+                self._options.step_parts,
+                data,
+                share,
+                scale,
+                self._gathered(),
+                self._selected,
+            )
+        gradients, values, logs = self._step.gradients(
             data,
             share,
-            self._model.optimizer.scale_loss,
+            scale,
             gathered=self._gathered(),
             jit_compile=self._jit_compile,
         )
-        self._update.present = step.present
-        self._update.alike = step.alike
-        self._state.write(list(zip(step.written, values, strict=True)))
-        return self._selected(gradients, share), logs
+        return self._selected(gradients, share), values, logs
+
+    def lacks_memory(self, source: Source) -> bool:
+        """Whether the gradients of a batch do not fit; as in `Engine`."""
+        self.prepare(source)
+        iterator = self.feed(source, chain=False, training=True).iterator(0, 1)
+
+        def on_replica(data: Any, *places: Any) -> tf.Tensor:
+            gradients, _, _ = self._computed_gradients(
+                data, self._share(*places)
+            )
+            leaves = tf.nest.flatten(gradients, expand_composites=True)
+            return tf.add_n(
+                [tf.reduce_sum(tf.cast(leaf, tf.float32)) for leaf in leaves]
+            )
+
+        def compute() -> Any:
+            self._begin()
+            batch = self._next(iterator, source)
+            with self._step.in_place():
+                return self._strategy.run(on_replica, args=batch)
+
+        # What the sums of all replicas and the update will need.
+        spare = [
+            tf.zeros(variable.shape, variable.dtype)
+            for variable in self._model.trainable_variables
+        ]
+        run = tf.function(self.kernels.around(compute), autograph=False)
+        try:
+            tf.nest.map_structure(
+                lambda value: value.numpy(),
+                self._strategy.experimental_local_results(run()),
+            )
+        except (MemoryError, tf.errors.OpError) as error:
+            if not lacks_room(error):
+                raise
+            return True
+        finally:
+            spare.clear()
+        return False
 
     def _replica_evaluate(
         self, data: Any, local: tf.Tensor, total: tf.Tensor, low: Any

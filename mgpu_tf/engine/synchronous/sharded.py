@@ -8,8 +8,9 @@
 To gather and to scatter move together as many bytes as to sum gradients: each
 replica of n receives (n - 1)/n of a weight, and as much of a gradient.
 
-Where several processes hold the replicas, weights are gathered and gradients
-scattered by collectives of the strategy's groups, gradients in packs.
+Weights are gathered and gradients scattered layer by layer, in the forward and
+backward pass; see `engine/per_layer.py`. What is read outside of layers, and
+gradients of tables, are exchanged in packs before the update.
 
 What needs whole gradients takes them from all parts: norms to clip by, and
 the check that gradients are finite.
@@ -36,7 +37,12 @@ from mgpu_tf.engine.synchronous.engine import (
     SynchronousEngine,
     refuse_stages,
 )
-from mgpu_tf.engine.synchronous.parts import computed, cut, scattered
+from mgpu_tf.engine.synchronous.parts import (
+    LayerCopies,
+    LayerParts,
+    computed,
+    in_packs,
+)
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel, split_model
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
 from mgpu_tf.engine.whole_norms import two_steps
@@ -108,6 +114,7 @@ class ShardedEngine(SynchronousEngine):
         if strategy.splits_later:
             self._refuse_recompute("tensor_parallel")
         self._parts: TensorParallel | None = None
+        self._layered: LayerByLayer | None = None
         if model.optimizer is not None:
             _check_elementwise(model.optimizer)
 
@@ -159,7 +166,12 @@ class ShardedEngine(SynchronousEngine):
         held = itertools.compress(
             self._model.trainable_variables, self._step.present
         )
-        of_all = [_sees_all_rows(variable) for variable in held]
+        of_all = [
+            in_parts or _sees_all_rows(variable)
+            for variable, in_parts in zip(
+                held, self._step.in_parts, strict=True
+            )
+        ]
         own = iter(
             share.select_all(
                 [
@@ -177,7 +189,12 @@ class ShardedEngine(SynchronousEngine):
     def trace(self, source: Source) -> StepTrace:
         """Runs the first step of training and undoes it; as in `Engine`."""
         self._refuse_trace()
-        return super().trace(source)
+        self.prepare(source)
+        if self._layered is None:
+            return super().trace(source)
+        # It shows the gradients of replicas before they are summed.
+        with self._layered.unscattered():
+            return super().trace(source)
 
     def trace_outputs(self, source: Source) -> list[ShareTrace]:
         """Predicts one batch; as in `Engine`."""
@@ -218,7 +235,12 @@ class ShardedEngine(SynchronousEngine):
         refuse_stages(self._options)
         if self._options.recompute is None and self._gathers_at_once:
             return None
-        return LayerByLayer(self._model, _gathered)
+        if self._strategy.shard != "weights":
+            return LayerByLayer(self._model, LayerCopies())
+        name = self._options.gradient_dtype
+        parts = LayerParts(tf.as_dtype(name) if name else None)
+        self._layered = LayerByLayer(self._model, parts)
+        return self._layered
 
     @property
     def _gathers_at_once(self) -> bool:
@@ -286,6 +308,27 @@ class ShardedUpdate(Update):
             map(keras_internals.is_spread, variables)
         ):
             return self._summed_by_axes(gradients, variables, alike)
+        in_parts = self.in_parts or [False] * len(gradients)
+        left = [not each for each in in_parts]
+        summed = iter(
+            self._of_whole_weights(
+                list(itertools.compress(gradients, left)),
+                list(itertools.compress(variables, left)),
+                list(itertools.compress(alike, left)),
+            )
+        )
+        return [
+            gradient if each else next(summed)
+            for gradient, each in zip(gradients, in_parts, strict=True)
+        ]
+
+    def _of_whole_weights(
+        self,
+        gradients: Gradients,
+        variables: list[keras.Variable],
+        alike: list[bool],
+    ) -> Gradients:
+        """Sums gradients that the backward pass has not scattered."""
         split = [keras_internals.is_split(v) for v in variables]
         sparse = [
             isinstance(self._first(g), tf.IndexedSlices) for g in gradients
@@ -320,15 +363,12 @@ class ShardedUpdate(Update):
         self, gradients: Gradients, variables: list[ShardedVariable]
     ) -> Gradients:
         """Gives each replica the sums of its parts of dense gradients."""
-        if gradients and self._strategy.is_apart:
-            return self._strategy.run(
-                lambda every: scattered(every, variables, self._dtype),
-                args=(gradients,),
-            )
-        return [
-            self._scattered(gradient, variable)
-            for gradient, variable in zip(gradients, variables, strict=True)
-        ]
+        if not gradients:
+            return []
+        return self._strategy.run(
+            lambda every: in_packs(every, variables, self._dtype),
+            args=(gradients,),
+        )
 
     def _summed_by_axes(
         self,
@@ -405,7 +445,7 @@ class ShardedUpdate(Update):
 
         def summed(gradients: Gradients) -> Gradients:
             if "fsdp" in axes:
-                return scattered(gradients, held, self._dtype)
+                return in_packs(gradients, held, self._dtype)
             # Where the rows of a batch are not known, shapes may not be.
             return reduction(
                 [
@@ -453,49 +493,6 @@ class ShardedUpdate(Update):
             )
 
         return self._strategy.run(once, args=(slices,))
-
-    def _scattered(self, gradient: Any, variable: ShardedVariable) -> Any:
-        """Gives each replica the sum of its part of a dense gradient.
-
-        First the members of a group add up the part of each, then those of
-        several groups that store the same part.
-        """
-        mesh = self._mesh
-        every = self._strategy.experimental_local_results(gradient)
-        parts: list[tf.Tensor] = [None] * mesh.size
-        for replica in range(mesh.size):
-            rank = mesh.rank("fsdp", replica)
-            with tf.device(variable.values[replica].device):
-                parts[replica] = tf.add_n(
-                    [
-                        self._sent(every[member], variable, rank, member)
-                        for member in mesh.along(["fsdp"], replica)
-                    ]
-                )
-        if mesh.data > 1:
-            for copies in mesh.groups(["data"]):
-                for replica in copies:
-                    with tf.device(variable.values[replica].device):
-                        parts[replica] = tf.identity(
-                            tf.add_n([parts[copy] for copy in copies])
-                            if replica == copies[0]
-                            else parts[copies[0]]
-                        )
-        return self._strategy.experimental_distribute_values_from_function(
-            lambda context: parts[context.replica_id_in_sync_group]
-        )
-
-    def _sent(
-        self,
-        gradient: tf.Tensor,
-        variable: ShardedVariable,
-        rank: int,
-        member: int,
-    ) -> tf.Tensor:
-        """Returns the part of a rank, cut on the device that computed it."""
-        with tf.device(variable.values[member].device):
-            part = cut(gradient, variable.split, rank, self._dtype)
-        return tf.cast(part, gradient.dtype)
 
     def _own_rows(self, slices: Any, variable: keras.Variable) -> Any:
         """Keeps of the rows of all replicas those that a replica stores."""
@@ -674,13 +671,6 @@ def _sees_all_rows(variable: keras.Variable) -> bool:
     """Whether a weight is split over the data axis."""
     held = keras_internals.stored(variable)
     return isinstance(held, ShardedVariable) and held.split.over == "data"
-
-
-def _gathered(variable: keras.Variable) -> tf.Tensor | None:
-    """Returns the whole value of a weight that is split. On a replica."""
-    if not keras_internals.is_split(variable):
-        return None
-    return tf.convert_to_tensor(keras_internals.stored(variable))
 
 
 def refresh(variables: list[keras.Variable]) -> None:

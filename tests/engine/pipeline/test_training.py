@@ -9,7 +9,7 @@ import pytest
 import mgpu_tf
 from tests.engine.pipeline import models
 from tests.parity import cases
-from tests.tiers import tiered
+from tests.tiers import covering, tiered
 
 # 16 steps in 2 epochs; the last batch of each has 5 rows.
 EXAMPLES = 117
@@ -40,6 +40,13 @@ ROWS += [
 ROWS = list(dict.fromkeys(ROWS))
 QUICK = [
     ("skip", "momentum", 1, 3, 4, "1f1b"),
+]
+# Each model with each optimizer, each mesh and each order.
+FULL = [
+    (*program, *mesh, *order)
+    for program, mesh, order in covering(
+        [(row[:2], row[2:4], row[4:]) for row in ROWS]
+    )
 ]
 
 
@@ -93,7 +100,7 @@ def assert_close(found, expected, atol=1e-9):
 
 @pytest.mark.parametrize(
     ("model", "optimizer", "data", "stages", "micro_batches", "schedule"),
-    tiered(ROWS, QUICK),
+    tiered(ROWS, QUICK, FULL),
 )
 def test_as_on_one_device(
     model, optimizer, data, stages, micro_batches, schedule

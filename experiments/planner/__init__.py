@@ -1,0 +1,1 @@
+"""Experiments that compare what the planner predicts with what is measured."""

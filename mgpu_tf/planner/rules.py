@@ -1,0 +1,45 @@
+"""What the engine holds when: the numbers that change with the engine.
+
+One value for all of them, so that a change of the engine is a change here.
+
+This module does not import TensorFlow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """When a step makes and forgets what it needs.
+
+    Attributes:
+        layers_ahead: How many layers have their weights gathered before they
+            are needed, beside the one that computes.
+        scatters_at_once: Whether gradients are scattered when the backward
+            pass makes them; if not, whole ones are held to its end.
+        reduces_at_once: Whether replicas sum a gradient when it is made.
+        updates_behind: How many gradients are held, and not yet applied,
+            while the backward pass makes others. TensorFlow orders no update
+            before the rest of the pass, and runs it when a thread is free.
+        smallest_split: The elements of the smallest weight that is split.
+        beside: How many operations run beside one another, so that buffers
+            are freed later than in the order of the graph.
+        batches_ahead: Batches that the feed holds for each replica, beside
+            the one that is computed.
+        reduction_copies: Copies of a gradient that a sum over replicas makes
+            on each of them.
+    """
+
+    layers_ahead: int = 1
+    scatters_at_once: bool = False
+    reduces_at_once: bool = False
+    updates_behind: int = 16
+    smallest_split: int = 1024
+    beside: int = 2
+    batches_ahead: int = 1
+    reduction_copies: float = 1.0
+
+
+RULES = Rules()

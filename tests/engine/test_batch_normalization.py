@@ -1,0 +1,65 @@
+"""BatchNormalization of the global batch, by one option."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+
+import mgpu_tf
+from tests.tiers import full
+
+pytestmark = full
+
+
+def build():
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(5),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+@pytest.fixture
+def float64():
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+def weights(trained):
+    """What is left of two passes over 13 and 5 rows."""
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(18, 4)), generator.normal(size=(18, 1))
+    trained.fit(x, y, batch_size=13, epochs=2, shuffle=False, verbose=0)
+    model = getattr(trained, "model", trained)
+    return [
+        keras.ops.convert_to_numpy(variable) for variable in model.variables
+    ]
+
+
+@pytest.mark.parametrize("name", ["mirrored_x3", "fsdp_x3", "one_device"])
+def test_one_option_gives_the_numbers_of_one_device(name, strategies, float64):
+    keras.utils.set_random_seed(1)
+    expected = weights(build())
+    trainer = mgpu_tf.Trainer(
+        build, strategies[name], seed=1, batch_normalization="synchronized"
+    )
+    found = weights(trainer)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_one_line_names_layers_of_each_replica(strategies, caplog):
+    with caplog.at_level(logging.INFO, "mgpu_tf"):
+        trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"], seed=1)
+        weights(trainer)
+        weights(trainer)
+    lines = [r.getMessage() for r in caplog.records if "norm" in r.getMessage()]
+    assert len(lines) == 1, lines
+    assert "batch_normalization='synchronized'" in lines[0]

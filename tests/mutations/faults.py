@@ -1,0 +1,383 @@
+"""Faults to plant in the package, and the tests that are to see them.
+
+Each is one edit of one file. A test that sees none of them is of no use; a
+fault that no test sees is a hole in the suite. `run` plants them.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """An edit that makes the package wrong.
+
+    Attributes:
+        name: What goes wrong, in a few words.
+        file: Of the package.
+        right: What stands there, once.
+        wrong: What is put in its place.
+        tests: Files and tests that may see it.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+PARITY = "tests/parity/test_one_machine.py"
+WORKERS = "tests/parity/test_two_workers.py"
+
+ENGINE = (
+    Fault(
+        "only the first gradient of a pack is summed",
+        "engine/reduction.py",
+        "for places in of_one_type(pack, gradients):",
+        "for places in of_one_type(pack[:1], gradients):",
+        ("tests/engine/test_reduction.py", PARITY),
+    ),
+    Fault(
+        "an accumulated update comes one micro-batch late",
+        "engine/update.py",
+        "tf.equal((count + 1) % self._every, 0),",
+        "tf.equal(count % self._every, 0),",
+        (PARITY,),
+    ),
+    Fault(
+        "gradients keep the scale of the loss",
+        "engine/update.py",
+        "        return divided(gradient, scale)",
+        "        return gradient",
+        (PARITY,),
+    ),
+    Fault(
+        "an overflow on one replica is not told to the others",
+        "engine/update.py",
+        "        if not self._are_alike:\n            count = sum",
+        "        if False:\n            count = sum",
+        (PARITY, "tests/engine/pipeline/test_training.py"),
+    ),
+    Fault(
+        "a constraint is left out where a weight is stored once",
+        "engine/update.py",
+        "variable.assign(constrain(variable))",
+        "pass",
+        (PARITY,),
+    ),
+    Fault(
+        "averages overwrite weights in the step after",
+        "engine/update.py",
+        "due = tf.equal(step % optimizer.ema_overwrite_frequency, 0)",
+        "due = tf.equal(step % optimizer.ema_overwrite_frequency, 1)",
+        (PARITY,),
+    ),
+    Fault(
+        "sample weights are summed on each replica alone",
+        "engine/losses.py",
+        "return share.sum_over_replicas(tf.reduce_sum(weights))",
+        "return tf.reduce_sum(weights) * share.replicas",
+        ("tests/engine/test_loss_parity.py", PARITY),
+    ),
+    Fault(
+        "what a mask keeps is counted on each replica alone",
+        "engine/losses.py",
+        "            share.sum_over_replicas(kept)\n",
+        "            kept * share.replicas\n",
+        ("tests/engine/test_loss_parity.py", PARITY),
+    ),
+    Fault(
+        "regularizers count once for each replica",
+        "engine/losses.py",
+        "return share.select(of_degree(0, total, share), 0)",
+        "return total",
+        ("tests/engine/test_loss_parity.py", PARITY),
+    ),
+    Fault(
+        "rows of padding are taken for rows of an embedding",
+        "engine/rows.py",
+        "held = number % static < tf.gather",
+        "held = number % static <= tf.gather",
+        (WORKERS,),
+    ),
+    Fault(
+        "rows of a part are not counted from its first",
+        "engine/rows.py",
+        "tf.boolean_mask(indices, mine) - first,",
+        "tf.boolean_mask(indices, mine),",
+        ("tests/engine/test_embeddings.py", PARITY),
+    ),
+    Fault(
+        "rows that all replicas look up are averaged",
+        "engine/rows.py",
+        "tf.reduce_sum(tf.reshape(slices.values, shape), 0),",
+        "tf.reduce_mean(tf.reshape(slices.values, shape), 0),",
+        ("tests/engine/test_embeddings.py", "tests/engine/test_keras_hub.py"),
+    ),
+    Fault(
+        "a minimum over rows becomes a maximum over replicas",
+        "engine/rules.py",
+        '("Minimum", Rule.MINIMUM)',
+        '("Minimum", Rule.MAXIMUM)',
+        ("tests/engine/test_state.py",),
+    ),
+    Fault(
+        "means of replicas are summed",
+        "engine/state.py",
+        "return start + summed / self._total",
+        "return start + summed",
+        ("tests/engine/test_state.py", PARITY),
+    ),
+    Fault(
+        "the count of a random layer stays",
+        "engine/state.py",
+        "return tf.stack([state.value[0], drawn[1]])",
+        "return tf.stack([state.value[0], state.value[1]])",
+        ("tests/engine/test_state.py", "tests/conformance/test_slice.py"),
+    ),
+    Fault(
+        "the last rows of a batch are left out",
+        "strategies/topology.py",
+        "                size * (index + 1) // self.ranges,",
+        "                size * index // self.ranges + size // self.ranges,",
+        ("tests/data/test_global_batches.py", PARITY),
+    ),
+    Fault(
+        "shares of rows are taken for equal ones",
+        "strategies/topology.py",
+        "            size * self._bound(index + 1) // whole,",
+        "            size * (index + 1) // self.ranges,",
+        ("tests/strategies/test_balance.py",),
+    ),
+    Fault(
+        "the noise scale counts a replica as if it had all rows",
+        "engine/noise_scale.py",
+        "square = _square(gradients) * total / tf.maximum(local, 1.0)",
+        "square = _square(gradients) * 1.0",
+        ("tests/engine/test_noise_scale.py",),
+    ),
+    Fault(
+        "Lamb by parts is biased to zero",
+        "engine/whole_norms.py",
+        "1.0 - ops.power(ops.cast(beta, dtype), step)",
+        "1.0 - ops.cast(beta, dtype)",
+        ("tests/engine/test_whole_norms.py",),
+    ),
+    Fault(
+        "a pipeline clips by the norm of one stage",
+        "engine/pipeline/update.py",
+        "norm = tf.sqrt(tf.add_n([tf.cast(each, wide) for each in norms]))",
+        "norm = tf.sqrt(tf.cast(norms[0], wide))",
+        ("tests/engine/pipeline/test_training.py", PARITY),
+    ),
+    Fault(
+        "parts are joined with the zeros behind them",
+        "engine/synchronous/parts.py",
+        "every[rank][number][: math.prod(split.shape_of(rank))]",
+        "every[0][number][: math.prod(split.shape_of(rank))]",
+        ("tests/strategies/test_fully_sharded.py", PARITY),
+    ),
+    Fault(
+        "a gradient may come later than the limit",
+        "engine/asynchronous/staleness.py",
+        "if max(others, latest + steps) > self._limit:",
+        "if others > self._limit:",
+        ("tests/asynchronous/test_staleness.py",),
+    ),
+    Fault(
+        "vocabularies of workers are not compared",
+        "training/agreement.py",
+        'with_words = zlib.crc32("\\0".join(_words(layer)).encode())',
+        "with_words = 0",
+        ("tests/training/test_agreement.py",),
+    ),
+)
+
+DATA = (
+    Fault(
+        "each pass has the order of the first",
+        "data/permutation.py",
+        "key = _mixed(first + np.uint64(index))",
+        "key = _mixed(first)",
+        ("tests/data/test_permutation.py", "tests/data/test_indexed.py"),
+    ),
+    Fault(
+        "a resumed pass begins at its first batch",
+        "data/indexed.py",
+        "            return elements(start, self._passes)",
+        "            return elements(0, self._passes)",
+        ("tests/data/test_indexed.py", "tests/checkpoints/test_resume.py"),
+    ),
+    Fault(
+        "a resumed run reads its pass again",
+        "data/feed.py",
+        "self._start = done % self.source.steps",
+        "self._start = 0",
+        ("tests/checkpoints/test_resume.py",),
+    ),
+    Fault(
+        "a resumed run is one batch late for each epoch",
+        "data/feed.py",
+        "self._read(self.iterator(epoch), steps + 1)",
+        "self._read(self.iterator(epoch), steps)",
+        ("tests/checkpoints/test_resume.py",),
+    ),
+    Fault(
+        "a class without a weight weighs nothing",
+        "data/weights.py",
+        "            tf.ones([], dtype),\n",
+        "            tf.zeros([], dtype),\n",
+        ("tests/data/test_structures.py", "tests/data/test_kinds.py"),
+    ),
+    Fault(
+        "an order that depends on timing is not told",
+        "data/order.py",
+        "    if node.unordered:\n",
+        "    if False:\n",
+        ("tests/data/test_order.py",),
+    ),
+    Fault(
+        "a dataset is cut before a map that mixes rows",
+        "data/early_cut.py",
+        "if not _ordered(batch) or not _of_rows(batch):",
+        "if not _ordered(batch):",
+        ("tests/data/test_early_cut.py",),
+    ),
+)
+
+CHECKPOINTS = (
+    Fault(
+        "bytes that have changed are read",
+        "checkpoints/store.py",
+        'if digest.hexdigest() != file["sha256"]:',
+        "if False:",
+        ("tests/checkpoints/test_store.py",),
+    ),
+    Fault(
+        "the oldest checkpoints are kept",
+        "checkpoints/store.py",
+        "whole[-keep:]",
+        "whole[:keep]",
+        ("tests/checkpoints/test_store.py",),
+    ),
+    Fault(
+        "a checkpoint that was about to be replaced is lost",
+        "checkpoints/store.py",
+        "if name.startswith(_REPLACED) and not os.path.lexists(path):",
+        "if False:",
+        ("tests/checkpoints/test_store.py",),
+    ),
+    Fault(
+        "steps done again are not counted",
+        "checkpoints/recovery.py",
+        "max(0, last_step - step)",
+        "max(0, last_step - last_step)",
+        ("tests/checkpoints/test_recovery.py",),
+    ),
+    Fault(
+        "generators go on as they are",
+        "checkpoints/run_state.py",
+        '        restore_generators(state["generators"])\n',
+        "",
+        ("tests/checkpoints/test_resume.py",),
+    ),
+    Fault(
+        "a callback begins anew",
+        "checkpoints/callback_state.py",
+        "        setattr(callback, name, value)\n",
+        "        pass\n",
+        (
+            "tests/checkpoints/test_callback_state.py",
+            "tests/checkpoints/test_resume.py",
+        ),
+    ),
+    Fault(
+        "no save comes after so many steps",
+        "checkpoints/saver.py",
+        "        due |= step >= self._due_at\n",
+        "",
+        ("tests/checkpoints/test_resume.py",),
+    ),
+    Fault(
+        "machines go on from a step that one of them lacks",
+        "checkpoints/local.py",
+        "        whole = min(\n",
+        "        whole = max(\n",
+        ("tests/checkpoints/test_local.py",),
+    ),
+    Fault(
+        "failures do not shorten the interval",
+        "checkpoints/interval.py",
+        "(self._hours + hours) / (failures + 1)",
+        "(self._hours + hours)",
+        ("tests/checkpoints/test_interval.py",),
+    ),
+)
+
+LAUNCH = (
+    Fault(
+        "the pause does not grow",
+        "launch/policy.py",
+        "2.0 ** min(max(failures - 1, 0), 30)",
+        "1.0",
+        ("tests/launch/test_restarts.py",),
+    ),
+    Fault(
+        "a job may shrink below its fewest workers",
+        "launch/policy.py",
+        "num_workers > self.min_workers",
+        "num_workers >= self.min_workers",
+        ("tests/launch/test_restarts.py",),
+    ),
+    Fault(
+        "tasks outlive a supervisor that was killed",
+        "launch/guard.py",
+        "os.killpg(group, signal.SIGKILL)",
+        "os.killpg(group, 0)",
+        ("tests/launch/test_restarts.py", "tests/launch/test_local.py"),
+    ),
+    Fault(
+        "a dead worker of a job is taken for one that has ended",
+        "launch/local.py",
+        "                if not task.exit_code:\n",
+        "                if True:\n",
+        ("tests/launch/test_local.py", "tests/launch/test_restarts.py"),
+    ),
+    Fault(
+        "a signal ends one process of a task, not its children",
+        "launch/process.py",
+        "os.killpg(self.process.pid, number)",
+        "os.kill(self.process.pid, number)",
+        ("tests/launch/test_local.py", "tests/launch/test_restarts.py"),
+    ),
+    Fault(
+        "a task that makes no step is not late",
+        "cluster/watchdog.py",
+        "if 0 < self._limit(seen) <= now - self._since(seen)",
+        "if 0 < self._limit(seen) <= now - now",
+        ("tests/launch/test_stalls.py", "tests/cluster/test_heartbeat.py"),
+    ),
+    Fault(
+        "a job that Slurm preempts is not queued again",
+        "launch/slurm.py",
+        'grep -q " PreemptTime=[0-9]"; then\n  requeue=1',
+        'grep -q " PreemptTime=[0-9]"; then\n  requeue=',
+        ("tests/launch/test_slurm.py", "tests/cluster/test_slurm.py"),
+    ),
+    Fault(
+        "names of nodes lose the zeros in front",
+        "cluster/node_list.py",
+        "str(number).zfill(len(first))",
+        "str(number)",
+        ("tests/cluster/test_node_list.py",),
+    ),
+    Fault(
+        "parameter servers of a step take the places of workers",
+        "cluster/slurm.py",
+        "        tasks.sort(key=lambda task: (task[1], task[0]))\n",
+        "        pass\n",
+        ("tests/cluster/test_environments.py", "tests/cluster/test_slurm.py"),
+    ),
+)
+
+FAULTS = ENGINE + DATA + CHECKPOINTS + LAUNCH

@@ -1,0 +1,193 @@
+"""Estimates against hand calculations, and against the allocator."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import mgpu_tf
+from mgpu_tf import planner
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.planner.layout import Layout
+from mgpu_tf.planner.liveness import KINDS
+from mgpu_tf.planner.memory import memory_of, stages_of
+from mgpu_tf.planner.tracing import trace
+from tests.planner.graphs import dense_graph
+
+MIB = 1 << 20
+
+
+def kinds(layout, batch=8, **options):
+    graph = dense_graph(**options)
+    return memory_of(graph, layout, batch).largest.by_kind
+
+
+def test_state_is_counted():
+    found = kinds(Layout(), widths=(64, 64, 64))
+    assert found["parameters"] == 2 * 64 * 64 * 4
+    assert found["slots"] == 2 * 64 * 64 * 8
+    assert tuple(found) == KINDS
+
+
+def test_activations_grow_with_rows_and_state_does_not():
+    few, many = kinds(Layout(), 1000), kinds(Layout(), 10_000)
+    assert many["activations"] == 10 * few["activations"]
+    assert many["parameters"] == few["parameters"]
+
+
+def test_fsdp_stores_parts_and_gathers_at_most_two_layers():
+    widths = (64,) * 9
+    whole = 64 * 64 * 4
+    found = kinds(Layout(fsdp=4), widths=widths)
+    assert found["parameters"] == 8 * whole / 4
+    assert found["slots"] == 8 * 64 * 64 * 8 / 4
+    assert 0 < found["gathered weights"] <= 2 * whole
+    assert kinds(Layout(data=4), widths=widths)["gathered weights"] == 0
+
+
+def test_splitting_only_the_optimizer_keeps_whole_weights():
+    widths, part = (64, 64), 64 * 64 * 4
+    found = kinds(Layout(fsdp=2, shard="optimizer"), widths=widths)
+    assert found["parameters"] == part + part / 2
+    assert found["slots"] == 64 * 64 * 8 / 2
+
+
+def test_small_weights_are_not_split():
+    found = kinds(Layout(fsdp=2), widths=(8, 8))
+    assert found["parameters"] == 8 * 8 * 4
+
+
+def test_a_tensor_axis_divides_weights_and_what_is_between():
+    widths = (64, 256, 64)
+    one = kinds(Layout(), 64, widths=widths)
+    two = kinds(Layout(tensor=2), 64, widths=widths)
+    assert two["parameters"] == one["parameters"] / 2
+    assert two["activations"] < one["activations"]
+
+
+def test_recomputing_takes_less():
+    widths = (64,) * 12
+    graph = dense_graph(widths)
+    plain = memory_of(graph, Layout(), 64).largest.total
+    again = memory_of(graph, Layout(recompute="layers"), 64).largest.total
+    assert again <= plain
+
+
+def test_a_pipeline_keeps_micro_batches_that_are_under_way():
+    graph = dense_graph((64,) * 9)
+    layout = Layout(pipeline=4, micro_batches=8)
+    devices = memory_of(graph, layout, 64).devices
+    assert [d.name for d in devices] == [f"stage {i}" for i in range(4)]
+    parts = [d.by_kind["micro-batches"] for d in devices]
+    assert parts[0] > parts[1] > parts[2] > parts[3] == 0
+    flushed = Layout(pipeline=4, micro_batches=8, schedule="gpipe")
+    held = memory_of(graph, flushed, 64).devices[3]
+    assert held.by_kind["micro-batches"] > 0
+    assert sum(d.by_kind["parameters"] for d in devices) == 8 * 64 * 64 * 4
+
+
+def test_stages_are_as_even_as_can_be():
+    stages = stages_of(dense_graph((64,) * 9), 4)
+    assert [len(stage) for stage in stages] == [2, 2, 2, 2]
+    with pytest.raises(ConfigurationError, match="a layer for each stage"):
+        stages_of(dense_graph(), 5)
+
+
+def test_servers_hold_state_and_workers_hold_a_copy():
+    graph = dense_graph((64, 64))
+    found = memory_of(graph, Layout(2, num_ps=2), 8)
+    worker, server, coordinator = found.devices
+    assert worker.by_kind["parameters"] == 64 * 64 * 4
+    assert worker.by_kind["slots"] == 0
+    assert server.by_kind["slots"] == 64 * 64 * 8 / 2
+    assert (worker.count, server.count, coordinator.count) == (2, 2, 1)
+    assert found.largest is worker
+
+
+def test_accumulated_gradients_are_counted():
+    one, two = kinds(Layout(), 8), kinds(Layout(accumulation=2), 16)
+    extra = two["gradients"] - one["gradients"]
+    assert extra == two["parameters"]
+
+
+def test_the_table_has_every_kind_that_is_there():
+    text = planner.estimate_memory(dense_graph(), 8).text()
+    assert "parameters" in text and "total" in text
+    assert "micro-batches" not in text
+
+
+def network(units=512, depth=4):
+    inputs = keras.Input((256,))
+    hidden = inputs
+    for _ in range(depth):
+        hidden = keras.layers.Dense(units, activation="relu")(hidden)
+    outputs = keras.layers.Dense(10)(hidden)
+    model = keras.Model(inputs, outputs)
+    model.compile(
+        keras.optimizers.Adam(),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return model
+
+
+def convolutions():
+    inputs = keras.Input((32, 32, 3))
+    hidden = inputs
+    for filters in (16, 32):
+        hidden = keras.layers.Conv2D(filters, 3, padding="same")(hidden)
+        hidden = keras.layers.BatchNormalization()(hidden)
+        hidden = keras.layers.Activation("relu")(hidden)
+    hidden = keras.layers.GlobalAveragePooling2D()(hidden)
+    model = keras.Model(inputs, keras.layers.Dense(10)(hidden))
+    model.compile(
+        "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    return model
+
+
+def measured(build_model, batch, strategy):
+    """Returns the most that a step holds, beside what was there before."""
+
+    def used(name):
+        return tf.config.experimental.get_memory_info("CPU:0")[name]
+
+    before = used("current")
+    trainer = mgpu_tf.Trainer(build_model, strategy, seed=0)
+    shape = trainer.model.inputs[0].shape[1:]
+    x = np.zeros((batch, *shape), "float32")
+    y = np.zeros((batch,), "int32")
+    peaks = []
+    for _ in range(3):
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        trainer.train_on_batch(x, y)
+        peaks.append(used("peak") - before)
+    return max(peaks[1:])
+
+
+@pytest.mark.parametrize(
+    ("build_model", "batch"), [(network, 1024), (convolutions, 128)]
+)
+def test_estimates_are_near_the_allocator(build_model, batch):
+    if "peak" not in tf.config.experimental.get_memory_info("CPU:0"):
+        pytest.skip("this TensorFlow does not count the memory of CPUs")
+    found = planner.estimate_memory(build_model, batch)
+    assert found.largest.total == pytest.approx(
+        measured(build_model, batch, mgpu_tf.create_strategy("one_device")),
+        rel=0.25,
+    )
+
+
+def test_tracing_allocates_nothing():
+    """A model of 8 GB of weights, in a process that has less for it."""
+
+    def build():
+        return network(units=16_384, depth=8)
+
+    def used():
+        return tf.config.experimental.get_memory_info("CPU:0")["current"]
+
+    before = used()
+    graph = trace(build)
+    assert graph.parameters * 4 > 7 << 30
+    assert used() - before < MIB
+    assert planner.estimate_memory(graph, 8).largest.total > 4 * (7 << 30)

@@ -1,0 +1,166 @@
+"""How a run of CI decides, and what its plugins of pytest note."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests import ci, clusters, tiers
+
+SUITE = """
+import pytest
+
+def test_passes():
+    pass
+
+def test_fails():
+    assert False
+
+@pytest.fixture
+def bad_end():
+    yield
+    assert False
+
+def test_ends_badly(bad_end):
+    total = sum(range(20_000_000))
+
+def test_is_skipped():
+    pytest.skip("why")
+"""
+PASSES, FAILS, ENDS_BADLY, SKIPPED = (
+    f"test_suite.py::test_{name}"
+    for name in ("passes", "fails", "ends_badly", "is_skipped")
+)
+
+
+@pytest.fixture
+def run_suite(tmp_path):
+    (tmp_path / "test_suite.py").write_text(SUITE)
+
+    def run(*options):
+        record = tmp_path / "made" / "record.json"
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", "-q", "--rootdir=."),
+                *("-p", "tests.record", f"--record={record}"),
+                *("-p", "tests.deadline", *options),
+            ],
+            cwd=tmp_path,
+            env=clusters.environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done, json.loads(record.read_text())
+
+    return run
+
+
+@pytest.mark.parametrize("processes", tiers.tiered([0, 2], [0]))
+def test_what_became_of_each_test(processes, run_suite):
+    in_time = f"--until={time.time() + clusters.LIMIT_SECONDS}"
+    done, record = run_suite(f"--numprocesses={processes}", in_time)
+    assert done.returncode == 1, done.stderr
+    assert record["outcomes"] == {
+        PASSES: "passed",
+        FAILS: "failed",
+        ENDS_BADLY: "failed",
+        SKIPPED: "skipped",
+    }
+    assert record["tests"][ENDS_BADLY] > 0
+    assert set(record["files"]) == {"test_suite.py", "between tests"}
+    parts = sum(record["files"].values())
+    assert record["processor_seconds"] == pytest.approx(parts, abs=0.2)
+
+
+@pytest.mark.parametrize("processes", tiers.tiered([0, 2], [0]))
+def test_a_run_whose_time_is_over_is_red(processes, run_suite):
+    done, record = run_suite(f"--numprocesses={processes}", "--until=1")
+    assert done.returncode == 1
+    assert "4 tests NOT RUN: the time is over" in done.stdout
+    assert set(record["outcomes"].values()) == {"skipped"}
+
+
+@pytest.fixture
+def tier(tmp_path, monkeypatch):
+    """Runs a tier whose tests end as they are told, in one run and the next."""
+
+    def run_tier(*runs):
+        ends = iter(runs)
+        asked = []
+
+        def run(*command):
+            asked.append(command)
+            status, outcomes = next(ends)
+            record = command[-1].partition("--record=")[2].split()[0]
+            with open(record, "w") as file:
+                values = {"processor_seconds": 60, "files": {}}
+                json.dump(values | {"outcomes": outcomes}, file)
+            return status
+
+        monkeypatch.setattr(ci, "RECORDS", tmp_path)
+        monkeypatch.setattr(ci, "run", run)
+        return ci.tier("test"), asked
+
+    return run_tier
+
+
+def test_a_green_tier_runs_once(tier):
+    decided, asked = tier((0, {"a": "passed", "b": "skipped"}))
+    assert decided == (True, [])
+    assert len(asked) == 1
+
+
+def test_what_passes_alone_is_flaky(tier, tmp_path):
+    decided, asked = tier(
+        (2, {"a[x y]": "failed", "b": "passed"}), (0, {"a[x y]": "passed"})
+    )
+    assert decided == (True, ["a[x y]"])
+    assert "THREE=--numprocesses=0" in asked[1]
+    assert f"@{tmp_path / 'test-again.txt'}" in asked[1][-1]
+    assert (tmp_path / "test-again.txt").read_text() == "a[x y]\n"
+
+
+@pytest.mark.parametrize("again", ["failed", "skipped", None])
+def test_what_fails_again_is_red(again, tier):
+    outcomes = {"a": "passed"} | ({"b": again} if again else {})
+    status = 2 if again == "failed" else 0
+    decided, _ = tier((2, {"a": "failed", "b": "failed"}), (status, outcomes))
+    assert decided == (False, ["a"])
+
+
+@pytest.mark.parametrize(
+    "outcomes",
+    [
+        {},
+        {"a": "passed"},
+        {str(n): "failed" for n in range(ci.MOST_FLAKY + 1)},
+    ],
+)
+def test_what_is_no_chance_is_red_at_once(outcomes, tier):
+    """As an error while tests are collected, or very many failures."""
+    decided, asked = tier((2, outcomes))
+    assert decided == (False, [])
+    assert len(asked) == 1
+
+
+def test_a_run_that_left_no_record_is_red(tmp_path, monkeypatch):
+    monkeypatch.setattr(ci, "RECORDS", tmp_path)
+    monkeypatch.setattr(ci, "run", lambda *_: 1)
+    assert ci.tier("test") == (False, [])
+
+
+def test_a_sample_has_each_value():
+    rows = [(a, b) for a in "xyz" for b in range(5)]
+    sample = tiers.covering(rows, held=[("x", 0)])
+    assert len(sample) == 4
+    assert {b for _, b in sample} == {1, 2, 3, 4}
+    assert {a for a, _ in sample} >= {"y", "z"}
+    marks = [
+        mark.name
+        for row in tiers.sampled(rows, [("x", 0)])
+        for mark in row.marks
+    ]
+    assert (marks.count("full"), marks.count("matrix")) == (4, 10)
