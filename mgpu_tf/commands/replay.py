@@ -31,7 +31,7 @@ Exits with status 1 if something is to blame, and with 2 if the command ends
 without a verdict.
 
 Example:
-  mgpu-tf replay --step=120 -- mgpu-tf train --checkpoint_dir=run/checkpoints
+  mgpu-tf replay --step=100 -- mgpu-tf train --checkpoint_dir=run/checkpoints
   mgpu-tf replay --step=120 -- python train.py
 """
 

@@ -283,7 +283,7 @@ def sees(*found):
 
 def test_gpus_that_tensorflow_does_not_see():
     found = tensorflow_sees.judge(SEEN, TWO)
-    assert_found(found, ERROR, "sees none", "mgpu_tf[gpu]")
+    assert_found(found, ERROR, "sees none", "'tensorflow[and-cuda]")
     found = tensorflow_sees.judge(SEEN | {"visible": ""}, TWO)
     assert_found(found, WARNING, "CUDA_VISIBLE_DEVICES")
     found = tensorflow_sees.judge(sees(H100), TWO)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mgpu_tf.errors import installing
 from mgpu_tf.studies.doctor import gpus as gpu_checks
 from mgpu_tf.studies.doctor.findings import Finding, error, ok, warning
 
@@ -113,7 +114,7 @@ def judge(
             f"nvidia-smi lists {len(there)} GPUs, TensorFlow sees none "
             f"(built {'with' if seen['built_with_cuda'] else 'without'} "
             "CUDA).",
-            "Run: pip install 'mgpu_tf[gpu]'",
+            f"Run: {installing('gpu')}",
         )
     else:
         yield ok("GPUs", "none; TensorFlow uses the CPU")
