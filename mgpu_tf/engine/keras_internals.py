@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 from keras.src.utils.python_utils import is_default
+from tensorflow.core.framework import attr_value_pb2
 
 from mgpu_tf.layers import ShardedEmbedding
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
@@ -1806,6 +1807,27 @@ def parts(
         yield from parts(inner)
     for other in getattr(optimizer, "optimizers", ()):
         yield from parts(other)
+
+
+def body_of_function(graph: Any, name: str) -> Any | None:
+    """Returns the graph of a function that TensorFlow calls by its name.
+
+    Args:
+        graph: A graph that may know the function.
+        name: Its name.
+
+    Returns:
+        The graph, None where the function is not known here.
+    """
+    try:
+        return getattr(graph._get_function(name), "graph", None)
+    except (AttributeError, KeyError):
+        return None
+
+
+def set_integer(op: tf.Operation, name: str, value: int) -> None:
+    """Sets an integer attribute of an operation that is being traced."""
+    op._set_attr(name, attr_value_pb2.AttrValue(i=value))
 
 
 def before_scaling(op: tf.Operation, otherwise: Any) -> Any:
