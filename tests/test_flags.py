@@ -14,6 +14,9 @@ FIELDS = {field.name: field for field in dataclasses.fields(RunConfig)}
 # For each field a value that is not its default, and what else it needs.
 VALUES = {
     "precision": "mixed_bfloat16",
+    "random": "per_replica",
+    "auto_micro_batch": True,
+    "step_parts": 4,
     "report": "html",
     "log_with": "prometheus",
     "strategy": "mirrored",

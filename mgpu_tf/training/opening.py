@@ -59,13 +59,7 @@ def devices_here(strategy: tf.distribute.Strategy) -> list[str]:
 def batch_size_of(source: data_lib.Source) -> int | None:
     """Returns the global batch size, None where only the data knows it."""
     rows = source.rows()
-    if rows is not None:
-        return rows.batch_size
-    for spec in tf.nest.flatten(source.example()):
-        shape = getattr(spec, "shape", None)
-        if shape is not None and shape.rank and shape[0] is not None:
-            return int(shape[0])
-    return None
+    return None if rows is None else rows.batch_size
 
 
 def of_normalization(model: keras.Model, replicas: int) -> str:
@@ -98,10 +92,10 @@ def _sizes(batch: int | None, ranges: int, shares: str) -> str:
         return "global batches as the data has them"
     if ranges == 1:
         return f"batch {batch}"
+    if "," in shares:
+        return f"global batch {batch}, shares {shares}"
     least, most = batch // ranges, -(-batch // ranges)
     each = str(least) if least == most else f"{least} or {most}"
-    if "," in shares:
-        each = f"shares {shares}"
     return f"global batch {batch}, {each} each"
 
 

@@ -45,19 +45,27 @@ def folder(tmp_path, monkeypatch, strategies):
     return tmp_path
 
 
+# A process may have one strategy of TensorFlow's own: see `mirrored.py`.
+TWO_PARTS = """
+import tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+two = [tf.config.LogicalDeviceConfiguration()] * 2
+tf.config.set_logical_device_configuration(cpu, two)
+"""
+
+
 def test_from_a_scope(folder):
-    """On several parts of the CPU it has the weights of one device."""
-    several = "tf.distribute.MirroredStrategy()"
+    """On two parts of the CPU it has the weights of one device."""
+    stock = "tf.distribute.MirroredStrategy()"
     one = 'tf.distribute.OneDeviceStrategy("CPU:0")'
-    assert several in side("mirrored", "-")
-    weights = []
-    for text in (
-        side("mirrored", "-").replace(several, one),
-        side("mirrored", "+"),
-    ):
-        run(text, folder)
-        weights.append(keras.models.load_model("model.keras").get_weights())
-    for a, b in zip(*weights, strict=True):
+    assert stock in side("mirrored", "-")
+    run(side("mirrored", "-").replace(stock, one), folder)
+    expected = keras.models.load_model("model.keras").get_weights()
+    done = clusters.run(["-c", TWO_PARTS + side("mirrored", "+")], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "mirrored on CPU:0 and CPU:1; 2 replicas" in done.stdout
+    found = keras.models.load_model("model.keras").get_weights()
+    for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 

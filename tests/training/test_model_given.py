@@ -5,7 +5,6 @@ import re
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.training import callbacks as callbacks_lib
@@ -56,15 +55,6 @@ def test_the_weights_of_one_device(strategies, capsys):
         "mgpu_tf: mirrored on CPU:0 to CPU:2; 3 replicas, global batch 14, "
         "4 or 5 each"
     ]
-
-
-def test_the_strategy_of_tensorflow(strategies):
-    strategies["one_device"]  # The CPU is split before the first operation.
-    stock = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    one = trained(mgpu_tf.Trainer(made_in(strategies["one_device"])))
-    several = trained(mgpu_tf.Trainer(made_in(stock), stock))
-    for a, b in zip(one, several, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_fsdp_is_told_by_its_name(strategies):
