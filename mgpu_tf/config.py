@@ -9,7 +9,7 @@ module does not import TensorFlow, so that a mistake is reported at once.
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.fields import check, option, pick
@@ -18,7 +18,9 @@ from mgpu_tf.names import (
     DATASETS,
     MODELS,
     OPTIMIZERS,
+    REPORTS,
     STRATEGIES,
+    TRACKERS,
 )
 from mgpu_tf.options import (
     LargeBatchOptions,
@@ -118,9 +120,26 @@ class RunConfig(
     output_dir: str | None = option(
         None, "The folder for model.keras and report.json."
     )
+    report: str | None = option(
+        None,
+        "html: write report.html too, a page with the curves and the times of "
+        "the run, into output_dir.",
+        REPORTS,
+    )
+
+    log_with: str | None = option(
+        None,
+        "Report the epochs to trackers: tensorboard, mlflow, wandb, "
+        "prometheus; several with commas. Files go to output_dir, or to runs.",
+    )
 
     def __post_init__(self) -> None:
         check(self)
+        for name in (self.log_with or "").split(","):
+            if self.log_with and name not in TRACKERS:
+                raise ConfigurationError(
+                    unknown_name("tracker", name, TRACKERS)
+                )
         for group in (
             StrategyOptions,
             StepOptions,
@@ -134,14 +153,36 @@ class RunConfig(
                 f"seed must be 0 to 4294967295. Received: seed={self.seed}."
             )
         _check_profile(self)
+        if self.report is not None and self.output_dir is None:
+            raise ConfigurationError(
+                "report needs output_dir, which gets the page. Received: "
+                f"report={self.report!r} without it. Write --output_dir=runs/a."
+            )
         _check_model(self.model)
         _check_initial_model(self.initial_model)
         _check_workers(self)
         _check_large_batch(self)
 
     def options(self, group: type[T]) -> T:
-        """Returns the options of one group, such as `SaveOptions`."""
+        """Returns the options of one group.
+
+        Args:
+            group: Its class, such as `SaveOptions`.
+        """
         return pick(group, self)
+
+
+def changed_fields(config: RunConfig) -> dict[str, Any]:
+    """Returns the fields of a configuration that are not the default.
+
+    Args:
+        config: The configuration of a run.
+    """
+    return {
+        field.name: value
+        for field in dataclasses.fields(config)
+        if (value := getattr(config, field.name)) != field.default
+    }
 
 
 def _check_profile(config: RunConfig) -> None:

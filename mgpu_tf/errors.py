@@ -19,7 +19,8 @@ After a `CheckpointError` it exits with status 1, and a job may begin again.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from importlib import metadata
 
 # The exit status of a process that has saved its state and can be started
 # again: EX_TEMPFAIL of sysexits.h.
@@ -95,6 +96,65 @@ def check_integer(name: str, value: object, least: int) -> None:
         )
 
 
+def installing(extra: str) -> str:
+    """Returns the command that installs the packages of an extra.
+
+    It works wherever this package was installed from.
+
+    Example:
+        >>> installing("plot")
+        "pip install 'matplotlib>=3.8'"
+
+    Args:
+        extra: The name of an extra of this package.
+    """
+    try:
+        lines = metadata.requires("mgpu_tf") or []
+    except metadata.PackageNotFoundError:
+        lines = []
+    named = [
+        line.partition(";")[0].strip()
+        for line in lines
+        if line.partition(";")[2].replace("'", '"').strip()
+        == f'extra == "{extra}"'
+    ]
+    return "pip install " + " ".join(f"'{one}'" for one in named)
+
+
+# What other tools call the same.
+_ELSEWHERE = {
+    "accelerator": "strategy",
+    "batch_size": "global_batch_size",
+    "data": "dataset",
+    "gpus": "devices",
+    "lr": "learning_rate",
+    "n": "num_workers",
+    "nproc": "num_workers",
+    "nproc_per_node": "num_workers",
+    "np": "num_workers",
+    "num_epochs": "epochs",
+    "num_gpus": "devices",
+    "num_machines": "num_workers",
+    "num_nodes": "num_workers",
+    "num_processes": "num_workers",
+    "workers": "num_workers",
+}
+
+
+def nearest(received: str, valid: Sequence[str]) -> str:
+    """Returns the valid name that was meant, "" where none is near.
+
+    Args:
+        received: A name that is not valid.
+        valid: The valid names.
+    """
+    meant = _ELSEWHERE.get(received, "")
+    if meant in valid:
+        return meant
+    near = difflib.get_close_matches(received, valid, n=1, cutoff=0.5)
+    return near[0] if near else ""
+
+
 def unknown_name(kind: str, received: object, valid: Iterable[str]) -> str:
     """Returns the message for a name that is not among the valid ones.
 
@@ -112,8 +172,8 @@ Valid: mirrored, tpu."
         One line: the rule, what was received, the nearest valid name.
     """
     names = list(valid)
-    near = difflib.get_close_matches(str(received), names, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(str(received), names)
+    hint = f" Did you mean {near!r}?" if near else ""
     return (
         f"Unknown {kind}. Received: {received!r}.{hint} "
         f"Valid: {', '.join(names)}."

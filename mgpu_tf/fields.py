@@ -118,13 +118,19 @@ def pick(kind: type[T], source: Any) -> T:
     return kind(**{name: getattr(source, name) for name in names_of(kind)})
 
 
-def made_of(kind: type[T], values: Mapping[str, Any], taker: str) -> T:
+def made_of(
+    kind: type[T],
+    values: Mapping[str, Any],
+    taker: str,
+    others: Mapping[str, type] | None = None,
+) -> T:
     """Returns options of one kind from keyword arguments.
 
     Args:
         kind: The dataclass.
         values: The arguments.
         taker: The function that was called with them.
+        others: What takes the options of other kinds, by its name.
 
     Raises:
         ConfigurationError: It has no such option, or a value breaks a rule.
@@ -132,6 +138,13 @@ def made_of(kind: type[T], values: Mapping[str, Any], taker: str) -> T:
     known = names_of(kind)
     for name in values:
         if name not in known:
+            for other, its_kind in (others or {}).items():
+                if name in names_of(its_kind):
+                    raise ConfigurationError(
+                        f"{name} is an argument of {other}. Received: "
+                        f"{name}={values[name]!r} for {taker}. Pass it to "
+                        f"{other}."
+                    )
             raise ConfigurationError(
                 unknown_name(f"argument of {taker}", name, known)
             )

@@ -29,6 +29,7 @@ from mgpu_tf.names import (
     LEARNING_RATE_RULES,
     ON_NAN,
     PIPELINE_SCHEDULES,
+    PRECISIONS,
     RANDOM,
     RECOMPUTE,
     RESUME,
@@ -151,6 +152,13 @@ class StepOptions:
         ConfigurationError: A value breaks the rule of its field.
     """
 
+    precision: str | None = option(
+        None,
+        "The types that layers compute in, as Keras's dtype policies: with "
+        "mixed_bfloat16 and mixed_float16 weights stay float32. Default: the "
+        "policy that Keras has.",
+        PRECISIONS,
+    )
     gradient_dtype: str | None = option(
         None,
         "Round gradients to a 16-bit type before replicas exchange them. "

@@ -130,7 +130,11 @@ def test_accepted(changes):
 def test_every_choice_is_accepted():
     for field in dataclasses.fields(RunConfig):
         for name in field.metadata["choices"]:
-            needed = {"checkpoint_dir": "a", "base_batch": 8}
+            needed = {
+                "checkpoint_dir": "a",
+                "output_dir": "b",
+                "base_batch": 8,
+            }
             config = RunConfig(**needed, **{field.name: name})
             assert getattr(config, field.name) == name
 
@@ -155,7 +159,7 @@ def test_names_are_those_of_the_registries():
 
     assert tuple(zoo._MODELS) == names.MODELS
     assert tuple(named._OPTIMIZERS) == names.OPTIMIZERS
-    assert datasets.NAMES == names.DATASETS
+    assert tuple(names.DATASETS) == datasets.NAMES
     for name in names.APPLICATIONS:
         assert callable(getattr(keras.applications, name))
     assert ("auto", "plan", *registry.KINDS) == names.STRATEGIES

@@ -13,6 +13,9 @@ FIELDS = {field.name: field for field in dataclasses.fields(RunConfig)}
 
 # For each field a value that is not its default, and what else it needs.
 VALUES = {
+    "precision": "mixed_bfloat16",
+    "report": "html",
+    "log_with": "prometheus",
     "strategy": "mirrored",
     "num_workers": 3,
     "num_ps": 2,

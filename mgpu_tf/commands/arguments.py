@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from absl import flags
@@ -28,6 +30,7 @@ class Call:
         values: The values of the flags.
         rest: The arguments that are not flags.
         command: The arguments after `--`; None if no `--` was typed.
+        commands: All commands of the program, by name.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Call:
     values: flags.FlagValues
     rest: list[str]
     command: list[str] | None
+    commands: Mapping[str, ModuleType] = dataclasses.field(default_factory=dict)
 
     def takes_flags_only(self) -> None:
         """Refuses arguments that are not flags."""

@@ -25,7 +25,7 @@ nothing. Then it prints what is to blame:
 Exits with status 1 if something is to blame.
 
 Example:
-  mgpu-tf replay --step=120 -- mgpu-tf train --checkpoint_dir=run/checkpoints
+  mgpu-tf replay --step=100 -- mgpu-tf train --checkpoint_dir=run/checkpoints
   mgpu-tf replay --step=120 -- python train.py
 """
 

@@ -10,6 +10,7 @@ from absl import flags
 from mgpu_tf import flags as run_flags
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.environments import ask_for_ps
+from mgpu_tf.commands import saved_config
 from mgpu_tf.commands.arguments import (
     Call,
     define_isolation,
@@ -37,12 +38,15 @@ from --checkpoint_dir.
 Example:
   mgpu-tf train --strategy=mirrored --num_virtual_devices=4 --model=cnn
   mgpu-tf train --strategy=parameter_server --num_workers=3 --num_ps=2
+  mgpu-tf train --output_dir=runs/a --report=html
+  mgpu-tf train --config=runs/a/report.json --epochs=10
 """
 
 
 def define(values: flags.FlagValues) -> None:
     """Defines the flags of a run and of its supervision."""
     run_flags.define(values)
+    saved_config.define(values)
     define_supervision(values)
     define_isolation(values)
 
@@ -51,6 +55,7 @@ def run(call: Call) -> int:
     """Trains in this process or in new processes; returns the status."""
     call.takes_flags_only()
     values = call.values
+    saved_config.apply(values)
     config = run_flags.config(values)
     logging.basicConfig(format="mgpu-tf: %(message)s")
     _log.setLevel(logging.INFO)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import importlib
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from mgpu_tf.datasets.parquet import parquet
 from mgpu_tf.datasets.record_index import indexed_records
 from mgpu_tf.datasets.text_folder import text_folder
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.names import DATASETS
 from mgpu_tf.runtime.remote import check_reachable, is_address
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ __all__ = [
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
-NAMES = ("digits", "tabular", "images")
+NAMES = tuple(DATASETS)
 
 _SHUFFLE_BUFFER = 10_000
 
@@ -182,34 +184,29 @@ def load(
     """
     if data_dir is not None:
         check_reachable("data_dir", data_dir)
-    base = name.partition("/")[0]
-    if base == "images":
-        from mgpu_tf.datasets.images import Images, side_of
-
-        builder = _prepare(
-            Images, data_dir, Images.NUM_SHARDS, side=side_of(name)
-        )
-        return _streams(builder, Images.SCALE, seed, deterministic)
-    if name in NAMES:
-        builder_class = _own(name)
-        builder = _prepare(builder_class, data_dir, builder_class.NUM_SHARDS)
-        label = builder.info.supervised_keys[1]
-        return Splits(
-            _arrays(builder, "train", builder_class.SCALE),
-            _arrays(builder, "test", builder_class.SCALE),
-            builder.info.features[label].num_classes,
-        )
-    return _streams(_of_tfds(name, data_dir), 255.0, seed, deterministic)
+    own = _own(name)
+    if own is None:
+        return _streams(_of_tfds(name, data_dir), 255.0, seed, deterministic)
+    options = own.options_of(name) if hasattr(own, "options_of") else {}
+    builder = _prepare(own, data_dir, own.NUM_SHARDS, **options)
+    if not own.IN_MEMORY:
+        return _streams(builder, own.SCALE, seed, deterministic)
+    label = builder.info.supervised_keys[1]
+    return Splits(
+        _arrays(builder, "train", own.SCALE),
+        _arrays(builder, "test", own.SCALE),
+        builder.info.features[label].num_classes,
+    )
 
 
 def _own(name: str) -> Any:
-    if name == "tabular":
-        from mgpu_tf.datasets.tabular import Tabular
-
-        return Tabular
-    from mgpu_tf.datasets.digits import Digits
-
-    return Digits
+    """Returns the builder of a set of this package, None for another."""
+    base, size, _ = name.partition("/")
+    if base not in DATASETS:
+        return None
+    module, _, builder = DATASETS[base].partition(":")
+    own = getattr(importlib.import_module(module), builder)
+    return own if not size or hasattr(own, "options_of") else None
 
 
 def _of_tfds(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:

@@ -23,7 +23,7 @@ import numpy as np
 
 from mgpu_tf.datasets.open_files import OpenFiles
 from mgpu_tf.datasets.random_access import RandomAccess
-from mgpu_tf.errors import ConfigurationError, check_integer
+from mgpu_tf.errors import ConfigurationError, check_integer, installing
 
 
 def parquet(
@@ -172,7 +172,7 @@ def _opened(path: str) -> Any:
     except ImportError:
         raise ConfigurationError(
             "Parquet files need PyArrow. Received: an environment without it. "
-            "Run: pip install 'mgpu_tf[parquet]'"
+            f"Run: {installing('parquet')}"
         ) from None
     try:
         return files.ParquetFile(path)

@@ -29,7 +29,7 @@ from mgpu_tf.cluster import heartbeat, watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import PREEMPTED, ConfigurationError
 from mgpu_tf.folders import make_folder, own_only
-from mgpu_tf.launch import isolation
+from mgpu_tf.launch import isolation, status
 from mgpu_tf.launch.elastic import LOOK_SECONDS, Room
 from mgpu_tf.launch.guard import Guard
 from mgpu_tf.launch.job import EVALUATOR, LaunchJob
@@ -86,11 +86,14 @@ def launch(
         )
     if job.alone:
         isolate = "off"  # It opens no port.
+    failures: list[Task] = []
     with isolation.isolated(isolate, needs) as alone:
-        status = supervise(job, ThisMachine(job))
-    if alone and isolate == "auto":
-        isolation.tell_of_failure(status)
-    return status
+        code = supervise(job, ThisMachine(job), failures.append)
+    if alone and isolate == "auto" and code:
+        isolation.tell_of_failure(
+            line for task in failures for line in task.tail()
+        )
+    return code
 
 
 def supervise(
@@ -309,6 +312,8 @@ class _Supervisor:
 
     def _start(self, cluster: ClusterConfig) -> None:
         options, name = self._job, cluster.task_name
+        if options.log_dir is not None:
+            status.write(options.log_dir, self._beats, self._restarts)
         told = options.environment(cluster, self._restarts)
         if self._machines.here:
             # Of the task itself, and not of the one before it.

@@ -29,7 +29,7 @@ from typing import Any
 from mgpu_tf.cluster import ports
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.roles import Roles
-from mgpu_tf.errors import ClusterError, ConfigurationError
+from mgpu_tf.errors import ClusterError, ConfigurationError, installing
 from mgpu_tf.launch import keeper
 from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.local import supervise
@@ -497,7 +497,7 @@ def _ray() -> Any:
     except ImportError:
         raise ConfigurationError(
             "mgpu-tf ray needs Ray. Received: an environment without it. Run: "
-            "pip install 'mgpu_tf[ray]'."
+            f"{installing('ray')}"
         ) from None
     importlib.import_module("ray.util.scheduling_strategies")
     return ray

@@ -84,10 +84,8 @@ class ScalingTable:
         return self.speedup(point)[1] / point.devices
 
     def text(self) -> str:
-        """Returns the table for a terminal, with published curves beside."""
-        names = list(PUBLISHED)
-        head = ["devices", "examples/s", "speed-up", "efficiency", *names]
-        rows = [head]
+        """Returns the table for a terminal, at most 80 columns wide."""
+        rows = [["devices", "examples/s", "speed-up", "efficiency"]]
         for point in self.points:
             low, middle, high = self.speedup(point)
             rows.append(
@@ -96,11 +94,19 @@ class ScalingTable:
                     f"{point.median:,.0f}",
                     f"{middle:.2f} ({low:.2f} - {high:.2f})",
                     f"{self.efficiency(point):.0%}",
-                    *(_published(name, point.devices) for name in names),
                 ]
             )
-        title = f"{self.model}, {self.scaling} scaling. {MEANING[self.kind]}"
-        return "\n".join([title, *aligned(rows)])
+        title = f"{self.model}, {self.scaling} scaling."
+        lines = [title, MEANING[self.kind], *aligned(rows)]
+        for name, curve in self.published.items():
+            shown = ", ".join(f"{v:g} on {n}" for n, v in curve.items())
+            lines.append(f"{name}: {shown}")
+        return "\n".join(lines)
+
+    @property
+    def published(self) -> dict[str, dict[int, float]]:
+        """Published speed-ups, where devices are GPUs as theirs were."""
+        return PUBLISHED if self.kind == "gpu" else {}
 
     def write(self, path: str) -> None:
         """Writes the table as JSON."""
@@ -109,7 +115,7 @@ class ScalingTable:
             entry["speedup"] = self.speedup(point)
             entry["efficiency"] = self.efficiency(point)
         value["meaning"] = MEANING[self.kind]
-        value["published"] = PUBLISHED
+        value["published"] = self.published
         with open(path, "w", encoding="utf-8") as file:
             json.dump(value, file, indent=2)
             file.write("\n")
@@ -136,8 +142,3 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         )
         for row in rows
     ]
-
-
-def _published(name: str, devices: int) -> str:
-    value = PUBLISHED[name].get(devices)
-    return "" if value is None else f"{value:.2f}"

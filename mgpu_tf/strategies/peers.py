@@ -466,7 +466,7 @@ class Peers:
         )
         received = {0: first.get(name, "none")}
         received[self._worker] = mine.get(name, "none")
-        return _same(name, received, _SAME_START)
+        return _same(name, received, _REMEDIES.get(name, _SAME_START))
 
     # Failures.
 
@@ -610,6 +610,10 @@ def _leave(worker: int, workers: int) -> None:
 
 
 _SAME_START = "Start all workers with the same script, flags and data."
+# What helps where a fact of this name differs.
+_REMEDIES = {
+    "path": "Pass one path on all workers: the chief alone writes the file."
+}
 
 
 def _same(kind: str, received: dict[int, str], remedy: str) -> str:

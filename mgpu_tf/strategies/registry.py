@@ -22,7 +22,7 @@ import tensorflow as tf
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.fields import made_of
-from mgpu_tf.options import StrategyOptions
+from mgpu_tf.options import StepOptions, StrategyOptions
 from mgpu_tf.runtime import devices as devices_lib
 from mgpu_tf.strategies.fully_sharded import (
     SplittingStrategy,
@@ -102,7 +102,7 @@ def kind_of(strategy: tf.distribute.Strategy) -> StrategyKind:
     """
     for row in _ROWS:
         if isinstance(strategy, row.type):
-            return row
+            return KINDS.get(getattr(strategy, "asked_for", ""), row)
     if type(strategy) is _NO_STRATEGY:
         return KINDS["one_device"]
     raise ConfigurationError(
@@ -117,7 +117,11 @@ def topology_of(strategy: tf.distribute.Strategy) -> Topology:
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether this process is the chief, which writes files."""
+    """Returns whether this process is the chief, which writes files.
+
+    Args:
+        strategy: Any strategy.
+    """
     return topology_of(strategy).is_chief
 
 
@@ -195,7 +199,9 @@ def create_strategy(
         ConfigurationError: The name or an option is unknown, or an option
             does not work with the strategy or on this machine.
     """
-    given = made_of(StrategyOptions, options, "create_strategy")
+    given = made_of(
+        StrategyOptions, options, "create_strategy", {"Trainer": StepOptions}
+    )
     if for_model is None and global_batch_size is None:
         return create_with(name, given)
     if name != "auto" or for_model is None or global_batch_size is None:
@@ -247,6 +253,12 @@ def strategy_from(
     if given is None or isinstance(given, str):
         return create_strategy(given or "auto")
     return given
+
+
+def strategy_of_scope(model: Any) -> tf.distribute.Strategy | None:
+    """Returns the strategy in whose scope a model was made, None for none."""
+    strategy = model.distribute_strategy
+    return None if type(strategy) is _NO_STRATEGY else strategy
 
 
 def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
@@ -389,7 +401,9 @@ def _mirrored(options: StrategyOptions) -> tf.distribute.Strategy:
 
 def _fsdp(options: StrategyOptions) -> tf.distribute.Strategy:
     _refuse_others("fsdp", options)
-    return _model_parallel(options)
+    strategy = _model_parallel(options)
+    strategy.asked_for = "fsdp"
+    return strategy
 
 
 def _model_parallel(options: StrategyOptions) -> tf.distribute.Strategy:

@@ -181,10 +181,13 @@ def check_verbose(verbose: int | str) -> None:
 
 def check_build_model(build_model: Any) -> None:
     """Refuses what cannot build a model."""
-    if isinstance(build_model, keras.Model) or not callable(build_model):
+    if isinstance(build_model, type) or not callable(build_model):
+        received = type(build_model).__name__
+        if isinstance(build_model, type):
+            received = f"the class {build_model.__name__}"
         raise ConfigurationError(
-            "build_model must be a function that returns a compiled model. "
-            f"Received: {type(build_model).__name__}. Write `def "
+            "build_model must be a function that returns a compiled model, or "
+            f"that model. Received: {received}. Write `def "
             "build_model(): ...` that makes and compiles it."
         )
 

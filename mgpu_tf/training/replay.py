@@ -97,7 +97,8 @@ def replay(
             one.run()
             raise ConfigurationError(
                 "A replay goes to a step of its run. Received: "
-                f"step={step}, after the end of the run."
+                f"step={step}, after the end of the run. Choose an earlier "
+                "step."
             )
         return one
 
@@ -167,7 +168,8 @@ class ReplaySaver(Saver):
             raise ConfigurationError(
                 "A replay repeats the bits of a run on as many replicas. "
                 f"Received: {self._replicas} replicas, where the checkpoint "
-                f"has {state['num_replicas']}."
+                f"has {state['num_replicas']}. Use as many devices and "
+                "workers as the run had."
             )
         return state, variables
 

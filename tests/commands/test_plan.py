@@ -187,7 +187,7 @@ def test_command_tells_both(tmp_path, capsys):
         ("--scaling=nowhere.json --examples=9", "FileNotFoundError"),
         ("--scaling=setup.cfg --examples=9", "JSONDecodeError"),
         (
-            "--scaling=experiments/benchmarks/results.png --examples=9",
+            "--scaling=experiments/benchmarks/growth.png --examples=9",
             "UnicodeDecodeError",
         ),
         ("--scaling=nowhere.json --examples=9 --price=-1", "price=-1.0"),

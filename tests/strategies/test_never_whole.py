@@ -25,9 +25,11 @@ CHOOSES = ("If", "StatelessIf")
 
 def build(dtype=None):
     model = keras.Sequential([keras.Input((WIDTH,))])
-    for _ in range(LAYERS):
-        # The gradient of tanh takes what was computed again.
-        layer = keras.layers.Dense(WIDTH, "tanh", use_bias=False, dtype=dtype)
+    for number in range(LAYERS):
+        # The gradient of tanh takes what was computed again; that of a linear
+        # layer's weight does not even take the weight.
+        kind = "linear" if number % 2 else "tanh"
+        layer = keras.layers.Dense(WIDTH, kind, use_bias=False, dtype=dtype)
         model.add(layer)
     model.compile(keras.optimizers.Adam(), "mse")
     return model

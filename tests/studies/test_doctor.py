@@ -262,7 +262,7 @@ REDUCED = {
 def test_gpus_that_tensorflow_does_not_see():
     driver = ["H200", "H200"]
     found = tensorflow_sees.judge(SEEN, driver)
-    assert_found(found, ERROR, "sees none", "mgpu_tf[gpu]")
+    assert_found(found, ERROR, "sees none", "'tensorflow[and-cuda]")
     found = tensorflow_sees.judge(SEEN | {"visible": ""}, driver)
     assert_found(found, WARNING, "CUDA_VISIBLE_DEVICES")
     found = tensorflow_sees.judge(SEEN | {"gpus": ["H200"]}, driver)

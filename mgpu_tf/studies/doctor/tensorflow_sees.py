@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mgpu_tf.errors import installing
 from mgpu_tf.studies.doctor.findings import Finding, error, ok, warning
 
 _MARK = "mgpu_tf doctor: "
@@ -104,7 +105,7 @@ def judge(seen: dict[str, Any], driver: list[str] | None) -> Iterator[Finding]:
             f"nvidia-smi lists {len(driver)} GPUs, TensorFlow sees none "
             f"(built {'with' if seen['built_with_cuda'] else 'without'} "
             "CUDA).",
-            "Run: pip install 'mgpu_tf[gpu]'",
+            f"Run: {installing('gpu')}",
         )
     else:
         yield ok("GPUs", "none; TensorFlow uses the CPU")
