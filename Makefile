@@ -7,6 +7,7 @@
 # make slurm   Debian's Slurm and sshd, for the full tier; as root
 # make lint    ruff and mypy
 # make soak    breaks jobs and compares weights; FAULTS=30 SEED=2
+# make docs    the site, in build/site
 # make bench   the benchmarks; ONLY=name, ARGS=--continue
 # make growth  step time against replicas and parameters
 # make parity  the whole parity matrix, up to two hours; writes its tables
@@ -23,7 +24,7 @@ METADATA := setup.cfg pyproject.toml
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: bench conformance growth setup demo test test-clusters test-full test-rest test-versions lint matrix mutations parity release-check slurm soak format clean
+.PHONY: docs bench conformance growth setup demo test test-clusters test-full test-rest test-versions lint matrix mutations parity release-check slurm soak format clean
 
 setup: $(VENV)/.base
 
@@ -75,6 +76,9 @@ parity: $(VENV)/.test
 
 conformance: $(VENV)/.test
 	$(BIN)/python -m tests.conformance.run $(ARGS)
+
+docs: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 FAULTS ?= 30
 SEED ?= 2

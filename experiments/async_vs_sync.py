@@ -7,7 +7,7 @@ Trains scikit-learn's digits to a test accuracy on 3 workers: once in step
 (parameter servers, 32 examples in a step), each with equal workers and with
 one that is stopped for nine tenths of the time. Two more runs bound the
 staleness. Writes table.md, results.json and figure.png. Needs matplotlib
-(`pip install 'mgpu_tf[plot]'`).
+(`pip install '.[plot]'`).
 
 Hardware: any; on 2 CPU cores about 8 minutes. Expected: with a slow worker
 the synchronous run takes several times as long, the asynchronous one does
@@ -242,7 +242,7 @@ def draw(results, path):
         right.barh(found["name"], seconds[-1:] or [0], color=f"C{index}")
     left.axhline(FLAGS.target, color="grey", linestyle=":")
     left.set(xlabel="seconds", ylabel="test accuracy", xscale="log")
-    left.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     right.invert_yaxis()
     right.set(
         xlabel=f"seconds to a test accuracy of {FLAGS.target}",

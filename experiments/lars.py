@@ -30,7 +30,6 @@ from rich.progress import Progress
 
 from mgpu_tf.optimizers import LARS
 from mgpu_tf.optimizers.large_batch import create_schedule
-from mgpu_tf.reports import figures
 
 FLAGS = flags.FLAGS
 FLAGS.set_default("output_dir", "runs/lars")
@@ -134,14 +133,36 @@ def main(argv):
     for name, found in summary.items():
         for batch, (rate, mean, spread) in found.items():
             print(f"{name:<5}{batch:>6}  {mean:6.2f} +- {spread:.2f}  {rate}")
-    figures.draw_points(
-        {
-            name: {int(b): mean for b, (_, mean, _) in found.items()}
-            for name, found in summary.items()
-        },
-        os.path.join(FLAGS.output_dir, "lars.png"),
-        ("global batch size", "test error, percent"),
-    )
+    draw(summary, os.path.join(FLAGS.output_dir, "lars.png"))
+
+
+def draw(summary, path):
+    """Draws a group of bars for each batch size: nothing lies between them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.6))
+    axes = figure.subplots()
+    batches = list(next(iter(summary.values())))
+    width = 0.8 / len(summary)
+    for number, (name, found) in enumerate(summary.items()):
+        places = [k + (number - 1) * width for k in range(len(batches))]
+        errors = [found[batch][1] for batch in batches]
+        bars = axes.bar(
+            places,
+            errors,
+            width,
+            yerr=[found[batch][2] for batch in batches],
+            capsize=3,
+            label=name,
+        )
+        axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=3)
+    axes.set_xticks(range(len(batches)), batches)
+    axes.set_xlabel("global batch size")
+    axes.set_ylabel("test error, percent")
+    axes.margins(y=0.15)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

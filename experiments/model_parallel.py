@@ -158,7 +158,9 @@ def main(argv):
     print("largest relative difference of a loss from one device:")
     for name, difference in differences.items():
         print(f"  {name}: {difference:.1e}")
-    figures.draw_memory(tables, os.path.join(FLAGS.output_dir, "memory.png"))
+    figures.draw_memory(
+        tables, os.path.join(FLAGS.output_dir, "memory.png"), budget
+    )
     figures.draw_curves(curves, os.path.join(FLAGS.output_dir, "losses.png"))
     with open(os.path.join(FLAGS.output_dir, "results.json"), "w") as file:
         results = {

@@ -40,7 +40,14 @@ if TYPE_CHECKING:
     from mgpu_tf.models.normalization import synchronize_batch_normalization
     from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
     from mgpu_tf.reports.report import Report
+    from mgpu_tf.reports.trackers import (
+        MLflowTracker,
+        PrometheusTracker,
+        TensorBoardTracker,
+        WandbTracker,
+    )
     from mgpu_tf.runtime.determinism import enable_determinism
+    from mgpu_tf.runtime.quiet_import import import_tensorflow
     from mgpu_tf.strategies.model_parallel import create_model_parallel_strategy
     from mgpu_tf.strategies.parameter_server import (
         create_parameter_server_strategy,
@@ -65,6 +72,10 @@ _HOMES = {
     "ClusterError": "mgpu_tf.errors",
     "ConfigurationError": "mgpu_tf.errors",
     "DivergedError": "mgpu_tf.errors",
+    "MLflowTracker": "mgpu_tf.reports.trackers",
+    "PrometheusTracker": "mgpu_tf.reports.trackers",
+    "TensorBoardTracker": "mgpu_tf.reports.trackers",
+    "WandbTracker": "mgpu_tf.reports.trackers",
     "Loop": "mgpu_tf.training.custom_loop",
     "OutOfMemoryError": "mgpu_tf.errors",
     "ParityReport": "mgpu_tf.studies.parity",
@@ -88,6 +99,7 @@ _HOMES = {
     "create_strategy": "mgpu_tf.strategies.registry",
     "create_tpu_strategy": "mgpu_tf.strategies.synchronous",
     "enable_determinism": "mgpu_tf.runtime.determinism",
+    "import_tensorflow": "mgpu_tf.runtime.quiet_import",
     "gather_batch": "mgpu_tf.engine.contributions",
     "is_chief": "mgpu_tf.strategies.registry",
     "launch_from_notebook": "mgpu_tf.launch.notebook",
@@ -104,16 +116,20 @@ __all__ = [
     "ConfigurationError",
     "DivergedError",
     "Loop",
+    "MLflowTracker",
     "OutOfMemoryError",
     "ParityReport",
     "Preempted",
+    "PrometheusTracker",
     "RandomAccess",
     "Report",
     "RunConfig",
     "SaveOptions",
     "StepOptions",
     "StrategyOptions",
+    "TensorBoardTracker",
     "Trainer",
+    "WandbTracker",
     "WorkerError",
     "__version__",
     "batch_mean",
@@ -130,6 +146,7 @@ __all__ = [
     "enable_determinism",
     "flags",
     "gather_batch",
+    "import_tensorflow",
     "is_chief",
     "launch_from_notebook",
     "layers",

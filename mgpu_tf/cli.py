@@ -20,24 +20,30 @@ from mgpu_tf.commands import (
     benchmark,
     calibrate,
     checkpoints,
+    completion,
     doctor,
+    help,
     kubernetes,
     launch,
     parity,
     plan,
     ray,
     replay,
+    report,
     slurm,
+    status,
+    test,
     trace,
     train,
 )
-from mgpu_tf.commands.arguments import Call
+from mgpu_tf.commands.arguments import Call, check_flags
 from mgpu_tf.errors import (
     CheckpointError,
     ConfigurationError,
     DivergedError,
     OutOfMemoryError,
     WorkerError,
+    nearest,
     unknown_name,
 )
 
@@ -49,6 +55,7 @@ NO_READER = 128 + signal.SIGPIPE
 _LONGEST_LINE = 2000
 
 COMMANDS: dict[str, ModuleType] = {
+    "test": test,
     "train": train,
     "launch": launch,
     "parity": parity,
@@ -56,12 +63,15 @@ COMMANDS: dict[str, ModuleType] = {
     "plan": plan,
     "calibrate": calibrate,
     "trace": trace,
+    "report": report,
+    "status": status,
     "checkpoints": checkpoints,
     "replay": replay,
     "doctor": doctor,
     "slurm": slurm,
     "kubernetes": kubernetes,
     "ray": ray,
+    "completion": completion,
 }
 
 _TOP = """mgpu-tf COMMAND [--flags]
@@ -69,6 +79,7 @@ _TOP = """mgpu-tf COMMAND [--flags]
 Distributed training for Keras 3 on TensorFlow.
 
 Commands:
+  test         try this installation: replicas, processes, a kill, a resume
   train        train and test a model on a strategy
   launch       start a script as a cluster of local processes
   parity       compare a model on strategies with one device
@@ -76,12 +87,15 @@ Commands:
   plan         estimate the memory, speed and price of a training run
   calibrate    measure this machine, for plans
   trace        show what is where in each stage of a training run
+  status       show the tasks of a job that runs
+  report       write the page of a run, or of two runs side by side
   checkpoints  list, verify and prune the checkpoints of a run
   replay       repeat a step of a run, and tell what is to blame for it
   doctor       check this machine and its cluster before a run
   slurm        print or submit a batch script for Slurm
   kubernetes   print the manifests of a job for Kubernetes
   ray          start a script as a cluster on the nodes of Ray
+  completion   print what makes a shell complete commands and flags
   version      print the version
 
 mgpu-tf COMMAND --help lists the flags of a command.
@@ -101,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        status = _main(arguments)
+        code = _main(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -115,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f": {error.filename}" if error.filename else ""
         print(f"mgpu-tf: No space is left to write{where}.", file=sys.stderr)
         return 1
-    return status
+    return code
 
 
 def _main(arguments: list[str]) -> int:
@@ -166,16 +180,24 @@ def _run(name: str, given: list[str]) -> int:
         split = given.index("--")
         own, after = given[:split], given[split + 1 :]
     if any(argument in ("--help", "-h", "-help") for argument in own):
-        print(f"{command.USAGE}\n{_flags_help(values)}")
+        print(f"{command.USAGE}\n{help.text(values)}")
         return 0
     try:
         rest = values(["mgpu-tf", *own])[1:]
     except flags.UnrecognizedFlagError as error:
-        near = [flag for flag in values if error.flagname in flag]
-        if not error.flagname or not near or "mean" in str(error):
-            raise
+        near = nearest(error.flagname, list(values)) or min(
+            (
+                f
+                for f in values
+                if len(error.flagname) > 2 and error.flagname in f
+            ),
+            key=len,
+            default="",
+        )
+        hint = f" Did you mean '--{near}'?" if near else ""
         raise ConfigurationError(
-            f"{error}. Did you mean --{min(near, key=len)}?"
+            f"Unknown flag of {name}. Received: '--{error.flagname}'.{hint} "
+            f"mgpu-tf {name} --help lists them."
         ) from None
     except flags.Error:
         raise
@@ -183,11 +205,5 @@ def _run(name: str, given: list[str]) -> int:
         raise ConfigurationError(
             f"{error}. Write --name or --noname, or --name=value."
         ) from None
-    return command.run(Call(name, given, values, rest, after))
-
-
-def _flags_help(values: flags.FlagValues) -> str:
-    text = values.get_help(include_special_flags=False)
-    for module in values.flags_by_module_dict():
-        text = text.replace(f"{module}:\n", "")
-    return "Flags:\n" + text.strip("\n")
+    check_flags(values, getattr(command, "NEEDS", {}))
+    return command.run(Call(name, given, values, rest, after, COMMANDS))

@@ -9,7 +9,7 @@ module does not import TensorFlow, so that a mistake is reported at once.
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.fields import check, option, pick
@@ -18,7 +18,9 @@ from mgpu_tf.names import (
     DATASETS,
     MODELS,
     OPTIMIZERS,
+    REPORTS,
     STRATEGIES,
+    TRACKERS,
 )
 from mgpu_tf.options import (
     LargeBatchOptions,
@@ -78,6 +80,7 @@ class RunConfig(
         None,
         "A .keras file: continue with its model and optimizer. A .weights.h5 "
         "file: start with its weights.",
+        is_path=True,
     )
     dataset: str = option(
         "digits",
@@ -90,7 +93,9 @@ class RunConfig(
         "number of workers. If false, each worker reads its own files.",
     )
     data_dir: str | None = option(
-        None, "The folder for prepared data. Default: the folder of TFDS."
+        None,
+        "The folder for prepared data. Default: the folder of TFDS.",
+        is_path=True,
     )
     global_batch_size: int = option(
         64, "Number of examples in a step, over all replicas.", least=1
@@ -114,13 +119,33 @@ class RunConfig(
         None,
         "START,STEPS: skip START steps, then trace STEPS steps. The trace is "
         "written to output_dir/profile, for TensorBoard.",
+        needs=("output_dir",),
     )
     output_dir: str | None = option(
-        None, "The folder for model.keras and report.json."
+        None,
+        "The folder for model.keras and report.json.",
+        is_path=True,
+    )
+    report: str | None = option(
+        None,
+        "html: write report.html too, a page with the curves and the times of "
+        "the run, into output_dir.",
+        REPORTS,
+    )
+
+    log_with: str | None = option(
+        None,
+        "Report the epochs to trackers: tensorboard, mlflow, wandb, "
+        "prometheus; several with commas. Files go to output_dir, or to runs.",
     )
 
     def __post_init__(self) -> None:
         check(self)
+        for name in (self.log_with or "").split(","):
+            if self.log_with and name not in TRACKERS:
+                raise ConfigurationError(
+                    unknown_name("tracker", name, TRACKERS)
+                )
         for group in (
             StrategyOptions,
             StepOptions,
@@ -134,14 +159,36 @@ class RunConfig(
                 f"seed must be 0 to 4294967295. Received: seed={self.seed}."
             )
         _check_profile(self)
+        if self.report is not None and self.output_dir is None:
+            raise ConfigurationError(
+                "report needs output_dir, which gets the page. Received: "
+                f"report={self.report!r} without it. Write --output_dir=runs/a."
+            )
         _check_model(self.model)
-        _check_initial_model(self.initial_model)
+        _check_initial_model(self)
         _check_workers(self)
         _check_large_batch(self)
 
     def options(self, group: type[T]) -> T:
-        """Returns the options of one group, such as `SaveOptions`."""
+        """Returns the options of one group.
+
+        Args:
+            group: Its class, such as `SaveOptions`.
+        """
         return pick(group, self)
+
+
+def changed_fields(config: RunConfig) -> dict[str, Any]:
+    """Returns the fields of a configuration that are not the default.
+
+    Args:
+        config: The configuration of a run.
+    """
+    return {
+        field.name: value
+        for field in dataclasses.fields(config)
+        if (value := getattr(config, field.name)) != field.default
+    }
 
 
 def _check_profile(config: RunConfig) -> None:
@@ -153,11 +200,6 @@ def _check_profile(config: RunConfig) -> None:
             "profile is two numbers, the steps before and the steps to "
             f"trace. Received: profile={config.profile!r}. Write "
             "--profile=100,20."
-        )
-    if config.output_dir is None:
-        raise ConfigurationError(
-            "profile needs output_dir, which gets the trace. Received: "
-            f"profile={config.profile!r} without it."
         )
     if config.num_ps or config.strategy == "parameter_server":
         raise ConfigurationError(
@@ -198,11 +240,20 @@ def _check_large_batch(config: RunConfig) -> None:
         )
 
 
-def _check_initial_model(path: str | None) -> None:
-    if path is not None and not path.endswith((".keras", ".weights.h5")):
+def _check_initial_model(config: RunConfig) -> None:
+    path = config.initial_model
+    if path is None:
+        return
+    if not path.endswith((".keras", ".weights.h5")):
         raise ConfigurationError(
             "initial_model must end with .keras or .weights.h5. Received: "
             f"initial_model={path!r}."
+        )
+    if path.endswith(".keras") and config.model != RunConfig.model:
+        raise ConfigurationError(
+            "A .keras file has its model. Received: "
+            f"initial_model={path!r} beside model={config.model!r}. Leave out "
+            "model, or give a .weights.h5 file."
         )
 
 

@@ -18,8 +18,13 @@ After a `CheckpointError` it exits with status 1, and a job may begin again.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import math
+import numbers
+import operator
+from collections.abc import Iterable, Sequence
+from importlib import metadata
 
 # The exit status of a process that has saved its state and can be started
 # again: EX_TEMPFAIL of sysexits.h.
@@ -79,11 +84,19 @@ def printable(text: str) -> str:
 
 def is_integer(value: object) -> bool:
     """Returns whether a value is an integer of Python or NumPy."""
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    if isinstance(value, bool | type):
+        return False
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except Exception:
+        return False  # An array has the method too, and raises.
+    return True
 
 
-def check_integer(name: str, value: object, least: int) -> None:
-    """Checks that a value is an integer of `least` or more.
+def check_integer(
+    name: str, value: object, least: int, most: int | None = None
+) -> None:
+    """Checks that a value is an integer of `least` or more, to `most`.
 
     Raises:
         ConfigurationError: The value is no such integer.
@@ -91,8 +104,131 @@ def check_integer(name: str, value: object, least: int) -> None:
     if not is_integer(value) or value < least:  # type: ignore[operator]
         raise ConfigurationError(
             f"{name} must be an integer of {least} or more. Received: "
-            f"{name}={value!r}."
+            f"{name}={repr(value)[:100]}."
         )
+    if most is not None and value > most:  # type: ignore[operator]
+        raise ConfigurationError(
+            f"{name} must be {most} or less. Received: "
+            f"{name}={repr(value)[:100]}."
+        )
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> None:
+    """Checks that a value is a finite number in a range.
+
+    Args:
+        name: What it is.
+        value: A number of Python or NumPy.
+        least: The least that it may be.
+        above: What it must be above.
+        below: What it must be below.
+
+    Raises:
+        ConfigurationError: The value is no such number.
+    """
+    number = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            number = float(value)
+    if math.isfinite(number) and (
+        least <= number and above < number and number < below
+    ):
+        return
+    ends = (
+        ("of", least, "or more"),
+        ("above", above, ""),
+        ("below", below, ""),
+    )
+    told = " and ".join(
+        f"{word} {end:g} {rest}".strip()
+        for word, end, rest in ends
+        if math.isfinite(end)
+    )
+    raise ConfigurationError(
+        f"{name} must be a finite number {told}".strip()
+        + f". Received: {name}={repr(value)[:100]}."
+    )
+
+
+def check_names(name: str, value: object) -> None:
+    """Checks that a value is a list, tuple or set of names.
+
+    Raises:
+        ConfigurationError: It is something else, such as a single name.
+    """
+    if isinstance(value, list | tuple | set | frozenset) and all(
+        isinstance(part, str) for part in value
+    ):
+        return
+    raise ConfigurationError(
+        f"{name} must be a list of names. Received: {name}={repr(value)[:100]}."
+    )
+
+
+def installing(extra: str) -> str:
+    """Returns the command that installs the packages of an extra.
+
+    It works wherever this package was installed from.
+
+    Example:
+        >>> installing("plot")
+        "pip install 'matplotlib>=3.8'"
+
+    Args:
+        extra: The name of an extra of this package.
+    """
+    try:
+        lines = metadata.requires("mgpu_tf") or []
+    except metadata.PackageNotFoundError:
+        lines = []
+    named = [
+        line.partition(";")[0].strip()
+        for line in lines
+        if line.partition(";")[2].replace("'", '"').strip()
+        == f'extra == "{extra}"'
+    ]
+    return "pip install " + " ".join(f"'{one}'" for one in named)
+
+
+# What other tools call the same.
+_ELSEWHERE = {
+    "accelerator": "strategy",
+    "batch_size": "global_batch_size",
+    "data": "dataset",
+    "gpus": "devices",
+    "lr": "learning_rate",
+    "n": "num_workers",
+    "nproc": "num_workers",
+    "nproc_per_node": "num_workers",
+    "np": "num_workers",
+    "num_epochs": "epochs",
+    "num_gpus": "devices",
+    "num_machines": "num_workers",
+    "num_nodes": "num_workers",
+    "num_processes": "num_workers",
+    "workers": "num_workers",
+}
+
+
+def nearest(received: str, valid: Sequence[str]) -> str:
+    """Returns the valid name that was meant, "" where none is near.
+
+    Args:
+        received: A name that is not valid.
+        valid: The valid names.
+    """
+    meant = _ELSEWHERE.get(received, "")
+    if meant in valid:
+        return meant
+    near = difflib.get_close_matches(received, valid, n=1, cutoff=0.5)
+    return near[0] if near else ""
 
 
 def unknown_name(kind: str, received: object, valid: Iterable[str]) -> str:
@@ -112,8 +248,8 @@ Valid: mirrored, tpu."
         One line: the rule, what was received, the nearest valid name.
     """
     names = list(valid)
-    near = difflib.get_close_matches(str(received), names, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(str(received), names)
+    hint = f" Did you mean {near!r}?" if near else ""
     return (
         f"Unknown {kind}. Received: {received!r}.{hint} "
         f"Valid: {', '.join(names)}."

@@ -23,7 +23,7 @@ from typing import TypeVar
 from absl import flags
 
 from mgpu_tf.config import RunConfig
-from mgpu_tf.fields import names_of
+from mgpu_tf.fields import check_effects, names_of
 
 T = TypeVar("T")
 
@@ -85,4 +85,7 @@ def options(kind: type[T], flag_values: flags.FlagValues) -> T:
     Raises:
         ConfigurationError: As for `config`.
     """
-    return kind(**{name: flag_values[name].value for name in names_of(kind)})
+    names = names_of(kind)
+    made = kind(**{name: flag_values[name].value for name in names})
+    check_effects(made, [name for name in names if flag_values[name].present])
+    return made

@@ -1,4 +1,4 @@
-"""Folders that a run writes to."""
+"""Paths, and the files and folders that a run opens."""
 
 from __future__ import annotations
 
@@ -10,48 +10,119 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 from mgpu_tf.errors import ConfigurationError
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
+# Of a name in a folder, on the file systems of Linux.
+_LONGEST_NAME = 255
+_LONGEST_PATH = 4095
 
 
-def check_local(name: str, path: str) -> None:
-    """Refuses addresses such as gs://bucket/run.
+def check_path(name: str, path: Any) -> str:
+    """Refuses what is no path, or would be another path in a shell.
 
-    Python would make a folder of that name here.
+    Args:
+        name: The argument or flag that it came from.
+        path: The path, or an address such as gs://bucket/run.
+
+    Returns:
+        The path as text.
+
+    Raises:
+        ConfigurationError: It is no path; it begins with ~ or has a $NAME,
+            which only a shell replaces; or no file system takes it.
     """
-    if _ADDRESS.match(path):
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text:
+        rule = "be a path"
+    elif text.startswith("~") or _VARIABLE.search(text):
+        rule = "be the path itself: only a shell replaces ~ and $NAME"
+    else:
+        rule = _broken_rule(text)
+    if rule or not isinstance(text, str):
+        told = repr(path)
+        told = told if len(told) < 120 else f"{told[:100]}..."
         raise ConfigurationError(
-            f"{name} must be a path on this machine. Received: "
-            f"{name}={path!r}. Mount that storage, such as with gcsfuse or "
-            "s3fs, and give the path of the mount."
+            f"{name} must {rule}. Received: {name}={told}. Write such as "
+            "/data/run."
         )
+    return text
+
+
+def _broken_rule(path: str) -> str:
+    """Returns the rule of file systems that a path breaks, "" for none."""
+    try:
+        raw = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "be text"
+    if b"\0" in raw:
+        return "have no zero byte"
+    longest = max(map(len, raw.split(b"/")))
+    if len(raw) > _LONGEST_PATH or longest > _LONGEST_NAME:
+        return f"have names of at most {_LONGEST_NAME} bytes"
+    return ""
 
 
 class NotRegularError(OSError):
     """A path is no regular file, but a link, a FIFO, a device or a folder."""
 
 
-def not_through_links(path: str, flags: int, mode: int = 0o666) -> int:
+def check_regular(path: str) -> None:
+    """Refuses what is no regular file, without opening it; follows links.
+
+    Raises:
+        NotRegularError: It is a FIFO, a device, a socket or a folder.
+        OSError: It is not there.
+    """
+    _check_regular(path, os.stat(path))
+
+
+def check_file(name: str, path: str) -> None:
+    """Refuses what is no file that can be read.
+
+    Args:
+        name: The argument or flag that it came from.
+        path: Its path.
+
+    Raises:
+        ConfigurationError: It is a pipe, a device, a socket or a folder, or
+            is not there.
+    """
+    check_path(name, path)
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{name} must be of files that can be read. Received: {path!r} "
+            f"({error.strerror})."
+        ) from None
+
+
+def regular(
+    path: str, flags: int, mode: int = 0o666, *, links: bool = True
+) -> int:
     """Opens a regular file, as `opener` of `open`.
 
-    What is no regular file is neither followed nor waited for: a FIFO has no
-    end, and a device may act when it is opened.
+    What is none is not waited for: a FIFO has no end, and a device may act
+    when it is opened.
 
     Args:
         path: The file.
         flags: As for `os.open`.
         mode: The permissions of a new file.
+        links: Whether a link may lead to it.
 
     Raises:
-        NotRegularError: The path is a link, a FIFO, a device or a folder.
+        NotRegularError: The path is a FIFO, a device or a folder; or a link,
+            unless links may be.
         OSError: It cannot be opened.
     """
     with contextlib.suppress(FileNotFoundError):
-        _check_regular(path, os.lstat(path))
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+        _check_regular(path, os.stat(path, follow_symlinks=links))
+    flags |= os.O_NONBLOCK | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags, mode)
     except OSError as error:
@@ -64,6 +135,39 @@ def not_through_links(path: str, flags: int, mode: int = 0o666) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def open_regular(path: str, mode: str = "r", **options: Any) -> IO[Any]:
+    """Opens a regular file, as `open`; never waits.
+
+    Raises:
+        OSError: It is no regular file, or cannot be opened.
+    """
+    return open(path, mode, opener=regular, **options)
+
+
+def check_local(name: str, path: str) -> None:
+    """Refuses addresses such as gs://bucket/run, and what is no path.
+
+    Python would make a folder of that name here.
+    """
+    check_path(name, path)
+    if _ADDRESS.match(path):
+        raise ConfigurationError(
+            f"{name} must be a path on this machine. Received: "
+            f"{name}={path!r}. Mount that storage, such as with gcsfuse or "
+            "s3fs, and give the path of the mount."
+        )
+
+
+def not_through_links(path: str, flags: int, mode: int = 0o666) -> int:
+    """Opens a regular file, as `opener` of `open`; follows no link.
+
+    Raises:
+        NotRegularError: The path is a link, a FIFO, a device or a folder.
+        OSError: It cannot be opened.
+    """
+    return regular(path, flags, mode, links=False)
 
 
 def regular_size(path: str) -> int:

@@ -23,12 +23,12 @@ from mgpu_tf.checkpoints.run_state import EpochRecord
 from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.environments import ask_for_ps
-from mgpu_tf.config import RunConfig
+from mgpu_tf.config import RunConfig, changed_fields
 from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.engine.noise_scale import NAMES, SCALE
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import names_of
-from mgpu_tf.folders import keep_private, make_folder
+from mgpu_tf.folders import check_regular, keep_private, make_folder
 from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.models import create_model
 from mgpu_tf.optimizers import create_optimizer, large_batch_recipe
@@ -39,6 +39,7 @@ from mgpu_tf.options import (
     StrategyOptions,
     WatchOptions,
 )
+from mgpu_tf.reports import page, trackers
 from mgpu_tf.reports.pipeline_trace import PipelineTrace
 from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.reports.report import (
@@ -50,6 +51,7 @@ from mgpu_tf.reports.report import (
 from mgpu_tf.runtime.determinism import enable_determinism
 from mgpu_tf.runtime.devices import select_local
 from mgpu_tf.runtime.remote import check_reachable
+from mgpu_tf.strategies.pipeline import PipelineStrategy
 from mgpu_tf.strategies.registry import (
     create_planned,
     create_with,
@@ -61,10 +63,13 @@ from mgpu_tf.strategies.registry import (
 from mgpu_tf.studies.parity import ParityReport, check_parity, create_for_check
 from mgpu_tf.studies.pipeline_trace import trace_pipeline
 from mgpu_tf.studies.predicted import compared
+from mgpu_tf.training.opening import devices_here
 from mgpu_tf.training.trainer import Trainer
 from mgpu_tf.user_function import is_target, load_function
 
 MODEL_FILE = "model.keras"
+# Steps before those that a trace profiles, and how many these are.
+_PROFILED = (20, 5)
 # Weights that are mostly zeros compress well; a file made to fill the memory
 # does so a thousandfold.
 _MOST_UNPACKED = 100
@@ -97,9 +102,14 @@ def run(config: RunConfig, *, verbose: int | str = "auto") -> Report:
     watchdog.begin(
         ClusterConfig.from_environment(), config.options(WatchOptions)
     )
-    config, strategy, splits = _begun(config)
-    trainer = _trained(config, splits, strategy, verbose)
-    return _reported(config, splits, trainer, verbose)
+    warned = _Warned()
+    _log.addHandler(warned)
+    try:
+        config, strategy, splits = _begun(config)
+        trainer = _trained(config, splits, strategy, verbose)
+        return _reported(config, splits, trainer, verbose, warned.texts)
+    finally:
+        _log.removeHandler(warned)
 
 
 _Begun = tuple[
@@ -150,7 +160,10 @@ def _trained(
         epochs=config.epochs,
         steps_per_epoch=config.steps_per_epoch,
         verbose=verbose,
-        callbacks=[keras.callbacks.TerminateOnNaN()],
+        callbacks=[
+            keras.callbacks.TerminateOnNaN(),
+            *trackers.by_name(config.log_with, config.output_dir),
+        ],
         checkpoint=config.options(SaveOptions),
     )
     _check_loss(trainer)
@@ -189,6 +202,7 @@ def _reported(
     splits: datasets.Splits | datasets.Streams,
     trainer: Trainer,
     verbose: int | str,
+    warned: list[str],
 ) -> Report:
     """Tests a trained model and writes the files of `output_dir`."""
     test = trainer.evaluate(
@@ -219,13 +233,44 @@ def _reported(
         suggested_batch_size=_suggested(trainer),
         left_out=[dataclasses.asdict(batch) for batch in trainer.left_out],
         slow=[dataclasses.asdict(worker) for worker in trainer.slow],
+        devices=[devices_here(strategy)] * topology_of(strategy).num_workers,
+        mesh=_mesh_of(strategy),
+        memory=[dataclasses.asdict(row) for row in trainer.memory().rows],
+        step_times=trainer.step_times,
+        warnings=warned,
+        configuration=changed_fields(config),
         predicted=_predicted(config, splits, trainer),
     )
     if config.output_dir is not None:
         trainer.save(os.path.join(config.output_dir, MODEL_FILE))
         if is_chief(strategy):
             result.write(config.output_dir)
+            if config.report == "html":
+                page.write(config.output_dir)
     return result
+
+
+def _mesh_of(strategy: tf.distribute.Strategy) -> dict[str, int] | None:
+    mesh = getattr(strategy, "mesh", None)
+    return None if mesh is None else dataclasses.asdict(mesh)
+
+
+class _Warned(logging.Handler):
+    """Keeps what the run warns of.
+
+    Attributes:
+        texts: The warnings, each once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps a warning."""
+        text = record.getMessage()
+        if text not in self.texts:
+            self.texts.append(text)
 
 
 def _predicted(
@@ -248,11 +293,14 @@ def _suggested(trainer: Trainer) -> int | None:
     return suggested_batch_size(logs.get(SCALE), replicas)
 
 
-def trace(config: RunConfig) -> PipelineTrace:
+def trace(
+    config: RunConfig, profile_folder: str | None = None
+) -> PipelineTrace:
     """Trains a model and shows the pipeline. Every worker must call it.
 
     Args:
         config: The configuration of the run. It does not save.
+        profile_folder: Gets a profile of some later steps.
 
     Returns:
         The trace; the same on every worker.
@@ -263,8 +311,12 @@ def trace(config: RunConfig) -> PipelineTrace:
     """
     _check_cluster(config)
     config, strategy, splits = _begun(config)
+    profiler = None
+    if profile_folder is not None:
+        folder = profile_folder if is_chief(strategy) else None
+        profiler = Profiler(*_PROFILED, folder)
     return trace_pipeline(
-        _trainer(config, splits, strategy),
+        _trainer(config, splits, strategy, profiler),
         splits.training(config.global_batch_size),
         splits.testing(config.global_batch_size),
         num_examples=splits.num_examples,
@@ -431,9 +483,10 @@ def _compiled_by(
 
 def _check_own_compile(config: RunConfig) -> None:
     """Refuses options that a model which is compiled would not obey."""
-    given, default = config.options(LargeBatchOptions), LargeBatchOptions()
-    for name in names_of(LargeBatchOptions):
-        value = getattr(given, name)
+    default = RunConfig()
+    names = ("optimizer", "learning_rate", *names_of(LargeBatchOptions))
+    for name in names:
+        value = getattr(config, name)
         if value != getattr(default, name):
             raise ConfigurationError(
                 f"{name} goes with models that are not compiled. Received: "
@@ -466,6 +519,8 @@ def _check_archive(path: str) -> None:
 def _from_file(path: str, load: Callable[[str], Any]) -> Any:
     try:
         check_reachable("initial_model", path)
+        if os.path.exists(path) and not os.path.isdir(path):
+            check_regular(path)
         _check_archive(path)
         return load(path)
     except ConfigurationError:
@@ -495,6 +550,8 @@ def _check_batch(config: RunConfig, strategy: tf.distribute.Strategy) -> None:
             f"global_batch_size={config.global_batch_size} for {replicas} "
             "replicas."
         )
+    if isinstance(strategy, PipelineStrategy):
+        strategy.check_micro_batches(config.global_batch_size)
 
 
 def _check_loss(trainer: Trainer) -> None:

@@ -29,6 +29,7 @@ STRATEGIES = (
 SHARDS = ("weights", "gradients", "optimizer")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 GRADIENT_DTYPES = ("bfloat16", "float16")
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 EMBEDDING_GRADIENTS = ("keras", "summed")
 COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy")
 LATE_GRADIENTS = ("hold", "scale")
@@ -41,10 +42,18 @@ BATCH_NORMALIZATION = ("keras", "synchronized")
 RANDOM = ("equal", "per_replica")
 SAVE_EVERY = ("auto",)
 ISOLATE = ("auto", "on", "off")
+REPORTS = ("html",)
+TRACKERS = ("tensorboard", "mlflow", "wandb", "prometheus")
 RESUME = ("auto", "always", "never")
 SNAPSHOT_IN = ("file", "memory")
 MODELS = ("mlp", "cnn", "resnet", "transformer")
-DATASETS = ("digits", "tabular", "images")
+# The data sets of this package: a row for each, with its builder. One with a
+# size, such as images/32, has a classmethod `options_of`.
+DATASETS = {
+    "digits": "mgpu_tf.datasets.digits:Digits",
+    "tabular": "mgpu_tf.datasets.tabular:Tabular",
+    "images": "mgpu_tf.datasets.images:Images",
+}
 # Models of `keras.applications`, by Keras's names.
 APPLICATIONS = (
     "ConvNeXtBase",

@@ -29,6 +29,7 @@ from mgpu_tf.names import (
     LEARNING_RATE_RULES,
     ON_NAN,
     PIPELINE_SCHEDULES,
+    PRECISIONS,
     RANDOM,
     RECOMPUTE,
     RESUME,
@@ -38,6 +39,9 @@ from mgpu_tf.names import (
     Devices,
     Shares,
 )
+
+# Each is a thread pool's client with an allocator; more end in no step.
+MOST_VIRTUAL_DEVICES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,38 +64,48 @@ class StrategyOptions:
         None,
         "Split the CPU into N devices, to try replicas without GPUs.",
         least=1,
+        most=MOST_VIRTUAL_DEVICES,
     )
-    tpu: str = option("", "Name or address of a TPU. Default: the local TPU.")
+    tpu: str = option(
+        "",
+        "Name or address of a TPU. Default: the local TPU.",
+        needs=("strategy=tpu",),
+    )
     max_staleness: int | None = option(
         None,
         "With parameter servers, the largest staleness of a gradient: the "
         "number of updates by other workers since its weights were read. "
         "Default: no bound.",
         least=0,
+        needs=("strategy=parameter_server",),
     )
     late_gradients: str = option(
         "hold",
         "What to do about max_staleness. hold: fast workers wait, so that no "
         "gradient is later. scale: later gradients get a smaller weight.",
         LATE_GRADIENTS,
+        needs=("max_staleness",),
     )
     data_parallel: int | None = option(
         None,
         "With fsdp or model_parallel, the number of copies of the weights. "
         "Default: what fsdp_parallel leaves, or 1.",
         least=1,
+        needs=("strategy=fsdp", "strategy=model_parallel"),
     )
     fsdp_parallel: int | None = option(
         None,
         "With fsdp or model_parallel, the number of devices that each copy "
         "of the weights is split over. Default: what data_parallel leaves.",
         least=1,
+        needs=("strategy=fsdp", "strategy=model_parallel"),
     )
     tensor_parallel: int | None = option(
         None,
         "With model_parallel, the number of devices that the computing of "
         "layers is split over. They have the same rows of a batch. Default: 1.",
         least=1,
+        needs=("strategy=model_parallel",),
     )
     layout: str | Mapping[str, Any] = option(
         "auto",
@@ -99,6 +113,7 @@ class StrategyOptions:
         "the structure of the model tells. Or a function that returns a "
         "mapping from patterns of paths to tuples: package.module:function. "
         "In Python, the mapping itself also works.",
+        needs=("strategy=model_parallel",),
     )
     shard: str = option(
         "weights",
@@ -106,18 +121,21 @@ class StrategyOptions:
         "gradients and optimizer state. gradients: gradients that accumulate "
         "and optimizer state. optimizer: only optimizer state.",
         SHARDS,
+        needs=("strategy=fsdp", "strategy=model_parallel"),
     )
     pipeline_parallel: int = option(
         1,
         "With model_parallel, the number of stages that the layers of each "
         "copy are cut into. Each stage has a device.",
         least=1,
+        needs=("strategy=model_parallel",),
     )
     micro_batches: int | None = option(
         None,
         "With pipeline_parallel, the number of parts that the rows of a "
         "replica are cut into. Default: 4 for each stage.",
         least=1,
+        needs=("pipeline_parallel",),
     )
     pipeline_schedule: str = option(
         "1f1b",
@@ -125,11 +143,13 @@ class StrategyOptions:
         "follows each forward pass as soon as it can. gpipe: all forward "
         "passes, then all backward passes.",
         PIPELINE_SCHEDULES,
+        needs=("pipeline_parallel",),
     )
     pipeline_stages: str | None = option(
         None,
         "With pipeline_parallel, the names of the layers at which the second "
         "and further stages begin, separated by commas. Default: by cost.",
+        needs=("pipeline_parallel",),
     )
 
     balance: Shares = option(
@@ -137,6 +157,7 @@ class StrategyOptions:
         "The share of each worker in a global batch, such as 2,1 where the "
         "first is twice as fast; on one machine, of each replica. auto: in "
         "proportion to measured speed. Default: equal shares.",
+        needs=("strategy=mirrored", "strategy=multi_worker_mirrored"),
     )
 
     def __post_init__(self) -> None:
@@ -151,6 +172,13 @@ class StepOptions:
         ConfigurationError: A value breaks the rule of its field.
     """
 
+    precision: str | None = option(
+        None,
+        "The types that layers compute in, as Keras's dtype policies: with "
+        "mixed_bfloat16 and mixed_float16 weights stay float32. Default: the "
+        "policy that Keras has.",
+        PRECISIONS,
+    )
     gradient_dtype: str | None = option(
         None,
         "Round gradients to a 16-bit type before replicas exchange them. "
@@ -227,12 +255,16 @@ class StepOptions:
         ON_NAN,
     )
     max_restores: int = option(
-        3, "With on_nan=restore, leave out at most N batches of a run.", least=1
+        3,
+        "With on_nan=restore, leave out at most N batches of a run.",
+        least=1,
+        needs=("on_nan=restore",),
     )
     max_loss: float | None = option(
         None,
         "With on_nan=stop or restore, treat a step whose loss is above N like "
         "one whose loss is no finite number.",
+        needs=("on_nan=stop", "on_nan=restore"),
     )
 
     def __post_init__(self) -> None:
@@ -243,13 +275,9 @@ class StepOptions:
                 "model.compile."
             )
         check(self)
-        if self.max_loss is not None and not (
-            math.isfinite(self.max_loss) and self.on_nan != "ignore"
-        ):
+        if self.max_loss is not None and not math.isfinite(self.max_loss):
             raise ConfigurationError(
-                "max_loss must be finite, and needs on_nan='stop' or "
-                f"'restore'. Received: max_loss={self.max_loss}, "
-                f"on_nan={self.on_nan!r}."
+                f"max_loss must be finite. Received: max_loss={self.max_loss}."
             )
 
     @property
@@ -277,6 +305,7 @@ class LargeBatchOptions:
         "How the learning rate grows with the batch size: in proportion, "
         "with its square root, or not at all.",
         LEARNING_RATE_RULES,
+        needs=("base_batch",),
     )
     warmup_epochs: float = option(
         0.0,
@@ -312,11 +341,6 @@ class LargeBatchOptions:
             raise ConfigurationError(
                 "label_smoothing must be below 1. Received: "
                 f"label_smoothing={self.label_smoothing}."
-            )
-        if self.learning_rate_rule != "linear" and not self.base_batch:
-            raise ConfigurationError(
-                "learning_rate_rule needs base_batch. Received: "
-                f"learning_rate_rule={self.learning_rate_rule!r} without it."
             )
         for name in ("warmup_epochs", "weight_decay"):
             value = getattr(self, name)
@@ -406,51 +430,68 @@ class SaveOptions:
     checkpoint_dir: str | None = option(
         None,
         "The folder for checkpoints. Every worker must see it.",
+        is_path=True,
     )
     save_every_steps: int | None = option(
         None,
         "Save after every N steps. Default: save after each epoch. The end of "
         "the run is always saved.",
         least=1,
+        needs=("checkpoint_dir",),
     )
     save_every_seconds: float | None = option(
-        None, "Save when N seconds have passed since the last save.", above=0.0
+        None,
+        "Save when N seconds have passed since the last save.",
+        above=0.0,
+        needs=("checkpoint_dir",),
     )
     save_every: str | None = option(
         None,
         "auto: choose how often to save from the measured cost of a save and "
         "the rate of failures. Default: the other two options decide.",
         SAVE_EVERY,
+        needs=("checkpoint_dir",),
     )
     mean_hours_between_failures: float = option(
         24.0,
         "With save_every=auto, how often a failure is expected. The restarts "
         "of the run correct it.",
         above=0.0,
+        needs=("save_every=auto",),
     )
     local_checkpoint_dir: str | None = option(
         None,
         "A folder of each machine alone, such as on its own disk. Most "
         "checkpoints go there; checkpoint_dir gets one of shared_every.",
+        is_path=True,
+        needs=("checkpoint_dir",),
     )
     shared_every: int = option(
         10,
         "With local_checkpoint_dir, save to checkpoint_dir at every Nth save, "
         "at the end, and on SIGTERM.",
         least=1,
+        needs=("local_checkpoint_dir",),
     )
-    keep_checkpoints: int = option(3, "Keep the N newest checkpoints.", least=1)
+    keep_checkpoints: int = option(
+        3,
+        "Keep the N newest checkpoints.",
+        least=1,
+        needs=("checkpoint_dir",),
+    )
     resume: str = option(
         "auto",
         "auto: resume from the newest usable checkpoint, if there is one. "
         "always: fail if there is no checkpoint. never: fail if there is a "
         "checkpoint.",
         RESUME,
+        needs=("checkpoint_dir",),
     )
     restart_from_nothing: bool = option(
         False,
         "Begin at the first step when checkpoint_dir has checkpoints and all "
         "of them are damaged. They stay there. Default: end with an error.",
+        needs=("checkpoint_dir",),
     )
     snapshot_in: str = option(
         "file",
@@ -459,6 +500,7 @@ class SaveOptions:
         "until the process has a copy in its memory. For a folder to which "
         "writing is slow.",
         SNAPSHOT_IN,
+        needs=("checkpoint_dir",),
     )
     private: bool = option(
         False,
@@ -475,24 +517,7 @@ class SaveOptions:
                 f"Give {given[0]} or {given[1]}, not both. Received: "
                 f"{getattr(self, given[0])} and {getattr(self, given[1])}."
             )
-        if self.checkpoint_dir is not None:
-            self._check_local()
-            return
-        for field in dataclasses.fields(SaveOptions):
-            value = getattr(self, field.name)
-            if value != field.default and field.name != "private":
-                raise ConfigurationError(
-                    "Saving and resuming need checkpoint_dir. Received: "
-                    f"{field.name}={value!r} without it."
-                )
-
-    def _check_local(self) -> None:
         local = self.local_checkpoint_dir
-        if local is None and self.shared_every != 10:
-            raise ConfigurationError(
-                "shared_every needs local_checkpoint_dir. Received: "
-                f"shared_every={self.shared_every} without it."
-            )
         if local is not None and os.path.realpath(local) == os.path.realpath(
             self.folder
         ):

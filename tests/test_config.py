@@ -42,8 +42,9 @@ from mgpu_tf.errors import ConfigurationError
         ({"label_smoothing": 1.0}, "label_smoothing must be below 1"),
         (
             {"learning_rate_rule": "sqrt"},
-            "learning_rate_rule needs base_batch. Received: "
-            "learning_rate_rule='sqrt' without it.",
+            "learning_rate_rule has an effect with base_batch only. Received: "
+            "learning_rate_rule='sqrt', base_batch=None. Give it too, or "
+            "leave learning_rate_rule out.",
         ),
         ({"weight_decay": math.nan}, "weight_decay must be finite"),
         ({"warmup_epochs": -1.0}, "warmup_epochs must be 0 or more"),
@@ -85,6 +86,12 @@ from mgpu_tf.errors import ConfigurationError
             "max_staleness must be 0 or more. Received: max_staleness=-1.",
         ),
         ({"late_gradients": "drop"}, "Valid: hold, scale."),
+        (
+            {"initial_model": "a.keras", "model": "cnn"},
+            "A .keras file has its model. Received: initial_model='a.keras' "
+            "beside model='cnn'.",
+        ),
+        ({"num_virtual_devices": 10**9}, "must be 1024 or less"),
         (
             {"devices": 2, "num_virtual_devices": 3},
             "not both. Received: devices=2, num_virtual_devices=3.",
@@ -130,7 +137,9 @@ def test_accepted(changes):
 def test_every_choice_is_accepted():
     for field in dataclasses.fields(RunConfig):
         for name in field.metadata["choices"]:
-            needed = {"checkpoint_dir": "a", "base_batch": 8}
+            needed = {"checkpoint_dir": "a", "base_batch": 8, "output_dir": "b"}
+            if field.name != "strategy":
+                needed |= {"max_staleness": 8, "pipeline_parallel": 2}
             config = RunConfig(**needed, **{field.name: name})
             assert getattr(config, field.name) == name
 
@@ -155,7 +164,7 @@ def test_names_are_those_of_the_registries():
 
     assert tuple(zoo._MODELS) == names.MODELS
     assert tuple(named._OPTIMIZERS) == names.OPTIMIZERS
-    assert datasets.NAMES == names.DATASETS
+    assert tuple(names.DATASETS) == datasets.NAMES
     for name in names.APPLICATIONS:
         assert callable(getattr(keras.applications, name))
     assert ("auto", "plan", *registry.KINDS) == names.STRATEGIES

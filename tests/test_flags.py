@@ -13,6 +13,12 @@ FIELDS = {field.name: field for field in dataclasses.fields(RunConfig)}
 
 # For each field a value that is not its default, and what else it needs.
 VALUES = {
+    "precision": "mixed_bfloat16",
+    "random": "per_replica",
+    "auto_micro_batch": True,
+    "step_parts": 4,
+    "report": "html",
+    "log_with": "prometheus",
     "strategy": "mirrored",
     "num_workers": 3,
     "num_ps": 2,
@@ -55,7 +61,10 @@ VALUES = {
     "micro_batches": 6,
     "pipeline_schedule": "gpipe",
     "pipeline_stages": "first,second",
+    "random": "per_replica",
     "recompute": "layers",
+    "step_parts": 2,
+    "auto_micro_batch": True,
     "kernels": "keras",
     "noise_scale": True,
     "check_replicas_every": 7,
@@ -78,6 +87,15 @@ VALUES = {
     "stall_timeout_seconds": 60.5,
     "first_step_seconds": 0.0,
 }
+
+
+def needed_by(name, choice=0):
+    """What a field needs to have an effect, and what that needs, as values."""
+    found = {}
+    for need in FIELDS[name].metadata["needs"][choice : choice + 1]:
+        other, _, value = need.partition("=")
+        found = {other: value or VALUES[other]} | needed_by(other)
+    return found
 
 
 @pytest.fixture
@@ -115,27 +133,40 @@ def test_values_cover_every_field():
 
 @pytest.mark.parametrize(("name", "value"), VALUES.items())
 def test_value_arrives(name, value, values):
-    others = {
-        "checkpoint_dir": "a",
-        "local_checkpoint_dir": "c",
-        "output_dir": "b",
-        "model": "resnet",
-        "base_batch": 8,
-        "on_nan": "stop",
-    }
-    chosen = others | {name: value}
+    others = {"model": "resnet"} if name == "zero_init_residual" else {}
+    chosen = others | needed_by(name) | {name: value}
     arguments = [f"--{name}={value}" for name, value in chosen.items()]
     config = parsed(values, *arguments)
     assert config == RunConfig(**chosen)
     assert type(getattr(config, name)) is type(value)
 
 
-def test_all_at_once(values):
-    chosen = VALUES | {"strategy": "parameter_server"}
-    del chosen["devices"], chosen["profile"]
-    del chosen["save_every_seconds"], chosen["save_every"]
-    arguments = [f"--{name}={value}" for name, value in chosen.items()]
-    assert parsed(values, *arguments) == RunConfig(**chosen)
+NEEDY = [
+    (name, choice)
+    for name, field in FIELDS.items()
+    for choice in range(len(field.metadata["needs"]))
+]
+
+
+@pytest.mark.parametrize(("name", "choice"), NEEDY)
+def test_a_flag_without_effect_is_refused(name, choice, values):
+    """As is one that is given its default; each need alone is enough."""
+    given = needed_by(name, choice) | {name: VALUES[name]}
+    arguments = [f"--{name}={value}" for name, value in given.items()]
+    assert parsed(values, *arguments) == RunConfig(**given)
+    # "auto" may turn out to be the strategy that it needs.
+    lone = {name: VALUES[name], "strategy": "one_device"}
+    with pytest.raises(ConfigurationError, match=f"^{name} has an effect with"):
+        RunConfig(**lone)
+    values.unparse_flags()
+    default = FIELDS[name].default
+    if default in (None, ""):
+        return
+    lone[name] = default
+    RunConfig(**lone)
+    arguments = [f"--{name}={value}" for name, value in lone.items()]
+    with pytest.raises(ConfigurationError, match=f"^{name} has an effect with"):
+        parsed(values, *arguments)
 
 
 @pytest.mark.parametrize(

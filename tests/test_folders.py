@@ -2,17 +2,23 @@
 
 import os
 import pathlib
+import types
 
 import pytest
 
+from mgpu_tf import cli, job
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.folders import (
     NotRegularError,
+    check_path,
     make_folder,
     not_through_links,
+    open_regular,
     own_only,
     write_whole,
 )
+from mgpu_tf.reports import terminal
+from mgpu_tf.runtime import quiet_import
 from tests import clusters
 
 
@@ -80,6 +86,90 @@ def test_a_private_run_is_read_by_its_owner_only(tmp_path):
         assert path.stat().st_mode & 0o777 == mode, path
 
 
+PATHS = {
+    "be a path": [None, 3, b"a", ""],
+    "have no zero byte": ["a\0b"],
+    "only a shell replaces": ["~", "~/run", "~me/run", "$HOME/a", "a/${B}/c"],
+    "names of at most 255 bytes": ["a" * 256, "a/" * 3000, "\u00e9" * 128],
+    "be text": ["\ud800"],
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "path"),
+    [(rule, path) for rule, paths in PATHS.items() for path in paths],
+)
+def test_what_is_no_path(rule, path):
+    with pytest.raises(ConfigurationError, match=rule) as error:
+        check_path("output_dir", path)
+    assert len(str(error.value)) < 400
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("path", ["a", "/a/~b", "./~a", "a$", "a$ b", "gs://a"])
+def test_what_is_a_path(path):
+    assert check_path("output_dir", path) == path
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    """A pipe that nobody writes to: to open it would wait."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("mode", ["r", "w", "a", "rb", "r+"])
+def test_no_pipe_or_device_is_opened(mode, pipe):
+    for path in (pipe, "/dev/zero", "/dev/null"):
+        with pytest.raises(NotRegularError):
+            open_regular(path, mode)
+    with pytest.raises(NotRegularError):
+        open_regular(os.path.dirname(pipe), mode)
+
+
+def test_regular_files_are_opened_as_by_open(tmp_path):
+    path = str(tmp_path / "a")
+    with open_regular(path, "w") as file:
+        file.write("one\n")
+    with open_regular(path, "a") as file:
+        file.write("two\n")
+    with open_regular(path) as file:
+        assert file.read() == "one\ntwo\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan --scaling={pipe} --examples=8",
+        "plan --scaling=/dev/zero --examples=8",
+        "trace --json={pipe}",
+        "train --initial_model={pipe}.keras",
+        "train --output_dir={pipe}",
+        "train --output_dir=~/run",
+        "train --checkpoint_dir=$HOME/run",
+        "launch --num_workers=1 --log_dir={pipe} -- true",
+        "checkpoints {pipe}",
+    ],
+)
+def test_commands_do_not_wait_for_a_pipe(line, pipe, monkeypatch, capsys):
+    monkeypatch.setattr(quiet_import, "import_tensorflow", lambda: None)
+    monkeypatch.setattr(job, "_splits", lambda config: None)
+    monkeypatch.setattr(
+        job,
+        "trace",
+        lambda config: types.SimpleNamespace(json=lambda: "{}"),
+    )
+    monkeypatch.setattr(terminal, "show_trace", lambda trace: None)
+    monkeypatch.setattr(
+        job, "_trained", lambda config, splits, *_: job._model(config, splits)
+    )
+    os.link(pipe, f"{pipe}.keras")
+    assert cli.main(line.format(pipe=pipe).split()) == cli.USAGE_ERROR
+    told = capsys.readouterr().err.splitlines()
+    assert "Received: " in told[-1]
+
+
 def test_a_file_is_written_whole_where_somebody_has_put_a_link(tmp_path):
     """The link goes, and what it names stays."""
     other = tmp_path / "other"
@@ -115,10 +205,14 @@ def test_what_comes_while_a_file_is_opened(make, tmp_path, monkeypatch):
     else:
         make(path)
 
-    def nothing(path):
-        raise FileNotFoundError
+    look = os.stat
 
-    monkeypatch.setattr(os, "lstat", nothing)
+    def nothing(one, **options):
+        if one == path:
+            raise FileNotFoundError
+        return look(one, **options)
+
+    monkeypatch.setattr(os, "stat", nothing)
     for mode in ("rb", "ab"):
         with pytest.raises(OSError, match=r"links|regular|No such device"):
             open(path, mode, opener=not_through_links).close()

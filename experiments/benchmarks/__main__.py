@@ -58,10 +58,9 @@ def main() -> int:
         wrong |= _run(benchmark, arguments, logs, command)
         with open(mark, "w", encoding="utf-8"):
             pass
-    path = os.path.join(arguments.output_dir, results.FIGURE)
     held = results.read(arguments.output_dir)
     if results.processor() in held:
-        results.draw(held[results.processor()], path)
+        results.draw(held[results.processor()], arguments.output_dir)
     return wrong
 
 

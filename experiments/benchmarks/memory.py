@@ -49,7 +49,7 @@ class Balance:
 
     @property
     def ratios(self) -> tuple[Ratio, ...]:
-        """What is told."""
+        """Returns the value of the table."""
         return (Ratio("least", "greatest", self.aim),)
 
     def measure(self, rounds: int) -> Rates:

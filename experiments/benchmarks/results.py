@@ -27,7 +27,31 @@ from experiments.benchmarks.table import Ratio
 
 JSON = "results.json"
 TEXT = "RESULTS.md"
-FIGURE = "results.png"
+# What a picture answers, by the names of benchmarks.
+QUESTIONS = {
+    "one_device": "One device: steps per second of whole models",
+    "step_overhead": "What a step costs besides computing: a tiny model",
+    "compute_bound": "Two workers, most time is computing",
+    "communication_bound": "Two workers, most time is communication",
+    "asynchronous": "Parameter servers",
+    "model_parallel": "Split models",
+}
+# Baselines in words; others are in the tables alone.
+_WORDS = {
+    "coordinator_loop": "TensorFlow's coordinator loop",
+    "ddp": "PyTorch DDP",
+    "hand_written": "a loop written by hand",
+    "keras_fit": "Keras 3 fit",
+    "keras_fit_50": "Keras 3 fit, 50 steps a call",
+    "keras_jax": "Keras 3 on JAX",
+    "stock_loop": "a loop with TensorFlow's strategy",
+    "tf_keras_fit": "Keras 2 fit",
+    "tf_keras_fit_50": "Keras 2 fit, 50 steps a call",
+    "torch_compile": "PyTorch, compiled",
+    "torch_eager": "PyTorch",
+    "torch_fsdp2": "PyTorch FSDP2",
+    "torch_zero1": "PyTorch ZeRO-1",
+}
 _MEANING = {
     "input": "`reading` is the pipeline with no model behind it; rates are "
     "examples a second. `waited` is the rate of a run over what it would have "
@@ -41,7 +65,6 @@ _MEANING = {
 
 # The unit of rates that are told as times.
 STARTS = "starts/s"
-_TICKS = (0.2, 0.5, 1, 2, 5, 10, 20)
 NOTES = "NOTES.md"
 _PACKAGES = ("tensorflow", "keras", "torch", "tf_keras", "jax", "numpy")
 
@@ -253,54 +276,58 @@ def machine() -> str:
     )
 
 
-def draw(value: Mapping, path: str) -> None:
-    """Draws each ratio as a bar with its least and greatest.
+def draw(value: Mapping, folder: str) -> list[str]:
+    """Draws a picture for each question: bars with their least and greatest.
 
     Args:
         value: The set of one processor.
-        path: Of the figure.
+        folder: Gets the pictures.
+
+    Returns:
+        Their paths.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = value["results"]
-    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.3 * len(shown)))
-    medians = [row["ratio_median"] for row in shown]
-    spread = [
-        [row["ratio_median"] - row["ratio_min"] for row in shown],
-        [row["ratio_max"] - row["ratio_median"] for row in shown],
-    ]
-    ours = [row["contestant"].startswith("mgpu_tf") for row in shown]
-    axes.barh(
-        range(len(shown)),
-        medians,
-        xerr=spread,
-        color=["tab:blue" if own else "tab:gray" for own in ours],
-        ecolor="black",
-        capsize=2,
-    )
-    for place, row in enumerate(shown):
-        if row["aim"] is not None:
-            axes.plot([row["aim"]] * 2, [place - 0.4, place + 0.4], "r-")
-    axes.set_yticks(
-        range(len(shown)),
-        [
-            f"{row['name']}: {row['contestant']} / {row['baseline']}"
+    paths = []
+    for question, title in QUESTIONS.items():
+        shown = [
+            row
+            for row in value["results"]
+            if row["name"].partition("/")[0] == question
+            and row["contestant"] == "mgpu_tf"
+            and row["baseline"] in _WORDS
+        ]
+        if not shown:
+            continue
+        figure, axes = pyplot.subplots(figsize=(7, 1.4 + 0.32 * len(shown)))
+        for place, row in enumerate(shown):
+            middle = row["ratio_median"]
+            spread = [
+                [middle - row["ratio_min"]],
+                [row["ratio_max"] - middle],
+            ]
+            color = "tab:blue" if middle >= 1 else "tab:orange"
+            axes.barh(place, middle, xerr=spread, color=color, capsize=2)
+            axes.text(row["ratio_max"], place, f"  {middle:.2f}", va="center")
+        labels = [
+            f"{row['name'].partition('/')[2].replace('_', ' ')}: "
+            f"{_WORDS[row['baseline']]}"
             for row in shown
-        ],
-        fontsize=7,
-    )
-    axes.set_xscale("log")
-    axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
-    axes.minorticks_off()
-    axes.axvline(1.0, color="black", linewidth=0.5)
-    axes.set_xlabel("ratio of rates; red: the aim")
-    axes.set_ylim(len(shown) - 0.4, -0.6)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+        ]
+        axes.set_yticks(range(len(shown)), labels, fontsize=8)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set_xlim(0, 1.15 * max(row["ratio_max"] for row in shown))
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        axes.set_xlabel("times as fast as ... (1 = equal)", fontsize=8)
+        axes.set_title(title, fontsize=10)
+        figure.tight_layout()
+        paths.append(os.path.join(folder, f"results_{question}.png"))
+        figure.savefig(paths[-1], dpi=100)
+        pyplot.close(figure)
+    return paths
 
 
 def _load() -> float:

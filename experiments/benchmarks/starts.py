@@ -104,7 +104,7 @@ class Start:
 
     Attributes:
         name: Of the benchmark.
-        ratios: What is told.
+        ratios: The values of the table.
         measures: Each starts processes once; they take turns.
         unit: Of the rates.
     """

@@ -46,7 +46,7 @@ class Benchmark:
         name: Of the benchmark and its variant.
         job: A key of `jobs.JOBS`.
         contestants: Who takes part.
-        ratios: What is told.
+        ratios: The values of the table.
         pinned: Whether process i stays on core i, with one thread.
         check_steps: Steps until losses are compared.
         burst_seconds: About how long a contestant's turn takes.

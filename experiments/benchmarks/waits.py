@@ -40,7 +40,7 @@ class Waits:
 
     @property
     def ratios(self) -> tuple[Ratio, ...]:
-        """What is told: 1 is a step that never waited."""
+        """Returns the ratio: 1 is a step that never waited."""
         return (Ratio("mgpu_tf", "mgpu_tf_less_waiting"),)
 
     def measure(self, rounds: int) -> Rates:

@@ -19,9 +19,10 @@ import contextlib
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
+
+from mgpu_tf.cluster import heartbeat
 
 CHECK_EVERY = 100
 STEPS_PER_EXECUTION = 10
@@ -33,8 +34,6 @@ _CHECKS = 200
 
 @contextlib.contextmanager
 def _without_heartbeat() -> Iterator[None]:
-    from mgpu_tf.cluster import heartbeat
-
     here, heartbeat._here = heartbeat._here, None
     try:
         yield
@@ -119,8 +118,6 @@ def measure(
 
 def beat_milliseconds() -> float:
     """Returns the processor time of what an execution tells."""
-    from mgpu_tf.cluster import heartbeat
-
     before = time.process_time()
     for step in range(_BEATS):
         heartbeat.mark(heartbeat.CALLBACKS)
@@ -131,15 +128,15 @@ def beat_milliseconds() -> float:
     return (time.process_time() - before) / _BEATS * 1e3
 
 
-def look_milliseconds() -> float:
+def look_milliseconds(board: heartbeat.Board) -> float:
     """Returns the processor time of one look at eight tasks."""
-    from mgpu_tf.cluster import heartbeat, watchdog
+    from mgpu_tf.cluster import watchdog
     from mgpu_tf.options import WatchOptions
 
-    watch, path = watchdog.Watch(WatchOptions()), os.environ[heartbeat.FILE]
+    watch = watchdog.Watch(WatchOptions())
     before = time.process_time()
     for number in range(_LOOKS):
-        beats = {f"worker {index}": heartbeat.read(path) for index in range(8)}
+        beats = {f"worker {index}": board.read() for index in range(8)}
         watch.look({n: b for n, b in beats.items() if b}, float(number))
     return (time.process_time() - before) / _LOOKS * 1e3
 
@@ -150,13 +147,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=256)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["MGPU_TF_BEAT"] = os.path.join(folder, "worker-0")
-        pairs, check = measure(
-            arguments.rounds, arguments.steps, arguments.batch
-        )
-        beat = beat_milliseconds()
-        look = look_milliseconds()
+    board = heartbeat.Board()
+    os.environ[heartbeat.FILE] = board.path
+    pairs, check = measure(arguments.rounds, arguments.steps, arguments.batch)
+    beat = beat_milliseconds()
+    look = look_milliseconds(board)
     more = [100 * (watched / bare - 1) for bare, watched in pairs]
     low, middle, high = statistics.quantiles(more, n=4)
     parts = beat / STEPS_PER_EXECUTION + check / CHECK_EVERY

@@ -21,13 +21,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mgpu_tf.cluster import environments
+from mgpu_tf.cluster.addresses import Address, parse
 from mgpu_tf.cluster.place import Place
 from mgpu_tf.errors import ClusterError, unknown_name
+from mgpu_tf.fields import check_types, checked
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 TF_CONFIG = "TF_CONFIG"
 
-_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):([0-9]{1,5})")
 _INDEX = re.compile(r"[0-9]{1,9}")
 _EXAMPLE = (
     '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
@@ -66,6 +67,7 @@ class ClusterConfig:
     source: str = dataclasses.field(default=TF_CONFIG, compare=False)
 
     def __post_init__(self) -> None:
+        check_types(self)
         _check_addresses(self)
         _check_task(self)
 
@@ -122,6 +124,7 @@ class ClusterConfig:
         )
 
     @classmethod
+    @checked
     def from_json(cls, text: str) -> ClusterConfig:
         """Parses the text of `TF_CONFIG`.
 
@@ -269,25 +272,26 @@ def _as_addresses(name: str, addresses: object) -> tuple[str, ...]:
 
 
 def _check_addresses(config: ClusterConfig) -> None:
-    seen: dict[str, str] = {}
+    seen: dict[Address, str] = {}
     for task_type in TASK_TYPES:
         for index, address in enumerate(getattr(config, task_type)):
             where = f"{task_type} {index}"
-            match = _ADDRESS.fullmatch(address)
-            if match is None or not 0 < int(match[2]) < 65536:
+            try:
+                parsed = parse(address)
+            except ValueError as problem:
                 raise ClusterError(
                     f'{config.source}: an address must be "host:port" with a '
                     f"port of 1 to 65535. Received: {_shorten(address)} for "
-                    f"{where}."
-                )
-            if address in seen:
+                    f"{where}, {problem}."
+                ) from None
+            if parsed in seen:
                 raise ClusterError(
                     f"{config.source}: every task needs an address of its "
                     f"own. Received: {_shorten(address)} for "
-                    f"{seen[address]} and {where}. Give one of them another "
+                    f"{seen[parsed]} and {where}. Give one of them another "
                     "port."
                 )
-            seen[address] = where
+            seen[parsed] = where
     for task_type in ("chief", "evaluator"):
         count = len(getattr(config, task_type))
         if count > 1:
@@ -313,6 +317,11 @@ def _check_task(config: ClusterConfig) -> None:
         raise ClusterError(
             f"TF_CONFIG: the index of a {config.task_type} must be 0 to "
             f"{len(addresses) - 1}. Received: {config.task_index}."
+        )
+    if not config.chief and not config.worker:
+        raise ClusterError(
+            f"{config.source}: a cluster needs a worker. Received: tasks of "
+            f"types {sorted(config.tasks)}. Add 'worker'."
         )
 
 

@@ -5,13 +5,16 @@
     with heartbeat.at(STEP):
         ...
     heartbeat.checked(120, digest)          # replicas were compared
-    read(path).phase                        # by another process
+    board = Board()                         # of who watches
+    board.path                              # for the task, in FILE
+    board.read().last.phase
 
-A task writes its step and its phase into a small file that is mapped into
-memory. The file outlives the task, and its last entries tell what the task
-did last. One entry takes about a microsecond. A thread writes each second
-that the process runs. SIGUSR1 writes the Python stacks of all threads to
-stderr, also where Python itself is stuck.
+A task writes its step and its phase into a board: a small file that is in
+memory only and has no name in a folder. So no cleaner of old files takes it
+away, and it is there as long as one process has it open: who watches sees
+what the task did last, after its end too. One entry takes about a
+microsecond. A thread writes each second that the process runs. SIGUSR1 writes
+the Python stacks of all threads to stderr, also where Python itself is stuck.
 """
 
 from __future__ import annotations
@@ -20,17 +23,18 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import fcntl
+import logging
 import mmap
 import os
 import signal
 import struct
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
 
-# The file that a supervisor reads, for a task that it has started.
+# The path of the board that a supervisor reads, for a task of its own.
 FILE = "MGPU_TF_BEAT"
 STACKS = signal.SIGUSR1
 
@@ -119,17 +123,56 @@ class Beat:
         return self.entries[-1]
 
 
+class Board:
+    """The file of a task, as those see it who watch.
+
+    Attributes:
+        descriptor: Of the file; open until `close`.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("mgpu_tf-heartbeat")
+
+    @property
+    def path(self) -> str:
+        """Where a process of the same user opens it, while this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+
+    def read(self) -> Beat | None:
+        """Returns what the task has told; None where it has told nothing."""
+        return read(self.descriptor)
+
+    def close(self) -> None:
+        """Leaves the file to the task."""
+        os.close(self.descriptor)
+
+
+class _Taken(Exception):
+    """Another process tells on this board."""
+
+
 class _Writer:
-    """The file of this process."""
+    """The board of this process.
+
+    Args:
+        path: The board, on which nobody tells yet.
+
+    Raises:
+        OSError: It cannot be opened.
+        _Taken: Another process tells there.
+    """
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = os.open(path, os.O_RDWR)
         try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_size:
+                raise _Taken
             os.ftruncate(descriptor, _BYTES)
             self._map = mmap.mmap(descriptor, _BYTES)
         finally:
+            # The map keeps the file open, and the lock with it.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
         self._known: set[str] = set()
         self._alive = 0
@@ -190,37 +233,38 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def begin(name: str, *, alone: bool = True) -> str | None:
+def begin(board: Board | None = None) -> None:
     """Begins to tell where this process is; a second call changes nothing.
 
     Args:
-        name: The task, such as `worker 1`.
-        alone: Whether nobody is told but a supervisor.
-
-    Returns:
-        A file that nobody reads yet; None where a supervisor reads it, where
-        nobody has to, or where the file cannot be made.
+        board: Where, if no supervisor has made a board for this process.
+            None: nowhere then.
     """
     global _here
-    if _here is not None:
-        return None
-    path = os.environ.get(FILE, "")
-    own = not path
-    if own:
-        if alone:
-            return None
-        folder = tempfile.mkdtemp(prefix="mgpu_tf-")
-        path = os.path.join(folder, name.replace(" ", "-"))
+    path = os.environ.get(FILE) or (board.path if board else "")
+    if _here is not None or not path:
+        return
     try:
-        # A process that the task has started finds the file taken.
         _here = _Writer(path)
-    except OSError:
-        return None
+    except _Taken:
+        return  # By the task that has started this process.
+    except OSError as error:
+        logging.getLogger("mgpu_tf").warning(
+            "no supervisor sees whether this task goes on: %s cannot be "
+            "written (%s)",
+            path,
+            error.strerror,
+        )
+        return
     with contextlib.suppress(ValueError, AttributeError, OSError):
         # A notebook may have no stderr.
         stderr = sys.__stderr__.fileno()  # type: ignore[union-attr]
         faulthandler.register(STACKS, stderr, all_threads=True)
-    return path if own else None
+
+
+def has_begun() -> bool:
+    """Returns whether this process tells where it is."""
+    return _here is not None
 
 
 def count(step: int) -> None:
@@ -317,13 +361,13 @@ def recorded(beats: Mapping[str, Beat]) -> str:
     return "".join(sorted(lines))
 
 
-def read(path: str) -> Beat | None:
-    """Returns what a task has told; None where it has told nothing."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_BYTES)
-    except OSError:
-        return None
+def read(descriptor: int) -> Beat | None:
+    """Returns what a task has told; None where it has told nothing.
+
+    Args:
+        descriptor: Of its board.
+    """
+    data = os.pread(descriptor, _BYTES, 0)
     if len(data) < _BYTES:
         return None
     magic, pid, checked, count, alive, reading = _HEADER.unpack_from(data)

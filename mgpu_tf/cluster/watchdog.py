@@ -8,7 +8,7 @@
 A supervisor looks at all tasks of a job. A task that somebody else has started
 (Slurm, Kubernetes, a person) has a child process that looks at this one task:
 
-    python -m mgpu_tf.cluster.watchdog FILE STALL FIRST < TF_CONFIG
+    python -m mgpu_tf.cluster.watchdog BOARD STALL FIRST < TF_CONFIG
 
 It ends with its input, and so with the task.
 """
@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -247,24 +246,31 @@ def begin(
     A later call changes nothing.
 
     Args:
-        cluster: The cluster; without one only a supervisor watches.
+        cluster: The cluster. Without one a supervisor watches, or a child
+            process if a limit is not the default.
         options: The limits, where no supervisor has its own. Default: those
             of the environment.
     """
     global _child
-    name = "worker 0" if cluster is None else cluster.task_name
     options = options or WatchOptions.from_environment()
-    path = heartbeat.begin(name, alone=cluster is None or not options.watches)
-    if path is None:
+    if heartbeat.has_begun():
         return
+    # A process that is alone is watched where somebody has set a limit.
+    wanted = cluster is not None or options != WatchOptions()
+    if not (wanted and options.watches) or heartbeat.FILE in os.environ:
+        heartbeat.begin()
+        return
+    cluster = cluster or ClusterConfig("worker", 0, worker=("localhost:1",))
+    board = heartbeat.Board()
+    heartbeat.begin(board)
     packages = os.path.dirname(
         os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     )
     given = os.environ.get("PYTHONPATH")
-    assert cluster is not None
     _child = subprocess.Popen(
         [
-            *(sys.executable, "-P", "-m", "mgpu_tf.cluster.watchdog", path),
+            *(sys.executable, "-P", "-m", "mgpu_tf.cluster.watchdog"),
+            str(board.descriptor),
             str(options.stall_timeout_seconds),
             str(options.first_step_seconds),
         ],
@@ -276,15 +282,17 @@ def begin(
             "PYTHONPATH": os.pathsep.join(p for p in (packages, given) if p),
         },
         start_new_session=True,
+        pass_fds=(board.descriptor,),
         text=True,
     )
+    board.close()
     assert _child.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         _child.stdin.write(cluster.to_json() + "\n")
         _child.stdin.flush()
 
 
-def _watch(path: str, options: WatchOptions) -> None:
+def _watch(board: int, options: WatchOptions) -> None:
     """Watches one task until it ends. In the child process."""
     cluster = ClusterConfig.from_json(sys.stdin.readline())
     name, watch = cluster.task_name, Watch(options)
@@ -293,7 +301,7 @@ def _watch(path: str, options: WatchOptions) -> None:
     while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
         if os.getppid() != parent:
             break  # A process that the task has forked holds the pipe.
-        beat = heartbeat.read(path)
+        beat = heartbeat.read(board)
         if beat is None:
             continue
         now = time.monotonic()
@@ -329,7 +337,6 @@ def _watch(path: str, options: WatchOptions) -> None:
             _say(f"{stall.text}. Its Python stacks follow; it is ended")
             end_with_stacks([beat.pid])
             break
-    shutil.rmtree(os.path.dirname(path), ignore_errors=True)
 
 
 def _say(text: str) -> None:
@@ -339,6 +346,6 @@ def _say(text: str) -> None:
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         _watch(
-            sys.argv[1],
+            int(sys.argv[1]),
             WatchOptions(float(sys.argv[2]), float(sys.argv[3])),
         )

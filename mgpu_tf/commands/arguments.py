@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from absl import flags
 
 from mgpu_tf import flags as run_flags
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.fields import check_needs
 from mgpu_tf.launch import isolation, local
 from mgpu_tf.launch.job import GRACE_SECONDS, REPLAY
 from mgpu_tf.launch.policy import RestartPolicy
@@ -28,6 +31,7 @@ class Call:
         values: The values of the flags.
         rest: The arguments that are not flags.
         command: The arguments after `--`; None if no `--` was typed.
+        commands: All commands of the program, by name.
     """
 
     name: str
@@ -35,6 +39,7 @@ class Call:
     values: flags.FlagValues
     rest: list[str]
     command: list[str] | None
+    commands: Mapping[str, ModuleType] = dataclasses.field(default_factory=dict)
 
     def takes_flags_only(self) -> None:
         """Refuses arguments that are not flags."""
@@ -95,6 +100,34 @@ class Call:
         return isolation.download(
             values.dataset, data_dir
         ) or isolation.outside(self.given, os.environ)
+
+
+# What makes a command start processes of this machine.
+STARTED = ("num_workers", "num_ps", "strategy=parameter_server")
+# Flags of commands that start processes, and what each needs.
+RESTART_NEEDS = {
+    "backoff_seconds": ("max_restarts", "min_workers", "max_workers"),
+}
+
+
+def check_flags(
+    values: flags.FlagValues, needs: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Refuses flags that have no effect beside the others.
+
+    Args:
+        values: The values of the flags.
+        needs: For flags that need others, what they need, as for
+            `fields.option`.
+
+    Raises:
+        ConfigurationError: A flag that was given has no effect.
+    """
+    every = {name: values[name].value for name in values}
+    changed = {n for n, value in every.items() if value != values[n].default}
+    for name, needed in needs.items():
+        if values[name].present:
+            check_needs(name, needed, every, changed)
 
 
 def check_evaluator(values: flags.FlagValues) -> None:

@@ -37,6 +37,9 @@ JSON = "scaling.json"
 FIGURE = "scaling.png"
 
 
+NEEDS = {"isolate": ("kind=processes",)}
+
+
 def define(values: flags.FlagValues) -> None:
     """Defines the flags of the command."""
     define_isolation(values)

@@ -15,10 +15,13 @@ from mgpu_tf.studies.doctor.findings import ERROR, WARNING
 USAGE = """mgpu-tf doctor [--flags]
 
 Checks the versions, Keras's settings, processors, limits, folders, TF_CONFIG,
-addresses, ports and GPUs of this machine. Each finding has its remedy.
+addresses, ports and GPUs of this machine. Of GPUs: whether TensorFlow has
+kernels for them, the driver, and the links between them. Each finding has its
+remedy.
 
-With --all_reduce: sums a tensor over all devices, and prints the bandwidth. In
-a cluster, every task must run this command at the same time.
+With --all_reduce: sums a tensor over all devices, and prints the bandwidth and
+what NCCL says of its ways. In a cluster, every task must run this command at
+the same time.
 
 Exits with status 1 if training cannot start or will fail.
 

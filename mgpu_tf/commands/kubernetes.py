@@ -24,6 +24,14 @@ Example:
 """
 
 
+# A Dockerfile has none of the other fields.
+NEEDS = {
+    field.name: ("not dockerfile",)
+    for field in dataclasses.fields(KubernetesJob)
+    if field.name not in ("command", "gpus", "user_id")
+}
+
+
 def define(values: flags.FlagValues) -> None:
     """Defines the flags of the command."""
     text, number = flags.DEFINE_string, flags.DEFINE_integer

@@ -10,6 +10,7 @@ from mgpu_tf import flags as run_flags
 from mgpu_tf.cluster.config import TF_CONFIG, ClusterConfig
 from mgpu_tf.cluster.place import DEFAULT_PORT
 from mgpu_tf.commands.arguments import (
+    RESTART_NEEDS,
     Call,
     check_evaluator,
     define_isolation,
@@ -17,6 +18,7 @@ from mgpu_tf.commands.arguments import (
     supervision,
 )
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.fields import names_of
 from mgpu_tf.launch import hosts, isolation, local, ssh
 from mgpu_tf.launch.job import STARTUP_SECONDS, LaunchJob
 from mgpu_tf.options import WatchOptions
@@ -47,6 +49,22 @@ Example:
   mgpu-tf launch --hosts=host0,host1 --ssh -- python script.py
   mgpu-tf launch --hosts=host0,host1 --print -- python script.py
 """
+
+
+NEEDS = {
+    "ssh_command": ("ssh",),
+    "port": ("hosts",),
+    **RESTART_NEEDS,
+    **dict.fromkeys(
+        (
+            *("startup_seconds", "max_restarts", "min_workers", "spares"),
+            "max_workers",
+            *("grace_seconds", "log_dir", "isolate"),
+            *names_of(WatchOptions),
+        ),
+        ("not print",),
+    ),
+}
 
 
 def define(values: flags.FlagValues) -> None:

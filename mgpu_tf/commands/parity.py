@@ -28,6 +28,13 @@ Example:
 DIFFERENT = 1
 
 
+NEEDS = {
+    "isolate": ("num_workers",),
+    "strategies": ("not num_workers",),
+    "num_virtual_devices": ("not num_workers",),
+}
+
+
 def define(values: flags.FlagValues) -> None:
     """Defines the flags."""
     define_isolation(values)

@@ -44,19 +44,18 @@ Example:
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 _MOST = 1e15
 
-# Flags, and the flags of which each of them needs one.
-_NEEDS = {
-    "optimizer": "num_parameters or model",
-    "device_memory_gib": "num_parameters or model",
-    "fsdp_parallel": "num_parameters",
-    "tensor_parallel": "num_parameters",
-    "shard": "num_parameters",
-    "pipeline_parallel": "num_parameters",
-    "micro_batches": "num_parameters",
-    "examples": "scaling",
-    "epochs": "scaling",
-    "price": "scaling or model",
-    **dict.fromkeys(planned_model.FLAGS, "model"),
+NEEDS = {
+    "optimizer": ("num_parameters", "model"),
+    "device_memory_gib": ("num_parameters", "model"),
+    **dict.fromkeys(
+        ("fsdp_parallel", "tensor_parallel", "shard", "pipeline_parallel"),
+        ("num_parameters",),
+    ),
+    "micro_batches": ("pipeline_parallel",),
+    "examples": ("scaling",),
+    "epochs": ("scaling",),
+    "price": ("scaling", "model"),
+    **dict.fromkeys(planned_model.FLAGS, ("model",)),
 }
 
 
@@ -144,13 +143,6 @@ def run(call: Call) -> int:
             "none of them. Write --model=resnet50 --global_batch_size=64, "
             "--num_parameters=25.6M, or --scaling=FILE with --examples=N."
         )
-    for name, others in _NEEDS.items():
-        there = any(values[each].value for each in others.split(" or "))
-        if values[name].present and not there:
-            raise ConfigurationError(
-                f"{name} goes with {others}. Received: --{name} without it. "
-                "Give both, or leave it out."
-            )
     if values.model is not None:
         return _model(values)
     told = []
@@ -203,12 +195,6 @@ def _memory(values: flags.FlagValues) -> str:
     told = memory.text(None if room is None else int(room * (1 << 30)))
     micro = values.micro_batches
     if values.pipeline_parallel == 1:
-        if micro is not None:
-            raise ConfigurationError(
-                "micro_batches goes with pipeline_parallel. Received: "
-                f"micro_batches={micro} without it. Give both, or leave it "
-                "out."
-            )
         return told
     if micro is None:
         micro = MICRO_BATCHES * values.pipeline_parallel
@@ -271,7 +257,10 @@ def _read(path: str) -> ScalingTable:
     try:
         table = ScalingTable.read(path)
         _check(table)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (
+        *(OSError, ValueError, LookupError, TypeError, AttributeError),
+        RecursionError,
+    ) as error:
         raise ConfigurationError(
             "scaling must be a file that mgpu-tf benchmark --output_dir "
             f"wrote. Received: scaling={path!r} ({type(error).__name__})."

@@ -6,6 +6,7 @@ from absl import flags
 
 from mgpu_tf import flags as run_flags
 from mgpu_tf.commands.arguments import (
+    RESTART_NEEDS,
     Call,
     check_evaluator,
     define_supervision,
@@ -30,6 +31,9 @@ Example:
   mgpu-tf ray --num_workers=4 -- python train.py --checkpoint_dir=/shared/run
   mgpu-tf ray --num_workers=8 --gpus_per_worker=1 --num_ps=2 -- python train.py
 """
+
+
+NEEDS = RESTART_NEEDS
 
 
 def define(values: flags.FlagValues) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tempfile
 
 from absl import flags
 
 from mgpu_tf import flags as run_flags
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.commands.arguments import Call, define_isolation
+from mgpu_tf.commands.arguments import STARTED, Call, define_isolation
 from mgpu_tf.config import RunConfig
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.folders import check_local
+from mgpu_tf.folders import check_local, open_regular
 from mgpu_tf.options import SaveOptions
 from mgpu_tf.runtime import quiet_import
 
@@ -30,6 +31,7 @@ Example:
   mgpu-tf trace --html=trace.html
   mgpu-tf trace --strategy=fsdp --model=transformer --json=trace.json
   mgpu-tf trace --num_workers=2
+  mgpu-tf trace --perfetto=step.json
   mgpu-tf trace --num_workers=2 --num_ps=1
 """
 
@@ -38,7 +40,10 @@ _DEFAULTS = {"dataset": "tabular", "global_batch_size": 100}
 # Strategies that need several devices in this process.
 _SEVERAL = ("mirrored", "central_storage", "fsdp", "model_parallel")
 # Flags of `train` that a trace has no use for.
-_WITHOUT = ("profile", "output_dir")
+_WITHOUT = ("profile", "output_dir", "report", "log_with")
+
+
+NEEDS = {"isolate": STARTED}
 
 
 def define(values: flags.FlagValues) -> None:
@@ -50,6 +55,11 @@ def define(values: flags.FlagValues) -> None:
     for name, meaning in (
         ("json", "A file for the trace as JSON, with all digits."),
         ("html", "A file for the trace as a page for a browser."),
+        (
+            "perfetto",
+            "A file for the times of all operations in five later steps, which "
+            "ui.perfetto.dev and chrome://tracing open.",
+        ),
     ):
         flags.DEFINE_string(name, None, meaning, flag_values=values)
 
@@ -68,10 +78,15 @@ def run(call: Call) -> int:
         )
     quiet_import.import_tensorflow()
     from mgpu_tf.job import trace
-    from mgpu_tf.reports import terminal, trace_html
+    from mgpu_tf.reports import perfetto, terminal, trace_html
 
-    found = trace(config)
-    if cluster is None or cluster.is_chief:
+    with tempfile.TemporaryDirectory(prefix="mgpu_tf-") as folder:
+        found = trace(config, folder if values.perfetto else None)
+        is_chief = cluster is None or cluster.is_chief
+        if is_chief and values.perfetto:
+            perfetto.write(folder, values.perfetto)
+            print(f"perfetto: {values.perfetto}", file=sys.stderr)
+    if is_chief:
         terminal.show_trace(found)
         if values.json is not None:
             _write("json", values.json, found.json())
@@ -89,8 +104,16 @@ def _config(values: flags.FlagValues) -> RunConfig:
                 f"A trace does not save. Received: --{name}. Leave it out, or "
                 "use mgpu-tf train."
             )
-    for name in ("json", "html"):
+    for name in ("json", "html", "perfetto"):
         _check_path(name, values[name].value)
+    if values.perfetto and (
+        config.num_ps or config.strategy == "parameter_server"
+    ):
+        raise ConfigurationError(
+            "perfetto goes with strategies whose replicas step together. "
+            f"Received: --perfetto={values.perfetto} with parameter servers. "
+            "Leave it out."
+        )
     alone = config.num_workers == 1 and not config.num_ps
     if alone and ClusterConfig.from_environment() is None:
         if config.strategy == "auto":
@@ -116,7 +139,7 @@ def _check_path(name: str, path: str | None) -> None:
 
 def _write(name: str, path: str, text: str) -> None:
     try:
-        with open(path, "w", encoding="utf-8") as file:
+        with open_regular(path, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise ConfigurationError(

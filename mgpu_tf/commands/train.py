@@ -10,7 +10,10 @@ from absl import flags
 from mgpu_tf import flags as run_flags
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.environments import ask_for_ps
+from mgpu_tf.commands import saved_config
 from mgpu_tf.commands.arguments import (
+    RESTART_NEEDS,
+    STARTED,
     Call,
     define_isolation,
     define_supervision,
@@ -37,12 +40,30 @@ from --checkpoint_dir.
 Example:
   mgpu-tf train --strategy=mirrored --num_virtual_devices=4 --model=cnn
   mgpu-tf train --strategy=parameter_server --num_workers=3 --num_ps=2
+  mgpu-tf train --output_dir=runs/a --report=html
+  mgpu-tf train --config=runs/a/report.json --epochs=10
 """
+
+
+NEEDS = {
+    **RESTART_NEEDS,
+    **dict.fromkeys(
+        ("log_dir", "grace_seconds", "isolate"),
+        (*STARTED, "max_restarts", "min_workers", "max_workers"),
+    ),
+}
+# What a scheduler does for the tasks that it has started.
+_OF_SUPERVISOR = (
+    *("max_restarts", "min_workers", "max_workers", "spares"),
+    "backoff_seconds",
+    *("grace_seconds", "log_dir", "isolate"),
+)
 
 
 def define(values: flags.FlagValues) -> None:
     """Defines the flags of a run and of its supervision."""
     run_flags.define(values)
+    saved_config.define(values)
     define_supervision(values)
     define_isolation(values)
 
@@ -51,6 +72,7 @@ def run(call: Call) -> int:
     """Trains in this process or in new processes; returns the status."""
     call.takes_flags_only()
     values = call.values
+    saved_config.apply(values)
     config = run_flags.config(values)
     logging.basicConfig(format="mgpu-tf: %(message)s")
     _log.setLevel(logging.INFO)
@@ -67,11 +89,13 @@ def run(call: Call) -> int:
             alone=config.num_workers == 1 and not asynchronous,
             **options,
         )
-    if cluster is not None and again:
+    idle = [name for name in _OF_SUPERVISOR if values[name].present]
+    if cluster is not None and idle and not supervised:
         _log.warning(
-            "%s restarts its tasks itself; max_restarts, min_workers and "
-            "max_workers of this command do nothing here",
+            "%s has started its tasks and supervises them; %s of this command "
+            "do nothing here",
             cluster.source,
+            ", ".join(idle),
         )
     return _run(config)
 

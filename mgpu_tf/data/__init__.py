@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from mgpu_tf.data.arrays import ArraySource, split_arrays
+from mgpu_tf.data.arrays import ArraySource, rows_of_arrays, split_arrays
 from mgpu_tf.data.feed import Feed, distribute, drop, next_batch
 from mgpu_tf.data.indexed import RandomAccessSource
 from mgpu_tf.data.python import GeneratorSource, PyDatasetSource
@@ -57,6 +57,7 @@ __all__ = [
     "Source",
     "arrays_of",
     "as_source",
+    "batch_rows",
     "distribute",
     "drop",
     "is_task",
@@ -67,6 +68,10 @@ __all__ = [
     "split_arrays",
     "with_class_weight",
 ]
+
+
+# More rows are not numbered by all of TensorFlow's operations.
+_MOST_ROWS = 2**31 - 1
 
 
 def as_source(
@@ -112,7 +117,8 @@ def as_source(
             "PyDataset, a generator or a dataset_fn. Received: None."
         )
     kind = _kind_with_batches(x)
-    if shuffle not in (True, False, "batch"):
+    is_known = isinstance(shuffle, bool | int) and shuffle in (0, 1)
+    if not is_known and not (isinstance(shuffle, str) and shuffle == "batch"):
         raise ConfigurationError(
             "shuffle must be True, False or 'batch'. Received: "
             f"shuffle={shuffle!r}."
@@ -133,12 +139,27 @@ def as_source(
     if callable(x):
         return FunctionSource(x, strategy)
     if batch_size is not None:
-        check_integer("batch_size", batch_size, 1)
+        check_integer("batch_size", batch_size, 1, _MOST_ROWS)
     if isinstance(x, RandomAccess):
         return RandomAccessSource(x, batch_size, shuffle, seed, steps)
     return ArraySource(
         pack(x, y, sample_weight), batch_size, shuffle, seed, steps
     )
+
+
+def batch_rows(x: Any) -> int:
+    """Returns the rows of arrays that are one batch.
+
+    Raises:
+        ConfigurationError: They are no arrays, or of other lengths.
+    """
+    kind = _kind_with_batches(x)
+    if x is None or kind is not None:
+        raise ConfigurationError(
+            "A batch must be arrays. Received: "
+            f"{kind or type(x).__name__}. Pass the arrays of one batch."
+        )
+    return rows_of_arrays(x)
 
 
 def is_batched(x: Any) -> bool:

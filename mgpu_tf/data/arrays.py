@@ -44,7 +44,7 @@ class ArraySource(Source):
         self._examples = _common_length(self._data)
         if batch_size is None:
             batch_size = -(-self._examples // steps) if steps else BATCH_SIZE
-        self._batch_size = batch_size
+        self._batch_size = self.batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
         self._steps = -(-self._examples // batch_size)
@@ -147,6 +147,15 @@ def split_arrays(data: Any, fraction: float) -> tuple[Any, Any]:
         structures.rows(data, None, first),
         structures.rows(data, first, None),
     )
+
+
+def rows_of_arrays(data: Any) -> int:
+    """Returns the number of examples in nested arrays.
+
+    Raises:
+        ConfigurationError: They are no arrays, or of other lengths.
+    """
+    return _common_length(structures.tensors_of(data))
 
 
 def _common_length(data: Any) -> int:

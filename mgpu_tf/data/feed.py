@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.data import structures
@@ -53,7 +54,9 @@ def distribute(
         if start:
             rest = one_pass(epoch, start)
             epoch += 1
-        dataset = tf.data.Dataset.counter(epoch).flat_map(one_pass)
+        # counter() would leave a function in TensorFlow's global graph.
+        numbers = tf.data.Dataset.range(epoch, np.iinfo(np.int64).max)
+        dataset = numbers.flat_map(one_pass)
         if start:
             dataset = rest.concatenate(dataset)
     else:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
+import threading
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -60,11 +62,11 @@ class RandomAccessSource(Source):
                 "The rows of a RandomAccess are shuffled one by one. Received: "
                 "shuffle='batch'. Pass True or False."
             )
-        self._source = data.source
+        self._source, self._broken = data.source, data.broken
         self._examples = len(data)
         if batch_size is None:
             batch_size = -(-self._examples // steps) if steps else BATCH_SIZE
-        self._batch_size = batch_size
+        self._batch_size = self.batch_size = batch_size
         self._shuffle, self._seed = bool(shuffle), seed
         self._passes = -(-self._examples // batch_size)
         self.steps = self._passes
@@ -73,6 +75,8 @@ class RandomAccessSource(Source):
             self._table = data.source.arrays
         self._threads = data.threads or min(32, (os.cpu_count() or 1) + 4)
         first = _example(self._one(0))
+        # A lock where an example is written over by the next one.
+        self._one_by_one = self._overwrites()
         self._leaf_specs = [
             tf.TensorSpec([None, *leaf.shape], _type(leaf))
             for leaf in tf.nest.flatten(first)
@@ -158,6 +162,10 @@ class RandomAccessSource(Source):
             return None
         return Rows(self._table, self._batch_size, self._order, self._mapped)
 
+    def broken(self) -> str:
+        """Returns the first file that cannot be read, "" for none."""
+        return self._broken() if self._broken else ""
+
     def length(self) -> str:
         """Returns how much there is, in words."""
         return f"{self._examples} examples in batches of {self._batch_size}"
@@ -211,9 +219,10 @@ class RandomAccessSource(Source):
             shape, dtype = spec.shape[1:], spec.dtype.as_numpy_dtype
             column = np.empty([len(examples), *shape], dtype)
             for row, example in enumerate(examples):
-                if example[leaf].shape != tuple(shape):
-                    raise ConfigurationError(_one_shape(shape, example[leaf]))
-                column[row] = example[leaf][()]
+                found = example[leaf]
+                if found.shape != tuple(shape):
+                    raise ConfigurationError(_one_shape(shape, found))
+                column[row] = _as_type(found, column.dtype)[()]
             columns.append(column)
         return columns
 
@@ -239,7 +248,37 @@ class RandomAccessSource(Source):
         return list(itertools.chain.from_iterable(found))
 
     def _several(self, numbers: list[int]) -> list[list[np.ndarray]]:
-        return [self._checked(self._source[number]) for number in numbers]
+        return [self._checked_row(number) for number in numbers]
+
+    def _checked_row(self, number: int) -> list[np.ndarray]:
+        with self._one_by_one:
+            return self._checked(self._source[number])
+
+    def _overwrites(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns what to read an example in: a lock, if it is overwritten.
+
+        Raises:
+            ConfigurationError: `__getitems__` returns one example for all.
+        """
+        if self._examples == 1 or self._table is not None:
+            return contextlib.nullcontext()
+        if hasattr(self._source, "__getitems__"):
+            one, other = (_example(self._one(number)) for number in (0, 1))
+            both = self._source.__getitems__([0, 1])
+            pair = [_example(example) for example in both]
+            if _alike(*pair) and not _alike(one, other):
+                raise ConfigurationError(
+                    "__getitems__ must return an example of its own for each "
+                    "number. Received: one array that is written over. Return "
+                    "copies of it."
+                )
+            return contextlib.nullcontext()
+        raw = self._source[0]
+        before = _example(raw)
+        self._source[1]
+        if _alike(before, _example(raw)):
+            return contextlib.nullcontext()
+        return threading.Lock()
 
     def _checked(self, raw: Any) -> list[np.ndarray]:
         example = _example(raw)
@@ -351,7 +390,8 @@ def _array(leaf: Any) -> Any:
         return None
     if isinstance(leaf, float):
         return np.asarray(leaf, keras.config.floatx())
-    array = np.asarray(leaf)
+    # A source may write its next example into the same array.
+    array = np.array(leaf)
     if array.dtype.kind in "SU":
         # Of one length, an array loses zeros at the end of bytes.
         array = np.asarray(leaf, object)
@@ -376,6 +416,46 @@ def _one_shape(shape: tf.TensorShape, found: np.ndarray) -> str:
         "All examples of a source must have one shape. Received: "
         f"{found.shape} after {tuple(shape)}. Give them one shape in "
         "__getitem__, or return encoded bytes and decode them in map."
+    )
+
+
+def _as_type(found: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Returns a value in another type, if that keeps it but for rounding.
+
+    Args:
+        found: The value of an example.
+        dtype: The type of the first example.
+
+    Raises:
+        ConfigurationError: It would be another value.
+    """
+    if found.dtype == dtype:
+        return found
+    is_text = object in (found.dtype, dtype)
+    if not is_text and np.can_cast(found.dtype, dtype, "same_kind"):
+        kept = found.astype(dtype)
+        if found.dtype.kind not in "iu" or np.array_equal(found, kept):
+            return kept
+    raise ConfigurationError(
+        "All examples of a source must have one type. Received: "
+        f"{_of_type(found.dtype)} after {_of_type(dtype)}. Convert them in "
+        "__getitem__, such as with np.float32."
+    )
+
+
+def _of_type(dtype: np.dtype[Any]) -> str:
+    return "text" if dtype.kind == "O" else str(dtype)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Returns whether two examples have the same bytes."""
+    leaves = _leaves(one), _leaves(other)
+    return len(leaves[0]) == len(leaves[1]) and all(
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and (a.dtype == object or a.tobytes() == b.tobytes())
+        and (a.dtype != object or a.tolist() == b.tolist())
+        for a, b in zip(*leaves, strict=True)
     )
 
 

@@ -158,7 +158,7 @@ def _dataset_of(
                 batch = next(iterator, _END)
             if batch is _END:
                 return
-            tf.nest.assert_same_structure(spec, batch)
+            _check_like(batch, spec)
             yield tuple(t for t in tf.nest.flatten(batch) if t is not None)
 
     def packed(*leaves: Any) -> Any:
@@ -170,6 +170,28 @@ def _dataset_of(
     return tf.data.Dataset.from_generator(
         leaves, args=arguments, output_signature=tuple(present)
     ).map(packed)
+
+
+def _check_like(batch: Any, spec: Any) -> None:
+    """Refuses a batch of another structure or type than the first ones."""
+    try:
+        tf.nest.assert_same_structure(spec, batch)
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            "All batches must have one structure. Received: "
+            f"{structures.spec_of(batch)} after {spec}."
+        ) from None
+    for leaf, wanted in zip(
+        tf.nest.flatten(batch), tf.nest.flatten(spec), strict=True
+    ):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype != getattr(wanted, "dtype", None):
+            raise ConfigurationError(
+                "All batches must have one type. Received: "
+                f"{getattr(dtype, 'name', dtype)} after "
+                f"{getattr(wanted.dtype, 'name', None)}. Convert them, such as "
+                "with np.float32."
+            )
 
 
 def _batch(data: Any) -> Any:

@@ -57,6 +57,7 @@ class Source(abc.ABC):
         totals_known: Whether elements have the size of the global batch. If
             not, `total` is -1 and the replicas add up `local`.
         repeats: Whether there is a second pass.
+        batch_size: Rows of a global batch, where they are known beforehand.
         portable: Whether another process can read the datasets. A dataset
             that uses a lookup table, such as a vocabulary, is not portable.
     """
@@ -66,6 +67,7 @@ class Source(abc.ABC):
     seekable: bool = False
     totals_known: bool = True
     repeats: bool = True
+    batch_size: int | None = None
     portable: bool = True
 
     @property
@@ -139,6 +141,10 @@ class Source(abc.ABC):
     def kind(self) -> str:
         """Returns in words what the data is."""
         return "data of this kind"
+
+    def broken(self) -> str:
+        """Looks for what cannot be read, after an error; "" for nothing."""
+        return ""
 
     def rows(self) -> Rows | None:
         """Returns the arrays if batches are rows of arrays, else None."""
@@ -398,6 +404,7 @@ class MappedSource(Source):
         self.seekable = source.seekable
         self.totals_known = source.totals_known
         self.repeats = source.repeats
+        self.batch_size = source.batch_size
         self.portable = source.portable
 
     @property
@@ -459,6 +466,10 @@ class MappedSource(Source):
     def unrepeatable(self) -> str:
         """Returns that of the source."""
         return self._source.unrepeatable
+
+    def broken(self) -> str:
+        """Returns that of the source."""
+        return self._source.broken()
 
     def anew(self) -> Source:
         """Returns the source anew, mapped."""

@@ -155,6 +155,10 @@ class PreprocessedSource(BatchSource):
         structures.check_batched(spec)
         self._spec = structures.specs_of_elements(spec)
 
+    def broken(self) -> str:
+        """Returns that of the source."""
+        return self._source.broken()
+
     def anew(self) -> Source:
         """Returns the source anew, preprocessed."""
         return PreprocessedSource(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import importlib
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -27,6 +28,9 @@ from mgpu_tf.datasets.parquet import parquet
 from mgpu_tf.datasets.record_index import indexed_records
 from mgpu_tf.datasets.text_folder import text_folder
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.fields import checked
+from mgpu_tf.folders import check_path, open_regular
+from mgpu_tf.names import DATASETS
 from mgpu_tf.runtime.remote import check_reachable, is_address
 
 if TYPE_CHECKING:
@@ -48,7 +52,7 @@ __all__ = [
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
-NAMES = ("digits", "tabular", "images")
+NAMES = tuple(DATASETS)
 
 _SHUFFLE_BUFFER = 10_000
 
@@ -156,6 +160,7 @@ class Streams:
         return data.batch(size).map(scaled, num_parallel_calls=tf.data.AUTOTUNE)
 
 
+@checked
 def load(
     name: str,
     data_dir: str | None = None,
@@ -181,35 +186,31 @@ def load(
             nor made, or the folder cannot be written.
     """
     if data_dir is not None:
+        check_path("data_dir", data_dir)
         check_reachable("data_dir", data_dir)
-    base = name.partition("/")[0]
-    if base == "images":
-        from mgpu_tf.datasets.images import Images, side_of
-
-        builder = _prepare(
-            Images, data_dir, Images.NUM_SHARDS, side=side_of(name)
-        )
-        return _streams(builder, Images.SCALE, seed, deterministic)
-    if name in NAMES:
-        builder_class = _own(name)
-        builder = _prepare(builder_class, data_dir, builder_class.NUM_SHARDS)
-        label = builder.info.supervised_keys[1]
-        return Splits(
-            _arrays(builder, "train", builder_class.SCALE),
-            _arrays(builder, "test", builder_class.SCALE),
-            builder.info.features[label].num_classes,
-        )
-    return _streams(_of_tfds(name, data_dir), 255.0, seed, deterministic)
+    own = _own(name)
+    if own is None:
+        return _streams(_of_tfds(name, data_dir), 255.0, seed, deterministic)
+    options = own.options_of(name) if hasattr(own, "options_of") else {}
+    builder = _prepare(own, data_dir, own.NUM_SHARDS, **options)
+    if not own.IN_MEMORY:
+        return _streams(builder, own.SCALE, seed, deterministic)
+    label = builder.info.supervised_keys[1]
+    return Splits(
+        _arrays(builder, "train", own.SCALE),
+        _arrays(builder, "test", own.SCALE),
+        builder.info.features[label].num_classes,
+    )
 
 
 def _own(name: str) -> Any:
-    if name == "tabular":
-        from mgpu_tf.datasets.tabular import Tabular
-
-        return Tabular
-    from mgpu_tf.datasets.digits import Digits
-
-    return Digits
+    """Returns the builder of a set of this package, None for another."""
+    base, size, _ = name.partition("/")
+    if base not in DATASETS:
+        return None
+    module, _, builder = DATASETS[base].partition(":")
+    own = getattr(importlib.import_module(module), builder)
+    return own if not size or hasattr(own, "options_of") else None
 
 
 def _of_tfds(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
@@ -217,7 +218,7 @@ def _of_tfds(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
 
     try:
         builder = tfds.builder(name, data_dir=data_dir)
-    except tfds.core.DatasetNotFoundError:
+    except (tfds.core.DatasetNotFoundError, ValueError):
         names = [*NAMES, *tfds.list_builders(with_community_datasets=False)]
         message = unknown_name("dataset", name, names)
         raise ConfigurationError(
@@ -309,7 +310,7 @@ def _locked(folder: str) -> Iterator[None]:
         yield  # Such a file system locks nothing.
         return
     os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, ".mgpu_tf.lock"), "w") as file:
+    with open_regular(os.path.join(folder, ".mgpu_tf.lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -7,11 +7,12 @@ data = labelled_files(paths, labels, names, "int", decode)
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mgpu_tf.datasets.random_access import RandomAccess, Table
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.folders import check_file, check_path
 
 _LABELS = ("int", "categorical", None)
 
@@ -43,7 +44,7 @@ def files_of(
             "label_mode must be 'int', 'categorical' or None. Received: "
             f"{label_mode!r}."
         )
-    directory = os.fspath(directory)
+    directory = check_path("directory", directory)
     try:
         below = sorted(
             entry.name for entry in os.scandir(directory) if entry.is_dir()
@@ -56,22 +57,13 @@ def files_of(
     if label_mode is None:
         names, folders = [""], [directory]
     else:
-        names = list(below if class_names is None else class_names)
-        unknown = sorted(set(names) - set(below))
-        if unknown:
-            raise ConfigurationError(
-                "class_names must be folders of the directory. Received: "
-                f"{', '.join(unknown)}, not below {directory!r}."
-            )
+        names = _names(class_names, below, directory)
         folders = [os.path.join(directory, name) for name in names]
     paths, labels = [], []
     for label, folder in enumerate(folders):
-        for path, inner, files in os.walk(folder, followlinks=True):
-            inner.sort()
-            for name in sorted(files):
-                if name.lower().endswith(endings):
-                    paths.append(os.path.join(path, name))
-                    labels.append(label)
+        for path in _below(folder, endings):
+            paths.append(path)
+            labels.append(label)
     if not paths:
         raise ConfigurationError(
             f"directory must hold {what} ({', '.join(endings)}), in a folder "
@@ -79,6 +71,47 @@ def files_of(
             "without any."
         )
     return paths, labels, names
+
+
+def _names(class_names: Any, below: list[str], directory: str) -> list[str]:
+    """Returns the folders of the labels 0, 1, and so on."""
+    if class_names is None:
+        return below
+    if isinstance(class_names, str) or not isinstance(class_names, Sequence):
+        raise ConfigurationError(
+            "class_names must be a list of names. Received: "
+            f"class_names={class_names!r}."
+        )
+    names = list(class_names)
+    unknown = [str(name) for name in names if name not in below]
+    if unknown:
+        raise ConfigurationError(
+            "class_names must be folders of the directory. Received: "
+            f"{', '.join(unknown)}, not below {directory!r}."
+        )
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ConfigurationError(
+            "class_names must name each folder once. Received: "
+            f"{twice[0]!r} {names.count(twice[0])} times."
+        )
+    return names
+
+
+def _below(folder: str, endings: tuple[str, ...]) -> Iterator[str]:
+    """Yields the files below a folder in order.
+
+    Raises:
+        ConfigurationError: One is a pipe or device, of which to read waits.
+    """
+    for path, inner, files in os.walk(folder, followlinks=True):
+        inner.sort()
+        for name in sorted(files):
+            if not name.lower().endswith(endings):
+                continue
+            file = os.path.join(path, name)
+            check_file("directory", file)
+            yield file
 
 
 def labelled_files(
@@ -109,7 +142,23 @@ def labelled_files(
         files = tf.constant(paths)
         classes = tf.constant(labels, tf.int32)
     if label_mode is None:
-        return RandomAccess(Table(files, len(paths)), read)
-    data = RandomAccess(Table((files, classes), len(paths)), labelled)
-    data.class_names = tuple(names)
+        data = RandomAccess(Table(files, len(paths)), read)
+    else:
+        data = RandomAccess(Table((files, classes), len(paths)), labelled)
+        data.class_names = tuple(names)
+    data.broken = lambda: _first_broken(paths, read)
     return data
+
+
+def _first_broken(paths: list[str], read: Callable[[Any], Any]) -> str:
+    """Returns the first file that cannot be read, and why; "" for none."""
+    import tensorflow as tf
+
+    for path in paths:
+        try:
+            with tf.device("CPU:0"):
+                read(tf.constant(path))
+        except tf.errors.OpError as error:
+            said = (error.message or "").partition("\n")[0]
+            return f"{path!r} ({said:.160})"
+    return ""

@@ -25,6 +25,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
     VERSION = tfds.core.Version("1.0.0")
     NUM_SHARDS = 4
+    IN_MEMORY = True
     SCALE = 16.0
     """The largest shade; inputs are divided by it."""
 

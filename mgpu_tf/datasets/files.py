@@ -12,16 +12,21 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from mgpu_tf.errors import ConfigurationError, check_integer
+from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
+from mgpu_tf.fields import checked
+from mgpu_tf.folders import check_file, check_path
 
 # A dataset, or a function that a trainer calls with an `InputContext`.
 Batches: TypeAlias = (
     tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset]
 )
 
+_COMPRESSIONS = ("", "GZIP", "ZLIB")
+
 _log = logging.getLogger("mgpu_tf")
 
 
+@checked
 def records(
     pattern: str,
     parse: Callable[[tf.Tensor], Any],
@@ -55,6 +60,10 @@ def records(
     Raises:
         ConfigurationError: No file matches.
     """
+    if compression not in _COMPRESSIONS:
+        raise ConfigurationError(
+            unknown_name("compression", compression, map(repr, _COMPRESSIONS))
+        )
     check_integer("batch_size", batch_size, 1)
     check_integer("shuffle_buffer", shuffle_buffer, 0)
     files = _matching(pattern)
@@ -125,6 +134,7 @@ def by_file(
 
 
 def _matching(pattern: str) -> list[str]:
+    check_path("pattern", pattern)
     try:
         files = sorted(tf.io.gfile.glob(pattern))
     except (tf.errors.OpError, NotImplementedError) as error:
@@ -137,4 +147,7 @@ def _matching(pattern: str) -> list[str]:
             "pattern must match one file or more. Received: "
             f"pattern={pattern!r}, which matches none."
         )
+    for file in files:
+        if "://" not in file:
+            check_file("pattern", file)
     return files

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from mgpu_tf.datasets.class_folders import files_of, labelled_files
 from mgpu_tf.datasets.random_access import RandomAccess
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, is_integer
+from mgpu_tf.fields import checked
 
 _ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 _CHANNELS = {"grayscale": 1, "rgb": 3, "rgba": 4}
@@ -32,10 +34,11 @@ _INTERPOLATIONS = {
 }
 
 
+@checked
 def image_folder(
     directory: str | os.PathLike[str],
     *,
-    image_size: tuple[int, int] = (256, 256),
+    image_size: Sequence[int] = (256, 256),
     label_mode: str | None = "int",
     class_names: Sequence[str] | None = None,
     color_mode: str = "rgb",
@@ -76,6 +79,7 @@ def image_folder(
             f"interpolation must be one of {', '.join(_INTERPOLATIONS)}. "
             f"Received: {interpolation!r}."
         )
+    image_size = _size(image_size)
     paths, labels, names = files_of(
         directory, label_mode, class_names, "images", _ENDINGS
     )
@@ -100,3 +104,21 @@ def image_folder(
         return tf.ensure_shape(image, [*image_size, channels])
 
     return labelled_files(paths, labels, names, label_mode, decoded)
+
+
+def _size(given: Any) -> tuple[int, int]:
+    """Returns height and width.
+
+    Raises:
+        ConfigurationError: It is no pair of integers from 1 on.
+    """
+    if (
+        isinstance(given, tuple | list)
+        and len(given) == 2
+        and all(is_integer(side) and side > 0 for side in given)
+    ):
+        return int(given[0]), int(given[1])
+    raise ConfigurationError(
+        "image_size must be height and width in pixels, such as (224, 224). "
+        f"Received: image_size={given!r}."
+    )

@@ -27,12 +27,18 @@ class Images(tfds.core.GeneratorBasedBuilder):
 
     VERSION = tfds.core.Version("1.0.0")
     NUM_SHARDS = 8
+    IN_MEMORY = False
     SCALE = 255.0
 
     def __init__(self, *, side: int = 64, **options: Any) -> None:
         config = tfds.core.BuilderConfig(name=str(side))
         self._side = side
         super().__init__(config=config, **options)
+
+    @classmethod
+    def options_of(cls, name: str) -> dict[str, Any]:
+        """Returns the options of the builder for `images` or `images/224`."""
+        return {"side": side_of(name)}
 
     def _info(self) -> tfds.core.DatasetInfo:
         return self.dataset_info_from_configs(

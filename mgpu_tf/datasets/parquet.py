@@ -23,9 +23,12 @@ import numpy as np
 
 from mgpu_tf.datasets.open_files import OpenFiles
 from mgpu_tf.datasets.random_access import RandomAccess
-from mgpu_tf.errors import ConfigurationError, check_integer
+from mgpu_tf.errors import ConfigurationError, check_integer, installing
+from mgpu_tf.fields import checked
+from mgpu_tf.folders import check_file, check_path
 
 
+@checked
 def parquet(
     pattern: str,
     map: Callable[..., Any] | None = None,
@@ -120,15 +123,26 @@ class ParquetRows:
                 rows[place] = {n: values[row] for n, values in columns.items()}
         return rows
 
+    def _read(self, file: int, group: int) -> Any:
+        """Returns a row group of a file."""
+        import pyarrow as pa
+
+        try:
+            with self._files.opened(self._paths[file]) as opened:
+                return opened.read_row_group(group, columns=self._columns)
+        except (pa.ArrowException, OSError) as error:
+            said = str(error).partition("\n")[0]
+            raise ConfigurationError(
+                "pattern must match whole Parquet files. Received: "
+                f"{self._paths[file]!r}, whose row group {group} cannot be "
+                f"read ({said:.120}). Write the file again."
+            ) from None
+
     def _group(self, number: int) -> Any:
         """Returns a row group, from memory if it is there."""
         with self._lock:
             if number not in self._held:
-                file, group = self._groups[number]
-                with self._files.opened(self._paths[file]) as opened:
-                    self._held[number] = opened.read_row_group(
-                        group, columns=self._columns
-                    )
+                self._held[number] = self._read(*self._groups[number])
                 self.groups_read += 1
             self._held.move_to_end(number)
             table = self._held[number]
@@ -156,12 +170,14 @@ def _values(column: Any) -> Any:
 
 
 def _paths(pattern: str) -> list[str]:
-    paths = sorted(glob.glob(pattern))
+    paths = sorted(glob.glob(check_path("pattern", pattern)))
     if not paths:
         raise ConfigurationError(
             "pattern must match one local file or more. Received: "
             f"pattern={pattern!r}, which matches none."
         )
+    for path in paths:
+        check_file("pattern", path)
     return paths
 
 
@@ -172,7 +188,7 @@ def _opened(path: str) -> Any:
     except ImportError:
         raise ConfigurationError(
             "Parquet files need PyArrow. Received: an environment without it. "
-            "Run: pip install 'mgpu_tf[parquet]'"
+            f"Run: {installing('parquet')}"
         ) from None
     try:
         return files.ParquetFile(path)

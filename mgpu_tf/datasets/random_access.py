@@ -44,6 +44,8 @@ class RandomAccess:
     Attributes:
         class_names: The names of the labels 0, 1, ...; empty where the source
             does not tell them.
+        broken: Reads all until an example fails, and returns what it is; None
+            where only the error of TensorFlow tells.
 
     Raises:
         ConfigurationError: The source has no length, no example or no
@@ -78,6 +80,7 @@ class RandomAccess:
             check_integer("threads", threads, 1)
         self.source, self.map, self.threads = source, map, threads
         self.class_names: tuple[str, ...] = ()
+        self.broken: Callable[[], str] | None = None
 
     def __len__(self) -> int:
         """Returns the number of examples."""

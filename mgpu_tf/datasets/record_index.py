@@ -30,6 +30,8 @@ import numpy as np
 from mgpu_tf.datasets.open_files import OpenFiles
 from mgpu_tf.datasets.random_access import RandomAccess
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.fields import checked
+from mgpu_tf.folders import check_file, check_path, check_regular, open_regular
 
 _LENGTH, _HEADER, _CHECKSUM = 8, 12, 4
 # Records that are compared with an index of another time.
@@ -38,6 +40,7 @@ _COMPARED = 16
 _log = logging.getLogger("mgpu_tf")
 
 
+@checked
 def indexed_records(
     pattern: str,
     parse: Callable[[Any], Any],
@@ -76,13 +79,17 @@ class RecordFiles:
 
     def __init__(self, pattern: str) -> None:
         paths = sorted(
-            path for path in glob.glob(pattern) if not path.endswith(".index")
+            path
+            for path in glob.glob(check_path("pattern", pattern))
+            if not path.endswith(".index")
         )
         if not paths:
             raise ConfigurationError(
                 "pattern must match one local file or more. Received: "
                 f"pattern={pattern!r}, which matches none."
             )
+        for path in paths:
+            check_file("pattern", path)
         self._paths = paths
         # Of files without an index beside them.
         self._tables: dict[str, np.ndarray] = {}
@@ -154,11 +161,12 @@ def _read_index(path: str) -> np.ndarray | None:
     """Returns the index beside a file, None where it is not of that file."""
     state = os.stat(path)
     try:
+        check_regular(f"{path}.index")
         table = np.load(f"{path}.index", mmap_mode="r")
-        if table.shape[1:] != (2,) or table[0, 0] != state.st_size:
-            return None
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, EOFError, SyntaxError):
         return None  # No index yet, or no index at all.
+    if not _is_whole(table, state.st_size):
+        return None
     if table[0, 1] == state.st_mtime_ns or _agrees(path, table[1:]):
         return table
     return None
@@ -168,7 +176,7 @@ def _agrees(path: str, places: np.ndarray) -> bool:
     """Whether some records, the last among them, are where an index says."""
     end = sum(map(int, places[-1])) + _CHECKSUM if len(places) else 0
     some = np.linspace(0, len(places) - 1, _COMPARED, dtype=int)
-    with open(path, "rb") as file:
+    with open_regular(path, "rb") as file:
         for start, size in places[np.unique(some[some >= 0])].tolist():
             file.seek(start - _HEADER)
             if _length(file.read(_LENGTH)) != size:
@@ -201,9 +209,25 @@ def _length(header: bytes) -> int:
     return int.from_bytes(header[:_LENGTH], "little")
 
 
+def _is_whole(table: np.ndarray, size: int) -> bool:
+    """Whether an index is one of a file of this size, as a scan makes it."""
+    if table.ndim != 2 or table.shape[1] != 2 or table.dtype != np.int64:
+        return False
+    if not len(table) or table[0, 0] != size:
+        return False
+    places = table[1:]
+    # One record after the other, from the first byte on.
+    ends = np.cumsum(places[:, 1] + _HEADER + _CHECKSUM)
+    bounds = np.concatenate([[0], ends])
+    return bool(
+        bounds[-1] == size
+        and np.array_equal(places[:, 0] - _HEADER, bounds[:-1])
+    )
+
+
 def _scanned(path: str, size: int) -> list[tuple[int, int]]:
     places, start = [], 0
-    with open(path, "rb") as file:
+    with open_regular(path, "rb") as file:
         while start < size:
             file.seek(start)
             length = _length(file.read(_LENGTH))

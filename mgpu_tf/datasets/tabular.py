@@ -28,6 +28,7 @@ class Tabular(tfds.core.GeneratorBasedBuilder):
 
     VERSION = tfds.core.Version("1.0.0")
     NUM_SHARDS = 4
+    IN_MEMORY = True
     SCALE = 1.0
 
     def _info(self) -> tfds.core.DatasetInfo:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from mgpu_tf.datasets.class_folders import files_of, labelled_files
 from mgpu_tf.datasets.random_access import RandomAccess
 from mgpu_tf.errors import check_integer
+from mgpu_tf.fields import checked
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _ENDINGS = (".txt",)
 
 
+@checked
 def text_folder(
     directory: str | os.PathLike[str],
     *,

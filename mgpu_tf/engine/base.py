@@ -417,7 +417,7 @@ def _check_compiled(
         raise ConfigurationError(
             "The model must be made in the strategy's scope. Received: the "
             f"model {model.name!r}, made outside. Create it inside "
-            "build_model."
+            "build_model, or in `with strategy.scope():`."
         )
 
 

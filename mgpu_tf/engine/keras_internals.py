@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 from keras.src.utils.python_utils import is_default
+from tensorflow.core.framework import attr_value_pb2
 
 from mgpu_tf.layers import ShardedEmbedding
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
@@ -847,6 +848,35 @@ def store_as(variable: keras.Variable, held: tf.Variable) -> None:
 def stored(variable: keras.Variable) -> tf.Variable:
     """Returns TensorFlow's variable behind one, whatever scope is open."""
     return variable._value
+
+
+def make_readable(variables: Iterable[keras.Variable]) -> None:
+    """Lets `float(optimizer.learning_rate)` work on replicas, as on one device.
+
+    TensorFlow's variables can be read so, but not its copies of a variable.
+
+    Args:
+        variables: Of which the scalars are made readable.
+    """
+    for variable in variables:
+        held = stored(variable)
+        if not variable.ndim and not hasattr(type(held), "__float__"):
+            kind: Any = type(held)
+            held.__class__ = _readable(kind)
+
+
+@functools.cache
+def _readable(kind: type) -> type:
+    """Returns a class of variables that Python can read as numbers."""
+    return type(
+        kind.__name__,
+        (kind,),
+        {
+            "__float__": lambda self: float(self.numpy()),
+            "__int__": lambda self: int(self.numpy()),
+            "__module__": kind.__module__,
+        },
+    )
 
 
 def write_here(variable: keras.Variable, value: Any) -> None:
@@ -1777,6 +1807,27 @@ def parts(
         yield from parts(inner)
     for other in getattr(optimizer, "optimizers", ()):
         yield from parts(other)
+
+
+def body_of_function(graph: Any, name: str) -> Any | None:
+    """Returns the graph of a function that TensorFlow calls by its name.
+
+    Args:
+        graph: A graph that may know the function.
+        name: Its name.
+
+    Returns:
+        The graph, None where the function is not known here.
+    """
+    try:
+        return getattr(graph._get_function(name), "graph", None)
+    except (AttributeError, KeyError):
+        return None
+
+
+def set_integer(op: tf.Operation, name: str, value: int) -> None:
+    """Sets an integer attribute of an operation that is being traced."""
+    op._set_attr(name, attr_value_pb2.AttrValue(i=value))
 
 
 def before_scaling(op: tf.Operation, otherwise: Any) -> Any:

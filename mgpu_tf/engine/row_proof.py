@@ -32,6 +32,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from mgpu_tf.engine import keras_internals
+
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -289,8 +291,7 @@ class RowProof:
             return UNPROVEN
         inner = RowProof(fixed=self._fixed)
         for tensor, kind in zip(body.inputs, kinds, strict=True):
-            inner._kinds[id(tensor)] = kind
-        inner._alive.append(body)
+            inner.take([tensor], kind)
         found = [inner.of(tensor) for tensor in body.outputs]
         if UNPROVEN in found:
             self.unproven += inner.unproven
@@ -339,7 +340,7 @@ class RowProof:
             return [UNPROVEN]
         inner = RowProof(fixed=self._fixed)
         for tensor, kind in zip(body.inputs, kinds, strict=True):
-            inner._kinds[id(tensor)] = kind
+            inner.take([tensor], kind)
         return [inner.of(tensor) for tensor in body.outputs]
 
 
@@ -358,14 +359,9 @@ def _joined(before: Kind, after: Kind, output: tf.Tensor) -> Kind:
 
 def _body(op: tf.Operation, function: Any) -> Any:
     """Returns the graph of a function, None where it cannot be found."""
-    name = function.name
     graph = op.graph
     while graph is not None:
-        try:
-            found = graph._get_function(name)
-        except (AttributeError, KeyError):
-            found = None
-        body = getattr(found, "graph", None)
+        body = keras_internals.body_of_function(graph, function.name)
         if body is not None and body.get_operations():
             return body
         graph = getattr(graph, "outer_graph", None)

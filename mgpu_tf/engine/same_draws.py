@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
 
+from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author_scope import graph_here
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
@@ -42,12 +42,11 @@ class SameDraws:
         numbers = strategy.run(on_replica)
         self._number = int(strategy.experimental_local_results(numbers)[0])
 
-    def begin(self) -> int:
-        """Returns where the operations of a replica begin."""
-        graph = graph_here()
-        return 0 if graph is None else len(graph.get_operations())
+    def begin(self) -> tf.Operation | None:
+        """Returns where the operations of a replica begin, for `end`."""
+        return None if graph_here() is None else tf.no_op()
 
-    def end(self, begin: int) -> None:
+    def end(self, begin: tf.Operation | None) -> None:
         """Gives seeds to the random operations of this replica.
 
         Args:
@@ -57,14 +56,12 @@ class SameDraws:
             ConfigurationError: The step draws where seeds cannot be given.
         """
         graph = graph_here()
-        if graph is None:
+        if graph is None or begin is None:
             return
         base = self._number if graph.seed is None else graph.seed
-        context = tf.distribute.get_replica_context()
-        (device,) = tf.nest.flatten(context.devices)
-        place = 0
-        for op in graph.get_operations()[begin:]:
-            if not _draws(op) or op.device != device:
+        place, operations = 0, graph.get_operations()
+        for op in operations[operations.index(begin) :]:
+            if not _draws(op) or op.device != begin.device:
                 continue
             if op.type in _GENERATORS:
                 raise ConfigurationError(
@@ -75,8 +72,8 @@ class SameDraws:
                     f"{op.name!r}. Use keras.random.SeedGenerator."
                 )
             place += 1
-            _set(op, "seed", base % (2**31 - 1) or 1)
-            _set(op, "seed2", place * _STRIDE)
+            keras_internals.set_integer(op, "seed", base % (2**31 - 1) or 1)
+            keras_internals.set_integer(op, "seed2", place * _STRIDE)
 
 
 def _draws(op: tf.Operation) -> bool:
@@ -85,7 +82,3 @@ def _draws(op: tf.Operation) -> bool:
         return False
     seeds = {"seed", "seed2"} <= {each.name for each in op.op_def.attr}
     return seeds or op.type in _GENERATORS
-
-
-def _set(op: tf.Operation, name: str, value: int) -> None:
-    op._set_attr(name, attr_value_pb2.AttrValue(i=value))

@@ -4,7 +4,7 @@ Two kinds of strategy, two ways to make the replicas' values one, each variable
 by its rule (`rules.py`):
 
     a copy on each replica    metrics and moving statistics are written
-                              locally, and made one at the end of an
+                              locally, and combined at the end of an
                               execution, all in one reduction; what else
                               layers keep is made one in every step, since
                               the next step may read it

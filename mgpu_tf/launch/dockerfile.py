@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.fields import checked
 from mgpu_tf.launch.job import check_command
 
 # The user that pods of `mgpu-tf kubernetes` run as.
@@ -38,6 +39,7 @@ RUN pip install --requirement=/packages/requirements.txt
 """
 
 
+@checked
 def dockerfile(
     command: Sequence[str],
     *,

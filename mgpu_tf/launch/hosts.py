@@ -7,18 +7,18 @@ for host, task, line in commands(job, ["a", "b"]):
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 
+from mgpu_tf.cluster.addresses import host_of
 from mgpu_tf.cluster.config import TF_CONFIG
 from mgpu_tf.cluster.place import DEFAULT_PORT
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.fields import checked
 from mgpu_tf.launch.job import LaunchJob, check_command
 
-_HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]")
 
-
+@checked
 def commands(
     job: LaunchJob, hosts: Sequence[str], port: int = DEFAULT_PORT
 ) -> list[tuple[str, str, str]]:
@@ -59,6 +59,7 @@ def commands(
     ]
 
 
+@checked
 def places(
     num_tasks: int, hosts: Sequence[str], port: int
 ) -> list[tuple[str, int]]:
@@ -79,17 +80,29 @@ def places(
     Raises:
         ConfigurationError: A host is no name or address, or is named twice.
     """
+    seen: dict[str, str] = {}
     for host in hosts:
-        if not _HOST.fullmatch(host):
+        try:
+            machine = host_of(host)
+        except ValueError as problem:
             raise ConfigurationError(
                 "hosts must be names or addresses, with commas between; an "
-                f"IPv6 address in brackets. Received: {host!r}. Write "
-                "--hosts=host0,host1."
+                f"IPv6 address in brackets. Received: {host!r}, {problem}. "
+                "Write --hosts=host0,host1."
+            ) from None
+        if machine in seen:
+            raise ConfigurationError(
+                "hosts must name each machine once. Received: "
+                f"{','.join(hosts)}, where {seen[machine]!r} and {host!r} are "
+                "one. Leave out one of them."
             )
-    if len(set(hosts)) < len(hosts):
+        seen[machine] = host
+    last = port + (num_tasks - 1) // len(hosts)
+    if not 0 < port <= last < 65536:
         raise ConfigurationError(
-            "hosts must name each machine once. Received: "
-            f"{','.join(hosts)}. Leave out what is there twice."
+            f"port must be 1 to 65535, as must the last that is needed. "
+            f"Received: port={port}, and so {last} for {num_tasks} tasks on "
+            f"{len(hosts)} machines. Choose another one."
         )
     return [
         (hosts[index % len(hosts)], port + index // len(hosts))

@@ -24,9 +24,9 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from mgpu_tf.errors import PREEMPTED, ConfigurationError, unknown_name
+from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.names import DATASETS, ISOLATE
 from mgpu_tf.user_function import is_target
 
@@ -44,6 +44,14 @@ _SERVICES = (
     "NEPTUNE_API_TOKEN",
 )
 _PROBE_SECONDS = 30.0
+# As the C library, Python's clients and TensorFlow's file systems say it.
+_UNREACHED = re.compile(
+    "network is unreachable|name resolution|name or service not known|"
+    "no address associated|could not resolve host|could not connect|"
+    "failed to resolve|max retries exceeded|connection error|"
+    "gaierror|URLError|DownloadError|error executing an HTTP request",
+    re.IGNORECASE,
+)
 
 
 def outside(command: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -125,13 +133,13 @@ def isolated(mode: str, needs: str = "") -> Iterator[bool]:
         yield not problem
 
 
-def tell_of_failure(status: int) -> None:
-    """Says after a failure that there was no network.
+def tell_of_failure(lines: Iterable[str]) -> None:
+    """Says after a failure for want of a network that there was none.
 
     Args:
-        status: The exit status of the job.
+        lines: The last lines of the tasks that failed.
     """
-    if 0 < status < 128 and status != PREEMPTED:
+    if any(map(_UNREACHED.search, lines)):
         _say(
             "the tasks had a network of their own, without the internet. If "
             "they need more, write --isolate=off"

@@ -18,6 +18,7 @@ from mgpu_tf.cluster.config import TF_CONFIG, ClusterConfig
 from mgpu_tf.cluster.place import Place
 from mgpu_tf.cluster.roles import Roles
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.fields import check_types
 from mgpu_tf.launch.elastic import check_elastic
 from mgpu_tf.launch.policy import RestartPolicy
 from mgpu_tf.options import WatchOptions
@@ -26,6 +27,8 @@ from mgpu_tf.options import WatchOptions
 RESTARTS = "MGPU_TF_RESTARTS"
 # The step that a task replays, in place of its training.
 REPLAY = "MGPU_TF_REPLAY"
+# The file that says that it has.
+VERDICT = "MGPU_TF_REPLAY_VERDICT"
 
 EVALUATOR = "evaluator 0"
 STARTUP_SECONDS = 300.0
@@ -75,6 +78,8 @@ class LaunchJob:
     spares: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
+        check_command(self.command)
         if self.num_workers < 1:
             raise ConfigurationError(
                 f"num_workers must be 1 or more. Received: {self.num_workers}."

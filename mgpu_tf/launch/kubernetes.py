@@ -23,12 +23,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from fractions import Fraction
 from typing import Any
 
 from mgpu_tf.cluster import kubernetes as environment
 from mgpu_tf.cluster.place import DEFAULT_PORT, PORT
 from mgpu_tf.cluster.roles import NUM_WORKERS, Roles
-from mgpu_tf.errors import PREEMPTED, ConfigurationError, unknown_name
+from mgpu_tf.errors import (
+    PREEMPTED,
+    ConfigurationError,
+    check_integer,
+    unknown_name,
+)
+from mgpu_tf.fields import check_types
 from mgpu_tf.launch import yaml_text
 from mgpu_tf.launch.job import check_command
 
@@ -42,10 +49,33 @@ _CONTAINER = "node"
 
 # RFC 1035, as names of services and of hosts must be.
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
-# RFC 1123, as names of other objects must be.
-_OBJECT = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
-_QUANTITY = re.compile(r"([0-9]+(\.[0-9]+)?)(m|k|[KMGTP]i|[MGTP])?")
+# RFC 1123, as the name of a namespace must be, and of other objects.
+_LABEL_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_OBJECT = re.compile(rf"{_LABEL_NAME.pattern}(\.{_LABEL_NAME.pattern})*")
+_LONGEST_OBJECT = 253
+# What the value of a label may be, as the name of a queue is one.
+_LONGEST_LABEL = 63
+# As of github.com/distribution/reference.
+_PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    rf"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?(?::[0-9]{{1,5}})?/)?"
+    rf"{_PART}(?:/{_PART})*(?::[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?"
+    r"(?:@sha256:[0-9a-f]{64})?"
+)
+_LONGEST_IMAGE = 255
+_QUANTITY = re.compile(
+    r"([0-9]{1,15}(?:\.[0-9]{1,9})?)(m|k|[KMGTPE]i|[MGTPE])?"
+)
+_UNITS = {
+    "": Fraction(1),
+    "m": Fraction(1, 1000),
+    "k": Fraction(1000),
+    **{u: Fraction(1000) ** n for n, u in enumerate("MGTPE", 2)},
+    **{f"{u}i": Fraction(1024) ** n for n, u in enumerate("KMGTPE", 1)},
+}
+# Of the fields of Kubernetes, integers of 32 and of 64 bits.
+_INT32, _INT64 = 2**31 - 1, 2**63 - 1
+_MOST_PODS = 100_000
 _LONGEST_HOST = 63
 
 Manifest = dict[str, Any]
@@ -104,6 +134,7 @@ class KubernetesJob:
     user_id: int = 1000
 
     def __post_init__(self) -> None:
+        check_types(self)
         _check_numbers(self)
         _check_names(self)
         _check_quantities(self)
@@ -499,18 +530,16 @@ def _volumes(job: KubernetesJob) -> list[tuple[str, str, Manifest]]:
 
 
 def _check_numbers(job: KubernetesJob) -> None:
-    for field, least in (
-        ("workers", 1),
-        ("gpus", 0),
-        ("ps", 0),
-        ("max_restarts", 0),
-        ("grace_seconds", 1),
+    restarts = _INT32 // max(1, job.roles.num_tasks)
+    for field, least, most in (
+        ("workers", 1, _MOST_PODS),
+        ("gpus", 0, _INT32),
+        ("ps", 0, _MOST_PODS),
+        ("max_restarts", 0, restarts),
+        ("grace_seconds", 1, _INT32),
+        ("user_id", 0, _INT32),
     ):
-        if getattr(job, field) < least:
-            raise ConfigurationError(
-                f"{field} must be {least} or more. Received: "
-                f"{field}={getattr(job, field)}."
-            )
+        check_integer(field, getattr(job, field), least, most)
     if job.user_id < 1:
         raise ConfigurationError(
             "Containers do not run as root. Received: "
@@ -534,37 +563,73 @@ def _check_names(job: KubernetesJob) -> None:
             f"name must have at most {most} characters, so that pods can be "
             f"named by it. Received: {len(job.name)}."
         )
-    if not _IMAGE.fullmatch(job.image):
+    if len(job.image) > _LONGEST_IMAGE or not _IMAGE.fullmatch(job.image):
         raise ConfigurationError(
             "image must be such as registry/team/train:1. Received: "
             f"image={job.image!r}."
         )
-    for field in ("namespace", "queue", "checkpoint_claim"):
+    for field, rule, limit, dots in (
+        ("namespace", _LABEL_NAME, _LONGEST_LABEL, ""),
+        ("queue", _OBJECT, _LONGEST_LABEL, " and dots"),
+        ("checkpoint_claim", _OBJECT, _LONGEST_OBJECT, " and dots"),
+    ):
         value = getattr(job, field)
-        if value is not None and not _OBJECT.fullmatch(value):
+        if value is not None and not (
+            len(value) <= limit and rule.fullmatch(value)
+        ):
             raise ConfigurationError(
-                f"{field} must be lower-case letters, digits, dashes and "
-                f"dots. Received: {field}={value!r}."
+                f"{field} must be lower-case letters, digits, dashes{dots}, "
+                f"at most {limit}, and begin and end with a letter or digit. "
+                f"Received: {field}={value!r}."
             )
 
 
 def _check_quantities(job: KubernetesJob) -> None:
+    sizes = {}
     for field in ("cpus", "memory", "shared_memory", "checkpoint_size"):
         value = getattr(job, field)
-        if value is None:
-            continue
-        match = _QUANTITY.fullmatch(value)
-        if match is None or float(match[1]) == 0:
-            example = "4 or 500m" if field == "cpus" else "16Gi"
-            raise ConfigurationError(
-                f"{field} must be a quantity of Kubernetes, such as "
-                f"{example}. Received: {field}={value!r}."
-            )
-        if match[3] == "m" and field != "cpus":
-            raise ConfigurationError(
-                f"{field} must be in bytes; m means thousandths. Received: "
-                f"{field}={value!r}. Write {match[1]}Mi."
-            )
+        if value is not None:
+            sizes[field] = _quantity(field, value)
+    memory = sizes.get("memory")
+    if memory is not None and sizes["shared_memory"] > memory:
+        raise ConfigurationError(
+            "shared_memory is part of memory. Received: "
+            f"shared_memory={job.shared_memory!r}, memory={job.memory!r}. Ask "
+            "for more memory, or less of /dev/shm."
+        )
+
+
+def _quantity(field: str, value: str) -> Fraction:
+    """Returns a quantity as CPUs or bytes."""
+    match = _QUANTITY.fullmatch(value)
+    is_cpus = field == "cpus"
+    if match is None or float(match[1]) == 0:
+        raise ConfigurationError(
+            f"{field} must be a quantity of Kubernetes, such as "
+            f"{'4 or 500m' if is_cpus else '16Gi'}. Received: "
+            f"{field}={value!r}."
+        )
+    unit = match[2] or ""
+    if unit == "m" and not is_cpus:
+        raise ConfigurationError(
+            f"{field} must be in bytes; m means thousandths. Received: "
+            f"{field}={value!r}. Write {match[1]}Mi."
+        )
+    size = Fraction(match[1]) * _UNITS[unit]
+    if is_cpus:
+        fits = unit in ("", "m") and (size * 1000).denominator == 1
+    else:
+        fits = size.denominator == 1
+    if not fits or size > _INT64:
+        rule = (
+            "in CPUs, or with m in whole thousandths of one"
+            if is_cpus
+            else "whole bytes, fewer than 2^63"
+        )
+        raise ConfigurationError(
+            f"{field} must be {rule}. Received: {field}={value!r}."
+        )
+    return size
 
 
 def _check_together(job: KubernetesJob) -> None:

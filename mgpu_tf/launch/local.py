@@ -16,10 +16,8 @@ import dataclasses
 import math
 import os
 import queue
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,10 +27,10 @@ from mgpu_tf.cluster import heartbeat, watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import PREEMPTED, ConfigurationError
 from mgpu_tf.folders import make_folder, own_only
-from mgpu_tf.launch import isolation
+from mgpu_tf.launch import isolation, status
 from mgpu_tf.launch.elastic import LOOK_SECONDS, Room
 from mgpu_tf.launch.guard import Guard
-from mgpu_tf.launch.job import EVALUATOR, LaunchJob
+from mgpu_tf.launch.job import EVALUATOR, REPLAY, LaunchJob
 from mgpu_tf.launch.machines import (
     Interrupted,
     Machines,
@@ -86,11 +84,14 @@ def launch(
         )
     if job.alone:
         isolate = "off"  # It opens no port.
+    failures: list[Task] = []
     with isolation.isolated(isolate, needs) as alone:
-        status = supervise(job, ThisMachine(job))
-    if alone and isolate == "auto":
-        isolation.tell_of_failure(status)
-    return status
+        code = supervise(job, ThisMachine(job), failures.append)
+    if alone and isolate == "auto" and code:
+        isolation.tell_of_failure(
+            line for task in failures for line in task.tail()
+        )
+    return code
 
 
 def supervise(
@@ -116,6 +117,12 @@ def supervise(
         raise ConfigurationError(
             "spares go with processes of this machine. Received: "
             f"spares={job.spares} on others. Leave spares out."
+        )
+    if REPLAY in os.environ and not machines.here:
+        raise ConfigurationError(
+            "A replay runs on this machine, which others would not know of. "
+            "Received: a launcher of other machines. Run mgpu-tf replay on one "
+            "of them."
         )
     if job.policy.elastic and not machines.elastic:
         raise ConfigurationError(
@@ -164,7 +171,7 @@ class _Supervisor:
         self._restarts = 0
         self._signal = 0
         self._handlers: dict[int, object] = {}
-        self._beats = tempfile.mkdtemp(prefix="mgpu_tf-")
+        self._boards: dict[str, heartbeat.Board] = {}
         self._watch = watchdog.Watch(job.watch)
         self._look_at = 0.0
         self._stopped: set[str] = set()
@@ -184,7 +191,8 @@ class _Supervisor:
         self._end_all()
         if self._machines.spares is not None:
             self._machines.spares.close()
-        shutil.rmtree(self._beats, ignore_errors=True)
+        for board in self._boards.values():
+            board.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
@@ -309,12 +317,16 @@ class _Supervisor:
 
     def _start(self, cluster: ClusterConfig) -> None:
         options, name = self._job, cluster.task_name
+        if options.log_dir is not None:
+            paths = {n: board.path for n, board in self._boards.items()}
+            status.write(options.log_dir, paths, self._restarts)
         told = options.environment(cluster, self._restarts)
         if self._machines.here:
             # Of the task itself, and not of the one before it.
-            told[heartbeat.FILE] = beat_path = self._beat_path(name)
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(beat_path)
+            if name in self._boards:
+                self._boards[name].close()
+            self._boards[name] = heartbeat.Board()
+            told[heartbeat.FILE] = self._boards[name].path
         # The others may have waited for the one before.
         self._watch = watchdog.Watch(options.watch)
         log_path = None
@@ -414,14 +426,12 @@ class _Supervisor:
             return []
         return [t for t in waiting if waited.get(t.name, 0.0) > 0.9 * limit]
 
-    def _beat_path(self, name: str) -> str:
-        return os.path.join(self._beats, name.replace(" ", "-"))
-
     def _beats_of(self, tasks: list[Task]) -> dict[str, heartbeat.Beat]:
         return {
             task.name: beat
             for task in tasks
-            if (beat := heartbeat.read(self._beat_path(task.name)))
+            if task.name in self._boards
+            and (beat := self._boards[task.name].read())
         }
 
     def _tell_of_stopped(self, beats: dict[str, heartbeat.Beat]) -> None:

@@ -22,7 +22,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mgpu_tf.errors import ConfigurationError, WorkerError, unknown_name
+from mgpu_tf.errors import (
+    ConfigurationError,
+    WorkerError,
+    installing,
+    unknown_name,
+)
 from mgpu_tf.fields import names_of
 from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.local import supervise
@@ -115,8 +120,8 @@ def _pickled(target: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     except ImportError:
         raise ConfigurationError(
             "launch_from_notebook sends functions with cloudpickle. Received: "
-            "an environment without it. Run: pip install "
-            "'mgpu_tf[notebook]'. Or give the path of a script."
+            f"an environment without it. Run: {installing('notebook')}. Or "
+            "give the path of a script."
         ) from None
     try:
         return cloudpickle.dumps((target, arguments))

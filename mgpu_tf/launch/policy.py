@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.fields import check_types
 
 UNITS = ("job", "task")
 
@@ -53,6 +54,7 @@ class RestartPolicy:
     longest_backoff_seconds: float = 60.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.max_restarts < 0:
             raise ConfigurationError(
                 "max_restarts must be 0 or more. Received: "

@@ -25,6 +25,7 @@ from typing import IO
 from mgpu_tf.cluster import ports
 from mgpu_tf.errors import PREEMPTED, ConfigurationError
 from mgpu_tf.folders import own_only
+from mgpu_tf.launch import noise
 
 TAIL_LINES = 20
 
@@ -145,12 +146,15 @@ class Task(abc.ABC):
     def _copy_lines(self, lines: Iterable[bytes], label: str) -> None:
         """Copies whole lines to this process's output, the task in front."""
         prefix = f"[{self.name}] ".encode()
+        quiet = not noise.is_wanted()
         with _Log(self._log_path, label) as log:
             for line in lines:
                 line = _COLOUR.sub(b"", line)
                 line = _REDRAWN.sub(b"", line.rstrip(b"\r\n\b"))
-                self._tail.append(line)
                 log.write(line + b"\n")
+                if quiet and noise.is_noise(line):
+                    continue
+                self._tail.append(line)
                 try:
                     _write(prefix + line + b"\n")
                 except BrokenPipeError:

@@ -26,10 +26,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mgpu_tf.cluster import ports
+from mgpu_tf.cluster import addresses, ports
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.roles import Roles
-from mgpu_tf.errors import ClusterError, ConfigurationError
+from mgpu_tf.errors import ClusterError, ConfigurationError, installing
 from mgpu_tf.launch import keeper
 from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.local import supervise
@@ -44,6 +44,9 @@ PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _POLL_SECONDS = 5.0
 # How long an actor of a node that is there takes to answer.
 _ANSWER_SECONDS = 30.0
+# How long a cluster that is there takes; Ray itself would wait for minutes.
+_ALIVE_SECONDS = 20.0
+_CLIENT = "ray://"
 
 
 def run(
@@ -153,6 +156,7 @@ class RayMachines:
             ClusterError: There is no cluster at the address.
         """
         where = self._address or os.environ.get("RAY_ADDRESS") or "auto"
+        check_alive(where)
         try:
             self._ray.init(
                 address=where,
@@ -472,6 +476,56 @@ class RayTask(Task):
             self._over.set()
 
 
+def check_alive(where: str, seconds: float = _ALIVE_SECONDS) -> None:
+    """Refuses the address of a Ray cluster that does not answer.
+
+    Args:
+        where: `HOST:PORT`, `ray://HOST:PORT`, or `auto`.
+        seconds: How long it may take to answer.
+
+    Raises:
+        ConfigurationError: It is no address.
+        ClusterError: Nobody answers there, or not as Ray does.
+    """
+    address = where.removeprefix(_CLIENT)
+    if where != "auto":
+        try:
+            addresses.parse(address)
+        except ValueError as problem:
+            raise ConfigurationError(
+                "address must be HOST:PORT of a Ray cluster. Received: "
+                f"address={where!r}, {problem}. Write --address=HOST:6379."
+            ) from None
+    if where.startswith(_CLIENT):
+        alive, found = ports.answers(address, seconds), "nobody answers."
+    else:
+        alive, found = _healthy(where, seconds)
+    if not alive:
+        raise ClusterError(
+            "mgpu-tf ray needs a Ray cluster. Received: "
+            f"address={where!r}, where {found} Start one with: ray start "
+            "--head. Or give --address=HOST:6379."
+        )
+
+
+def _healthy(where: str, seconds: float) -> tuple[bool, str]:
+    """Returns whether a cluster answers in time, and what was found."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check"]
+    try:
+        done = subprocess.run(
+            command + ([] if where == "auto" else ["--address", where]),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"no Ray answers within {seconds:.0f} seconds."
+    said = done.stderr.strip().splitlines()[-1:] or ["no Ray answers"]
+    return done.returncode == 0, said[0][:160].rstrip(".") + "."
+
+
 def _sum(bundles: Sequence[Mapping[str, float]]) -> str:
     """Returns resources in words, such as "4 CPU, 2 GPU"."""
     totals = {
@@ -497,7 +551,7 @@ def _ray() -> Any:
     except ImportError:
         raise ConfigurationError(
             "mgpu-tf ray needs Ray. Received: an environment without it. Run: "
-            "pip install 'mgpu_tf[ray]'."
+            f"{installing('ray')}"
         ) from None
     importlib.import_module("ray.util.scheduling_strategies")
     return ray

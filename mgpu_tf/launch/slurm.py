@@ -18,13 +18,20 @@ import re
 import shlex
 
 from mgpu_tf.cluster.roles import Roles
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, check_integer
+from mgpu_tf.fields import check_types
 from mgpu_tf.launch.job import check_command
 
 # What sbatch reads in a comment has no quoting that is safe for all text.
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+@,=-]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_TIME = re.compile(r"([0-9]+-)?[0-9]{1,9}(:[0-9]{2}){0,2}")
+# Minutes, m:s, h:m:s, d-h, d-h:m or d-h:m:s.
+_TIME = re.compile(
+    r"(?:(?P<days>[0-9]{1,5})-)?(?P<first>[0-9]{1,7})"
+    r"(?::(?P<second>[0-9]{1,2}))?(?::(?P<third>[0-9]{1,2}))?"
+)
+# As many nodes and tasks as a cluster of Slurm can have.
+_MOST = 65533
 _OPTION = re.compile(r"[a-z][a-z-]*(=[A-Za-z0-9._:+@,/%*&|()\[\]=-]+)?")
 
 # These are the script's own; a second one would contradict it.
@@ -83,26 +90,17 @@ class SlurmJob:
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field, least in (
-            ("nodes", 1),
-            ("gpus_per_node", 0),
-            ("num_ps", 0),
-            ("max_restarts", 0),
-            ("signal_seconds", 1),
+        check_types(self)
+        for field, least, most in (
+            ("nodes", 1, _MOST),
+            ("gpus_per_node", 0, _MOST),
+            ("num_ps", 0, _MOST),
+            ("max_restarts", 0, _MOST),
+            ("signal_seconds", 1, 65535),
         ):
-            if getattr(self, field) < least:
-                raise ConfigurationError(
-                    f"{field} must be {least} or more. Received: "
-                    f"{field}={getattr(self, field)}."
-                )
-        if self.signal_seconds > 65535:
-            raise ConfigurationError(
-                "signal_seconds must be 65535 or less, the most that Slurm "
-                f"takes. Received: signal_seconds={self.signal_seconds}."
-            )
+            check_integer(field, getattr(self, field), least, most)
         for field, rule, example in (
             ("name", _NAME, "mnist-1"),
-            ("time", _TIME, "2-12:00:00 or 90"),
             ("partition", _WORD, "gpu"),
             ("account", _WORD, "team"),
         ):
@@ -112,6 +110,8 @@ class SlurmJob:
                     f"{field} must be such as {example}. Received: "
                     f"{field}={value!r}."
                 )
+        if self.time is not None:
+            _check_time(self.time, self.signal_seconds)
         for option in self.options:
             _check_option(option)
         _check_line("log_dir", self.log_dir)
@@ -186,6 +186,42 @@ def _srun(job: SlurmJob) -> list[str]:
             '--container-workdir="$PWD"',
         ]
     return options
+
+
+def _check_time(text: str, signal_seconds: int) -> None:
+    """Refuses a time limit that sbatch does not take, or that is too short.
+
+    Raises:
+        ConfigurationError: It is none, or leaves no time to save.
+    """
+    match = _TIME.fullmatch(text)
+    days, first, second, third = match.groups() if match else (None,) * 4
+    if days is not None:
+        parts = (days, first, second or 0, third or 0)
+    elif third is not None:
+        parts = (0, first or 0, second or 0, third)
+    else:
+        parts = (0, 0, first or 0, second or 0)
+    numbers = [int(part or 0) for part in parts]
+    # What stands first may be of any size, and what follows it is a rest.
+    leading = next((i for i, part in enumerate(parts) if part != 0), 0)
+    limits = (1 << 31, 24, 60, 60)
+    rests = range(leading + 1, 4)
+    if match is None or any(numbers[i] >= limits[i] for i in rests):
+        raise ConfigurationError(
+            "time must be such as 12:30:00, 2-12:00:00 or 90 (minutes). "
+            f"Received: time={text!r}."
+        )
+    seconds = sum(
+        number * unit
+        for number, unit in zip(numbers, (86400, 3600, 60, 1), strict=True)
+    )
+    if seconds <= signal_seconds:
+        raise ConfigurationError(
+            "time must be longer than signal_seconds, which are left to save. "
+            f"Received: time={text!r}, which is {seconds} s, "
+            f"signal_seconds={signal_seconds}. Ask for more time."
+        )
 
 
 def _check_option(option: str) -> None:

@@ -105,7 +105,13 @@ class SshMachines:
     ) -> None:
         check_command(job.command)
         places(job.num_tasks, hosts, port)  # Refuses what is no host.
-        self._program = shlex.split(ssh_command)
+        try:
+            self._program = shlex.split(ssh_command)
+        except ValueError as error:
+            raise ConfigurationError(
+                "ssh_command must be words as a shell takes them. Received: "
+                f"ssh_command={ssh_command!r} ({error})."
+            ) from None
         if not self._program or shutil.which(self._program[0]) is None:
             raise ConfigurationError(
                 "--ssh needs the program ssh. Received: "

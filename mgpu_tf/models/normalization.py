@@ -5,8 +5,10 @@ from __future__ import annotations
 import keras
 
 from mgpu_tf.engine.moments import normalizations
+from mgpu_tf.fields import checked
 
 
+@checked
 def synchronize_batch_normalization(model: keras.Model) -> keras.Model:
     """Makes BatchNormalization compute its statistics over all replicas.
 

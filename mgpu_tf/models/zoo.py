@@ -23,6 +23,7 @@ import keras
 from keras import layers
 
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.fields import checked
 from mgpu_tf.names import APPLICATIONS
 
 Shape = tuple[int, ...]
@@ -236,6 +237,7 @@ _MODELS: dict[str, Callable[[Shape, int], keras.Model]] = {
 }
 
 
+@checked
 def create_model(
     name: str,
     input_shape: Shape,

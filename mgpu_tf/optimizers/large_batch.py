@@ -14,17 +14,18 @@ zero_init_residual=True)` is the part that belongs to the model.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import keras
 from keras import ops
 
-from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.errors import ConfigurationError, check_number, unknown_name
+from mgpu_tf.fields import checked
 from mgpu_tf.names import LEARNING_RATE_DECAYS, LEARNING_RATE_RULES
 from mgpu_tf.optimizers.named import create_optimizer, default_learning_rate
 
 
+@checked
 def scale_learning_rate(
     base: float, base_batch: int, batch: int, rule: str = "linear"
 ) -> float:
@@ -58,10 +59,7 @@ def scale_learning_rate(
         ("base_batch", base_batch),
         ("batch", batch),
     ):
-        if not 0 < value < math.inf:
-            raise ConfigurationError(
-                f"{name} must be above 0 and finite. Received: {name}={value}."
-            )
+        check_number(name, value, above=0)
     if rule not in LEARNING_RATE_RULES:
         raise ConfigurationError(
             unknown_name("rule", rule, LEARNING_RATE_RULES)
@@ -70,6 +68,7 @@ def scale_learning_rate(
     return base * (batch / base_batch) ** power
 
 
+@checked
 def create_schedule(
     learning_rate: float,
     *,
@@ -134,6 +133,7 @@ class LargeBatchRecipe:
     warmup_steps: int
 
 
+@checked
 def large_batch_recipe(
     batch_size: int,
     *,

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import check_names, check_number
 from mgpu_tf.optimizers.by_norms import ByNorms, Norms
 
 # Biases, and the scale and offset of normalizations, by parts of their names.
@@ -78,16 +78,12 @@ class LARS(ByNorms):
         name: str = "lars",
         **options: Any,
     ) -> None:
-        _check("momentum", momentum, 0 <= momentum < 1, "0 to below 1")
-        _check("epsilon", epsilon, epsilon >= 0, "0 or more")
-        _check(
-            "trust_coefficient",
-            trust_coefficient,
-            trust_coefficient > 0,
-            "above 0",
-        )
-        decay = weight_decay or 0.0
-        _check("weight_decay", weight_decay, decay >= 0, "0 or more")
+        check_number("momentum", momentum, least=0, below=1)
+        check_number("epsilon", epsilon, least=0)
+        check_number("trust_coefficient", trust_coefficient, above=0)
+        if weight_decay is not None:
+            check_number("weight_decay", weight_decay, least=0)
+        check_names("exclude", exclude)
         super().__init__(
             learning_rate, weight_decay=weight_decay, name=name, **options
         )
@@ -171,10 +167,3 @@ class LARS(ByNorms):
             "epsilon": self.epsilon,
             "exclude": list(self.exclude),
         }
-
-
-def _check(name: str, value: Any, holds: bool, rule: str) -> None:
-    if not holds:
-        raise ConfigurationError(
-            f"{name} of LARS must be {rule}. Received: {name}={value}."
-        )

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.fields import checked
 from mgpu_tf.optimizers.lars import EXCLUDED, LARS
 
 _OPTIMIZERS: dict[
@@ -32,6 +33,7 @@ _OPTIMIZERS: dict[
 }
 
 
+@checked
 def create_optimizer(
     name: str,
     learning_rate: Any = None,

@@ -33,7 +33,7 @@ class Rules:
     """
 
     layers_ahead: int = 1
-    scatters_at_once: bool = False
+    scatters_at_once: bool = True
     reduces_at_once: bool = False
     updates_behind: int = 16
     smallest_split: int = 1024

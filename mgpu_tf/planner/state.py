@@ -18,6 +18,7 @@ import dataclasses
 import math
 
 from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
+from mgpu_tf.fields import check_types
 from mgpu_tf.mesh import check_shard, mesh_of
 from mgpu_tf.names import OPTIMIZERS
 from mgpu_tf.reports.scaling import ScalingTable
@@ -66,6 +67,7 @@ class StateMemory:
     pipeline: int = 1
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_integer("parameters", self.parameters, 1)
         check_integer("fsdp", self.fsdp, 1)
         check_integer("tensor", self.tensor, 1)

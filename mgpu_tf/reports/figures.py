@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, installing
 from mgpu_tf.reports.memory import MemoryTable
-from mgpu_tf.reports.scaling import MEANING, PUBLISHED, ScalingTable
+from mgpu_tf.reports.scaling import MEANING, ScalingTable
 
 
 def draw_scaling(table: ScalingTable, path: str) -> None:
@@ -23,7 +23,7 @@ def draw_scaling(table: ScalingTable, path: str) -> None:
     figure, axes = _new_figure()
     devices = [point.devices for point in table.points]
     axes.plot(devices, devices, "k--", linewidth=1, label="ideal")
-    for name, curve in PUBLISHED.items():
+    for name, curve in table.published.items():
         shown = {n: v for n, v in curve.items() if n <= max(devices)}
         axes.plot(
             list(shown), list(shown.values()), ":", marker=".", label=name
@@ -54,12 +54,16 @@ def draw_scaling(table: ScalingTable, path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_memory(tables: Mapping[str, MemoryTable], path: str) -> None:
+def draw_memory(
+    tables: Mapping[str, MemoryTable], path: str, budget: int | None = None
+) -> None:
     """Draws what the fullest device stores, a bar for each strategy.
 
     Args:
-        tables: What `Trainer.memory` told, by the name of the strategy.
+        tables: What `Trainer.memory` returned, by the name of the strategy.
         path: Of the PNG to write.
+        budget: The bytes that a device has for variables and gradients, as a
+            line; None for no line.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -73,6 +77,10 @@ def draw_memory(tables: Mapping[str, MemoryTable], path: str) -> None:
         sizes = [getattr(row, part) / (1 << 20) for row in fullest]
         axes.barh(list(tables), sizes, left=below, label=part)
         below = [b + size for b, size in zip(below, sizes, strict=True)]
+    if budget is not None:
+        axes.axvline(
+            budget / (1 << 20), color="black", linestyle="--", label="budget"
+        )
     axes.invert_yaxis()
     axes.margins(x=0.02)
     axes.set_xlabel("MiB of variables on the fullest device")
@@ -154,7 +162,7 @@ def _new_figure() -> tuple[Any, Any]:
     except ImportError:
         raise ConfigurationError(
             "Figures need matplotlib. Received: it is not installed. Run: "
-            "pip install 'mgpu_tf[plot]'"
+            f"{installing('plot')}"
         ) from None
     figure = Figure(figsize=(6, 4.5))
     FigureCanvasAgg(figure)

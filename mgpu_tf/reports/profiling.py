@@ -6,9 +6,10 @@
     print(profiler.summary())
     # tensorboard --logdir runs/a/profile
 
-The summary adds up how long the operations of each part ran, on all threads.
-What of a step no operation ran in is waiting: on several workers that is for
-the reduction, mostly.
+The summary tells how long operations of each part ran, on any thread. Parts run
+beside each other, so that together they can take longer than a step. What of a
+step no operation ran in is waiting: on several workers that is for the
+reduction, mostly.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Profiler:
 
 
 def _busy_seconds(folder: str) -> tuple[dict[str, float], float]:
-    """Returns the seconds of each part's operations, and of their union."""
+    """Returns the seconds in which operations ran, of each part and of any."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     pattern = os.path.join(folder, "**", "*.xplane.pb")
@@ -127,8 +128,7 @@ def _busy_seconds(folder: str) -> tuple[dict[str, float], float]:
     space = xplane_pb2.XSpace()
     with open(newest, "rb") as file:
         space.ParseFromString(file.read())
-    busy = dict.fromkeys(PARTS, 0.0)
-    spans: list[tuple[int, int]] = []
+    spans: dict[str, list[tuple[int, int]]] = {part: [] for part in PARTS}
     for plane in space.planes:
         parts = {
             key: next((p for p in PARTS if f"/{p}/" in value.name), None)
@@ -139,10 +139,11 @@ def _busy_seconds(folder: str) -> tuple[dict[str, float], float]:
                 part = parts.get(event.metadata_id)
                 if part is None:
                     continue
-                busy[part] += event.duration_ps / 1e12
                 begin = line.timestamp_ns * 1000 + event.offset_ps
-                spans.append((begin, begin + event.duration_ps))
-    return busy, _length_of_union(spans) / 1e12
+                spans[part].append((begin, begin + event.duration_ps))
+    busy = {part: _length_of_union(spans[part]) / 1e12 for part in PARTS}
+    every = [span for part in PARTS for span in spans[part]]
+    return busy, _length_of_union(every) / 1e12
 
 
 def _length_of_union(spans: list[tuple[int, int]]) -> int:

@@ -47,6 +47,17 @@ removed:
                         (the part of the time without work) and live (the
                         most micro-batches whose activations each stage
                         keeps); null without a pipeline
+    devices             the names of the devices of each worker
+    mesh                the sizes of the axes data, fsdp, tensor and pipeline;
+                        null without a mesh
+    memory              bytes of variables on each device of the chief: device,
+                        weights, optimizer, other, stage
+    step_times          one object for each epoch in which steps were timed:
+                        epoch (from 1) and workers, each with the medians of
+                        input, compute and step in seconds, or null
+    warnings            what the chief was warned of
+    configuration       the fields of RunConfig that are not the default; what
+                        mgpu-tf train --config takes
     predicted           what the planner predicts beside what was measured:
                         memory_bytes of a device, step_seconds, and the parts
                         of a step (predicted, and the seconds of a step that
@@ -65,7 +76,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from mgpu_tf.folders import write_whole
+from mgpu_tf.folders import open_regular, write_whole
 
 REPORT_FILE = "report.json"
 
@@ -136,6 +147,12 @@ class Report:
     pipeline: dict[str, Any] | None = None
     left_out: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     slow: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    devices: list[list[str]] = dataclasses.field(default_factory=list)
+    mesh: dict[str, int] | None = None
+    memory: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    step_times: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    configuration: dict[str, Any] = dataclasses.field(default_factory=dict)
     predicted: dict[str, Any] | None = None
 
     def write(self, folder: str) -> str:
@@ -159,7 +176,7 @@ class Report:
     def read(cls, folder: str) -> Report:
         """Reads `report.json` from a folder."""
         path = os.path.join(folder, REPORT_FILE)
-        with open(path, encoding="utf-8") as file:
+        with open_regular(path, encoding="utf-8") as file:
             values = json.load(file)
         epochs = [
             EpochReport(**known(EpochReport, epoch))

@@ -19,6 +19,8 @@ import json
 import statistics
 from collections.abc import Sequence
 
+from mgpu_tf.folders import open_regular
+
 # Speed-ups on 1, 2, 4 and 8 GPUs.
 PUBLISHED = {
     "source text, CNN": {1: 1.0, 2: 1.7, 4: 3.5, 8: 6.2},
@@ -84,10 +86,8 @@ class ScalingTable:
         return self.speedup(point)[1] / point.devices
 
     def text(self) -> str:
-        """Returns the table for a terminal, with published curves beside."""
-        names = list(PUBLISHED)
-        head = ["devices", "examples/s", "speed-up", "efficiency", *names]
-        rows = [head]
+        """Returns the table for a terminal, at most 80 columns wide."""
+        rows = [["devices", "examples/s", "speed-up", "efficiency"]]
         for point in self.points:
             low, middle, high = self.speedup(point)
             rows.append(
@@ -96,11 +96,19 @@ class ScalingTable:
                     f"{point.median:,.0f}",
                     f"{middle:.2f} ({low:.2f} - {high:.2f})",
                     f"{self.efficiency(point):.0%}",
-                    *(_published(name, point.devices) for name in names),
                 ]
             )
-        title = f"{self.model}, {self.scaling} scaling. {MEANING[self.kind]}"
-        return "\n".join([title, *aligned(rows)])
+        title = f"{self.model}, {self.scaling} scaling."
+        lines = [title, MEANING[self.kind], *aligned(rows)]
+        for name, curve in self.published.items():
+            shown = ", ".join(f"{v:g} on {n}" for n, v in curve.items())
+            lines.append(f"{name}: {shown}")
+        return "\n".join(lines)
+
+    @property
+    def published(self) -> dict[str, dict[int, float]]:
+        """Published speed-ups, where devices are GPUs as theirs were."""
+        return PUBLISHED if self.kind == "gpu" else {}
 
     def write(self, path: str) -> None:
         """Writes the table as JSON."""
@@ -109,15 +117,15 @@ class ScalingTable:
             entry["speedup"] = self.speedup(point)
             entry["efficiency"] = self.efficiency(point)
         value["meaning"] = MEANING[self.kind]
-        value["published"] = PUBLISHED
-        with open(path, "w", encoding="utf-8") as file:
+        value["published"] = self.published
+        with open_regular(path, "w", encoding="utf-8") as file:
             json.dump(value, file, indent=2)
             file.write("\n")
 
     @classmethod
     def read(cls, path: str) -> ScalingTable:
         """Reads what `write` wrote."""
-        with open(path, encoding="utf-8") as file:
+        with open_regular(path, encoding="utf-8") as file:
             value = json.load(file)
         names = [field.name for field in dataclasses.fields(ScalingPoint)]
         points = [
@@ -136,8 +144,3 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         )
         for row in rows
     ]
-
-
-def _published(name: str, devices: int) -> str:
-    value = PUBLISHED[name].get(devices)
-    return "" if value is None else f"{value:.2f}"

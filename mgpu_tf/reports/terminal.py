@@ -18,6 +18,9 @@ from mgpu_tf.reports.pipeline_trace import (
 )
 from mgpu_tf.reports.report import Report
 
+# Most of the seconds of a shorter run are its start.
+_SHORT_RUN = 600.0
+
 
 def show(report: Report, console: Console | None = None) -> None:
     """Prints a run: a row for each epoch, then test scores and layout.
@@ -46,7 +49,7 @@ def show(report: Report, console: Console | None = None) -> None:
         lost = f"{report.lost_steps} steps, {report.lost_seconds:.0f} s lost"
         summary.add_row("restarts", f"{report.restarts}, {lost}")
     if report.goodput is not None:
-        summary.add_row("goodput", str(Goodput(**report.goodput)))
+        summary.add_row("time", _time_of(Goodput(**report.goodput)))
     if report.fused:
         fused = ", ".join(f"{n} {name}" for name, n in report.fused.items())
         summary.add_row("fused", fused)
@@ -64,6 +67,25 @@ def show(report: Report, console: Console | None = None) -> None:
     summary.add_row("replicas", str(report.num_replicas))
     summary.add_row("global batch", str(report.global_batch_size))
     console.print(summary)
+
+
+def _time_of(goodput: Goodput) -> str:
+    """Returns where the time went, the largest part first.
+
+    Goodput is told of runs that take longer than to start.
+    """
+    whole = goodput.wall_seconds
+    parts = {
+        name.removesuffix("_seconds"): seconds
+        for name, seconds in vars(goodput).items()
+        if name != "wall_seconds" and seconds >= whole / 100
+    }
+    told = ", ".join(
+        f"{name} {seconds:.0f}"
+        for name, seconds in sorted(parts.items(), key=lambda p: -p[1])
+    )
+    share = "" if whole < _SHORT_RUN else f"; goodput {goodput.share:.0%}"
+    return f"{whole:.0f} s: {told}{share}"
 
 
 def predicted_text(predicted: dict[str, Any]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from mgpu_tf.reports import charts
 from mgpu_tf.reports.pipeline_trace import (
     Excerpt,
     PipelineTrace,
@@ -16,6 +18,7 @@ from mgpu_tf.reports.pipeline_trace import (
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2430; --dim: #5b6675;
+  --soft: var(--dim); --rule: var(--line);
   --page: #f6f7f9; --card: #ffffff; --line: #d9dee6; --mark: #1f5fbf; }
 @media (prefers-color-scheme: dark) { :root { --text: #e4e8ee; --dim: #9aa5b4;
   --page: #14181e; --card: #1c222b; --line: #343d4a; --mark: #7fb0ff; } }
@@ -37,6 +40,8 @@ p { margin: .25rem 0 .75rem; } .dim { color: var(--dim); }
 .item:first-of-type { border-top: 0; }
 .n { font-family: ui-monospace, monospace; }
 .scroll { overflow-x: auto; }
+.pair { display: grid; gap: .75rem; grid-template-columns: 1fr 1fr; }
+.pair > div { min-width: 0; } .chart { max-width: 38rem; }
 table { border-collapse: collapse; font-size: .875rem; }
 th, td { text-align: right; padding: .25rem 0 .25rem 1.25rem;
   border-bottom: 1px solid var(--line); }
@@ -70,7 +75,7 @@ def page(trace: PipelineTrace) -> str:
     return (
         "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
         '<meta name=viewport content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
+        f"<title>{escape(title)}</title>\n<style>{charts.STYLE}{_STYLE}</style>\n</head>\n"
         "<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
     )
 
@@ -92,6 +97,11 @@ def _loading(trace: PipelineTrace) -> Iterable[str]:
 
 def _distribution(trace: PipelineTrace) -> Iterable[str]:
     yield _stage(2, "Distribution to the devices", trace.distribution)
+    rows = {
+        f"{place}: {short(share.device)}": [float(share.after - share.first)]
+        for place, share in enumerate(trace.step.shares)
+    }
+    yield from _chart("Rows of each device", charts.columns(rows, "rows"))
     yield from _cards(trace.step.shares, "data")
 
 
@@ -107,14 +117,26 @@ def _training(trace: PipelineTrace) -> Iterable[str]:
 
 def _aggregation(trace: PipelineTrace) -> Iterable[str]:
     yield _stage(4, "Gradient aggregation", trace.aggregation)
+    sizes = {
+        f"{place}: {short(share.device)}": [
+            sum(math.prod(each.shape) for each in share.gradients) / 1000
+        ]
+        for place, share in enumerate(trace.step.shares)
+    }
+    unit = "thousand numbers"
+    yield from _chart("Gradients of each device", charts.columns(sizes, unit))
     yield '<div class="card"><h3>What the optimizer got</h3>'
     yield from _items(alike(trace.step.received))
     yield '</div><p></p><div class="card"><h3>What it did</h3>'
     for weight in trace.step.weights:
         devices = ", ".join(map(short, weight.devices))
         yield _head(weight.name, weight.before.shape, devices)
-        yield f"<div class=dim>before</div>{_values(weight.before)}"
-        yield f"<div class=dim>after</div>{_values(weight.after)}</div>"
+        yield (
+            '<div class="pair">'
+            f"<div><div class=dim>before</div>{_values(weight.before)}</div>"
+            f"<div><div class=dim>after</div>{_values(weight.after)}</div>"
+            "</div></div>"
+        )
     yield "</div>"
 
 
@@ -123,6 +145,8 @@ def _epochs(trace: PipelineTrace) -> Iterable[str]:
     yield '<div class="card">'
     yield from _table(*trace.epoch_table())
     yield "</div>"
+    losses = {"loss": [epoch.logs["loss"] for epoch in trace.epochs]}
+    yield from _chart("Loss", charts.lines(losses, "epoch"))
 
 
 def _prediction(trace: PipelineTrace) -> Iterable[str]:
@@ -143,6 +167,11 @@ def _stage(place: int, name: str, text: str) -> str:
         f"<h2><span>{place}</span>{escape(name)}</h2>"
         f"<p class=dim>{escape(text)}</p>"
     )
+
+
+def _chart(title: str, drawn: str) -> Iterable[str]:
+    yield f'<p></p><div class="card"><h3>{escape(title)}</h3>'
+    yield f'<div class="chart">{drawn}</div></div><p></p>'
 
 
 def _cards(shares: Sequence[ShareTrace], part: str) -> Iterable[str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, is_integer
 from mgpu_tf.names import Devices
+from mgpu_tf.options import StrategyOptions
 
 
 def select_local(
@@ -60,6 +61,8 @@ def gpu_indices(devices: Devices) -> list[int]:
         ConfigurationError: A GPU is not there, or is named twice.
     """
     available = len(gpus())
+    if is_integer(devices):
+        devices = int(devices)  # type: ignore[arg-type]
     if devices is None:
         return list(range(available))
     if isinstance(devices, int):
@@ -67,7 +70,8 @@ def gpu_indices(devices: Devices) -> list[int]:
             raise ConfigurationError(
                 f"A number of devices must be 1 or more. Received: {devices}."
             )
-        wanted = list(range(devices))
+        # No list that no memory holds.
+        wanted = list(range(min(devices, available + 1)))
     else:
         wanted = [_gpu_index(device) for device in devices]
     if not wanted or len(set(wanted)) != len(wanted):
@@ -111,10 +115,7 @@ def select_gpus(indices: list[int]) -> None:
 
 
 def _split_cpu(count: int) -> None:
-    if count < 1:
-        raise ConfigurationError(
-            f"num_virtual_devices must be 1 or more. Received: {count}."
-        )
+    StrategyOptions(num_virtual_devices=count)  # Refuses what is no number.
     cpu = tf.config.list_physical_devices("CPU")[0]
     wanted = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -10,11 +11,13 @@ from mgpu_tf.runtime import versions
 
 
 def import_tensorflow() -> None:
-    """Imports TensorFlow and drops what its C++ side writes meanwhile.
+    """Imports TensorFlow and drops what it writes of itself.
 
     Before its logging is set up TensorFlow writes to the standard error
     directly, whatever TF_CPP_MIN_LOG_LEVEL says. Where the import fails, all
-    of it is shown. With TF_CPP_MIN_LOG_LEVEL set to 0 nothing is dropped.
+    of it is shown. In a notebook its Python side logs each strategy and each
+    reduction: these lines are left out too. With TF_CPP_MIN_LOG_LEVEL set to 0
+    nothing is dropped.
 
     Raises:
         ConfigurationError: TensorFlow or Keras is out of range.
@@ -38,3 +41,5 @@ def import_tensorflow() -> None:
         finally:
             os.dup2(kept, 2)
             os.close(kept)
+    logger = logging.getLogger("tensorflow")
+    logger.setLevel(max(logger.level, logging.WARNING))

@@ -183,6 +183,7 @@ class Groups:
             rows: The rows of this member, `[count, ...]`.
             counts: How many rows each member has, `[members]`.
         """
+        counts = tf.cast(counts, tf.int32)
         longest = tf.reduce_max(counts)
         sent = _padded(rows, longest)
         every = tf.raw_ops.CollectiveGatherV2(input=sent, **self._call(sent))

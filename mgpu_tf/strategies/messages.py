@@ -97,7 +97,7 @@ class Watch:
 
         Args:
             key: Under which it is told.
-            text: What is told.
+            text: The message.
         """
         before, self._here = self._here, (key, text)
         try:

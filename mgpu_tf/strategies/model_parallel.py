@@ -10,7 +10,7 @@ All axes go with data; `mesh.mesh_of` refuses by name what does not go together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,6 +19,7 @@ from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.waiting import told_of_missing
 from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
+from mgpu_tf.fields import checked
 from mgpu_tf.mesh import MICRO_BATCHES, Mesh, check_shard, mesh_of
 from mgpu_tf.names import PIPELINE_SCHEDULES, Devices
 from mgpu_tf.runtime import devices as devices_lib
@@ -35,12 +36,13 @@ from mgpu_tf.strategies.synchronous import (
 )
 
 
+@checked
 def create_model_parallel_strategy(
     data: int | None = None,
     fsdp: int | None = None,
     tensor: int | None = None,
     *,
-    layout: Any = "auto",
+    layout: str | Mapping[str, Any] | Layout = "auto",
     shard: str = "weights",
     cluster: ClusterConfig | None = None,
     devices: Devices = None,

@@ -27,6 +27,7 @@ from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.ports import answers
 from mgpu_tf.cluster.waiting import told_of_missing
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.fields import checked
 from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.names import LATE_GRADIENTS
 from mgpu_tf.strategies.servers import (
@@ -180,6 +181,7 @@ class EvaluatorStrategy(tf.distribute.OneDeviceStrategy):
         self.num_ps = len(cluster.ps)
 
 
+@checked
 def create_parameter_server_strategy(
     cluster: ClusterConfig | None = None,
     *,

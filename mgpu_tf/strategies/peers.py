@@ -26,6 +26,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -96,6 +97,8 @@ class Peers:
         self._strategy = strategy
         self._worker = local.process
         self._workers = local.num_processes
+        # A callback may call again, in the same thread.
+        self._one_thread = threading.RLock()
         self._sum = tf.function(self._sum_over_replicas, autograph=False)
         self._merge = tf.function(self._sum_over_workers, autograph=False)
         if not self.alone and not _HERE.leaves:
@@ -135,12 +138,21 @@ class Peers:
             WorkerError: Another worker failed in another way, now or in an
                 earlier call that no worker could go on from.
         """
-        with heartbeat.call(name):
-            if self.alone:
-                yield
-                return
-            with self._in_call(name):
-                yield
+        if not self._one_thread.acquire(blocking=False):
+            raise ConfigurationError(
+                "The calls of a trainer are made one after the other. "
+                f"Received: {name} while another thread is in a call of the "
+                "same trainer. Wait for it, or make another trainer."
+            )
+        try:
+            with heartbeat.call(name):
+                if self.alone:
+                    yield
+                    return
+                with self._in_call(name):
+                    yield
+        finally:
+            self._one_thread.release()
 
     @contextlib.contextmanager
     def _in_call(self, name: str) -> Iterator[None]:
@@ -466,7 +478,7 @@ class Peers:
         )
         received = {0: first.get(name, "none")}
         received[self._worker] = mine.get(name, "none")
-        return _same(name, received, _SAME_START)
+        return _same(name, received, _REMEDIES.get(name, _SAME_START))
 
     # Failures.
 
@@ -610,6 +622,10 @@ def _leave(worker: int, workers: int) -> None:
 
 
 _SAME_START = "Start all workers with the same script, flags and data."
+# What helps where a fact of this name differs.
+_REMEDIES = {
+    "path": "Pass one path on all workers: the chief alone writes the file."
+}
 
 
 def _same(kind: str, received: dict[int, str], remedy: str) -> str:

@@ -19,7 +19,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 
-from mgpu_tf.mesh import Mesh
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.mesh import MICRO_BATCHES, Mesh
 from mgpu_tf.strategies.mirrored import MirroredStrategy
 
 _HOST = "/device:CPU:0"
@@ -65,6 +66,26 @@ class PipelineStrategy(MirroredStrategy):
             _PipelineExtended(
                 self, devices[:: mesh.pipeline], cross_device_ops
             ),
+        )
+
+    def check_micro_batches(self, global_batch_size: int) -> None:
+        """Refuses more micro-batches than a replica has rows.
+
+        Each is a part of the graph, also without rows.
+
+        Args:
+            global_batch_size: Rows of a step, over all replicas.
+
+        Raises:
+            ConfigurationError: There are more, and more than by default.
+        """
+        rows = -(-global_batch_size // self.mesh.data)
+        if self.micro_batches <= max(rows, MICRO_BATCHES * self.mesh.pipeline):
+            return
+        raise ConfigurationError(
+            "micro_batches must be at most the rows of a replica. Received: "
+            f"micro_batches={self.micro_batches} for {rows} rows, of a global "
+            f"batch of {global_batch_size}. Use {rows} or fewer."
         )
 
     def devices_of(self, stage: int) -> list[str]:

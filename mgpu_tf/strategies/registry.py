@@ -21,8 +21,8 @@ import tensorflow as tf
 
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import ConfigurationError, unknown_name
-from mgpu_tf.fields import made_of
-from mgpu_tf.options import StrategyOptions
+from mgpu_tf.fields import check_effects, checked, made_of
+from mgpu_tf.options import StepOptions, StrategyOptions
 from mgpu_tf.runtime import devices as devices_lib
 from mgpu_tf.strategies.fully_sharded import (
     SplittingStrategy,
@@ -75,7 +75,6 @@ class StrategyKind:
         partitions: Whether a variable may be split over several servers.
         splits: Whether replicas store parts of a variable, or each variable
             on a device of its own.
-        balances: Whether replicas may have unequal shares of a batch.
         topology: Returns the topology of a strategy.
     """
 
@@ -88,7 +87,6 @@ class StrategyKind:
     trains: bool = True
     partitions: bool = False
     splits: bool = False
-    balances: bool = False
     topology: Callable[[tf.distribute.Strategy], Topology] = (
         synchronous_topology
     )
@@ -102,7 +100,7 @@ def kind_of(strategy: tf.distribute.Strategy) -> StrategyKind:
     """
     for row in _ROWS:
         if isinstance(strategy, row.type):
-            return row
+            return KINDS.get(getattr(strategy, "asked_for", ""), row)
     if type(strategy) is _NO_STRATEGY:
         return KINDS["one_device"]
     raise ConfigurationError(
@@ -117,7 +115,11 @@ def topology_of(strategy: tf.distribute.Strategy) -> Topology:
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether this process is the chief, which writes files."""
+    """Returns whether this process is the chief, which writes files.
+
+    Args:
+        strategy: Any strategy.
+    """
     return topology_of(strategy).is_chief
 
 
@@ -141,6 +143,7 @@ def spreading_rows(
     return contextlib.nullcontext()
 
 
+@checked
 def create_strategy(
     name: str = "auto",
     *,
@@ -195,7 +198,9 @@ def create_strategy(
         ConfigurationError: The name or an option is unknown, or an option
             does not work with the strategy or on this machine.
     """
-    given = made_of(StrategyOptions, options, "create_strategy")
+    given = made_of(
+        StrategyOptions, options, "create_strategy", {"Trainer": StepOptions}
+    )
     if for_model is None and global_batch_size is None:
         return create_with(name, given)
     if name != "auto" or for_model is None or global_batch_size is None:
@@ -249,6 +254,12 @@ def strategy_from(
     return given
 
 
+def strategy_of_scope(model: Any) -> tf.distribute.Strategy | None:
+    """Returns the strategy in whose scope a model was made, None for none."""
+    strategy = model.distribute_strategy
+    return None if type(strategy) is _NO_STRATEGY else strategy
+
+
 def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
     """Creates a strategy by name, from options as one value."""
     if name == "auto":
@@ -259,49 +270,8 @@ def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
         raise ConfigurationError(
             unknown_name("strategy", name, ["auto", *KINDS])
         )
-    if not row.splits:
-        _refuse_mesh(name, options)
-    if options.balance is not None and not row.balances:
-        raise ConfigurationError(
-            "balance goes with the strategies 'mirrored' and "
-            f"'multi_worker_mirrored'. Received: balance={options.balance!r} "
-            f"with {name!r}. Leave it out."
-        )
+    check_effects(options, known={"strategy": name})
     return row.create(options)
-
-
-_DEFAULTS = StrategyOptions()
-_COPIES = ("data_parallel", "fsdp_parallel", "shard")
-_PARTS_AND_STAGES = (
-    "tensor_parallel",
-    "layout",
-    "pipeline_parallel",
-    "micro_batches",
-    "pipeline_schedule",
-    "pipeline_stages",
-)
-
-
-def _refuse_mesh(name: str, options: StrategyOptions) -> None:
-    for field in _COPIES:
-        value = getattr(options, field)
-        if value != getattr(_DEFAULTS, field):
-            raise ConfigurationError(
-                f"{field} goes with the strategies 'fsdp' and "
-                f"'model_parallel'. Received: {field}={value!r} with "
-                f"{name!r}. Use 'fsdp'."
-            )
-    _refuse_others(name, options)
-
-
-def _refuse_others(name: str, options: StrategyOptions) -> None:
-    for field in _PARTS_AND_STAGES:
-        value = getattr(options, field)
-        if value != getattr(_DEFAULTS, field):
-            raise ConfigurationError(
-                f"{field} goes with the strategy 'model_parallel'. Received: "
-                f"{field}={value!r} with {name!r}. Use 'model_parallel'."
-            )
 
 
 def _choose(options: StrategyOptions) -> tuple[str, str]:
@@ -388,8 +358,9 @@ def _mirrored(options: StrategyOptions) -> tf.distribute.Strategy:
 
 
 def _fsdp(options: StrategyOptions) -> tf.distribute.Strategy:
-    _refuse_others("fsdp", options)
-    return _model_parallel(options)
+    strategy = _model_parallel(options)
+    strategy.asked_for = "fsdp"
+    return strategy
 
 
 def _model_parallel(options: StrategyOptions) -> tf.distribute.Strategy:
@@ -440,13 +411,11 @@ KINDS = {
             "mirrored",
             tf.distribute.MirroredStrategy,
             _mirrored,
-            balances=True,
         ),
         StrategyKind(
             "multi_worker_mirrored",
             tf.distribute.MultiWorkerMirroredStrategy,
             _multi_worker_mirrored,
-            balances=True,
         ),
         StrategyKind(
             "parameter_server",

@@ -17,6 +17,7 @@ from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.waiting import told_of_missing
 from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.fields import checked
 from mgpu_tf.names import COMMUNICATIONS, Devices, Shares
 from mgpu_tf.runtime import devices as devices_lib
 from mgpu_tf.strategies.balance import Balance
@@ -26,6 +27,7 @@ from mgpu_tf.strategies.mirrored import (
 )
 
 
+@checked
 def create_one_device_strategy(
     device: int | str | None = None,
 ) -> tf.distribute.Strategy:
@@ -50,6 +52,7 @@ def create_one_device_strategy(
     return tf.distribute.OneDeviceStrategy("/gpu:0")
 
 
+@checked
 def create_mirrored_strategy(
     devices: Devices = None,
     *,
@@ -83,6 +86,7 @@ def create_mirrored_strategy(
     )
 
 
+@checked
 def create_multi_worker_mirrored_strategy(
     cluster: ClusterConfig | None = None,
     *,
@@ -127,6 +131,7 @@ def create_multi_worker_mirrored_strategy(
         return MultiWorkerMirroredStrategy(cluster, options, len(names), shares)
 
 
+@checked
 def create_central_storage_strategy(
     devices: Devices = None,
     *,
@@ -151,6 +156,7 @@ def create_central_storage_strategy(
     )
 
 
+@checked
 def create_tpu_strategy(tpu: str = "") -> tf.distribute.Strategy:
     """Creates a strategy for the cores of a TPU. Untested on hardware.
 

@@ -11,6 +11,7 @@ so that what else the machine does meets all alike.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 
 import keras
@@ -73,6 +74,7 @@ def measure(
     Raises:
         ConfigurationError: There are fewer GPUs than asked for.
     """
+    _tell("tracing, then measuring in turns")
     runs = [
         _Run(workload, count, _strategy(kind, count))
         for count in sorted(devices, reverse=True)
@@ -80,6 +82,7 @@ def measure(
     for _ in range(workload.repeats):
         for run in runs:
             run.repeat()
+            _tell(run.told())
     points = [run.point() for run in runs]
     return ScalingTable(workload.model, kind, workload.scaling, points)
 
@@ -131,6 +134,11 @@ class _Run:
         """Measures once more; the first epoch finds the pace again."""
         self._fit(2)
 
+    def told(self) -> str:
+        """Returns what the last repeat reached."""
+        rate = self._trainer.records[-1].examples_per_second
+        return f"{self._devices} devices: {rate:,.0f} examples/s"
+
     def point(self) -> ScalingPoint:
         """Returns what the last epochs of the repeats reached."""
         records = self._trainer.records[self._warm + 1 :: 2]
@@ -148,6 +156,10 @@ class _Run:
             steps_per_epoch=self._workload.steps,
             verbose=0,
         )
+
+
+def _tell(text: str) -> None:
+    print(f"mgpu-tf benchmark: {text}", file=sys.stderr, flush=True)
 
 
 def _images(batch_size: int) -> tf.data.Dataset:

@@ -19,7 +19,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, check_integer
+from mgpu_tf.fields import checked
 from mgpu_tf.strategies.registry import create_strategy, kind_of, topology_of
 from mgpu_tf.strategies.synchronous import create_one_device_strategy
 from mgpu_tf.studies.causes import causes_in
@@ -86,6 +87,7 @@ class ParityReport:
         return "\n".join([*lines, *self.causes])
 
 
+@checked
 def check_parity(
     build_model: Callable[[], keras.Model],
     data: Any,
@@ -212,10 +214,8 @@ def _check_finite(reference: Trajectory) -> None:
 
 def _batches(data: Any, batch_size: int, steps: int) -> list[Any]:
     """Returns the first global batches as arrays."""
-    if steps < 1:
-        raise ConfigurationError(
-            f"steps must be 1 or more. Received: steps={steps}."
-        )
+    check_integer("steps", steps, 1)
+    check_integer("batch_size", batch_size, 1)
     if not isinstance(data, tf.data.Dataset):
         if not isinstance(data, tuple):
             raise ConfigurationError(
@@ -227,7 +227,13 @@ def _batches(data: Any, batch_size: int, steps: int) -> list[Any]:
 
 
 def _slices(data: Any, batch_size: int, steps: int) -> list[Any]:
-    examples = len(tf.nest.flatten(data)[0])
+    shapes = [np.shape(leaf) for leaf in tf.nest.flatten(data)]
+    if not shapes or not all(shapes):
+        raise ConfigurationError(
+            "Data must be arrays of examples. Received: arrays of the shapes "
+            f"{shapes}."
+        )
+    examples = shapes[0][0]
     starts = range(0, examples, batch_size)[:steps]
     return [
         tf.nest.map_structure(

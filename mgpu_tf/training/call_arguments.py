@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
 from collections.abc import Collection
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from mgpu_tf import data as data_lib
 from mgpu_tf.engine.base import DataFeed
 from mgpu_tf.errors import ConfigurationError, check_integer, is_integer
+from mgpu_tf.folders import check_path
 from mgpu_tf.options import SaveOptions
 
 NO_BATCH = (
@@ -115,12 +119,7 @@ def file_path(path: Any) -> str:
     Raises:
         ConfigurationError: It is no path.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigurationError(
-            f"path must be a path. Received: path={path!r}. Write such as "
-            "'model.keras'."
-        )
-    return os.fspath(path)
+    return check_path("path", path)
 
 
 def fit_facts(
@@ -137,6 +136,30 @@ def fit_facts(
         f"validation {name}": value
         for name, value in data_facts(validation.source).items()
     }
+
+
+def check_real(source: data_lib.Source, model: keras.Model) -> None:
+    """Refuses complex numbers, of which Keras would drop the imaginary part.
+
+    Args:
+        source: The data.
+        model: A model whose declared inputs are complex takes such inputs.
+    """
+    parts = keras.utils.unpack_x_y_sample_weight(source.example())
+    takes = any(
+        "complex" in str(tensor.dtype)
+        for tensor in keras.tree.flatten(getattr(model, "inputs", None) or [])
+    )
+    for name, part in zip(("x", "y", "sample_weight"), parts, strict=True):
+        for spec in tf.nest.flatten(part):
+            is_complex = spec is not None and spec.dtype.is_complex
+            if is_complex and not (takes and name == "x"):
+                raise ConfigurationError(
+                    "The data must be real numbers: of others Keras drops "
+                    f"the imaginary part. Received: {name} of type "
+                    f"{spec.dtype.name}. Pass real and imaginary parts as two "
+                    "features."
+                )
 
 
 def data_facts(source: data_lib.Source) -> dict[str, str]:
@@ -173,18 +196,52 @@ def by_batch(method: str) -> str:
 
 def check_verbose(verbose: int | str) -> None:
     """Refuses a verbosity that Keras does not know."""
-    if verbose not in ("auto", 0, 1, 2):
+    is_number = is_integer(verbose) or isinstance(verbose, bool)
+    known = (0, 1, 2) if is_number else ("auto",)
+    if not (is_number or isinstance(verbose, str)) or verbose not in known:
         raise ConfigurationError(
             f"verbose must be 'auto', 0, 1 or 2. Received: verbose={verbose!r}."
         )
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """Returns a value that is true or false.
+
+    Raises:
+        ConfigurationError: It is neither.
+    """
+    if isinstance(value, bool | np.bool_) or (
+        is_integer(value) and value in (0, 1)
+    ):
+        return bool(value)
+    raise ConfigurationError(
+        f"{name} must be True or False. Received: {name}={value!r}."
+    )
+
+
+def check_fraction(value: Any) -> bool:
+    """Returns whether a `validation_split` is given.
+
+    Raises:
+        ConfigurationError: It is no number.
+    """
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return value != 0
+    raise ConfigurationError(
+        "validation_split must be a fraction between 0 and 1. Received: "
+        f"validation_split={value!r}."
+    )
+
+
 def check_build_model(build_model: Any) -> None:
     """Refuses what cannot build a model."""
-    if isinstance(build_model, keras.Model) or not callable(build_model):
+    if isinstance(build_model, type) or not callable(build_model):
+        received = type(build_model).__name__
+        if isinstance(build_model, type):
+            received = f"the class {build_model.__name__}"
         raise ConfigurationError(
-            "build_model must be a function that returns a compiled model. "
-            f"Received: {type(build_model).__name__}. Write `def "
+            "build_model must be a function that returns a compiled model, or "
+            f"that model. Received: {received}. Write `def "
             "build_model(): ...` that makes and compiles it."
         )
 
@@ -218,7 +275,8 @@ def check_restores(source: data_lib.Source, saving: SaveOptions | None) -> None:
 
 def check_steps_per_execution(value: int | str) -> None:
     """Refuses what is no number of steps."""
-    if value == "auto" or (is_integer(value) and int(value) >= 1):
+    is_auto = isinstance(value, str) and value == "auto"
+    if is_auto or (is_integer(value) and int(value) >= 1):
         return
     raise ConfigurationError(
         "steps_per_execution must be 1 or more, or 'auto'. Received: "
@@ -237,12 +295,7 @@ def saving_of(
             f"{checkpoint_dir!r} beside {checkpoint}."
         )
     if checkpoint is None and checkpoint_dir is not None:
-        if not isinstance(checkpoint_dir, (str, os.PathLike)):
-            raise ConfigurationError(
-                "checkpoint_dir must be the path of a folder. Received: "
-                f"checkpoint_dir={checkpoint_dir!r}."
-            )
-        checkpoint = SaveOptions(os.fspath(checkpoint_dir))
+        checkpoint = SaveOptions(check_path("checkpoint_dir", checkpoint_dir))
     if checkpoint is not None and not isinstance(checkpoint, SaveOptions):
         raise ConfigurationError(
             "checkpoint must be a SaveOptions. Received: "

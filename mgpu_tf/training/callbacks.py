@@ -2,7 +2,8 @@
 
 Every worker runs the callbacks, so that all come to the same decisions from
 the same logs. Those that write files, or report to somewhere, do so on the
-chief only; what they restore is restored on all workers.
+chief only; what they restore is restored on all workers. `chief_only = True`,
+on a callback or its class, says so of one's own.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ConfigurationError, installing
 
 Callbacks: TypeAlias = (
     Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None
@@ -33,6 +35,9 @@ _WRITERS: dict[type[keras.callbacks.Callback], tuple[str, ...]] = {
     keras.callbacks.RemoteMonitor: (),
     keras.callbacks.TensorBoard: (),
 }
+
+# Packages whose callbacks report to a server, where one run is one process.
+_TRACKERS = ("comet_ml", "mlflow", "neptune", "wandb")
 
 
 def as_list(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
@@ -85,6 +90,8 @@ def for_other_workers(
     """
     kept = []
     for callback in callbacks:
+        if _is_for_chief(callback):
+            continue
         for kind, hooks in _WRITERS.items():
             if isinstance(callback, kind):
                 if hooks:
@@ -93,6 +100,15 @@ def for_other_workers(
         else:
             kept.append(callback)
     return kept
+
+
+def _is_for_chief(callback: keras.callbacks.Callback) -> bool:
+    packages = {
+        kind.__module__.partition(".")[0] for kind in type(callback).mro()
+    }
+    return bool(
+        getattr(callback, "chief_only", False) or packages & set(_TRACKERS)
+    )
 
 
 def saving_together(
@@ -138,16 +154,45 @@ def saving_together(
     return found
 
 
+class _Rate(float):
+    """A number that Keras's bar shows as people read it: 15,803."""
+
+    def __truediv__(self, other: float) -> _Rate:
+        return _Rate(float(self) / other)
+
+    def __format__(self, form: str) -> str:
+        del form
+        return f"{float(self):,.0f}" if self >= 10 else f"{float(self):.2g}"
+
+
 class ProgressLine(keras.callbacks.ProgbarLogger):
-    """Keras's progress bar, without some logs of an epoch.
+    """Keras's progress bar with examples per second.
 
     Args:
-        left_out: How the names of those begin.
+        left_out: How the names of logs begin that the line of an epoch has no
+            room for.
+        examples: Returns the examples trained on so far; None where nothing
+            is trained.
     """
 
-    def __init__(self, left_out: str) -> None:
+    def __init__(
+        self, left_out: str, examples: Callable[[], int] | None = None
+    ) -> None:
         super().__init__()
         self._left_out = left_out
+        self._examples = examples
+        self._began = self._warm = (0.0, 0)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begins the line of an epoch."""
+        super().on_epoch_begin(epoch, logs)
+        self._began = self._warm = self._now()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Moves the bar."""
+        if self._warm == self._began:
+            self._warm = self._now()  # The first call may have traced.
+        super().on_train_batch_end(batch, self._with_rate(logs))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Ends the line of an epoch."""
@@ -156,7 +201,19 @@ class ProgressLine(keras.callbacks.ProgbarLogger):
             for name, value in (logs or {}).items()
             if not name.startswith(self._left_out)
         }
-        super().on_epoch_end(epoch, shown)
+        super().on_epoch_end(epoch, self._with_rate(shown))
+
+    def _now(self) -> tuple[float, int]:
+        return time.perf_counter(), self._examples() if self._examples else 0
+
+    def _with_rate(self, logs: Any) -> dict[str, Any]:
+        shown = dict(logs or {})
+        now, examples = self._now()
+        since = self._warm if examples > self._warm[1] else self._began
+        if examples > since[1] and now > since[0]:
+            rate = (examples - since[1]) / (now - since[0])
+            shown["examples/s"] = _Rate(rate)
+        return shown
 
 
 class StalenessHistogram(keras.callbacks.Callback):
@@ -227,8 +284,7 @@ def _check_tensorboard() -> None:
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigurationError(
             "The callback TensorBoard needs the package of that name. "
-            "Received: a Python without it. Run: pip install "
-            "'mgpu_tf[tensorboard]'"
+            f"Received: a Python without it. Run: {installing('tensorboard')}"
         )
 
 

@@ -80,6 +80,7 @@ def explained(source: data_lib.Source) -> Iterator[None]:
             ) from error
         found = _LABEL.search(str(error))
         if found is None:
+            _check_files(source)
             unfit = _UNFIT.search(str(error))
             if unfit is None:
                 raise
@@ -92,6 +93,13 @@ def explained(source: data_lib.Source) -> Iterator[None]:
             f"Labels must be in {found[2]}, one for each output of the model. "
             f"Received: the label {found[1]}. Check the labels, or give the "
             "model more outputs."
+        ) from error
+    except (tf.errors.DataLossError, tf.errors.NotFoundError) as error:
+        _check_files(source)
+        said = (error.message or "").strip().partition("\n")[0]
+        raise ConfigurationError(
+            "The files of the data must be whole, and stay while they are "
+            f"read. Received: {said:.300}. Write them again."
         ) from error
     except tf.errors.UnimplementedError as error:
         if "Cast string to" not in str(error):
@@ -132,6 +140,16 @@ def explained(source: data_lib.Source) -> Iterator[None]:
             f"The data must fit the model. Received: {_described(example)}; "
             f"Keras says: {said.strip()}"
         ) from error
+
+
+def _check_files(source: data_lib.Source) -> None:
+    """Names a file that cannot be read, if there is one."""
+    broken = source.broken()
+    if broken:
+        raise ConfigurationError(
+            "The files of the data must be ones that TensorFlow can decode. "
+            f"Received: {broken}. Remove the file, or write it again."
+        )
 
 
 def _has_targets(example: Any) -> bool:

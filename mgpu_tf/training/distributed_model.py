@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,9 +35,10 @@ from mgpu_tf.planner.remedies import explain, layout_here
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.peers import Peers
 from mgpu_tf.strategies.registry import is_chief, topology_of
-from mgpu_tf.training import agreement
+from mgpu_tf.training import agreement, opening
 from mgpu_tf.training import callbacks as callbacks_lib
 from mgpu_tf.training.call_arguments import (
+    check_real,
     check_seeded,
     check_verbose,
     data_facts,
@@ -55,7 +57,7 @@ class DistributedModel:
     """A model that `build_model` has made in the scope of a strategy.
 
     Args:
-        build_model: Returns a compiled model.
+        build_model: Returns a compiled model; or that model.
         strategy: Any strategy.
         seed: As for `Trainer`.
         steps_per_execution: As for `Trainer`.
@@ -75,7 +77,7 @@ class DistributedModel:
 
     def __init__(
         self,
-        build_model: BuildModel,
+        build_model: BuildModel | keras.Model,
         strategy: tf.distribute.Strategy,
         *,
         seed: int | str | None,
@@ -84,6 +86,7 @@ class DistributedModel:
     ) -> None:
         watchdog.begin(None)
         self._build_model = build_model
+        self._lines: set[str] = set()
         seed = _seed_of(seed)
         self._seed = seed
         self._steps_per_execution = steps_per_execution
@@ -92,6 +95,7 @@ class DistributedModel:
         self.is_chief = is_chief(strategy)
         self.peers = Peers(strategy)
         self._is_apart = getattr(strategy, "is_apart", False)
+        _check_given(build_model, self._options.precision, self._is_apart)
         if self._is_apart:
             strategy.meeting = self.peers.reading
         self._trial: Trial | None = None
@@ -100,13 +104,23 @@ class DistributedModel:
         with self.peers.together("Trainer"):
             self.peers.compare(self._facts())
             with strategy.scope(), self.peers.same_variables():
-                self.model = build_model()
-            self._engine = create_engine(self.model, strategy, options)
+                self.model = _model_of(build_model, self._options.precision)
+            self._engine = self._new_engine()
             self.configuration = agreement.configuration(self.model)
             self._compare_model()
 
     def again(self) -> DistributedModel:
-        """Returns the same, made anew where a parameter server was lost."""
+        """Returns the same, made anew where a parameter server was lost.
+
+        Raises:
+            ConfigurationError: There is no function that builds the model.
+        """
+        if isinstance(self._build_model, keras.Model):
+            raise ConfigurationError(
+                "A model whose parameter server was lost is built again. "
+                "Received: a model in place of the function that builds it. "
+                "Write Trainer(build_model, strategy)."
+            )
         return DistributedModel(
             self._build_model,
             self.strategy.again(),
@@ -119,11 +133,29 @@ class DistributedModel:
     def engine(self) -> Engine:
         """Returns the engine, a new one where the model was recompiled."""
         if not self._engine.is_current():
-            self._engine = create_engine(
-                self.model, self.strategy, self._options
-            )
+            self._engine = self._new_engine()
             self._trial = None
         return self._engine
+
+    def _new_engine(self) -> Engine:
+        engine = create_engine(self.model, self.strategy, self._options)
+        for optimizer in keras_internals.optimizers_of(self.model):
+            keras_internals.make_readable(optimizer.variables)
+        return engine
+
+    def tell(self, line: str) -> None:
+        """Prints a line on the chief, once."""
+        if self.is_chief and line and line not in self._lines:
+            self._lines.add(line)
+            print(f"mgpu_tf: {line}", flush=True)
+
+    def tell_what_runs(self, source: data_lib.Source) -> None:
+        """Prints what runs where, and in which batches."""
+        batch = opening.batch_size_of(source)
+        self.tell(opening.what_runs(self.strategy, batch))
+        if self._options.batch_normalization == "keras":
+            replicas = topology_of(self.strategy).data_parallel_degree
+            self.tell(opening.of_normalization(self.model, replicas))
 
     @property
     def options(self) -> StepOptions:
@@ -238,6 +270,7 @@ class DistributedModel:
             steps=steps,
         )
         if preprocess is None:
+            check_real(source, self.model)
             return source
         return data_lib.PreprocessedSource(source, preprocess, self.model.name)
 
@@ -332,8 +365,17 @@ class DistributedModel:
         steps: int | None,
         *,
         training: bool = False,
+        examples: Callable[[], int] | None = None,
     ) -> keras.callbacks.CallbackList:
         """Returns what runs callbacks on this worker.
+
+        Args:
+            callbacks: The user's.
+            verbose: As in Keras.
+            epochs: How many.
+            steps: Of an epoch, None for unknown.
+            training: Whether it is `fit`, which returns a history.
+            examples: Returns the examples trained on so far.
 
         Raises:
             ConfigurationError: `verbose` is none that Keras knows.
@@ -351,12 +393,15 @@ class DistributedModel:
             for callback in callbacks
         )
         if verbose != 0 and not own:
-            callbacks = [*callbacks, callbacks_lib.ProgressLine(PREFIX)]
+            callbacks = [
+                *callbacks,
+                callbacks_lib.ProgressLine(PREFIX, examples),
+            ]
         return keras.callbacks.CallbackList(
             callbacks,
             add_history=training,
             model=self.model,
-            verbose=1 if verbose == "auto" else verbose,
+            verbose=_auto_verbosity() if verbose == "auto" else verbose,
             epochs=epochs,
             steps=steps,
         )
@@ -447,11 +492,54 @@ def _write(name: str, path: str, write: Callable[[], Any]) -> None:
         ) from error
 
 
-def _seed_of(given: int | str | None) -> int | None:
-    if given is None or is_integer(given):
-        return given  # type: ignore[return-value]
-    if given != "auto":
+def _auto_verbosity() -> int:
+    """Returns 1, a bar that moves, where it can; else 2, a line an epoch."""
+    moves = sys.stdout.isatty() or "ipykernel" in sys.modules
+    return 1 if moves else 2
+
+
+def _check_given(
+    given: BuildModel | keras.Model, precision: str | None, is_apart: bool
+) -> None:
+    """Refuses a model that is built where only a function will do."""
+    if not isinstance(given, keras.Model):
+        return
+    if precision is not None:
         raise ConfigurationError(
-            f"seed must be an integer, None or 'auto'. Received: {given!r}."
+            "precision is set before a model is built. Received: "
+            f"precision={precision!r} with a model. Pass a function that "
+            "builds it, or call keras.config.set_dtype_policy before."
         )
-    return keras_internals.given_seed() or 0
+    if is_apart:
+        raise ConfigurationError(
+            "A model whose weights are split over several processes is built "
+            "by a function. Received: a model. Write Trainer(build_model, "
+            "strategy)."
+        )
+
+
+def _model_of(given: BuildModel | keras.Model, precision: str | None) -> Any:
+    if isinstance(given, keras.Model):
+        return given
+    if precision is None:
+        return given()
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(precision)
+    try:
+        return given()
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def _seed_of(given: int | str | None) -> int | None:
+    if given is None:
+        return None
+    if isinstance(given, str) and given == "auto":
+        return keras_internals.given_seed() or 0
+    # Of more, Keras would have set a part of the generators and then failed.
+    if not is_integer(given) or not 0 <= int(given) < 2**32:
+        raise ConfigurationError(
+            "seed must be an integer from 0 to 4294967295, None or 'auto'. "
+            f"Received: seed={given!r}."
+        )
+    return int(given)

@@ -122,6 +122,8 @@ class Training:
         self._source = source
         self._numbers = numbers
         self._profiler = profiler
+        self._verbose = verbose
+        self._folder = "" if saving is None else saving.folder
         self._checked = -1
         self._times = SectionTimes()
         self._engine = engine = distributed.prepare_training(source)
@@ -144,6 +146,7 @@ class Training:
             numbers.epochs,
             numbers.steps_per_epoch or source.steps,
             training=True,
+            examples=lambda: totals.examples_seen,
         )
 
     def _watched_by(
@@ -164,6 +167,7 @@ class Training:
         numbers, run, hooks = self._numbers, self._run, self._hooks
         totals = self._totals
         run.load(self._saver.find())
+        self._tell()
         totals.left_out[:] = run.leave_out(totals.left_out)
         self._model.stop_training = False
         hooks.on_train_begin()
@@ -194,6 +198,18 @@ class Training:
             )
         hooks.on_train_end(run.position.last_logs)
         return self._model.history
+
+    def _tell(self) -> None:
+        """Prints what runs where, and whether it goes on."""
+        if self._verbose == 0:
+            return
+        self._distributed.tell_what_runs(self._source)
+        at = self._run.position
+        if self._run.resumed:
+            where = f"after epoch {at.epoch}"
+            if at.step:
+                where = f"in epoch {at.epoch + 1}, after its step {at.step}"
+            self._distributed.tell(f"resumed {where}, from {self._folder}")
 
     def _tell_complete(self, epochs: int) -> None:
         if self._distributed.is_chief:
@@ -249,10 +265,17 @@ class Training:
     def _look_for_slow(self, epoch: int) -> None:
         """Names workers that are slower than the others, each once."""
         peers, known = self._distributed.peers, self._totals.slow
-        if peers.alone or not kind_of(self._distributed.strategy).in_step:
+        if not kind_of(self._distributed.strategy).in_step:
+            return
+        times = peers.of_all(self._times.epoch())
+        if any(times):
+            self._totals.step_times.append(
+                {"epoch": epoch + 1, "workers": times}
+            )
+        if peers.alone:
             return
         named = {(slow.worker, slow.section) for slow in known}
-        for slow in slow_workers(peers.of_all(self._times.epoch()), epoch + 1):
+        for slow in slow_workers(times, epoch + 1):
             if (slow.worker, slow.section) not in named:
                 known.append(slow)
                 if self._distributed.is_chief:
@@ -370,6 +393,13 @@ class Training:
         at.examples += rest.examples
         if not at.step:
             raise ConfigurationError(NO_BATCH)
+        if not at.trained:
+            raise DivergedError(
+                "An epoch must keep one batch or more. Received: epoch "
+                f"{at.epoch + 1}, whose {at.step} batches are all left out "
+                "(on_nan='restore'). Raise max_loss, lower the learning rate, "
+                "or look for values in the data that are not finite."
+            )
         return EpochRecord(
             at.epoch, at.trained, at.examples, at.seconds, at.logs | rest.logs
         )

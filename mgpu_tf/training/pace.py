@@ -12,7 +12,7 @@ _log = logging.getLogger("mgpu_tf")
 
 
 class Trial:
-    """Whether steps are faster compiled by XLA, told by steps that count.
+    """Finds out by training steps whether XLA makes them faster.
 
     Executions of the training are done either way in turn, and the way whose
     best is less stays. The first of those that are compiled is left out, for

@@ -32,7 +32,7 @@ from mgpu_tf.checkpoints.writer import Variables, read_state
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import Execution
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.launch.job import REPLAY
+from mgpu_tf.launch.job import REPLAY, VERDICT
 from mgpu_tf.mesh import Region
 from mgpu_tf.options import SaveOptions, StepOptions
 from mgpu_tf.reports.report import LeftOut
@@ -66,11 +66,25 @@ class Reached(Exception):
     """The step was reached, and nothing more has to be done."""
 
 
+def tell_verdict(text: str) -> None:
+    """Tells `mgpu-tf replay` that there is a verdict, where it has asked."""
+    path = os.environ.get(VERDICT)
+    if path:
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            file.write(f"{text}\n")
+
+
 def options_of(options: StepOptions) -> StepOptions:
     """Returns options of steps; of a replay those that note each loss."""
     if asked() is None:
         return options
-    return dataclasses.replace(options, on_nan="stop", max_loss=None)
+    plain = StepOptions()
+    return dataclasses.replace(
+        options,
+        on_nan="stop",
+        max_loss=None,
+        max_restores=plain.max_restores,
+    )
 
 
 def replay(
@@ -97,7 +111,8 @@ def replay(
             one.run()
             raise ConfigurationError(
                 "A replay goes to a step of its run. Received: "
-                f"step={step}, after the end of the run."
+                f"step={step}, after the end of the run. Choose an earlier "
+                "step."
             )
         return one
 
@@ -167,7 +182,8 @@ class ReplaySaver(Saver):
             raise ConfigurationError(
                 "A replay repeats the bits of a run on as many replicas. "
                 f"Received: {self._replicas} replicas, where the checkpoint "
-                f"has {state['num_replicas']}."
+                f"has {state['num_replicas']}. Use as many devices and "
+                "workers as the run had."
             )
         return state, variables
 

@@ -6,6 +6,7 @@ The loops write it, the trainer shows it.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from mgpu_tf.checkpoints.run_state import EpochRecord
 from mgpu_tf.checkpoints.saver import Saver
@@ -26,6 +27,7 @@ class Totals:
         meter: Where the time of the run went.
         left_out: The batches that the last `fit` has left out.
         slow: The workers that the last `fit` has found slow.
+        step_times: The times of all workers, epoch by epoch of the last `fit`.
     """
 
     global_step: int = 0
@@ -35,3 +37,4 @@ class Totals:
     meter: Meter = dataclasses.field(default_factory=Meter)
     left_out: list[LeftOut] = dataclasses.field(default_factory=list)
     slow: list[Slow] = dataclasses.field(default_factory=list)
+    step_times: list[dict[str, Any]] = dataclasses.field(default_factory=list)

@@ -3,7 +3,7 @@
     trainer = Trainer(build_model, create_strategy("mirrored"))
     history = trainer.fit(train_data, epochs=5, validation_data=test_data)
     trainer.evaluate(test_data)
-    trainer.model.save("model.keras")
+    trainer.save("model.keras")
 
 `fit`, `evaluate` and `predict` take the arguments of Keras's methods. Batch
 sizes are global. Every worker of a cluster runs the same script and gets the
@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 import keras
@@ -33,7 +33,8 @@ from mgpu_tf.engine.traced import excerpts
 from mgpu_tf.errors import ConfigurationError, DivergedError
 from mgpu_tf.fields import made_of
 from mgpu_tf.folders import write_whole
-from mgpu_tf.options import SaveOptions, StepOptions
+from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
+from mgpu_tf.reports import trackers
 from mgpu_tf.reports.goodput import Goodput
 from mgpu_tf.reports.memory import MemoryTable
 from mgpu_tf.reports.pipeline_plan import PipelinePlan
@@ -47,7 +48,11 @@ from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.reports.report import LeftOut
 from mgpu_tf.reports.stragglers import Slow
 from mgpu_tf.runtime.room import lacks_room
-from mgpu_tf.strategies.registry import kind_of, strategy_from
+from mgpu_tf.strategies.registry import (
+    kind_of,
+    strategy_from,
+    strategy_of_scope,
+)
 from mgpu_tf.training import callbacks as callbacks_lib
 from mgpu_tf.training import loop
 from mgpu_tf.training.call_arguments import (
@@ -56,6 +61,8 @@ from mgpu_tf.training.call_arguments import (
     check_build_model,
     check_evaluation,
     check_finite,
+    check_flag,
+    check_fraction,
     check_repeats,
     check_restores,
     check_steps_per_execution,
@@ -76,10 +83,14 @@ from mgpu_tf.training.replay import (
     left_out_before,
     options_of,
     replay,
+    tell_verdict,
 )
 from mgpu_tf.training.totals import Totals
 
 _log = logging.getLogger("mgpu_tf")
+
+# Where options go that are not of steps.
+_TAKERS = {"create_strategy": StrategyOptions, "SaveOptions": SaveOptions}
 
 
 class Trainer:
@@ -96,9 +107,11 @@ class Trainer:
 
     Args:
         build_model: A function that returns a compiled model. It is called in
-            the strategy's scope.
+            the strategy's scope. Or a compiled model that was made in `with
+            strategy.scope():`.
         strategy: From `create_strategy` or a factory, or a name for
-            `create_strategy`. Default: `auto`.
+            `create_strategy`. Default: that of the scope in which a model was
+            made; else `auto`.
         seed: The seed for `keras.utils.set_random_seed`, which is called before
             the model is built, and for the order of arrays. With a seed, runs
             repeat and agree between strategies. "auto" takes the seed that
@@ -111,6 +124,9 @@ class Trainer:
             second, or 1 if one of your callbacks has a batch hook.
         profiler: Traces some steps of `fit`. Must be the same on every worker.
         **options: The fields of `StepOptions`:
+            precision: "mixed_bfloat16" or "mixed_float16": the dtype policy of
+                Keras while `build_model` is called. Default: the policy that
+                is set.
             gradient_dtype: "bfloat16" or "float16" rounds gradients to this
                 type before replicas exchange them. Default: no rounding.
             embedding_gradients: "keras" gives the optimizer one gradient row
@@ -124,6 +140,10 @@ class Trainer:
             kernels: "fused" runs what Keras does in several operations as one
                 of TensorFlow's, for the layers and optimizers where both
                 compute the same. "keras" runs all as Keras does.
+            recompute: "layers" keeps only the inputs of each layer for the
+                backward pass, and computes the layer again there: less
+                memory, more computing. "stages" does the same with the stages
+                of a pipeline. Default: "layers" where weights are split.
             random: "equal" gives each replica its rows of the random numbers
                 that one device draws for the global batch. "per_replica" lets
                 each replica draw its own.
@@ -153,7 +173,7 @@ class Trainer:
 
     def __init__(
         self,
-        build_model: BuildModel,
+        build_model: BuildModel | keras.Model,
         strategy: tf.distribute.Strategy | str | None = None,
         *,
         seed: int | str | None = "auto",
@@ -163,13 +183,22 @@ class Trainer:
     ) -> None:
         check_steps_per_execution(steps_per_execution)
         check_build_model(build_model)
+        if strategy is None and isinstance(build_model, keras.Model):
+            strategy = strategy_of_scope(build_model)
         self._distributed = DistributedModel(
             build_model,
             strategy_from(strategy),
             seed=seed,
             steps_per_execution=steps_per_execution,
-            options=options_of(made_of(StepOptions, options, "Trainer")),
+            options=options_of(
+                made_of(StepOptions, options, "Trainer", _TAKERS)
+            ),
         )
+        if profiler is not None and not isinstance(profiler, Profiler):
+            raise ConfigurationError(
+                "profiler must be a Profiler. Received: "
+                f"{type(profiler).__name__}. Leave it out."
+            )
         self._profiler = profiler or Profiler(0, 0, None)
         self._totals = Totals()
 
@@ -236,6 +265,15 @@ class Trainer:
         return self._totals.slow
 
     @property
+    def step_times(self) -> list[dict[str, Any]]:
+        """Returns what a step took on each worker, in epochs of the last `fit`.
+
+        Each entry has the number of the epoch, from 1, and for each worker the
+        medians of `input`, `compute` and `step` in seconds, or None.
+        """
+        return self._totals.step_times
+
+    @property
     def goodput(self) -> Goodput:
         """Returns how the time of the run was spent, over restarts."""
         return self._totals.meter.goodput()
@@ -261,12 +299,14 @@ class Trainer:
         *,
         checkpoint_dir: str | None = None,
         checkpoint: SaveOptions | None = None,
+        log_with: str | Sequence[str] | None = None,
     ) -> keras.callbacks.History:
         """Trains the model.
 
         Args:
             x: One of:
                 - an array, or a nested list, tuple or dict of arrays;
+                - an `mgpu_tf.RandomAccess`, examples by number;
                 - a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator
                   of global batches;
                 - a function from `tf.distribute.InputContext` to a dataset of
@@ -278,8 +318,11 @@ class Trainer:
                 `steps_per_epoch` the size that gives this number of steps.
             epochs: Index of the epoch to stop before.
             verbose: 0 is silent, 1 a progress bar, 2 a line for each epoch.
-            callbacks: As in Keras. They run on every worker; only the chief
-                writes files.
+                "auto" is 1 on a terminal and in a notebook, and 2 in a log.
+            callbacks: As in Keras. They run on every worker, so that all take
+                the same decisions. Those of Keras that write files, those of
+                trackers (wandb, mlflow, comet_ml, neptune), and those with an
+                attribute `chief_only = True` run on the chief alone.
             validation_split: The fraction of the arrays, taken from the end,
                 that is used for validation.
             validation_data: `(x, y)`, `(x, y, sample_weight)`, a dataset or
@@ -306,6 +349,9 @@ class Trainer:
             checkpoint: In place of `checkpoint_dir`, `SaveOptions`: the
                 folder, when to save, how many checkpoints to keep, and
                 whether to resume.
+            log_with: Trackers that get each epoch: `tensorboard`, `mlflow`,
+                `wandb`, `prometheus`, or several of them. A tracker with
+                settings, such as `WandbTracker("project")`, is a callback.
 
         Returns:
             Keras's `History`. A resumed run returns that of the whole run.
@@ -319,7 +365,7 @@ class Trainer:
         """
         with self._distributed.peers.together("fit"):
             saving = saving_of(checkpoint_dir, checkpoint)
-            if validation_split:
+            if check_fraction(validation_split):
                 if not data_lib.is_batched(x):
                     x, y, sample_weight = self._distributed.arrays(
                         x, y, sample_weight
@@ -355,9 +401,14 @@ class Trainer:
             if not kind_of(self.strategy).trains:
                 return self._follow(source, validation, numbers, saving)
             hooks = callbacks_lib.as_list(callbacks)
+            hooks += trackers.by_name(log_with)
+            for hook in hooks:
+                if isinstance(hook, trackers.Tracker):
+                    hook.measured = self._measured
             before = [remembered(callback) for callback in hooks]
             self._totals.left_out.clear()
             self._totals.slow.clear()
+            self._totals.step_times.clear()
 
             def training(
                 kind: Callable[..., loop.Training], source: data_lib.Source
@@ -380,7 +431,9 @@ class Trainer:
 
             step = asked()
             if step is not None and saving is not None:
-                self._replay(step, saving.folder, source, training, go_back)
+                self._replay(
+                    step, saving.folder, source, training, go_back, verbose
+                )
             if self._distributed.options.on_nan == "restore":
                 check_restores(source, saving)
             if self._distributed.options.auto_micro_batch:
@@ -399,6 +452,15 @@ class Trainer:
                     if not self._distributed.is_lost:
                         raise
                     saving = self._begin_again(saving)
+
+    def _measured(self) -> dict[str, float]:
+        """Returns what trackers get besides the logs of an epoch."""
+        totals = self._totals
+        return {
+            "examples_per_second": totals.records[-1].examples_per_second,
+            "global_step": totals.global_step,
+            "goodput": self.goodput.share,
+        }
 
     def evaluate(
         self,
@@ -445,7 +507,7 @@ class Trainer:
             feed = distributed.feed_once(source, steps)
             with explained(source), self._totals.meter.phase("evaluate"):
                 scores = loop.evaluate(distributed, feed, steps, hooks)
-        if return_dict:
+        if check_flag("return_dict", return_dict):
             return scores
         return keras_internals.in_order(distributed.model, scores)
 
@@ -558,6 +620,15 @@ class Trainer:
             excerpts(outputs, ("outputs", "", "")),
         )
 
+    def summary(self, **options: Any) -> None:
+        """Prints the layers of the model, on the chief alone.
+
+        Args:
+            **options: Arguments of `keras.Model.summary`.
+        """
+        if self._distributed.is_chief:
+            self.model.summary(**options)
+
     def save(self, path: str, **options: Any) -> None:
         """Saves the model with its optimizer state.
 
@@ -606,6 +677,7 @@ class Trainer:
             path: A folder.
             **options: Arguments of `keras.Model.export`.
         """
+        path = file_path(path)
         self._distributed.write(
             "export", path, lambda: self.model.export(path, **options)
         )
@@ -718,13 +790,13 @@ class Trainer:
         if not kind_of(self.strategy).in_step:
             raise ConfigurationError(by_batch(method))
         (inputs,) = self._distributed.arrays(x)
-        rows = len(tf.nest.flatten(inputs)[0])
+        rows = data_lib.batch_rows(inputs)
         return self._distributed.source(
             inputs, y, sample_weight, batch_size=rows
         )
 
     def _scores(self, logs: Logs, return_dict: bool) -> Any:
-        if return_dict:
+        if check_flag("return_dict", return_dict):
             return logs
         return keras_internals.in_order(self.model, logs)
 
@@ -756,6 +828,7 @@ class Trainer:
         source: data_lib.Source,
         training: Callable[..., Any],
         go_back: Callable[[], None],
+        verbose: int | str,
     ) -> NoReturn:
         """Replays a step, prints the verdict and ends the process."""
         left_out = left_out_before(folder, step)
@@ -767,7 +840,11 @@ class Trainer:
 
         blamed, reason = replay(step, folder, source, one_pass)
         if self._distributed.is_chief:
-            print(f"replay of step {step}: {blamed or 'no fault'} ({reason})")
+            told = f"replay of step {step}: {blamed or 'no fault'} ({reason})"
+            tell_verdict(told)
+            if verbose != 0:
+                print()  # A progress bar has left the cursor in its line.
+            print(told)
         raise SystemExit(FOUND if blamed else 0)
 
     def _leave_out(

@@ -211,7 +211,7 @@ def test_call_of_the_page():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shared_every": 3}, "shared_every needs local_checkpoint_dir"),
+        ({"shared_every": 3}, "shared_every has an effect with local_"),
         ({"local_checkpoint_dir": "./a"}, "must be another folder"),
         ({"local_checkpoint_dir": "b", "shared_every": 0}, "shared_every=0"),
     ],

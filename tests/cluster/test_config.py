@@ -23,12 +23,20 @@ def tf_config(cluster, task_type="worker", index=0):
 @st.composite
 def clusters(draw):
     """Any valid cluster, seen by any of its tasks."""
-    host = st.from_regex(r"[a-z0-9.-]{1,12}|\[[0-9a-f:]{2,9}\]", fullmatch=True)
+    host = st.one_of(
+        st.from_regex(
+            r"[a-z]([a-z0-9-]{0,3}[a-z0-9])?(\.[a-z]{1,3})?", fullmatch=True
+        ),
+        st.ip_addresses(v=4, network="10.0.0.0/8").map(str),
+        st.ip_addresses(v=6, network="fd00::/8").map("[{}]".format),
+    )
     address = st.builds("{}:{}".format, host, st.integers(1, 65535))
     limits = {"chief": 1, "worker": 4, "ps": 3, "evaluator": 1}
     tasks = {name: [] for name in limits}
     for unique in draw(st.sets(address, min_size=1, max_size=9)):
         free = [name for name in limits if len(tasks[name]) < limits[name]]
+        if not tasks["chief"] and not tasks["worker"]:
+            free = ["chief", "worker"]
         tasks[draw(st.sampled_from(free))].append(unique)
     task_type = draw(st.sampled_from([name for name in tasks if tasks[name]]))
     index = draw(st.integers(0, len(tasks[task_type]) - 1))

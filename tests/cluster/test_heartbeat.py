@@ -21,15 +21,17 @@ LIMITS = WatchOptions(stall_timeout_seconds=60.0, first_step_seconds=300.0)
 
 
 @pytest.fixture
-def told(tmp_path, monkeypatch):
+def told(monkeypatch):
     """Has this process tell where it is; returns what it tells."""
-    path = str(tmp_path / "worker-0")
-    monkeypatch.setenv(heartbeat.FILE, path)
+    board = heartbeat.Board()
+    monkeypatch.setenv(heartbeat.FILE, board.path)
     monkeypatch.setattr(heartbeat, "_here", None)
-    assert heartbeat.begin("worker 0") is None
-    yield lambda: heartbeat.read(path)
+    heartbeat.begin()
+    assert heartbeat.has_begun()
+    yield board.read
     # The thread that tells that this process runs ends with the process.
     heartbeat._here = None
+    board.close()
 
 
 def test_what_a_task_tells(told):
@@ -83,7 +85,7 @@ def clusters_wait(condition):
 def test_a_child_of_the_task_is_not_the_task(told):
     code = (
         "from mgpu_tf.cluster import heartbeat as h\n"
-        "assert h.begin('worker 0') is None; h.mark('save')"
+        "h.begin(); assert not h.has_begun(); h.mark('save')"
     )
     before = told().count
     subprocess.run(
@@ -95,11 +97,38 @@ def test_a_child_of_the_task_is_not_the_task(told):
 def test_nothing_is_told_without_a_supervisor(monkeypatch):
     monkeypatch.setattr(heartbeat, "_here", None)
     monkeypatch.delenv(heartbeat.FILE, raising=False)
-    assert heartbeat.begin("worker 0") is None
+    heartbeat.begin()
+    assert not heartbeat.has_begun()
     with heartbeat.call("fit"), heartbeat.at("step"), heartbeat.reading():
         heartbeat.count(1)
         heartbeat.mark("save")
-    assert heartbeat.read("/nowhere") is None
+
+
+def test_a_board_that_is_gone_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(heartbeat, "_here", None)
+    monkeypatch.setenv(heartbeat.FILE, "/proc/1/fd/999")
+    heartbeat.begin()
+    assert not heartbeat.has_begun()
+    assert "no supervisor sees whether this task goes on" in caplog.text
+
+
+def test_the_board_outlives_the_task_and_is_in_no_folder(tmp_path, monkeypatch):
+    """So no cleaner of old files can take it away."""
+    board = heartbeat.Board()
+    monkeypatch.setenv(heartbeat.FILE, board.path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    code = (
+        "from mgpu_tf.cluster import heartbeat as h, watchdog\n"
+        "watchdog.begin(None); h.count(7); h.mark('save')"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], env=clusters.environment(), check=True
+    )
+    last = board.read().last
+    assert (last.step, last.phase) == (7, "save")
+    assert not list(tmp_path.iterdir())
+    assert os.fstat(board.descriptor).st_nlink == 0
+    board.close()
 
 
 def beat(step, phase, count=1, alive=1, reading=0.0, is_first=False, pid=-1):
@@ -222,10 +251,11 @@ waits_here()
 
 
 @contextlib.contextmanager
-def task(stall, body="pass"):
+def task(stall, folder, body="pass"):
     """A task that nobody supervises."""
     env = clusters.environment()
     env.pop(heartbeat.FILE, None)
+    env["TMPDIR"] = str(folder)
     process = subprocess.Popen(
         [sys.executable, "-c", TASK.format(stall=stall, body=body)],
         env=env,
@@ -242,8 +272,10 @@ def task(stall, body="pass"):
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_task_of_nobody_ends_by_itself(stopped):
-    with task(3.0) as process:
+def test_a_task_of_nobody_ends_by_itself(stopped, tmp_path):
+    with task(3.0, tmp_path) as process:
+        # What a cleaner of old files would delete.
+        assert not list(tmp_path.iterdir())
         if stopped:
             process.send_signal(signal.SIGSTOP)
         assert process.wait(clusters.LIMIT_SECONDS) == -signal.SIGKILL
@@ -254,9 +286,27 @@ def test_a_task_of_nobody_ends_by_itself(stopped):
     assert "in waits_here" in err
 
 
+def test_a_process_that_is_alone_has_the_limit_that_it_was_given(tmp_path):
+    """It is no task of a cluster, and nobody supervises it."""
+    code = TASK.format(stall=3.0, body="pass").replace(
+        "watchdog.begin(cluster,", "watchdog.begin(None,"
+    )
+    env = clusters.environment() | {"TMPDIR": str(tmp_path)}
+    env.pop(heartbeat.FILE, None)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert "mgpu_tf: no progress for" in done.stderr
+
+
 @pytest.mark.full
-def test_who_is_gone_is_named():
-    with task(60.0) as process:
+def test_who_is_gone_is_named(tmp_path):
+    with task(60.0, tmp_path) as process:
         line = process.stderr.readline()
     assert line.startswith("mgpu_tf: worker 1 waits for worker 0 at a:1 (since")
 
@@ -276,8 +326,8 @@ def test_a_task_is_cut_off_where_the_first_one_is_not_reached():
     assert not watchdog.is_cut_off(served)
 
 
-def test_a_task_that_was_stopped_goes_on_and_it_is_told():
-    with task(60.0, "heartbeat.mark('save')") as process:
+def test_a_task_that_was_stopped_goes_on_and_it_is_told(tmp_path):
+    with task(60.0, tmp_path, "heartbeat.mark('save')") as process:
         process.send_signal(signal.SIGSTOP)
         time.sleep(3)
         process.send_signal(signal.SIGCONT)

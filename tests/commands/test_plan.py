@@ -94,7 +94,7 @@ def test_the_bubble_is_told(capsys):
     assert cli.main(model) == 0
     assert "15.8% of a step of 16" in capsys.readouterr().out
     assert cli.main([*model[:2], "--micro_batches=9"]) != 0
-    assert "goes with pipeline_parallel" in capsys.readouterr().err
+    assert "effect with pipeline_parallel" in capsys.readouterr().err
 
 
 def test_layers_in_parts():
@@ -178,16 +178,19 @@ def test_command_tells_both(tmp_path, capsys):
         ("--num_parameters=1M --device_memory_gib=0", "gib=0.0"),
         ("--num_parameters=1M --device_memory_gib=nan", "gib=nan"),
         ("--num_parameters=1M --device_memory_gib=inf", "gib=inf"),
-        ("--num_parameters=1M --price=1", "price goes with scaling or model"),
+        (
+            "--num_parameters=1M --price=1",
+            "price has an effect with scaling or model only",
+        ),
         (
             "--scaling=x --optimizer=sgd",
-            "optimizer goes with num_parameters or model",
+            "optimizer has an effect with num_parameters or model only",
         ),
         ("--scaling=nowhere.json", "without --examples"),
         ("--scaling=nowhere.json --examples=9", "FileNotFoundError"),
         ("--scaling=setup.cfg --examples=9", "JSONDecodeError"),
         (
-            "--scaling=experiments/benchmarks/results.png --examples=9",
+            "--scaling=experiments/benchmarks/growth.png --examples=9",
             "UnicodeDecodeError",
         ),
         ("--scaling=nowhere.json --examples=9 --price=-1", "price=-1.0"),

@@ -1,6 +1,7 @@
 """`mgpu-tf replay`, and the flags of a run that leaves out bad batches."""
 
 import json
+import sys
 
 import pytest
 
@@ -48,3 +49,14 @@ def test_the_commands_of_the_page(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert f"replay of step {step}: no fault" in done.stdout
+
+
+def test_a_command_without_a_verdict_is_told(capfd):
+    assert cli.main(["replay", "--step=3", "--", "true"]) == 2
+    told = capfd.readouterr().err
+    assert "mgpu-tf: The command must call fit() with the checkpoint" in told
+    assert cli.main(["replay", "--step=3", "--", "false"]) == 1
+    assert cli.main(["replay", "--step=3", "--", "/no/such"]) == 2
+    command = "import os; os.kill(os.getpid(), 15)"
+    given = ["replay", "--step=3", "--", sys.executable, "-c", command]
+    assert cli.main(given) == 128 + 15

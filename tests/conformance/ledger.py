@@ -1,4 +1,4 @@
-"""What was found so far, kept in docs/conformance.json as it comes."""
+"""What was found so far, kept in a file as it comes."""
 
 import dataclasses
 import datetime
@@ -34,21 +34,24 @@ class Ledger:
 
     Args:
         values: What the file holds.
+        file: Its path.
     """
 
-    def __init__(self, values):
+    def __init__(self, values, file=FILE):
         self._values = values
+        self._file = file
 
     @classmethod
-    def open(cls, keep=False):
+    def open(cls, keep=False, file=FILE):
         """Reads what an earlier run has left, if it was of the same sources.
 
         Args:
             keep: Whether cells that held are kept whatever has changed.
+            file: Where it is kept.
         """
         head = _head()
-        if FILE.exists():
-            values = json.loads(FILE.read_text())
+        if file.exists():
+            values = json.loads(file.read_text())
             same = all(values[name] == head[name] for name in head)
             for row in values["rows"].values():
                 for column in list(row):
@@ -60,11 +63,11 @@ class Ledger:
                     elif keep and verdict in RED:
                         del row[column]
             if same:
-                return cls(values)
+                return cls(values, file)
             if keep:
-                return cls(values | head | {"kept": True})
+                return cls(values | head | {"kept": True}, file)
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        return cls(head | {"date": today, "rows": {}})
+        return cls(head | {"date": today, "rows": {}}, file)
 
     def has(self, name, column):
         return column in self._values["rows"].get(name, {})
@@ -111,7 +114,7 @@ class Ledger:
     def _put(self, name, column, cell):
         rows = self._values["rows"]
         rows.setdefault(name, {})[column] = dataclasses.asdict(cell)
-        FILE.write_text(json.dumps(self._values, indent=1) + "\n")
+        self._file.write_text(json.dumps(self._values, indent=1) + "\n")
 
 
 def _head():

@@ -1,6 +1,7 @@
 """Every row in every column, and the table of it.
 
     python -m tests.conformance.run [--only=PATTERN] [--columns=a,b] [--keep]
+        [--ledger=FILE]
 
 (or: make conformance)
 
@@ -16,22 +17,24 @@ Verdicts:
 Results are kept in docs/conformance.json as they come, so that a run that
 was stopped goes on; a change of the package, of the rows or of the versions
 starts anew. With --keep only cells that are neither equal nor refused nor
-documented are run again. At the end docs/conformance.md is written.
+documented are run again. At the end docs/conformance.md is written; with
+--ledger another file is kept, and its table is written beside it. There are
+more columns than docs/conformance.md has: 3_workers, fsdp_x3, tensor_x2.
 Hardware: any; on 2 CPU cores about 40 minutes. Exits with status 1 where a
 cell is SILENT or CRASH.
 """
 
 import argparse
+import pathlib
 import re
 import sys
 
 import mgpu_tf
 from mgpu_tf.runtime import quiet_import
-from tests.conformance.ledger import Ledger
+from tests.conformance.ledger import FILE, Ledger
 
-LOCAL = ("one_device", "mirrored_x2", "mirrored_x3")
-WORKERS = "2_workers"
-COLUMNS = (*LOCAL, WORKERS)
+COLUMNS = ("one_device", "mirrored_x2", "mirrored_x3", "2_workers")
+NUM_WORKERS = {"2_workers": 2, "3_workers": 3}
 
 
 def main():
@@ -39,6 +42,7 @@ def main():
     parser.add_argument("--only", default="", help="a pattern of `group: row`")
     parser.add_argument("--columns", default=",".join(COLUMNS))
     parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--ledger", type=pathlib.Path, default=FILE)
     arguments = parser.parse_args()
     columns = arguments.columns.split(",")
     quiet_import.import_tensorflow()
@@ -50,18 +54,23 @@ def main():
         for row in rows.ROWS.values()
         if re.search(arguments.only, f"{row.group}: {row.name}")
     ]
-    ledger = Ledger.open(keep=arguments.keep)
+    ledger = Ledger.open(arguments.keep, arguments.ledger)
     for name in names:
         for column in columns:
-            if column in LOCAL and not ledger.has(name, column):
+            if column in strategies and not ledger.has(name, column):
                 ledger.begin(name, column)
                 cell = judge.cell(rows.ROWS[name], column, strategies[column])
                 ledger.note(name, column, cell)
-    if WORKERS in columns:
-        from tests.conformance import workers
+    for column in columns:
+        if column in NUM_WORKERS:
+            from tests.conformance import workers
 
-        workers.run(ledger, WORKERS, names)
-    table.write(ledger, COLUMNS)
+            workers.run(ledger, column, names, NUM_WORKERS[column])
+    if arguments.ledger == FILE:
+        table.write(ledger, COLUMNS)
+    else:
+        file = arguments.ledger.with_suffix(".md").resolve()
+        table.write(ledger, columns, file)
     red = ledger.red()
     print(f"{ledger.size()} cells, {len(red)} silent or crashed")
     return 1 if red else 0
@@ -72,6 +81,13 @@ def local_strategies():
     return {
         "mirrored_x3": mgpu_tf.create_mirrored_strategy(num_virtual_devices=3),
         "mirrored_x2": mgpu_tf.create_mirrored_strategy(num_virtual_devices=2),
+        # Of the small weights of rows the large ones are split.
+        "fsdp_x3": mgpu_tf.create_model_parallel_strategy(
+            fsdp=3, num_virtual_devices=3, smallest_split=4
+        ),
+        "tensor_x2": mgpu_tf.create_model_parallel_strategy(
+            tensor=2, num_virtual_devices=2, smallest_split=4
+        ),
         "one_device": mgpu_tf.create_one_device_strategy("CPU:0"),
     }
 

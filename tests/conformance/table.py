@@ -1,10 +1,12 @@
-"""The table of all rows, docs/conformance.md."""
+"""The table of rows, docs/conformance.md or beside another ledger."""
 
 import itertools
+import os
 
 from tests.conformance.ledger import ROOT
 
 FILE = ROOT / "docs" / "conformance.md"
+GUARANTEES = ROOT / "docs" / "guarantees.md"
 
 HEAD = """# The conformance suite
 
@@ -20,25 +22,32 @@ predictions.
 - **equal**: within 1e-9 in float64; within 1e-6 where a metric of Keras
   computes in float32, and 1e-5 where TensorFlow has no op for float64.
 - **refused**: a `ConfigurationError` of one line that names the remedy.
-- **documented**: it differs by nature, and [guarantees.md](guarantees.md) or
+- **documented**: it differs by nature, and [guarantees.md]({guarantees}) or
   a warning says so.
 - A row that Keras itself does not run is left out.
 """
 
 
-def write(ledger, columns):
-    """Writes the table.
+def write(ledger, columns, file=FILE):
+    """Writes the table of what the ledger has.
 
     Args:
         ledger: Its cells.
         columns: In their order.
+        file: Where to.
     """
     from tests.conformance.rows import ROWS
 
-    lines = [HEAD.format(**ledger.head)]
-    lines += [_summary(ledger, columns, ROWS), ""]
+    guarantees = os.path.relpath(GUARANTEES, file.parent)
+    head = HEAD.format(**ledger.head, guarantees=guarantees)
+    known = {
+        name: row
+        for name, row in ROWS.items()
+        if any(ledger.has(name, column) for column in columns)
+    }
+    lines = [head, _summary(ledger, columns, known), ""]
     by_group = itertools.groupby(
-        sorted(ROWS.values(), key=lambda row: row.group),
+        sorted(known.values(), key=lambda row: row.group),
         key=lambda row: row.group,
     )
     notes = []
@@ -56,11 +65,14 @@ def write(ledger, columns):
         lines.append("")
     lines += ["## Notes", ""]
     lines += [f"{i}. {note}" for i, note in enumerate(notes, 1)]
-    FILE.write_text("\n".join(lines) + "\n")
+    file.write_text("\n".join(lines) + "\n")
 
 
 def _summary(ledger, columns, rows):
-    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * 4]
+    lines = [
+        "| | " + " | ".join(columns) + " |",
+        "|---|" + "---|" * len(columns),
+    ]
     verdicts = ["equal", "refused", "documented", "SILENT", "CRASH", "left out"]
     for verdict in verdicts:
         counts = [

@@ -1,4 +1,4 @@
-"""The column of two workers: real processes, one cluster for many rows."""
+"""The columns of workers: real processes, one cluster for many rows."""
 
 import json
 import os
@@ -15,14 +15,13 @@ from tests.conformance.ledger import Cell
 from tests.conformance.rows import ROWS
 from tests.conformance.worker import outcome_file
 
-NUM_WORKERS = 2
 # What rows see in files, which the chief alone writes.
 OF_THE_CHIEF = ("csv ", "file ")
 # Without a new outcome for so long a cluster hangs; the first takes longer.
 PATIENCE_SECONDS = 300
 
 
-def run(ledger, column, names):
+def run(ledger, column, names, num_workers):
     """Runs the rows that the ledger lacks, and notes their cells.
 
     Rows that crashed on one machine come last: each costs a cluster.
@@ -35,7 +34,7 @@ def run(ledger, column, names):
     names.sort(key=lambda name: _crashed(ledger, name))
     while names:
         with tempfile.TemporaryDirectory() as folder:
-            done, ended = _cluster(names, folder)
+            done, ended = _cluster(names, folder, num_workers)
             said = None
             for name, outcomes in zip(names, done, strict=False):
                 cell = _cell(name, column, outcomes)
@@ -91,7 +90,7 @@ def _cell(name, column, outcomes):
     return judge.verdict(row, column, first)
 
 
-def _cluster(names, folder):
+def _cluster(names, folder, num_workers):
     """Runs rows in one cluster, as far as it goes.
 
     Returns:
@@ -106,7 +105,7 @@ def _cluster(names, folder):
         process = subprocess.Popen(
             [
                 *(clusters.PYTHON, "-m", "mgpu_tf", "launch"),
-                f"--num_workers={NUM_WORKERS}",
+                f"--num_workers={num_workers}",
                 *("--startup_seconds=0", "--"),
                 *(clusters.PYTHON, "-m", "tests.conformance.worker"),
                 *(f"--folder={folder}", f"--rows={path}"),
@@ -118,10 +117,10 @@ def _cluster(names, folder):
         ended = _watch(process, folder)
     done = []
     for number in range(len(names)):
-        paths = [outcome_file(folder, number, w) for w in range(NUM_WORKERS)]
+        paths = [outcome_file(folder, number, w) for w in range(num_workers)]
         there = [path for path in paths if os.path.exists(path)]
         outcomes = [Outcome.load(path) for path in there]
-        if len(there) < NUM_WORKERS and not _crashes([outcomes]):
+        if len(there) < num_workers and not _crashes([outcomes]):
             break
         done.append(outcomes)
     if not done:

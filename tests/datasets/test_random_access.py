@@ -390,3 +390,175 @@ def test_packages_whose_examples_have_numbers(make):
         for place, found in enumerate((values, labels)):
             joined = np.concatenate([part[number][place] for part in parts])
             np.testing.assert_array_equal(joined, found)
+
+
+class OneBuffer:
+    """A source that writes each example into the same array."""
+
+    def __init__(self, length=20):
+        self.buffer, self.length = np.zeros(2, "float32"), length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, number):
+        self.buffer[:] = number, 1
+        return self.buffer
+
+
+class OneBufferOfMany(OneBuffer):
+    """The same, of several examples."""
+
+    def __getitems__(self, numbers):
+        return [self[number] for number in numbers]
+
+
+def test_an_array_that_is_written_over_is_read_in_time():
+    found = np.concatenate(batches(mgpu_tf.RandomAccess(OneBuffer())))
+    np.testing.assert_array_equal(found[:, 0], np.arange(20))
+    assert found[:, 0].sum() == 190
+    with pytest.raises(ConfigurationError, match="array that is written over"):
+        batches(mgpu_tf.RandomAccess(OneBufferOfMany()))
+
+
+def test_constant_rows_are_no_buffer():
+    rows = [(np.float32(i), np.ones(2)) for i in range(2)] * 3
+    assert len(batches(mgpu_tf.RandomAccess(rows), 6)) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([1, 2, 2.5, 3], "float32 after int64"),
+        ([True, True, 2], "int64 after bool"),
+        ([np.int8(1), np.int8(2), np.int64(300)], "int64 after int8"),
+        ([1.5, 2.5, 1 + 2j], "complex128 after float32"),
+        (["a", "b", 1], "int64 after text"),
+        ([1, 2, "b"], "text after int64"),
+    ],
+)
+def test_a_value_that_would_change_is_refused(rows, told):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=told):
+        batches(mgpu_tf.RandomAccess(rows))
+
+
+def test_values_that_stay_the_same_are_taken():
+    rows = [np.int64(1), np.int64(2), np.int8(3), np.uint8(200)]
+    (found,) = batches(mgpu_tf.RandomAccess(rows))
+    assert found.tolist() == [1, 2, 3, 200]
+    (found,) = batches(mgpu_tf.RandomAccess([1.5, 2, np.float64(3)]))
+    assert found.tolist() == [1.5, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "names", [["ant", "ant"], "ant", 3, ["ant", None], ["ant", "dog"]]
+)
+def test_class_names_that_are_none(names, photos):
+    with pytest.raises(ConfigurationError, match="class_names must"):
+        datasets.image_folder(photos, class_names=names)
+
+
+@pytest.mark.parametrize(
+    "size", [0, 8, (8,), (0, 8), (8, 8, 3), ("8", "8"), (8.5, 8), None]
+)
+def test_image_sizes_that_are_none(size, photos):
+    with pytest.raises(ConfigurationError, match="image_size must be"):
+        datasets.image_folder(photos, image_size=size)
+
+
+def test_a_pipe_among_images_is_named(tmp_path):
+    (tmp_path / "ant").mkdir()
+    os.mkfifo(tmp_path / "ant" / "a.png")
+    with pytest.raises(ConfigurationError, match=r"a\.png.*Not a regular file"):
+        datasets.image_folder(tmp_path)
+
+
+def test_an_image_that_cannot_be_decoded_is_named(photos, tmp_path, strategies):
+    folder = tmp_path / "photos"
+    shutil.copytree(photos, folder)
+    (folder / "bee" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\nbroken")
+    trainer = mgpu_tf.Trainer(classifier, strategies["one_device"])
+    images = datasets.image_folder(folder, image_size=(8, 8))
+    with pytest.raises(ConfigurationError, match=r"bee/1\.png") as error:
+        trainer.fit(images, batch_size=3, verbose=0)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def classifier():
+    model = keras.Sequential(
+        [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3)]
+    )
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+    return model
+
+
+@pytest.mark.parametrize("compression", ["LZ4", "gzip", None, 3])
+def test_compressions_that_are_none(compression, tmp_path):
+    with pytest.raises(ConfigurationError, match="ompression"):
+        datasets.records(
+            str(tmp_path / "*"),
+            tf.identity,
+            batch_size=2,
+            compression=compression,
+        )
+
+
+INDEXES = {
+    "empty": b"",
+    "no array": b"\x93NUMPY",
+    "text": b"[[1, 2]]",
+    "pickled": np.array([{}], object),
+    "floats": np.zeros((3, 2)),
+    "one column": np.zeros((3, 1), np.int64),
+    "no rows": np.zeros((0, 2), np.int64),
+    "beyond the end": "shifted",
+    "negative": "negative",
+    "fewer": "fewer",
+}
+
+
+@pytest.mark.parametrize("kind", INDEXES)
+def test_an_index_that_is_damaged_is_made_anew(kind, tmp_path):
+    path = tmp_path / "a.tfrecord"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for number in range(4):
+            writer.write(b"%d" % number * 10)
+    expected = list(RecordFiles(str(path)))
+    index = f"{path}.index"
+    table = np.load(index).copy()
+    damage = INDEXES[kind]
+    if isinstance(damage, bytes):
+        with open(index, "wb") as file:
+            file.write(damage)
+    else:
+        if isinstance(damage, np.ndarray):
+            table = damage
+        elif kind == "fewer":
+            table = table[:-1]
+        else:
+            table[2:] *= -1 if kind == "negative" else 1000
+        np.save(index, table, allow_pickle=True)
+        os.replace(f"{index}.npy", index)
+    found = list(RecordFiles(str(path)))
+    assert [bytes(one) for one in found] == [bytes(one) for one in expected]
+
+
+def test_records_that_are_cut_while_they_are_read(tmp_path):
+    path = tmp_path / "a.tfrecord"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        writer.write(b"a" * 100)
+    source = RecordFiles(str(path))
+    os.truncate(path, 50)
+    with pytest.raises(ConfigurationError, match=r"no record of 100 bytes"):
+        source[0]
+
+
+def test_a_page_of_parquet_that_is_damaged_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"x": np.random.default_rng(0).normal(size=1000)})
+    files.write_table(table, path, compression="gzip")
+    data = bytearray(path.read_bytes())
+    data[100:400] = bytes(300)
+    path.write_bytes(data)
+    with pytest.raises(ConfigurationError, match=r"a\.parquet.*row group 0"):
+        ParquetRows(str(path))[0]

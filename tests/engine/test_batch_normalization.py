@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import mgpu_tf
+from tests.parity import cases
 from tests.tiers import full
 
 pytestmark = full
@@ -27,9 +28,9 @@ def build():
 
 @pytest.fixture
 def float64():
-    keras.config.set_floatx("float64")
+    cases.set_floatx("float64")
     yield
-    keras.config.set_floatx("float32")
+    cases.set_floatx("float32")
 
 
 def weights(trained):

@@ -527,3 +527,32 @@ def test_gradients_are_caught_whichever_method_gets_them():
     assert float(variable[0]) == 0.75
     optimizer.apply([gradient], [variable])
     assert float(variable[0]) == 0.5
+
+
+def test_what_tensorflow_keeps_of_functions_and_operations():
+    @tf.function
+    def inner(x):
+        return x + 1.0
+
+    @tf.function
+    def outer(x):
+        drawn = tf.random.normal([2])
+        keras_internals.set_integer(drawn.op, "seed", 7)
+        assert drawn.op.get_attr("seed") == 7
+        (call,) = [inner(x).op]
+        while not call.type.endswith("PartitionedCall"):
+            call = call.inputs[0].op
+        name = call.get_attr("f").name
+        body = keras_internals.body_of_function(call.graph, name)
+        assert [op.type for op in body.get_operations()][-2:] != []
+        assert keras_internals.body_of_function(call.graph, "none") is None
+        return drawn
+
+    outer.get_concrete_function(tf.constant(0.0))
+
+
+def test_what_layers_have_added():
+    layer = keras.layers.Dense(1)
+    loss = tf.constant(1.0)
+    keras_internals.own_loss(layer, loss)
+    assert keras_internals.loss_ids(layer) == {id(loss)}

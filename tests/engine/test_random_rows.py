@@ -16,6 +16,7 @@ from mgpu_tf.engine.random_rows import (
     seed_for_rows,
 )
 from mgpu_tf.engine.random_rows.dimensions import OTHER, ROWS, RowDimensions
+from tests.parity import cases
 from tests.tiers import full, tiered
 
 B = 13
@@ -278,9 +279,9 @@ def trained(fit, **options):
 
 @pytest.fixture
 def float64():
-    keras.config.set_floatx("float64")
+    cases.set_floatx("float64")
     yield
-    keras.config.set_floatx("float32")
+    cases.set_floatx("float32")
 
 
 @functools.cache

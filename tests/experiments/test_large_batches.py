@@ -1,4 +1,4 @@
-"""The commands of docs/large_batches.md, and the experiments beside it."""
+"""The commands of two pages on steps, and the experiments beside them."""
 
 import json
 import pathlib
@@ -12,10 +12,14 @@ import mgpu_tf
 from tests import clusters
 
 ROOT = pathlib.Path(clusters.ROOT)
-DOCS = ROOT / "docs" / "large_batches.md"
-BLOCKS = dict.fromkeys(("sh", "python"))
-for _kind in BLOCKS:
-    BLOCKS[_kind] = re.findall(rf"```{_kind}\n(.*?)```", DOCS.read_text(), re.S)
+TEXT = "".join(
+    (ROOT / "docs" / name).read_text()
+    for name in ("large_batches.md", "trace.md")
+)
+BLOCKS = {
+    kind: re.findall(rf"```{kind}\n(.*?)```", TEXT, re.S)
+    for kind in ("sh", "python")
+}
 COMMANDS = [
     line for block in BLOCKS["sh"] for line in block.strip().splitlines()
 ]

@@ -101,3 +101,62 @@ def test_outputs_are_committed():
     for path in FOLDER.glob("*.ipynb"):
         cells = nbformat.read(path, as_version=4).cells
         assert any(c.outputs for c in cells if c.cell_type == "code"), path
+
+
+@pytest.mark.full
+def test_sync_and_async(tmp_path):
+    book = executed(FOLDER / "03_sync_vs_async.ipynb", tmp_path)
+    scores, staleness = (
+        eval(text) for text in outputs(book, "text/plain") if text[0] == "{"
+    )
+    assert min(scores.values()) > 0.9
+    assert 0 <= staleness["p50"] <= staleness["max"]
+
+
+@pytest.mark.full
+def test_scaling_and_report(tmp_path):
+    book = executed(FOLDER / "04_scaling_report.ipynb", tmp_path)
+    assert outputs(book, "image/png")
+    size, goodput = (
+        eval(text)
+        for text in outputs(book, "text/plain")
+        if not text.startswith("<")
+    )
+    assert size > 10_000
+    assert goodput["wall_seconds"] > goodput["step_seconds"] > 0
+
+
+@pytest.mark.full
+def test_model_parallel(tmp_path):
+    book = executed(FOLDER / "05_model_parallel.ipynb", tmp_path)
+    [losses] = [
+        eval(text) for text in outputs(book, "text/plain") if text[0] == "{"
+    ]
+    assert set(losses) == {"mirrored", "fsdp", "tensor"}
+    for values in losses.values():
+        assert values == pytest.approx(losses["mirrored"], rel=1e-5)
+
+
+@pytest.mark.full
+def test_a_crash_is_survived(tmp_path):
+    book = executed(FOLDER / "06_survive_a_crash.ipynb", tmp_path)
+    assert outputs(book, "text/plain") == ["1", "True"]
+
+
+@pytest.mark.full
+def test_large_batches(tmp_path):
+    book = executed(FOLDER / "07_large_batches.ipynb", tmp_path)
+    [last] = [
+        eval(text) for text in outputs(book, "text/plain") if text[0] == "{"
+    ]
+    small, same, scaled = last.values()
+    assert scaled < 2 * small < same
+
+
+def test_committed_outputs_have_no_noise():
+    for path in FOLDER.glob("*.ipynb"):
+        for cell in nbformat.read(path, as_version=4).cells:
+            for output in cell.get("outputs", []):
+                assert output.output_type != "error", path
+                assert ".cc:" not in output.get("text", ""), path
+                assert "INFO:tensorflow" not in output.get("text", ""), path

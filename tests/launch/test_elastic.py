@@ -167,7 +167,7 @@ def test_a_machine_counts_when_it_was_seen_twice():
 
 def test_machines_are_asked_by_ssh(tmp_path, monkeypatch):
     """One answers, one refuses, one is silent; each has two places."""
-    monkeypatch.setattr(ssh, "_ASK_SECONDS", 1.0)
+    monkeypatch.setattr(ssh, "_ASK_SECONDS", 8.0)
     program = tmp_path / "ssh"
     program.write_text(
         "#!/bin/sh\n"

@@ -80,7 +80,7 @@ def test_the_command_of_the_readme(capsys):
         (["--print", "--hosts=a,"], "Received: ''"),
         (["--print", "--hosts=a b"], "Received: 'a b'"),
         (["--print", "--hosts=a,b,a"], "each machine once"),
-        (["--print", "--hosts=a", "--port=0"], "port of 1 to 65535"),
+        (["--print", "--hosts=a", "--port=0"], "port must be 1 to 65535"),
         (["--print", "--hosts=a", "--evaluator"], "without --num_ps"),
         (["--print", "--hosts=a", "--num_workers=0"], "num_workers must be"),
     ],

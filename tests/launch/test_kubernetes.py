@@ -270,10 +270,10 @@ NEEDED = ["--name=mnist", "--image=lab/train:1", "--workers=2"]
         ([f"--name={'a' * 60}"], ["at most", "Received: 60"]),
         (["--image="], ["registry/team/train:1"]),
         (["--image=a b"], ["image='a b'"]),
-        (["--workers=0"], ["workers must be 1 or more"]),
+        (["--workers=0"], ["workers must be an integer of 1 or more"]),
         (["--workers=two"], ["--workers=two"]),
-        (["--gpus=-1"], ["gpus must be 0 or more"]),
-        (["--ps=-1"], ["ps must be 0 or more"]),
+        (["--gpus=-1"], ["gpus must be an integer of 0 or more"]),
+        (["--ps=-1"], ["ps must be an integer of 0 or more"]),
         (["--evaluator"], ["without ps", "--ps=1"]),
         (["--evaluator", "--ps=1"], ["reads checkpoints"]),
         (["--kind=jobst"], ["mean 'jobset'"]),
@@ -290,8 +290,14 @@ NEEDED = ["--name=mnist", "--image=lab/train:1", "--workers=2"]
         (["--memory=500m"], ["thousandths", "500Mi"]),
         (["--cpus=many"], ["4 or 500m"]),
         (["--shared_memory=0"], ["shared_memory='0'"]),
-        (["--grace_seconds=0"], ["grace_seconds must be 1 or more"]),
-        (["--max_restarts=-1"], ["max_restarts must be 0 or more"]),
+        (
+            ["--grace_seconds=0"],
+            ["grace_seconds must be an integer of 1 or more"],
+        ),
+        (
+            ["--max_restarts=-1"],
+            ["max_restarts must be an integer of 0 or more"],
+        ),
         (["--user_id=0"], ["do not run as root"]),
         (["--replicas=2"], ["Unknown", "replicas"]),
     ],
@@ -328,3 +334,51 @@ def test_what_is_missing_is_named(arguments, part, capsys):
 def test_no_text(word):
     with pytest.raises(ConfigurationError, match="must be text in UTF-8"):
         KubernetesJob(("python", word), "a", "lab/a:1", workers=1)
+
+
+# What the API server refuses, or what is never meant.
+REFUSED = {
+    "namespace": ["a.b", "A", "-a", "a" * 64, "a_b", ""],
+    "queue": ["a..b", "a.-b", "a" * 64, "A", ""],
+    "checkpoint_claim": ["a.", ".a", "a..b", "a/b", "a" * 254],
+    "image": ["a/B", "a//b", "a:", "a:b c", "a@sha256:1", "a" * 256, "a:-b"],
+    "cpus": ["0.0001", "0.5m", "4Gi", "1e3", "-1", "+1", "0", "nan", " 4"],
+    "memory": ["1.5", "0.3Ki", "1GiB", "10E", "99999Ei", "1u", "500m", "1Zi"],
+    "shared_memory": ["", "0", "1g", "1 Gi"],
+    "user_id": [0, -1, 2**31],
+    "grace_seconds": [0, 2**31],
+    "max_restarts": [-1, 2**31, 2**31 // 2],
+    "workers": [0, 100_001],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [(field, value) for field, values in REFUSED.items() for value in values],
+)
+def test_what_kubernetes_refuses_is_refused(field, value):
+    given = {"name": "a", "image": "b", "workers": 2} | {field: value}
+    with pytest.raises(ConfigurationError, match=field) as error:
+        KubernetesJob(("python",), **given)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("cpus", value) for value in ("4", "0.5", "500m", "1.001")),
+        *(("memory", value) for value in ("2Gi", "4G", "1.5Gi", "2E")),
+        ("image", "registry.lab:5000/Team".lower() + "/train_x:1.0-a"),
+        ("image", "a@sha256:" + "0" * 64),
+        ("checkpoint_claim", "a.b-c.d1"),
+        ("queue", "a.b"),
+    ],
+)
+def test_what_kubernetes_takes_is_taken(field, value):
+    given = {"name": "a", "image": "b", "workers": 2} | {field: value}
+    assert getattr(KubernetesJob(("python",), **given), field) == value
+
+
+def test_shared_memory_is_part_of_the_memory():
+    with pytest.raises(ConfigurationError, match="is part of memory"):
+        KubernetesJob(("x",), "a", "b", 1, memory="1Gi", shared_memory="2Gi")

@@ -1,12 +1,13 @@
 """Restarts, over real processes that need no TensorFlow."""
 
+import os
 import pathlib
 import signal
 
 import pytest
 
 from mgpu_tf.errors import PREEMPTED, ConfigurationError
-from mgpu_tf.launch import local
+from mgpu_tf.launch import local, process
 from mgpu_tf.launch.policy import RestartPolicy
 from mgpu_tf.launch.process import oom_kills
 from tests.launch.test_local import (
@@ -282,12 +283,19 @@ def test_pauses_grow_and_end():
     assert pauses == [0.5, 0.5, 1.0, 2.0, 3.0, 3.0]
 
 
-def test_a_full_log_ends_no_job(tmp_path, capfd):
+def test_a_full_log_ends_no_job(tmp_path, capfd, monkeypatch):
     logs = tmp_path / "logs"
     logs.mkdir()
-    (logs / "worker-0.log").symlink_to("/dev/full")
     (logs / "worker-1.log").mkdir()
     body = "print('line\\n' * 100_000, end='')"
+    opener = process.own_only
+
+    def full(path, flags):
+        if path.endswith("worker-0.log"):
+            return os.open("/dev/full", os.O_WRONLY)
+        return opener(path, flags)
+
+    monkeypatch.setattr(process, "own_only", full)
     assert launch(body, tmp_path, log_dir=str(logs)) == 0
     out, err = capfd.readouterr()
     assert out.count("] line\n") == 200_000

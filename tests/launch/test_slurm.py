@@ -238,7 +238,10 @@ def test_submitted_where_there_is_no_slurm(monkeypatch, capsys):
     [
         (["--nodes=2"], ["and the command", "-- python script.py"]),
         (["--", "true"], ["no --nodes"]),
-        (["--nodes=0", "--", "true"], ["nodes must be 1 or more"]),
+        (
+            ["--nodes=0", "--", "true"],
+            ["nodes must be an integer of 1 or more"],
+        ),
         (["--nodes=1", "--gpus_per_node=-1", "--", "x"], ["gpus_per_node"]),
         (["--nodes=1", "--evaluator", "--", "x"], ["without --num_ps"]),
         (["--nodes=1", "--signal_seconds=0", "--", "x"], ["signal_seconds"]),
@@ -269,3 +272,28 @@ def test_a_mistake_is_one_line(arguments, parts, capsys):
 def test_no_text(word):
     with pytest.raises(ConfigurationError, match="must be text in UTF-8"):
         SlurmJob(("python", word), nodes=1)
+
+
+@pytest.mark.parametrize(
+    "time",
+    ["0", "0:00", "1-", "-1", "1:60", "1:60:00", "1:00:60", "1-24", "1-0:60"]
+    + ["1:2:3:4", "1-2-3", "1-1:1:60", "2", "1:59", "9" * 9, "", " 90", "90\n"],
+)
+def test_times_that_are_refused(time):
+    """Slurm refuses them, or there is no time to save."""
+    with pytest.raises(ConfigurationError, match="time must be"):
+        SlurmJob(("x",), nodes=1, time=time, signal_seconds=120)
+
+
+@pytest.mark.parametrize(
+    "time",
+    ["90", "3", "2:01", "1:30:00", "100:00:00", "2-12", "2-12:30", "0-1:0:0"],
+)
+def test_times_that_are_taken(time):
+    assert SlurmJob(("x",), nodes=1, time=time, signal_seconds=120).time == time
+
+
+@pytest.mark.parametrize("field", ["nodes", "gpus_per_node", "max_restarts"])
+def test_counts_that_no_cluster_has(field):
+    with pytest.raises(ConfigurationError, match=f"{field} must be 65533 or"):
+        SlurmJob(("x",), **({"nodes": 1} | {field: 65534}))

@@ -1,5 +1,7 @@
 """Tasks that make no progress, under the supervisor; without TensorFlow."""
 
+import tempfile
+
 import pytest
 
 from mgpu_tf.cluster import watchdog
@@ -13,7 +15,7 @@ from mgpu_tf.cluster import heartbeat
 
 attempt = int(os.environ["MGPU_TF_RESTARTS"])
 name = config["task"]["type"] + str(index)
-heartbeat.begin(name)
+heartbeat.begin()
 note(f"{name}.{attempt}", os.getpid())
 
 
@@ -36,9 +38,10 @@ def no_cluster(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
 
 
-def launch(body, folder, num_workers=2, policy=None, **options):
+def launch(body, folder, num_workers=2, policy=None, tells=True, **options):
+    before = BODY if tells else BODY.replace("heartbeat.begin()", "")
     return local.launch(
-        command(BODY + body, folder),
+        command(before + body, folder),
         num_workers,
         policy=RestartPolicy(backoff_seconds=0.0, **(policy or {})),
         # The tasks serve no ports.
@@ -58,7 +61,11 @@ if attempt == 0:
 """
 
 
-def test_a_stopped_task_ends_the_job(tmp_path, capfd):
+def test_a_stopped_task_ends_the_job(tmp_path, capfd, monkeypatch):
+    """With nothing in the folder of temporary files that a cleaner empties."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     logs = tmp_path / "logs"
     assert launch(STOPS, tmp_path, log_dir=str(logs)) == watchdog.STALLED
     err = capfd.readouterr().err
@@ -77,6 +84,7 @@ def test_a_stopped_task_ends_the_job(tmp_path, capfd):
         "worker 1 step 5 step, for the first time",
     ]
     assert f"what each task did last is in {logs}" in err
+    assert not list(temporary.iterdir())
 
 
 def test_a_job_that_stalls_begins_again(tmp_path, capfd):
@@ -110,12 +118,13 @@ wait_for("ps0.1")
 def test_who_tells_nothing_is_not_watched(tmp_path):
     body = """
 if index == 0:
-    # As a script that does not use this package.
-    heartbeat._here = None
-    os.remove(os.environ["MGPU_TF_BEAT"])
+    note("done")
     time.sleep(6)
+else:
+    wait_for("done")
 """
-    assert launch(body, tmp_path) == 0
+    # A script that does not use this package.
+    assert launch(body, tmp_path, tells=False) == 0
 
 
 def test_who_goes_on_is_let_alone(tmp_path):

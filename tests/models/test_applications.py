@@ -11,7 +11,7 @@ from tests import clusters
 from tests.jobs import applications
 from tests.tiers import tiered
 
-QUICK = "MobileNet"
+QUICK = "MobileNetV3Small"
 RTOL = 1e-9
 
 

@@ -201,10 +201,21 @@ def test_exclusion_in_keras_words():
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"momentum": 1.0}, "momentum of LARS must be 0 to below 1"),
-        ({"trust_coefficient": 0.0}, "must be above 0"),
-        ({"epsilon": -1.0}, "must be 0 or more"),
-        ({"weight_decay": -0.1}, "weight_decay of LARS must be 0 or more"),
+        (
+            {"momentum": 1.0},
+            "momentum must be a finite number of 0 or more and",
+        ),
+        ({"trust_coefficient": 0.0}, "must be a finite number above 0"),
+        ({"epsilon": -1.0}, "must be a finite number of 0 or more"),
+        ({"weight_decay": -0.1}, "weight_decay must be a finite number of 0"),
+        *(
+            ({name: value}, f"{name} must be")
+            for name in ("momentum", "epsilon", "trust_coefficient")
+            for value in (None, "a", float("nan"), True, [0.1])
+        ),
+        ({"weight_decay": float("inf")}, "weight_decay must be"),
+        ({"exclude": "bias"}, "exclude must be a list of names"),
+        ({"exclude": [1]}, "exclude must be a list of names"),
     ],
 )
 def test_refused(options, rule):

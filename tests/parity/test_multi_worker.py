@@ -8,7 +8,7 @@ parity` runs every row in every layout.
 import pytest
 
 from tests import clusters
-from tests.parity import cases, judge, run, worker
+from tests.parity import cases, judge, run, test_two_workers, worker
 from tests.tiers import dealt
 
 # Layouts that differ in what passes between processes.
@@ -29,11 +29,24 @@ PLAIN_ROWS = [
     "dict_inputs_two_outputs",
     "jit_compile",
 ]
+MESHES = [name for name, layout in run.CLUSTERS.items() if layout[2]]
+_ON_MESHES = dealt(
+    [n for n in run.SPLIT_ROWS if n not in test_two_workers.ROWS],
+    MESHES,
+    run.SPLIT_REFUSED,
+)
 DEALT = [
-    *dealt(run.SPLIT_ROWS, (*SPLIT, *PLAIN), run.SPLIT_REFUSED),
-    *dealt(PLAIN_ROWS, PLAIN),
+    *((layout, n) for layout in SPLIT for n in test_two_workers.ROWS),
+    *((layout, name) for layout, name in _ON_MESHES if layout in SPLIT),
+    *dealt(
+        [
+            *(name for layout, name in _ON_MESHES if layout not in SPLIT),
+            *PLAIN_ROWS,
+        ],
+        PLAIN,
+    ),
     # The sums of replicas of which one has no row.
-    *((layout, "last_batch_of_1") for layout in (*PLAIN, *SPLIT)),
+    *((layout, "last_batch_of_1") for layout in PLAIN),
 ]
 ROWS = {
     layout: list(dict.fromkeys(n for other, n in DEALT if other == layout))

@@ -23,7 +23,7 @@ SPLIT = (
 )
 COLUMNS = (
     "mirrored_x3",
-    *SPLIT,
+    *SPLIT[:-1],
     "mirrored_x2",
     "central_storage_x2",
     "one_device",
@@ -50,7 +50,9 @@ QUICK = [
 
 DEALT = [
     *dealt(list(cases.CASES), COLUMNS, judge.REFUSED),
-    *((column, EVERYWHERE) for column in COLUMNS),
+    *((column, EVERYWHERE) for column in (*COLUMNS, SPLIT[-1])),
+    # Both axes split a weight.
+    *((SPLIT[-1], name) for name in ("adam_global_clipnorm", "mask", "auc")),
     # What is stored once constrains once.
     ("central_storage_x2", "constraint"),
 ]

@@ -6,6 +6,7 @@ import keras
 import pytest
 
 import mgpu_tf
+from mgpu_tf import planner
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StrategyOptions
 from mgpu_tf.planner import here
@@ -43,7 +44,7 @@ def test_parts_of_one_cpu_are_not_used_where_one_device_will_do(caplog):
 
 def test_what_does_not_fit_on_one_is_split(monkeypatch):
     graph = trace(build)
-    room = memory_of(graph, Layout(3), BATCH).largest.total
+    room = memory_of(graph, Layout(), BATCH).largest.total
     monkeypatch.setattr(here, "host_memory", lambda: 0.9 * 3 * room)
     options = StrategyOptions(num_virtual_devices=3)
     choice = here.choose(build, BATCH, options)
@@ -87,3 +88,12 @@ def test_the_run_of_a_plan(tmp_path):
     assert told["memory_bytes"]["measured"] > 0
     assert told["step_seconds"]["measured"] > 0
     assert "ms a step" in terminal.predicted_text(told)
+
+
+def test_the_largest_batch_is_tried_by_one_step():
+    graph = trace(build)
+    room = memory_of(graph, Layout(), 512).largest.total
+    rows = planner.largest_batch(build, memory_bytes=room)
+    assert rows == pytest.approx(512, abs=1)
+    with pytest.raises(ConfigurationError, match="a row for each device"):
+        planner.largest_batch(build, memory_bytes=1000)

@@ -1,5 +1,7 @@
 """Estimates against hand calculations, and against the allocator."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.planner.layout import Layout
 from mgpu_tf.planner.liveness import KINDS
 from mgpu_tf.planner.memory import memory_of, stages_of
+from mgpu_tf.planner.rules import RULES
 from mgpu_tf.planner.tracing import trace
 from tests.planner.graphs import dense_graph
 
@@ -38,7 +41,10 @@ def test_activations_grow_with_rows_and_state_does_not():
 def test_fsdp_stores_parts_and_gathers_at_most_two_layers():
     widths = (64,) * 9
     whole = 64 * 64 * 4
-    found = kinds(Layout(fsdp=4), widths=widths)
+    # One after another, with nothing that runs beside.
+    rules = dataclasses.replace(RULES, beside=0)
+    graph = dense_graph(widths)
+    found = memory_of(graph, Layout(fsdp=4), 8, rules=rules).largest.by_kind
     assert found["parameters"] == 8 * whole / 4
     assert found["slots"] == 8 * 64 * 64 * 8 / 4
     assert 0 < found["gathered weights"] <= 2 * whole

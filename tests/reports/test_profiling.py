@@ -1,10 +1,12 @@
 import glob
+import json
 import os
 import re
 
 import pytest
 
 import mgpu_tf
+from mgpu_tf.reports import perfetto
 from mgpu_tf.reports.profiling import Profiler, _length_of_union
 
 
@@ -51,7 +53,18 @@ def test_trace_of_a_run(tmp_path, caplog):
         "reduce",
         "apply",
     ]
-    assert all(float(seconds) > 0 for _, seconds in found)
+    path = os.path.join(folder, "step.json")
+    count = perfetto.write(os.path.join(folder, "profile"), path)
+    with open(path) as file:
+        events = json.load(file)["traceEvents"]
+    timed = [event for event in events if event["ph"] == "X"]
+    assert count == len(timed) > 50
+    assert {"forward_backward", "reduce", "apply"} <= {e["cat"] for e in timed}
+    assert min(event["ts"] for event in timed) == 0
+    threads = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M"}
+    assert {(event["pid"], event["tid"]) for event in timed} <= threads
+    step = float(re.search(r"([\d.]+) ms each", line)[1])
+    assert all(0 < float(seconds) <= step for _, seconds in found)
 
 
 def test_steps_that_were_not_reached():

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 
@@ -33,11 +34,14 @@ def test_speedup_where_the_first_point_has_several_devices():
     assert several.speedup(points[1])[1] == 3.0
 
 
-def test_text_has_published_curves_beside():
+def test_text_has_published_curves_beside_gpus_alone():
     lines = table().text().splitlines()
-    assert "this is speed-up" in lines[0]
-    assert lines[3].split()[:3] == ["4", "320", "3.20"]
-    assert lines[3].split()[-3:] == ["3.50", "3.89", "3.79"]
+    assert "this is speed-up" in lines[1]
+    assert lines[4].split()[:3] == ["4", "320", "3.20"]
+    assert len(lines) == 5
+    on_gpus = dataclasses.replace(table(), kind="gpu").text().splitlines()
+    assert "3.5 on 4" in on_gpus[5]
+    assert max(map(len, [*lines, *on_gpus])) <= 80
 
 
 def test_reads_what_it_wrote(tmp_path):

@@ -132,13 +132,8 @@ def totals(ledger, sources=None):
 
 
 def table(ledger):
-    """Returns the page; what was mended and repeated is named there too."""
-    mended = [
-        f"Not right at first, mended and repeated: job {entry['job']}, "
-        f"{entry['strategy']}, {len(entry['faults'])} faults. {entry['mended']}"
-        for entry in ledger.get("mended", [])
-    ]
-    told = [*mended, *ledger.get("notes", [])]
+    """Returns the page; the file beside it has what was mended, too."""
+    told = ledger.get("notes", [])
     rows = []
     for strategy in TASKS:
         jobs = [job for job in ledger["jobs"] if job["strategy"] == strategy]

@@ -12,7 +12,7 @@ import pytest
 
 from mgpu_tf.checkpoints import store
 from tests import clusters
-from tests.soak.harness import SAVE_EVERY_STEPS, TOTAL_STEPS, Fault
+from tests.soak.harness import OF_CHIEF, SAVE_EVERY_STEPS, TOTAL_STEPS, Fault
 from tests.soak.run import run_job
 
 
@@ -103,20 +103,23 @@ def test_killed_and_the_same_bits(strategy, faults):
     assert (control.restarts, control.lost_steps) == (0, 0)
     ended = [fault for fault in faults if fault.kind != "pause"]
     assert result.restarts == len(ended)
-    assert result.lost_steps < len(faults) * 2 * SAVE_EVERY_STEPS
+    # Damage and a folder that is read-only take saves with them.
+    lost = sum(4 if f.kind in OF_CHIEF else 2 for f in faults)
+    assert result.lost_steps < lost * SAVE_EVERY_STEPS
     if any(fault.kind != "save" for fault in faults):
         assert result.lost_steps > 0
 
 
 @pytest.mark.full
-def test_what_ends_the_run_is_mended_and_the_same_bits(tmp_path):
+@pytest.mark.parametrize("strategy", ["mirrored", "2_workers"])
+def test_what_ends_the_run_is_mended_and_the_same_bits(strategy):
     """Storage that fails for long, and a checkpoint of a later release."""
     faults = [
         Fault("unreadable", worker=0, step=22),
         Fault("newer", worker=0, step=61),
     ]
-    control = run_job("mirrored")
-    result = run_job("mirrored", faults)
+    control = run_job(strategy)
+    result = run_job(strategy, faults)
     assert (result.sha, result.step) == (control.sha, TOTAL_STEPS)
     # Nothing but what came after the last checkpoint was done again.
     assert 0 < result.lost_steps < len(faults) * 2 * SAVE_EVERY_STEPS

@@ -100,7 +100,9 @@ def test_only_what_saves_time_changes_shares():
 
 @pytest.mark.parametrize("name", ["one_device", "central_storage", "fsdp"])
 def test_other_strategies_refuse_shares(name):
-    with pytest.raises(mgpu_tf.ConfigurationError, match="balance goes with"):
+    with pytest.raises(
+        mgpu_tf.ConfigurationError, match="balance has an effect with"
+    ):
         mgpu_tf.create_strategy(name, balance="2,1")
 
 

@@ -129,7 +129,7 @@ def test_names():
             "data=2 x fsdp=1 x pipeline=3 = 6 for 4 devices",
         ),
         ({"pipeline_parallel": 2, "shard": "optimizer"}, "shard goes with"),
-        ({"micro_batches": 2}, "micro_batches goes with"),
+        ({"micro_batches": 2}, "effect with pipeline_parallel"),
         ({"pipeline_parallel": 4, "pipeline_stages": "a,b"}, "2 names"),
         ({"pipeline_schedule": "zb"}, "pipeline_schedule"),
         ({"pipeline_parallel": 0}, "1 or more"),
@@ -141,9 +141,20 @@ def test_mistakes_are_told(options, rule):
     assert "\n" not in str(error.value)
 
 
+def test_no_more_micro_batches_than_rows():
+    """Each would be a part of the graph, and take minutes to trace."""
+    options = {"num_virtual_devices": 4, "pipeline_parallel": 2}
+    many = create(**options, micro_batches=1000)
+    with pytest.raises(mgpu_tf.ConfigurationError, match="=1000 for 32 rows"):
+        many.check_micro_batches(64)
+    many.check_micro_batches(2000)
+    # The default stays, also for a batch with fewer rows.
+    create(**options).check_micro_batches(2)
+
+
 @pytest.mark.parametrize("name", ["mirrored", "fsdp"])
 def test_other_strategies_have_no_stages(name):
-    with pytest.raises(mgpu_tf.ConfigurationError, match="goes with"):
+    with pytest.raises(mgpu_tf.ConfigurationError, match="has an effect with"):
         mgpu_tf.create_strategy(
             name, num_virtual_devices=2, pipeline_parallel=2
         )

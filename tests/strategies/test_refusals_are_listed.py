@@ -93,6 +93,7 @@ LISTED = {
     ),
     "noise_scale needs all gradients on each device.": "`noise_scale`",
     "A pipeline computes stages again, not layers.": '`recompute="layers"`',
+    "A pipeline cuts its rows into micro-batches already.": "`step_parts`",
 }
 # Mistakes in an argument, which its help explains.
 ARGUMENTS = {

@@ -10,7 +10,12 @@ import pytest
 
 from mgpu_tf import cli
 from mgpu_tf.cluster import ports
-from mgpu_tf.studies.doctor import machine, network, tensorflow_sees
+from mgpu_tf.studies.doctor import (
+    gpus,
+    machine,
+    network,
+    tensorflow_sees,
+)
 from mgpu_tf.studies.doctor.findings import ERROR, OK, WARNING
 from tests import clusters
 
@@ -136,6 +141,14 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     assert_found(found, ERROR, "--output_dir")
 
 
+@pytest.mark.parametrize("path", ["gs://bucket/run", "~/run", "$HOME/run"])
+def test_a_folder_that_is_no_path(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = machine.folder("checkpoint_dir", path, 0)
+    assert_found(found, ERROR, "checkpoint_dir must be", path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_disk_that_is_nearly_full(tmp_path):
     found = machine.folder("checkpoint_dir", str(tmp_path), 1 << 60)
     assert_found(found, WARNING, "GiB free")
@@ -245,6 +258,7 @@ def test_an_interface_that_does_not_exist():
 
 SEEN = {
     "gpus": [],
+    "kernels": ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"],
     "built_with_cuda": True,
     "cuda": "12",
     "cudnn": "9",
@@ -259,16 +273,101 @@ REDUCED = {
 }
 
 
+H100 = gpus.Gpu("H100", (9, 0))
+TWO = gpus.Driver((H100, H100), (560, 35, 3))
+
+
+def sees(*found):
+    return SEEN | {"gpus": [(gpu.name, gpu.capability) for gpu in found]}
+
+
 def test_gpus_that_tensorflow_does_not_see():
-    driver = ["H200", "H200"]
-    found = tensorflow_sees.judge(SEEN, driver)
-    assert_found(found, ERROR, "sees none", "mgpu_tf[gpu]")
-    found = tensorflow_sees.judge(SEEN | {"visible": ""}, driver)
+    found = tensorflow_sees.judge(SEEN, TWO)
+    assert_found(found, ERROR, "sees none", "'tensorflow[and-cuda]")
+    found = tensorflow_sees.judge(SEEN | {"visible": ""}, TWO)
     assert_found(found, WARNING, "CUDA_VISIBLE_DEVICES")
-    found = tensorflow_sees.judge(SEEN | {"gpus": ["H200"]}, driver)
+    found = tensorflow_sees.judge(sees(H100), TWO)
     assert_found(found, WARNING, "2 GPUs, TensorFlow 1")
-    healthy(tensorflow_sees.judge(SEEN | {"gpus": driver}, driver))
+    healthy(tensorflow_sees.judge(sees(H100, H100), TWO))
     healthy(tensorflow_sees.judge(SEEN, None))
+
+
+def kernels_for(*capability, built=SEEN["kernels"], driver=TWO.version):
+    driver = gpus.Driver((), driver)
+    return list(
+        gpus.kernels(built, [gpus.Gpu("G", capability)], "12.5.1", driver)
+    )
+
+
+@pytest.mark.parametrize("capability", [(6, 1), (7, 5), (8, 0), (8, 6), (8, 9)])
+def test_kernels_that_run_as_they_are(capability):
+    healthy(kernels_for(*capability))
+
+
+def test_kernels_that_the_driver_compiles():
+    [finding] = kernels_for(9, 0)
+    assert finding.status == OK
+    assert "driver compiles the kernels for G (compute" in finding.found
+    found = kernels_for(12, 0)
+    assert_found(found, WARNING, "half an hour", "CUDA_CACHE_PATH")
+    found = kernels_for(9, 0, driver=(535, 1))
+    assert_found(found, ERROR, "driver 535.1 is older", "Install driver 555")
+
+
+def test_a_gpu_without_kernels():
+    found = kernels_for(5, 2)
+    assert_found(found, ERROR, "no kernels for G (compute capability 5.2)")
+    found = kernels_for(9, 0, built=["sm_80", "sm_89"])
+    assert_found(found, ERROR, "no kernels for G")
+    assert kernels_for(9, 0, built=[]) == []
+    healthy(kernels_for(12, 0, built=["sm_120a"]))
+
+
+def test_a_driver_that_is_too_old():
+    old = gpus.Driver((H100,), (470, 82, 1))
+    found = gpus.driver_fits("12.5.1", old)
+    assert_found(found, ERROR, "Driver 470.82.1 is too old for CUDA 12.5.1")
+    healthy(gpus.driver_fits("12.5.1", TWO))
+    assert list(gpus.driver_fits("none", TWO)) == []
+
+
+MATRIX = """
+\tGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity
+GPU0\t X \tNV18\tSYS\t0-15\t0
+GPU1\tNV18\t X \tSYS\t0-15\t0
+GPU2\tSYS\tSYS\t X \t16-31\t1
+
+Legend:
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect
+"""
+
+
+def test_what_the_driver_tells():
+    listed = "NVIDIA A, 560.35.03, 9.0\n" * 3
+    driver = gpus.read_driver(listed, MATRIX)
+    assert driver.version == (560, 35, 3)
+    assert driver.gpus == (gpus.Gpu("NVIDIA A", (9, 0)),) * 3
+    assert driver.links == ("NV18", "SYS", "SYS")
+    assert_found(gpus.links(driver), WARNING, "1 x NV18, 2 x SYS")
+    whole = gpus.read_driver(listed, MATRIX.replace("SYS", "NV18"))
+    healthy(gpus.links(whole))
+    bridged = gpus.read_driver(listed, MATRIX.replace("NV18", "SYS"))
+    healthy(gpus.links(bridged))
+    for broken in ("", "\0", "GPU0", "GPU0 X", "GPU0 GPU1\nGPU1 ? X"):
+        assert gpus.read_driver(broken, broken).links == ()
+
+
+def test_what_nccl_says():
+    lines = "a:1:2 [0] NCCL INFO NCCL version 2.25.1+cuda12.8\n"
+    way = "a:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via {}\n"
+    [finding] = gpus.nccl(lines + 2 * way.format("P2P/CUMEM"))
+    assert finding.found == "NCCL 2.25.1+cuda12.8, channels: 2 by P2P"
+    found = gpus.nccl(lines + way.format("SHM/direct/direct"))
+    assert_found(found, WARNING, "do not reach each other directly")
+    found = gpus.nccl("a:1:2 [0] init.cc:1 NCCL WARN Cuda failure 'x'\n")
+    assert_found(found, ERROR, "Cuda failure")
+    assert list(gpus.nccl("nothing")) == []
 
 
 def test_a_sum_that_is_wrong():

@@ -145,7 +145,7 @@ COMMANDS = {
     ),
     "isolated_elsewhere": (
         "launch --hosts=a,b --print --isolate=on -- true",
-        "--isolate=on with --hosts=a,b",
+        "isolate='on', print=True",
     ),
     "isolated_perhaps": (
         "launch --num_workers=2 --isolate=maybe -- true",
@@ -545,11 +545,11 @@ OTHERS = {
     ),
     "no_device": (lambda s: mgpu_tf.create_mirrored_strategy([]), "[]"),
     "no_records": (
-        lambda s: datasets.records("/no/*.tfrecord", None, batch_size=2),
+        lambda s: datasets.records("/no/*.tfrecord", print, batch_size=2),
         "matches none",
     ),
     "records_of_no_batch": (
-        lambda s: datasets.records("/no/*", None, batch_size=0),
+        lambda s: datasets.records("/no/*", print, batch_size=0),
         "batch_size=0",
     ),
 }

@@ -18,6 +18,7 @@ ROWS = 24
 def build(normalizes=False):
     inputs = keras.Input((6,))
     hidden = keras.layers.Dense(8, activation="tanh")(inputs)
+    hidden = keras.layers.Dropout(0.2)(hidden)
     if normalizes:
         hidden = keras.layers.BatchNormalization()(hidden)
     model = keras.Model(inputs, keras.layers.Dense(3)(hidden))

@@ -70,6 +70,8 @@ class PipelineEngine(SynchronousEngine):
 
     def build(self, source: Source) -> None:
         """Creates all variables, each where it belongs; as in `Engine`."""
+        if source.batch_size is not None:
+            self._strategy.check_micro_batches(source.batch_size)
         self.build_layers(source)
         super().build(source)
 

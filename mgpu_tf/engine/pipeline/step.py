@@ -7,7 +7,7 @@
 
 A micro-batch is to the loss, to metrics and to the state of layers what a
 replica is on other strategies: it has contributions to the loss of the global
-batch, draws its own random numbers, and what it writes becomes one by the
+batch, draws its rows of the random numbers, and its writes become one by the
 rules of `rules.py`.
 
 Each stage is one function of tensors, traced once for all micro-batches. Its

@@ -385,7 +385,8 @@ class SynchronousEngine(Engine):
     @property
     def _draws_alike(self) -> bool:
         """Whether replicas draw their rows of what one device draws."""
-        return self._options.random == "equal" and self._cuts
+        cuts = self._cuts or self._options.step_parts > 1
+        return self._options.random == "equal" and cuts
 
     def _make_step(self) -> ReplicaStep:
         return ReplicaStep(

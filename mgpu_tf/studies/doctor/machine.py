@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from mgpu_tf._version import __version__
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.folders import check_local, open_regular
 from mgpu_tf.runtime import versions as ranges
 from mgpu_tf.studies.doctor.findings import Finding, error, ok, warning
 
@@ -70,7 +71,7 @@ def settings(
     backend, where = environ.get("KERAS_BACKEND", ""), "KERAS_BACKEND"
     if not backend and os.path.exists(path):
         try:
-            with open(path) as file:
+            with open_regular(path) as file:
                 backend = json.load(file).get("backend", "tensorflow")
         except (OSError, ValueError, AttributeError):
             yield error(
@@ -190,6 +191,12 @@ def folder(
         path: The folder.
         least_free: Bytes that should be free.
     """
+    try:
+        check_local(name, path)
+    except ConfigurationError as problem:
+        found, _, remedy = str(problem).rpartition(". ")
+        yield error(name, f"{found}.", remedy)
+        return
     try:
         os.makedirs(path, exist_ok=True)
         before = time.time()

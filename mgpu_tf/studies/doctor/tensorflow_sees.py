@@ -9,13 +9,14 @@ hang or end the process, so the parent waits with a time limit.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mgpu_tf.errors import installing
+from mgpu_tf.studies.doctor import gpus as gpu_checks
 from mgpu_tf.studies.doctor.findings import Finding, error, ok, warning
 
 _MARK = "mgpu_tf doctor: "
@@ -34,9 +35,10 @@ def examine(
         all_reduce: Whether to sum a tensor over all devices. In a cluster,
             every task must do it.
     """
-    driver = _driver()
+    driver = gpu_checks.ask_driver()
     command = [sys.executable, "-m", "mgpu_tf.studies.doctor.tensorflow_sees"]
     own = {k: v for k, v in environ.items() if all_reduce or k != "TF_CONFIG"}
+    own.setdefault("NCCL_DEBUG", "INFO")  # It goes to stdout.
     try:
         done = subprocess.run(
             command + ["--all_reduce"] * all_reduce,
@@ -68,46 +70,67 @@ def examine(
         )
         return
     yield from judge(json.loads(lines[-1].removeprefix(_MARK)), driver)
+    yield from gpu_checks.nccl(done.stdout)
 
 
-def judge(seen: dict[str, Any], driver: list[str] | None) -> Iterator[Finding]:
+def judge(
+    seen: dict[str, Any], driver: gpu_checks.Driver | None
+) -> Iterator[Finding]:
     """Judges what the child process saw.
 
     Args:
         seen: Its JSON.
-        driver: The GPUs of nvidia-smi; None where there is no nvidia-smi.
+        driver: What the driver tells; None where there is no nvidia-smi.
     """
-    gpus = seen["gpus"]
+    gpus = [
+        gpu_checks.Gpu(name, tuple(capability) if capability else None)
+        for name, capability in seen["gpus"]
+    ]
+    names = sorted({gpu.name for gpu in gpus})
+    there = () if driver is None else driver.gpus
     hidden = seen["visible"] is not None
     if gpus:
         yield ok(
             "GPUs",
-            f"TensorFlow sees {len(gpus)}: {', '.join(sorted(set(gpus)))}; "
+            f"TensorFlow sees {len(gpus)}: {', '.join(names)}; "
             f"CUDA {seen['cuda']}, cuDNN {seen['cudnn']}",
         )
-        if driver is not None and len(driver) > len(gpus) and not hidden:
+        if len(there) > len(gpus) and not hidden:
             yield warning(
                 "GPUs",
-                f"nvidia-smi lists {len(driver)} GPUs, TensorFlow {len(gpus)}.",
+                f"nvidia-smi lists {len(there)} GPUs, TensorFlow {len(gpus)}.",
                 "Check nvidia-smi for GPUs with errors.",
             )
-    elif driver and hidden:
+    elif there and hidden:
         yield warning(
             "GPUs",
-            f"nvidia-smi lists {len(driver)} GPUs, and CUDA_VISIBLE_DEVICES="
+            f"nvidia-smi lists {len(there)} GPUs, and CUDA_VISIBLE_DEVICES="
             f"{seen['visible']!r} hides them.",
             "Unset CUDA_VISIBLE_DEVICES.",
         )
-    elif driver:
+    elif there:
         yield error(
             "GPUs",
-            f"nvidia-smi lists {len(driver)} GPUs, TensorFlow sees none "
+            f"nvidia-smi lists {len(there)} GPUs, TensorFlow sees none "
             f"(built {'with' if seen['built_with_cuda'] else 'without'} "
             "CUDA).",
-            "Run: pip install 'mgpu_tf[gpu]'",
+            f"Run: {installing('gpu')}",
         )
     else:
         yield ok("GPUs", "none; TensorFlow uses the CPU")
+    if gpus or there:
+        known = driver or gpu_checks.Driver()
+        cuda = str(seen["cuda"])
+        yield from gpu_checks.driver_fits(cuda, known)
+        yield from gpu_checks.kernels(
+            seen["kernels"], gpus or there, cuda, known
+        )
+        yield from gpu_checks.links(known)
+    yield from _judge_sum(seen)
+
+
+def _judge_sum(seen: dict[str, Any]) -> Iterator[Finding]:
+    """Judges the sum over all devices, if there was one."""
     reduced = seen.get("all_reduce")
     if reduced is None:
         return
@@ -136,24 +159,6 @@ def judge(seen: dict[str, Any], driver: list[str] | None) -> Iterator[Finding]:
             )
 
 
-def _driver() -> list[str] | None:
-    """Returns the GPUs of nvidia-smi; None where it is not installed."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        done = subprocess.run(
-            [program, "--query-gpu=name", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
-
-
 def _look(all_reduce: bool) -> dict[str, Any]:
     """What TensorFlow sees. In the child process."""
     import os
@@ -168,11 +173,14 @@ def _look(all_reduce: bool) -> dict[str, Any]:
     build = tf.sysconfig.get_build_info()
     seen: dict[str, Any] = {
         "gpus": [
-            tf.config.experimental.get_device_details(gpu).get(
-                "device_name", gpu.name
+            (
+                details.get("device_name", gpu.name),
+                details.get("compute_capability"),
             )
             for gpu in gpus()
+            for details in [tf.config.experimental.get_device_details(gpu)]
         ],
+        "kernels": list(build.get("cuda_compute_capabilities", ())),
         "built_with_cuda": tf.test.is_built_with_cuda(),
         "cuda": build.get("cuda_version", "none"),
         "cudnn": build.get("cudnn_version", "none"),

@@ -1,0 +1,136 @@
+"""The trainings of `mgpu-tf test`, each run by processes of its own.
+
+    python -m mgpu_tf.studies.setup_check replicas FOLDER
+    mgpu-tf launch --num_workers=2 --max_restarts=1 -- \
+        python -m mgpu_tf.studies.setup_check workers FOLDER
+
+Both train one small model on the same numbers. `replicas` compares several
+replicas with one device, `workers` compares a cluster whose second worker is
+killed once. Each leaves a JSON file that says what was found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import sys
+from typing import Any
+
+from mgpu_tf.launch.job import RESTARTS
+from mgpu_tf.runtime import quiet_import
+
+_ROWS, _COLUMNS, _BATCH, _EPOCHS = 96, 8, 18, 4
+_WEIGHTS = "weights.npz"
+
+
+def main(stage: str, folder: str) -> int:
+    """Runs a stage; returns the status of the process."""
+    quiet_import.import_tensorflow()
+    found = {"replicas": _replicas, "workers": _workers}[stage](folder)
+    if found is not None:
+        path = pathlib.Path(folder, f"{stage}.json")
+        path.write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+def _replicas(folder: str) -> dict[str, Any]:
+    """Trains on one device and on replicas, and keeps the weights."""
+    import numpy as np
+    import tensorflow as tf
+
+    from mgpu_tf.strategies.synchronous import (
+        create_mirrored_strategy,
+        create_one_device_strategy,
+    )
+
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    split = None if gpus > 1 else 2
+    strategy = create_mirrored_strategy(num_virtual_devices=split)
+    one = _trained(create_one_device_strategy()).get_weights()
+    several = _trained(strategy).get_weights()
+    np.savez(os.path.join(folder, _WEIGHTS), *one)
+    return {
+        "devices": f"{gpus} GPUs" if gpus > 1 else "2 parts of the CPU",
+        "difference": _difference(one, several),
+    }
+
+
+def _workers(folder: str) -> dict[str, Any] | None:
+    """Trains as a worker of a cluster; the second is killed once."""
+    import keras
+    import numpy as np
+
+    from mgpu_tf.strategies.registry import create_strategy, is_chief
+
+    strategy = create_strategy("multi_worker_mirrored")
+    chief = is_chief(strategy)
+
+    class Killed(keras.callbacks.Callback):
+        """Kills the process in its third epoch, unless it was restarted."""
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2 and not chief and os.environ[RESTARTS] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = _trainer(strategy)
+    trainer.fit(
+        *_numbers(),
+        batch_size=_BATCH,
+        epochs=_EPOCHS,
+        verbose=0,
+        callbacks=[Killed()],
+        checkpoint_dir=os.path.join(folder, "checkpoints"),
+    )
+    if not chief:
+        return None
+    with np.load(os.path.join(folder, _WEIGHTS)) as kept:
+        one = [kept[name] for name in kept.files]
+    return {
+        "difference": _difference(one, trainer.model.get_weights()),
+        "restarts": trainer.recovery.restarts,
+        "steps": trainer.global_step,
+        "lost_steps": trainer.recovery.lost_steps,
+    }
+
+
+def _trained(strategy: Any) -> Any:
+    trainer = _trainer(strategy)
+    trainer.fit(*_numbers(), batch_size=_BATCH, epochs=_EPOCHS, verbose=0)
+    return trainer.model
+
+
+def _trainer(strategy: Any) -> Any:
+    import keras
+
+    from mgpu_tf.training.trainer import Trainer
+
+    def build_model() -> keras.Model:
+        model = keras.Sequential(
+            [
+                keras.Input((_COLUMNS,)),
+                keras.layers.Dense(16, activation="relu"),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(0.01, global_clipnorm=1.0), "mse")
+        return model
+
+    return Trainer(build_model, strategy, seed=0)
+
+
+def _numbers() -> tuple[Any, Any]:
+    """Returns inputs and targets; the last batch is smaller than the rest."""
+    import numpy as np
+
+    x = np.random.default_rng(0).normal(size=(_ROWS, _COLUMNS))
+    return x.astype("float32"), x.sum(1, keepdims=True).astype("float32")
+
+
+def _difference(one: Any, other: Any) -> float:
+    return max(float(abs(a - b).max()) for a, b in zip(one, other, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""Which lines of a task a launcher leaves out, and what has them."""
+
+import sys
+
+import pytest
+
+from mgpu_tf.launch import isolation, local, noise
+
+NOISE = [
+    b"I0000 00:00:1795517950.281757    8798 port.cc:153] oneDNN custom",
+    b"W0000 00:00:1795517950.281757    8798 gpu_device.cc:2341] Cannot dlopen",
+    b"E0000 00:00:1795517959.209887    8798 cuda_platform.cc:52] failed call to"
+    b" cuInit: INTERNAL: CUDA error",
+    b"E0000 00:00:1795517959.2 8798 cuda_dnn.cc:8310] Unable to register cuDNN",
+    b"2026-11-24 10:00:00.281757: I tensorflow/core/util/port.cc:153] oneDNN",
+    b"2026-11-24 10:00:00.281757: W external/local_xla/a.cc:1] could not",
+    b"WARNING: All log messages before absl::InitializeLog() is called are",
+    b"To enable the following instructions: AVX2 FMA, in other operations, re",
+]
+SHOWN = [
+    b"Epoch 1/5",
+    b"I am the author's own line",
+    b"E0000 00:00:1795517959.209887 8798 coordination_service.cc:52] worker 1",
+    b"2026-11-24 10:00:00.281757: E tensorflow/core/a.cc:1] no such file",
+    b"INFO 10:00:00.28 my.cc:1] not TensorFlow's",
+    b"",
+]
+
+
+@pytest.mark.parametrize("line", NOISE)
+def test_left_out(line):
+    assert noise.is_noise(line)
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_shown(line):
+    assert not noise.is_noise(line)
+
+
+@pytest.mark.parametrize(
+    ("level", "wanted"), [(None, False), ("3", False), ("0", True), ("2", True)]
+)
+def test_whoever_sets_a_level_sees_it(level, wanted):
+    assert noise.is_wanted({} if level is None else {noise.LEVEL: level}) is (
+        wanted
+    )
+
+
+def test_the_log_has_all(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv(noise.LEVEL, "3")
+    body = f"print({NOISE[0].decode()!r}); print('mine')"
+    code = local.launch([sys.executable, "-c", body], 1, log_dir=str(tmp_path))
+    assert code == 0
+    assert capfd.readouterr().out == "[worker 0] mine\n"
+    log = (tmp_path / "worker-0.log").read_text()
+    assert NOISE[0].decode() in log
+    monkeypatch.setenv(noise.LEVEL, "0")
+    assert local.launch([sys.executable, "-c", body], 1) == 0
+    assert "oneDNN" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("OSError: [Errno 101] Network is unreachable", True),
+        ("socket.gaierror: [Errno -3] Temporary failure in name", True),
+        ("urllib.error.URLError: <urlopen error>", True),
+        ("ValueError: shapes differ", False),
+        ("KeyError: 'a'", False),
+    ],
+)
+def test_the_hint_follows_errors_of_the_network(line, told, capsys):
+    isolation.tell_of_failure(["before", line])
+    assert ("--isolate=off" in capsys.readouterr().err) is told

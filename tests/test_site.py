@@ -1,0 +1,95 @@
+"""The site: it builds without a warning, and has every public name."""
+
+import importlib.util
+import inspect
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import mgpu_tf
+from tests import clusters
+
+ROOT = pathlib.Path(clusters.ROOT)
+DOCS = ROOT / "docs"
+REFERENCE = "".join(p.read_text() for p in (DOCS / "reference").glob("*.md"))
+SHOWN = set(re.findall(r"^::: (\S+)$", REFERENCE, re.M))
+
+
+def _load(name):
+    spec = importlib.util.spec_from_file_location(
+        name, ROOT / "website" / f"{name}.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Dataclasses look it up.
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*mgpu_tf.__all__} - {"__version__", *mgpu_tf._MODULES})
+)
+def test_a_public_name_is_in_the_reference(name):
+    assert f"{mgpu_tf._HOMES[name]}.{name}" in SHOWN
+
+
+@pytest.mark.parametrize("name", mgpu_tf._MODULES)
+def test_the_names_of_a_public_module_are_in_the_reference(name):
+    module = getattr(mgpu_tf, name)
+    listed = getattr(module, "__all__", None) or [
+        key
+        for key, value in vars(module).items()
+        if inspect.getmodule(value) is module and not key.startswith("_")
+    ]
+    for key in listed:
+        value = getattr(module, key)
+        if inspect.isfunction(value) or inspect.isclass(value):
+            assert f"{value.__module__}.{key}" in SHOWN, key
+
+
+def test_docstrings_are_shown_as_code_and_lists():
+    shown = _load("docstrings").shown(
+        "One.\n\nExample:\n    a = 1\n\n    b = 2\n\nArgs:\n"
+        "    **options: The fields:\n        one: First,\n            more.\n"
+    )
+    assert "    ```python\n    a = 1\n\n    b = 2\n    ```\n" in shown
+    assert "        - `one`: First," in shown
+
+
+def test_the_table_of_errors_has_what_is_raised():
+    table = _load("hooks").table()
+    assert (
+        "| A generator can be read once. | Pass steps\\_per\\_epoch, or a "
+        "PyDataset or tf.data.Dataset. |"
+    ) in table
+    assert table.count("\n| ") > 200
+
+
+def test_pictures_are_those_of_the_script():
+    pictures = _load("pictures")
+    for name, picture in pictures.pictures().items():
+        for theme in pictures.THEMES:
+            path = pictures.FOLDER / f"{name}-{theme}.svg"
+            assert path.read_text() == pictures.draw(picture, theme)
+        assert f"{name}-light.svg" in (DOCS / "strategies.md").read_text()
+
+
+@pytest.mark.full
+def test_it_builds_without_a_warning(tmp_path):
+    done = subprocess.run(
+        [
+            *(clusters.PYTHON, "-m", "mkdocs", "build", "--strict"),
+            f"--site-dir={tmp_path}",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "reference" / "training.html").read_text()
+    assert "Trains a Keras 3 model on a strategy" in text
