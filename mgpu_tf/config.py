@@ -131,6 +131,7 @@ class RunConfig(
         "html: write report.html too, a page with the curves and the times of "
         "the run, into output_dir.",
         REPORTS,
+        needs=("output_dir",),
     )
 
     log_with: str | None = option(
@@ -159,11 +160,6 @@ class RunConfig(
                 f"seed must be 0 to 4294967295. Received: seed={self.seed}."
             )
         _check_profile(self)
-        if self.report is not None and self.output_dir is None:
-            raise ConfigurationError(
-                "report needs output_dir, which gets the page. Received: "
-                f"report={self.report!r} without it. Write --output_dir=runs/a."
-            )
         _check_model(self.model)
         _check_initial_model(self)
         _check_workers(self)
