@@ -8,12 +8,11 @@ import tensorflow as tf
 from keras import layers
 
 from tests.conformance import models
-from tests.conformance.harness import Excuse, add, row
+from tests.conformance.harness import add, row
 
 GROUP = "Losses"
 # "mean" is another name of the first.
 REDUCTIONS = ("sum_over_batch_size", "sum", "mean_with_sample_weight")
-BATCH_WISE = "losses of a whole batch"
 
 
 def _binary():
@@ -107,14 +106,12 @@ def _add(name, loss, reduction):
             sample_weight=models.weights(),
         )
 
-    excuses = (Excuse("", BATCH_WISE),) if name in OVER_THE_BATCH else ()
     # TensorFlow computes CTC in float32.
     tolerance = 1e-6 if name == "CTC" else 1e-9
     add(
         GROUP,
         f"{name} {reduction}, weighted",
         program,
-        excuses=excuses,
         tolerance=tolerance,
     )
 
