@@ -36,10 +36,12 @@ class SameDraws:
         def on_replica() -> tf.Tensor:
             context = tf.distribute.get_replica_context()
             first = context.replica_id_in_sync_group == 0
-            number = int.from_bytes(os.urandom(3), "little")
             return sum_over_replicas(tf.where(first, number, 0))
 
-        numbers = strategy.run(on_replica)
+        number = int.from_bytes(os.urandom(3), "little")
+        numbers = tf.function(
+            lambda: strategy.run(on_replica), autograph=False
+        )()
         self._number = int(strategy.experimental_local_results(numbers)[0])
 
     def begin(self) -> tf.Operation | None:
