@@ -435,7 +435,7 @@ def _made_outside(kind: str, name: str) -> ConfigurationError:
     return ConfigurationError(
         "What a model uses must be made in the strategy's scope. Received: "
         f"the {kind} {name!r}, made outside. Create it inside build_model, or "
-        "compile again inside trainer.strategy.scope()."
+        "compile again, or quantize, inside trainer.strategy.scope()."
     )
 
 

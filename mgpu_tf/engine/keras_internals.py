@@ -144,10 +144,15 @@ def compiled_loss(model: keras.Model) -> Any | None:
     return model._compile_loss
 
 
-def compiled_state(model: keras.Model) -> tuple[int, ...]:
-    """Returns a value that changes when the model is compiled again."""
+def compiled_state(model: keras.Model) -> tuple[Any, ...]:
+    """Returns a value that changes when a model is compiled or quantized."""
     parts = (model.optimizer, model._compile_loss, model._compile_metrics)
-    return tuple(id(part) for part in parts)
+    quantized = (
+        (id(layer), layer.quantization_mode)
+        for layer in layers_of(model)
+        if layer.quantization_mode is not None
+    )
+    return (*(id(part) for part in parts), *quantized)
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:

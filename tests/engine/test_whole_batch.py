@@ -1,0 +1,218 @@
+"""What is not proven to add up over rows, against Keras's own `fit`.
+
+Batches of 13, 13 and 5 rows: three replicas share none of them evenly.
+"""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import mgpu_tf
+from tests import columns
+from tests.parity import cases
+from tests.tiers import tiered
+
+COLUMNS = [
+    "mirrored_x3",
+    *columns.SPLIT,
+    pytest.param("tensor_x3", marks=pytest.mark.full),
+]
+ROWS, STEPS, CLASSES = 31, 4, 3
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    cases.set_floatx("float64")
+    yield
+    cases.set_floatx("float32")
+
+
+def data():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(ROWS, STEPS, 5))
+    return x, generator.integers(0, CLASSES, size=(ROWS, STEPS))
+
+
+def entropy(y, p):
+    return keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True)
+
+
+def network(*middle, kind=keras.Model, loss=None, metrics=None):
+    def build():
+        inputs = keras.Input((STEPS, 5))
+        hidden = layers.Dense(6, activation="tanh")(inputs)
+        for make in middle:
+            hidden = make()(hidden)
+        model = kind(inputs, layers.Dense(CLASSES)(hidden))
+        own = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.03), loss or own, metrics=metrics)
+        return model
+
+    return build
+
+
+def flattened(y, p):
+    """Tokens in a row, as Hugging Face's models compute their loss."""
+    return entropy(ops.reshape(y, (-1,)), ops.reshape(p, (-1, CLASSES)))
+
+
+def masked(y, p):
+    kept = ops.cast(ops.not_equal(y, 0), p.dtype)
+    return ops.sum(entropy(y, p) * kept) / ops.sum(kept)
+
+
+def masked_accuracy(y, p):
+    kept = ops.cast(ops.not_equal(y, 0), p.dtype)
+    hits = ops.cast(ops.equal(ops.argmax(p, -1), ops.cast(y, "int64")), p.dtype)
+    return ops.sum(hits * kept) / ops.sum(kept)
+
+
+@tf.function
+def neighbours(y, p):
+    """Rows that are mixed where no reader of the step sees it."""
+    each = entropy(y, p)
+    return tf.reduce_mean(tf.abs(each[1:] - each[:-1])) + tf.reduce_mean(each)
+
+
+class Published(keras.losses.Loss):
+    """A loss whose author wrote `__call__`."""
+
+    def call(self, y_true, y_pred):
+        raise NotImplementedError
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return masked(y_true, y_pred)
+
+
+class Normalized(keras.Model):
+    """Weights that are divided by their sum, as for boxes."""
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        weight = ops.cast(ops.not_equal(y, 0), y_pred.dtype)
+        return super().compute_loss(
+            x, y, y_pred, weight / ops.sum(weight), training
+        )
+
+
+class Router(layers.Layer):
+    """Switch's balancing loss, a product of two means over the batch."""
+
+    mean = staticmethod(lambda values: ops.mean(values, axis=0))
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.expert = layers.Dense(4), layers.Dense(6)
+
+    def build(self, shape):
+        self.gate.build(shape)
+        self.expert.build(shape)
+
+    def call(self, x):
+        p = ops.softmax(self.gate(x))
+        chosen = ops.one_hot(ops.argmax(p, -1), 4, dtype=p.dtype)
+        balance = ops.sum(self.mean(chosen) * self.mean(p))
+        self.add_loss(0.1 * balance)
+        return self.expert(x) * ops.max(p, -1, keepdims=True)
+
+
+class GlobalRouter(Router):
+    mean = staticmethod(mgpu_tf.batch_mean)
+
+
+class Running(layers.Layer):
+    """It subtracts a running mean that it has just moved."""
+
+    def build(self, shape):
+        self.kept = self.add_weight(
+            shape=shape[-1:], initializer="zeros", trainable=False
+        )
+
+    def call(self, x, training=False):
+        if training:
+            mean = ops.mean(x, axis=(0, 1))
+            self.kept.assign(0.9 * self.kept + 0.1 * mean)
+        return x - self.kept
+
+
+class Neighbourly(layers.Layer):
+    """Each row gets what is like it of all others."""
+
+    def call(self, x):
+        every = mgpu_tf.gather_batch(x)
+        likeness = ops.softmax(ops.einsum("bth,cth->bc", x, every))
+        return x + ops.einsum("bc,cth->bth", likeness, every)
+
+
+CASES = {
+    "flattened tokens": network(loss=flattened),
+    "masked": network(loss=masked, metrics=[masked_accuracy]),
+    "within a function": network(loss=neighbours),
+    "dice": network(loss=lambda y, p: 1 - ops.sum(ops.softmax(p) ** 2) / 9),
+    "published": network(loss=Published()),
+    "weights by their sum": network(kind=Normalized),
+    "a router": network(Router),
+    "a router that stays cut": network(GlobalRouter),
+    "a running mean": network(Running),
+    "pairs in a layer": network(Neighbourly),
+}
+QUICK = ["flattened tokens", "masked", "weights by their sum", "a router"]
+# Layers of these are computed one by one, so none is computed whole.
+BY_LAYER = ("fsdp_x3",)
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("name", tiered(list(CASES), QUICK))
+def test_as_keras(name, column, strategies):
+    if column in BY_LAYER and name in (
+        *("a router", "a running mean", "pairs in a layer"),
+    ):
+        pytest.skip("computed layer by layer")
+    x, y = data()
+    fit = {"batch_size": 13, "epochs": 2, "shuffle": False, "verbose": 0}
+    keras.utils.set_random_seed(0)
+    model = CASES[name]()
+    theirs = model.fit(x, y, **fit).history
+    trainer = mgpu_tf.Trainer(CASES[name], strategies[column])
+    ours = trainer.fit(x, y, **fit).history
+    for key, values in theirs.items():
+        np.testing.assert_allclose(ours[key], values, rtol=1e-9)
+    pairs = zip(model.get_weights(), trainer.model.get_weights(), strict=True)
+    for ref, own in pairs:
+        np.testing.assert_allclose(own, ref, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("flattened tokens", 0),
+        ("masked", 2),
+        ("a router that stays cut", 0),
+    ],
+)
+def test_what_is_sent_is_said(name, said, strategies, caplog):
+    trainer = mgpu_tf.Trainer(CASES[name], strategies["mirrored_x2"])
+    with caplog.at_level(logging.INFO, logger="mgpu_tf"):
+        trainer.fit(*data(), batch_size=13, verbose=0)
+    lines = [r.getMessage() for r in caplog.records if "proven" in r.message]
+    assert len(lines) == said, lines
+    assert all("bytes for each example" in line for line in lines)
+
+
+def test_a_quantized_model_predicts_as_such(strategies):
+    x, y = data()
+    for column in ("one_device", "mirrored_x2"):
+        trainer = mgpu_tf.Trainer(network(), strategies[column])
+        trainer.fit(x, y, batch_size=13, verbose=0)
+        before = trainer.predict(x, batch_size=13)
+        with trainer.strategy.scope():
+            trainer.model.quantize("int8")
+        after = trainer.predict(x, batch_size=13)
+        assert np.abs(after - before).max() > 1e-6
+        own = trainer.model(x[:13]).numpy()
+        np.testing.assert_allclose(after[:13], own, rtol=1e-6, atol=1e-9)
