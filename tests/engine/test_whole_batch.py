@@ -204,6 +204,7 @@ def test_what_is_sent_is_said(name, said, strategies, caplog):
     assert all("bytes for each example" in line for line in lines)
 
 
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
 def test_a_quantized_model_predicts_as_such(strategies):
     x, y = data()
     for column in ("one_device", "mirrored_x2"):
