@@ -139,7 +139,8 @@ class Boundary:
         outputs, proven = self._local(layer, own, arguments, named, rows, cut)
         if proven:
             return tf.nest.map_structure(
-                lambda output: self._joined(output, cut), outputs
+                lambda output: self._joined(output, cut, rows[0].shape[0]),
+                outputs,
             )
         here.scope.reset(mark)
         self._open(layer)
@@ -283,9 +284,11 @@ class Boundary:
         local = tf.concat([local, tf.stop_gradient(row[:spare])], 0)
         return tf.ensure_shape(local, [None, *row.shape[1:]])
 
-    def _joined(self, output: tf.Tensor, cut: Cut) -> tf.Tensor:
+    def _joined(
+        self, output: tf.Tensor, cut: Cut, length: int | None
+    ) -> tf.Tensor:
         rows = self._exchange.all_rows(output[: cut.count], cut)
-        rows = tf.ensure_shape(rows, [None, *output.shape[1:]])
+        rows = tf.ensure_shape(rows, [length, *output.shape[1:]])
         batch = cut is self._here.cut
         self._know([rows], cut, Rows() if batch else None)
         return rows
