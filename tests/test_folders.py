@@ -158,7 +158,7 @@ def test_commands_do_not_wait_for_a_pipe(line, pipe, monkeypatch, capsys):
     monkeypatch.setattr(
         job,
         "trace",
-        lambda config: types.SimpleNamespace(json=lambda: "{}"),
+        lambda *_: types.SimpleNamespace(json=lambda: "{}"),
     )
     monkeypatch.setattr(terminal, "show_trace", lambda trace: None)
     monkeypatch.setattr(

@@ -228,6 +228,8 @@ def test_every_public_function_is_called():
         *("enable_determinism", "ParityReport", "Report"),
         # With what the ones above take.
         *("Loop", "run", "launch_from_notebook", "is_chief"),
+        *("TensorBoardTracker", "MLflowTracker", "WandbTracker"),
+        *("PrometheusTracker", "import_tensorflow"),
         *("sum_over_batch", "mean_over_batch", "batch_mean", "gather_batch"),
     }
 

@@ -94,7 +94,8 @@ class AuthorScope(keras.StatelessScope):
                 "step itself."
             )
         self.written[id(variable)] = variable
-        super().add_update((variable, value))
+        # As from a variable, no gradient flows back into what was assigned.
+        super().add_update((variable, tf.stop_gradient(value)))
 
 
 def graph_here() -> Any:

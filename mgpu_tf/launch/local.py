@@ -317,9 +317,6 @@ class _Supervisor:
 
     def _start(self, cluster: ClusterConfig) -> None:
         options, name = self._job, cluster.task_name
-        if options.log_dir is not None:
-            paths = {n: board.path for n, board in self._boards.items()}
-            status.write(options.log_dir, paths, self._restarts)
         told = options.environment(cluster, self._restarts)
         if self._machines.here:
             # Of the task itself, and not of the one before it.
@@ -327,6 +324,9 @@ class _Supervisor:
                 self._boards[name].close()
             self._boards[name] = heartbeat.Board()
             told[heartbeat.FILE] = self._boards[name].path
+        if options.log_dir is not None:
+            paths = {n: board.path for n, board in self._boards.items()}
+            status.write(options.log_dir, paths, self._restarts)
         # The others may have waited for the one before.
         self._watch = watchdog.Watch(options.watch)
         log_path = None

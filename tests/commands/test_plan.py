@@ -280,8 +280,8 @@ def test_a_model_by_name(capsys, tmp_path):
         ("--model=mlp --device_memory_gib=-1", "gib=-1.0"),
         ("--model=mlp --calibration=nowhere.json", "FileNotFoundError"),
         ("--model=nowhere.at:all", "No module named"),
-        ("--num_parameters=1M --json", "json goes with model"),
-        ("--num_parameters=1M --devices=4", "devices goes with model"),
+        ("--num_parameters=1M --json", "json has an effect with model"),
+        ("--num_parameters=1M --devices=4", "devices has an effect with model"),
     ],
 )
 def test_a_mistake_about_a_model_is_one_line(

@@ -106,5 +106,5 @@ def test_without_cloudpickle(monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(notebook.importlib, "import_module", missing)
-    with pytest.raises(mgpu_tf.ConfigurationError, match=r"mgpu_tf\[notebook"):
+    with pytest.raises(mgpu_tf.ConfigurationError, match=r"cloudpickle>=3"):
         mgpu_tf.launch_from_notebook(place)

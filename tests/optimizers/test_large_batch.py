@@ -23,8 +23,11 @@ def test_learning_rate_of_another_batch(rule, rate):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0.1, 256, 0), "batch must be above 0 and finite. Received: batch=0"),
-        ((float("nan"), 1, 1), "base must be above 0"),
+        (
+            (0.1, 256, 0),
+            "batch must be a finite number above 0. Received: batch=0",
+        ),
+        ((float("nan"), 1, 1), "base must be a finite number above 0"),
         ((0.1, 1, 2, "lienar"), "Did you mean 'linear'"),
     ],
 )

@@ -75,5 +75,5 @@ def test_steps_that_were_not_reached():
 def test_malformed(value):
     with pytest.raises(mgpu_tf.ConfigurationError, match="profile is two"):
         mgpu_tf.RunConfig(profile=value, output_dir="runs")
-    with pytest.raises(mgpu_tf.ConfigurationError, match="needs output_dir"):
+    with pytest.raises(mgpu_tf.ConfigurationError, match="with output_dir"):
         mgpu_tf.RunConfig(profile="1,2")

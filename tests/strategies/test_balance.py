@@ -168,7 +168,13 @@ def test_shares_that_change_after_epochs(kind, floatx, strategies, monkeypatch):
     made = mgpu_tf.create_mirrored_strategy(num_virtual_devices=3)
     made.balance = Balance(measured=True)
     rates = iter(RATES)
-    monkeypatch.setattr(Peers, "of_all", lambda self, value: next(rates))
+    monkeypatch.setattr(
+        Peers,
+        "of_all",
+        lambda self, value: (
+            next(rates) if isinstance(value, float) else [value]
+        ),
+    )
     seen = []
     rebalance = SynchronousEngine.rebalance
     monkeypatch.setattr(

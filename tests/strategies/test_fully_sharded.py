@@ -209,7 +209,7 @@ def test_mistakes_are_told():
         )
     with pytest.raises(mgpu_tf.ConfigurationError, match="shard"):
         mgpu_tf.create_model_parallel_strategy(shard="all")
-    with pytest.raises(mgpu_tf.ConfigurationError, match="'fsdp'"):
+    with pytest.raises(mgpu_tf.ConfigurationError, match="strategy=fsdp"):
         mgpu_tf.create_strategy(
             "mirrored", num_virtual_devices=2, fsdp_parallel=2
         )

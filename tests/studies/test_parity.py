@@ -22,11 +22,18 @@ def data():
     return x, generator.integers(0, 3, size=90)
 
 
-class BatchMean(keras.layers.Layer):
-    """Centres on the mean of the examples that the replica holds."""
+def replica():
+    """The number of this replica, 0 on one device: no layer should ask."""
+    context = tf.distribute.get_replica_context()
+    number = 0 if context is None else context.replica_id_in_sync_group
+    return tf.cast(number, keras.config.floatx())
+
+
+class OfReplica(keras.layers.Layer):
+    """Each replica adds another number."""
 
     def call(self, inputs):
-        return inputs - tf.reduce_mean(inputs, axis=0, keepdims=True)
+        return inputs + 0.1 * replica()
 
 
 def build(*middle, optimizer="sgd"):
@@ -72,7 +79,7 @@ def test_same(as_dataset, strategies):
 
 def test_planted_error_is_named(strategies):
     report = mgpu_tf.check_parity(
-        build(BatchMean), data(), [strategies["mirrored_x2"]], steps=4
+        build(OfReplica), data(), [strategies["mirrored_x2"]], steps=4
     )
     assert not report.same
     [row] = report.rows
@@ -172,7 +179,7 @@ class Slight(keras.layers.Layer):
     """Adds a hundred-thousandth of the mean of the replica's examples."""
 
     def call(self, inputs):
-        return inputs + 1e-5 * tf.reduce_mean(inputs, axis=0, keepdims=True)
+        return inputs + 1e-5 * replica()
 
 
 def test_a_slight_fault_is_no_noise(strategies):
@@ -470,9 +477,11 @@ def load():
     x = generator.normal(size=(90, 6)).astype("float32")
     return x, generator.integers(0, 3, size=90)
 
-class BatchMean(keras.layers.Layer):
+class OfReplica(keras.layers.Layer):
     def call(self, inputs):
-        return inputs - tf.reduce_mean(inputs, axis=0, keepdims=True)
+        context = tf.distribute.get_replica_context()
+        number = 0 if context is None else context.replica_id_in_sync_group
+        return inputs + 0.1 * tf.cast(number, inputs.dtype)
 
 def model(*middle):
     model = keras.Sequential(
@@ -486,7 +495,7 @@ def good():
     return model()
 
 def planted():
-    return model(BatchMean())
+    return model(OfReplica())
 """
 
 
@@ -546,7 +555,7 @@ def test_command_line(folder):
         ),
         (["--model="], ["--model of one's own"]),
         (["--model=mlpp"], ["Unknown model", "Did you mean 'mlp'"]),
-        (["--data=mine:load"], ["'data'", "Did you mean: dataset"]),
+        (["--data=mine:load"], ["'--data'", "Did you mean '--dataset'"]),
         (["--dataset"], ["--dataset"]),
     ],
 )

@@ -412,9 +412,9 @@ def split_by(layout):
 OTHERS = {
     "mesh_of_none": (mesh(fsdp=0), "fsdp_parallel=0"),
     "mesh_below_0": (mesh(data=-1), "data_parallel=-1"),
-    "mesh_of_a_half": (mesh(data=2.0, fsdp=2), "data_parallel=2.0"),
-    "mesh_of_true": (mesh(data=True), "data_parallel=True"),
-    "mesh_of_text": (mesh(data="2", fsdp=2), "data_parallel='2'"),
+    "mesh_of_a_half": (mesh(data=2.0, fsdp=2), "data=2.0"),
+    "mesh_of_true": (mesh(data=True), "data=True"),
+    "mesh_of_text": (mesh(data="2", fsdp=2), "data='2'"),
     "mesh_too_large": (mesh(data=3, fsdp=2), "= 6 for 4 devices"),
     "mesh_immense": (mesh(data=10**9, fsdp=10**9), "= 10000"),
     "mesh_of_parts_and_stages": (mesh(tensor=2, pipeline=2), "2, tensor=2"),
@@ -516,7 +516,10 @@ OTHERS = {
         "Did you mean 'num_workers'",
     ),
     "no_build_model": (lambda s: mgpu_tf.Trainer(None, s), "NoneType"),
-    "a_model": (lambda s: mgpu_tf.Trainer(build(), s), "build_model(): ..."),
+    "a_model": (
+        lambda s: mgpu_tf.Trainer(build(), s),
+        "with strategy.scope():",
+    ),
     "builds_nothing": (lambda s: mgpu_tf.Trainer(nothing, s), "NoneType"),
     "not_compiled": (
         lambda s: mgpu_tf.Trainer(lambda: build(compiled=False), s),
