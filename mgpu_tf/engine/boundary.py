@@ -33,9 +33,11 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.contributions import BatchShare, sharing
 from mgpu_tf.engine.exchange import Cut, Exchange
+from mgpu_tf.engine.layer_calls import trust
 from mgpu_tf.engine.random_rows import rows_of_global_draws
 from mgpu_tf.engine.row_proof import FIXED, RowProof, Rows, proving
 from mgpu_tf.engine.state import ReplicaState
+from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -254,9 +256,17 @@ class Boundary:
         self._same_seeds(seeds)
         written = here.scope.written_since(before)
         leaves = tf.nest.flatten(outputs, expand_composites=True)
+        kinds = [proof.of(leaf) for leaf in leaves]
+        if proof.writes_rows:
+            raise ConfigurationError(
+                "What a layer writes of the rows of a batch must be in a "
+                f"variable of Keras's. Received: {layer.name!r}, which writes "
+                "to a tf.Variable. Make it by self.add_weight(..., "
+                "trainable=False)."
+            )
         proven = (
             len(here.scope.losses) == losses
-            and all(proof.of(leaf) == Rows() for leaf in leaves)
+            and all(kind == Rows() for kind in kinds)
             and all(self._may_write(v, value, proof) for v, value in written)
         )
         return outputs, proven
@@ -322,18 +332,8 @@ class Boundary:
         self, layer: keras.layers.Layer, inputs: Any, outputs: Any
     ) -> None:
         """Takes for known what a layer of Keras's makes of rows."""
-        if not keras_internals.is_by_row(layer):
-            return
-        proof = self._here.inner
-        leaves = [leaf for leaf in tf.nest.flatten(inputs) if _has_axis(leaf)]
-        kinds = {proof.of(leaf) for leaf in leaves}
-        if len(kinds) != 1:
-            return
-        (kind,) = kinds
-        if isinstance(kind, Rows) and not kind.axis and not kind.listed:
-            proof.take(tf.nest.flatten(outputs), kind)
-            masks = map(keras_internals.mask_of, tf.nest.flatten(outputs))
-            proof.take([mask for mask in masks if mask is not None], kind)
+        if keras_internals.is_by_row(layer):
+            trust(self._here.inner, inputs, outputs)
 
 
 def _has_axis(leaf: Any) -> bool:

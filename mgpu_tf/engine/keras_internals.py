@@ -1044,8 +1044,16 @@ def is_by_row(layer: keras.layers.Layer) -> bool:
         return all(map(is_by_row, inner))
     parts = kind.__module__.split(".")
     known = parts[:3] == ["keras", "src", "layers"] and (
-        parts[3] in _BY_ROW or kind in _CORE_BY_ROW
+        parts[3] in _BY_ROW
+        or kind in _CORE_BY_ROW
+        or (
+            parts[3:5] == ["preprocessing", "image_preprocessing"]
+            and kind not in (keras.layers.CutMix, keras.layers.MixUp)
+        )
     )
+    # Over the first axis of a batch they would mix rows.
+    axes = keras.tree.flatten(getattr(layer, "axis", None))
+    known &= all(axis is None or axis == -1 or axis >= 1 for axis in axes)
     functions = (
         getattr(layer, name, None)
         for name in ("activation", "recurrent_activation", "score_fn")

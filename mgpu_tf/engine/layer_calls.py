@@ -256,7 +256,7 @@ def trust(proof: RowProof, inputs: Any, outputs: Any) -> None:
         outputs: Of the layer.
     """
     kinds = {proof.of(row) for row in _rows(inputs)}
-    if len(kinds) != 1:
+    if len(kinds) != 1 or any(row.shape.rank == 1 for row in _rows(inputs)):
         return
     (kind,) = kinds
     if isinstance(kind, Rows) and not kind.axis and not kind.listed:

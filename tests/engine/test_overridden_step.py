@@ -337,6 +337,36 @@ def test_a_layer_that_mixes_rows_is_computed_whole(strategies):
     compare(build, arrays(), strategies["mirrored_x3"])
 
 
+def test_a_variable_of_tensorflow_in_a_call_is_refused(strategies):
+    """What a replica makes of its rows would be read by the same call."""
+
+    class Kept(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.kept = tf.Variable(0.0, dtype="float64", trainable=False)
+
+        def call(self, x):
+            self.kept.assign(tf.reduce_mean(x))
+            return x - self.kept.read_value()
+
+    class Keeps(Regression):
+        def __init__(self):
+            super().__init__(lambda *a: ops.mean(squares(*a)))
+            self.keeping = Kept()
+
+        def call(self, x):
+            return self.body(self.keeping(x))
+
+    def build():
+        model = Keeps()
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    with pytest.raises(mgpu_tf.ConfigurationError, match="self.add_weight"):
+        trainer.fit(*arrays(), **FIT)
+
+
 def test_replicas_draw_the_same_outside_of_calls(strategies):
     """Each worker returns what its first replica has drawn, or all of them."""
 

@@ -1,95 +1,26 @@
-"""Proofs, from a graph, that the rows of a batch do not meet.
-
-    proof = RowProof(graph, rows=[x, y])
-    proof.of(tf.square(x - y))                     Rows(axis=0)
-    proof.of(tf.reduce_mean(tf.square(x - y)))     MEAN
-    proof.of(x / tf.reduce_sum(x))                 UNPROVEN
-
-The operations of a graph are walked once, in the order in which they were
-made. Each operation on the list below has a rule, and
-`tests/engine/test_row_proof.py` runs each of them on cut and on permuted rows
-against what its rule says.
-Everything else, and every argument that a rule does not know, is unproven.
-Calls, branches and loops of TensorFlow are walked with what goes into them.
-
-    FIXED       depends on no row, and not on the number of rows
-    Rows(a)     axis a is that of the rows; each row is made of its own alone
-    Sizes       numbers of rows, and lengths of other axes, as of `tf.shape`
-    SUM         a sum over the rows: sums of cuts add up to it
-    MEAN        a mean over the rows: its cuts weigh as many as they have rows
-    Held(k)     what a variable held, plus something of kind k
-    UNPROVEN    anything else
-"""
+"""What each operation makes of rows: the list of what is proven."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.engine import keras_internals
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """What is proven of a tensor."""
-
-    name: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows(Kind):
-    """A tensor with an axis of rows.
-
-    Attributes:
-        axis: The axis.
-        block: The neighbours on it that belong to one example, as in flattened
-            sequences: a number, or a name of one that is known in a step
-            alone.
-        listed: Whether it is a list of tensors of this kind.
-    """
-
-    name: str = "rows"
-    axis: int = 0
-    block: Any = 1
-    listed: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes(Kind):
-    """One length or a vector of lengths.
-
-    Attributes:
-        lengths: Of each element: its number, `ROWS` for the number of rows,
-            `ANY` for a length that rows do not change.
-        scalar: Whether it is one length, and no vector.
-    """
-
-    name: str = "sizes"
-    lengths: tuple[Any, ...] = ()
-    scalar: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Held(Kind):
-    """What a variable held before a step, plus something.
-
-    Attributes:
-        added: What was added to it.
-    """
-
-    name: str = "held"
-    added: Kind = Kind("fixed")
-
-
-FIXED, SUM, MEAN = Kind("fixed"), Kind("sum"), Kind("mean")
-UNPROVEN = Kind("unproven")
-ROWS, ANY = "rows", "any"
+from mgpu_tf.engine.row_proof.kinds import (
+    ANY,
+    FIXED,
+    MEAN,
+    ROWS,
+    SUM,
+    UNPROVEN,
+    Held,
+    Kind,
+    Rows,
+    Sizes,
+)
 
 
 def _words(text: str) -> frozenset[str]:
@@ -140,8 +71,6 @@ _IMAGES = _words(
     SpaceToDepth
     """
 )
-_CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
-_READS = frozenset(("ReadVariableOp", "VarHandleOp"))
 # Of ranks and lengths that are known.
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "Add": np.add,
@@ -151,221 +80,6 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "Sub": np.subtract,
 }
 _DRAWS = ("StatelessRandom", "StatelessTruncated")
-# Nothing of these reaches a number.
-_CHECKS = frozenset(("Assert", "NoOp", "PrintV2", "StringFormat"))
-
-
-class RowProof:
-    """What is proven of the tensors of a graph.
-
-    Args:
-        rows: Tensors whose first axis is that of the rows.
-        fixed: Returns whether a value that is read of a variable is the same
-            for all cuts. Default: every variable's is.
-
-    Attributes:
-        unproven: The first operations that no rule proves, by their type and
-            name, for a message.
-    """
-
-    def __init__(
-        self,
-        rows: Iterable[Any] = (),
-        fixed: Callable[[Any], bool] = lambda handle: True,
-    ) -> None:
-        self._fixed = fixed
-        self._kinds: dict[int, Kind] = {}
-        self._alive: list[Any] = []
-        self._walked: dict[int, int] = {}
-        self.unproven: list[tf.Operation] = []
-        self.take(rows, Rows())
-
-    def take(self, tensors: Iterable[Any], kind: Kind) -> None:
-        """Takes for known what some tensors are.
-
-        Args:
-            tensors: A structure of tensors.
-            kind: What they are.
-        """
-        for tensor in tf.nest.flatten(list(tensors), expand_composites=True):
-            if tf.is_symbolic_tensor(tensor):
-                self._kinds[id(tensor)] = kind
-                self._alive.append(tensor)
-
-    def skip(self, graph: Any) -> None:
-        """Takes all that a graph has so far, and is not known, for fixed."""
-        self._walked[id(graph)] = len(graph.get_operations())
-        self._alive.append(graph)
-
-    def of(self, tensor: Any) -> Kind:
-        """Returns what is proven of a tensor."""
-        if not tf.is_symbolic_tensor(tensor):
-            return UNPROVEN if tf.executing_eagerly() else FIXED
-        if id(tensor) not in self._kinds:
-            self._walk(tensor.graph)
-        return self._kinds.get(id(tensor), FIXED)
-
-    def _walk(self, graph: Any) -> None:
-        operations = graph.get_operations()
-        for op in operations[self._walked.get(id(graph), 0) :]:
-            kinds = self._of(op)
-            for output, kind in zip(op.outputs, kinds, strict=True):
-                self._kinds.setdefault(id(output), kind)
-        self._walked[id(graph)] = len(operations)
-        self._alive.append(graph)
-
-    def _of(self, op: tf.Operation) -> Sequence[Kind]:
-        """Returns the kinds of an operation's outputs."""
-        count = len(op.outputs)
-        kinds = [self._kinds.get(id(each), FIXED) for each in op.inputs]
-        if op.type == "Placeholder":
-            kinds = [self._of_captured(op)]
-            return kinds * count
-        if op.type in _READS or op.type in ("ResourceGather",):
-            if not self._fixed(op.inputs[0] if op.inputs else op.outputs[0]):
-                return [UNPROVEN] * count
-        elif op.op_def.is_stateful and op.type not in (
-            *_CALLS,
-            *_CHECKS,
-            *("CheckNumerics", "If", "While"),
-        ):
-            self.unproven.append(op)
-            return [UNPROVEN] * count
-        if all(kind == FIXED for kind in kinds):
-            return [FIXED] * count
-        if UNPROVEN in kinds and op.type not in (*_CALLS, "While", "IdentityN"):
-            return [UNPROVEN] * count
-        found = self._by_rule(op, kinds)
-        if not isinstance(found, Kind):
-            return found
-        if found == UNPROVEN:
-            self.unproven.append(op)
-        return [found] * count
-
-    def _of_captured(self, op: tf.Operation) -> Kind:
-        for captured, inner in getattr(op.graph, "captures", ()):
-            if inner is op.outputs[0] and tf.is_symbolic_tensor(captured):
-                return self.of(captured)
-        return FIXED
-
-    def _by_rule(
-        self, op: tf.Operation, kinds: list[Kind]
-    ) -> Kind | list[Kind]:
-        if op.type in _CALLS:
-            return self._called(op, op.get_attr("f"), kinds)
-        if op.type in ("If", "StatelessIf"):
-            return self._chosen(op, kinds)
-        if op.type in ("While", "StatelessWhile"):
-            return self._repeated(op, kinds)
-        if op.type == "IdentityN":
-            return list(kinds)
-        if op.type in _CHECKS:
-            return []
-        if any(isinstance(kind, Rows) and kind.listed for kind in kinds):
-            return _of_list(op, kinds)
-        if any(isinstance(kind, Held) for kind in kinds):
-            return _added(op, kinds)
-        if any(kind in (SUM, MEAN) for kind in kinds):
-            return _linear(op, kinds)
-        if op.type in ("Shape", "Size"):
-            return _shape(op, kinds[0])
-        if isinstance(kinds[0], Sizes) or (
-            op.type in ("Pack", "ConcatV2")
-            and not any(isinstance(kind, Rows) for kind in kinds)
-        ):
-            return _sizes(op, kinds)
-        rule = _RULES.get(op.type)
-        if rule is not None:
-            return rule(op, kinds)
-        if op.type in ELEMENTWISE:
-            return _elementwise(op, kinds)
-        return UNPROVEN
-
-    # Calls, branches and loops.
-
-    def _called(
-        self, op: tf.Operation, function: Any, kinds: list[Kind]
-    ) -> Kind | list[Kind]:
-        body = _body(op, function)
-        if body is None or len(body.inputs) != len(kinds):
-            return UNPROVEN
-        inner = RowProof(fixed=self._fixed)
-        for tensor, kind in zip(body.inputs, kinds, strict=True):
-            inner.take([tensor], kind)
-        found = [inner.of(tensor) for tensor in body.outputs]
-        if UNPROVEN in found:
-            self.unproven += inner.unproven
-        return found if len(found) == len(op.outputs) else UNPROVEN
-
-    def _chosen(self, op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
-        if kinds[0] != FIXED:
-            return UNPROVEN
-        branches = [
-            self._called(op, op.get_attr(name), kinds[1:])
-            for name in ("then_branch", "else_branch")
-        ]
-        first, second = branches
-        if isinstance(first, Kind) or isinstance(second, Kind):
-            return UNPROVEN
-        return [
-            one if one == other else UNPROVEN
-            for one, other in zip(first, second, strict=True)
-        ]
-
-    def _repeated(
-        self, op: tf.Operation, kinds: list[Kind]
-    ) -> Kind | list[Kind]:
-        held = list(kinds)
-        for _ in range(len(held) + 2):
-            after = self._called(op, op.get_attr("body"), held)
-            if isinstance(after, Kind):
-                return UNPROVEN
-            joined = [
-                _joined(before, now, output)
-                for before, now, output in zip(
-                    held, after, op.outputs, strict=True
-                )
-            ]
-            if joined == held:
-                break
-            held = joined
-        else:
-            return UNPROVEN
-        body = _body(op, op.get_attr("cond"))
-        asked = self._called_outputs(body, held)
-        return held if asked == [FIXED] else UNPROVEN
-
-    def _called_outputs(self, body: Any, kinds: list[Kind]) -> list[Kind]:
-        if body is None or len(body.inputs) != len(kinds):
-            return [UNPROVEN]
-        inner = RowProof(fixed=self._fixed)
-        for tensor, kind in zip(body.inputs, kinds, strict=True):
-            inner.take([tensor], kind)
-        return [inner.of(tensor) for tensor in body.outputs]
-
-
-def _joined(before: Kind, after: Kind, output: tf.Tensor) -> Kind:
-    """What a variable of a loop is that begins as one and goes on as another.
-
-    A list is empty before something is put into it.
-    """
-    if before == after:
-        return before
-    empty = before == FIXED and output.dtype == tf.variant
-    if empty and isinstance(after, Rows) and after.listed:
-        return after
-    return UNPROVEN
-
-
-def _body(op: tf.Operation, function: Any) -> Any:
-    """Returns the graph of a function, None where it cannot be found."""
-    graph = op.graph
-    while graph is not None:
-        body = keras_internals.body_of_function(graph, function.name)
-        if body is not None and body.get_operations():
-            return body
-        graph = getattr(graph, "outer_graph", None)
-    return None
 
 
 def _elementwise(op: tf.Operation, kinds: Sequence[Kind]) -> Kind:
@@ -1027,36 +741,32 @@ _RULES: dict[str, _Rule] = {
 }
 
 
-@dataclasses.dataclass
-class _Active(threading.local):
-    """The proofs of what this thread is tracing."""
+def by_rule(op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
+    """Returns what an operation makes of what is known of its inputs.
 
-    proofs: list[RowProof] = dataclasses.field(default_factory=list)
-
-
-_active = _Active()
-
-
-@contextlib.contextmanager
-def proving(proof: RowProof) -> Iterator[None]:
-    """Lets what is traced in a block tell a proof what it knows."""
-    _active.proofs.append(proof)
-    try:
-        yield
-    finally:
-        _active.proofs.pop()
-
-
-def active() -> list[RowProof]:
-    """Returns the proofs of what is being traced, the innermost last."""
-    return list(_active.proofs)
-
-
-def note(tensor: tf.Tensor, kind: Kind) -> tf.Tensor:
-    """Tells the proofs that are under way what a tensor is; returns it."""
-    for proof in _active.proofs:
-        proof.take([tensor], kind)
-    return tensor
+    Args:
+        op: An operation that calls no function.
+        kinds: What its inputs are.
+    """
+    if any(isinstance(kind, Rows) and kind.listed for kind in kinds):
+        return _of_list(op, kinds)
+    if any(isinstance(kind, Held) for kind in kinds):
+        return _added(op, kinds)
+    if any(kind in (SUM, MEAN) for kind in kinds):
+        return _linear(op, kinds)
+    if op.type in ("Shape", "Size"):
+        return _shape(op, kinds[0])
+    if isinstance(kinds[0], Sizes) or (
+        op.type in ("Pack", "ConcatV2")
+        and not any(isinstance(kind, Rows) for kind in kinds)
+    ):
+        return _sizes(op, kinds)
+    rule = _RULES.get(op.type)
+    if rule is not None:
+        return rule(op, kinds)
+    if op.type in ELEMENTWISE:
+        return _elementwise(op, kinds)
+    return UNPROVEN
 
 
 def proven_operations() -> list[str]:

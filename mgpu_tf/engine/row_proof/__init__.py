@@ -1,0 +1,52 @@
+"""Proofs, from a graph, that the rows of a batch do not meet.
+
+    proof = RowProof(graph, rows=[x, y])
+    proof.of(tf.square(x - y))                     Rows(axis=0)
+    proof.of(tf.reduce_mean(tf.square(x - y)))     MEAN
+    proof.of(x / tf.reduce_sum(x))                 UNPROVEN
+
+The operations of a graph are walked once, in the order in which they were
+made. Each operation on the list below has a rule, and
+`tests/engine/test_row_proof.py` runs each of them on cut and on permuted rows
+against what its rule says.
+Everything else, and every argument that a rule does not know, is unproven.
+Calls, branches and loops of TensorFlow are walked with what goes into them.
+
+    FIXED       depends on no row, and not on the number of rows
+    Rows(a)     axis a is that of the rows; each row is made of its own alone
+    Sizes       numbers of rows, and lengths of other axes, as of `tf.shape`
+    SUM         a sum over the rows: sums of cuts add up to it
+    MEAN        a mean over the rows: its cuts weigh as many as they have rows
+    Held(k)     what a variable held, plus something of kind k
+    UNPROVEN    anything else
+"""
+
+from mgpu_tf.engine.row_proof.kinds import (
+    FIXED,
+    MEAN,
+    SUM,
+    UNPROVEN,
+    Held,
+    Kind,
+    Rows,
+    Sizes,
+)
+from mgpu_tf.engine.row_proof.proof import RowProof, active, note, proving
+from mgpu_tf.engine.row_proof.rules import ELEMENTWISE, proven_operations
+
+__all__ = [
+    "ELEMENTWISE",
+    "FIXED",
+    "MEAN",
+    "SUM",
+    "UNPROVEN",
+    "Held",
+    "Kind",
+    "RowProof",
+    "Rows",
+    "Sizes",
+    "active",
+    "note",
+    "proven_operations",
+    "proving",
+]

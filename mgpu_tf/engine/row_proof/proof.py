@@ -1,0 +1,258 @@
+"""The walk over a graph that proves something of its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.row_proof.kinds import (
+    FIXED,
+    UNPROVEN,
+    Kind,
+    Rows,
+)
+from mgpu_tf.engine.row_proof.rules import by_rule
+
+# Calls of functions, reads of variables, and what reaches no number.
+CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
+READS = frozenset(("ReadVariableOp", "VarHandleOp"))
+CHECKS = frozenset(("Assert", "NoOp", "PrintV2", "StringFormat"))
+
+
+class RowProof:
+    """What is proven of the tensors of a graph.
+
+    Args:
+        rows: Tensors whose first axis is that of the rows.
+        fixed: Returns whether a value that is read of a variable is the same
+            for all cuts. Default: every variable's is.
+
+    Attributes:
+        unproven: The operations that no rule proves.
+        writes_rows: Whether something of the rows is written to a variable of
+            TensorFlow's.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Any] = (),
+        fixed: Callable[[Any], bool] = lambda handle: True,
+    ) -> None:
+        self._fixed = fixed
+        self._kinds: dict[int, Kind] = {}
+        self._alive: list[Any] = []
+        self._walked: dict[int, int] = {}
+        self.unproven: list[tf.Operation] = []
+        self.writes_rows = False
+        self.take(rows, Rows())
+
+    def take(self, tensors: Iterable[Any], kind: Kind) -> None:
+        """Takes for known what some tensors are.
+
+        Args:
+            tensors: A structure of tensors.
+            kind: What they are.
+        """
+        for tensor in tf.nest.flatten(list(tensors), expand_composites=True):
+            if tf.is_symbolic_tensor(tensor):
+                self._kinds[id(tensor)] = kind
+                self._alive.append(tensor)
+
+    def skip(self, graph: Any) -> None:
+        """Takes all that a graph has so far, and is not known, for fixed."""
+        self._walked[id(graph)] = len(graph.get_operations())
+        self._alive.append(graph)
+
+    def of(self, tensor: Any) -> Kind:
+        """Returns what is proven of a tensor."""
+        if not tf.is_symbolic_tensor(tensor):
+            return UNPROVEN if tf.executing_eagerly() else FIXED
+        if id(tensor) not in self._kinds:
+            self._walk(tensor.graph)
+        return self._kinds.get(id(tensor), FIXED)
+
+    def _walk(self, graph: Any) -> None:
+        operations = graph.get_operations()
+        for op in operations[self._walked.get(id(graph), 0) :]:
+            kinds = self._of(op)
+            for output, kind in zip(op.outputs, kinds, strict=True):
+                self._kinds.setdefault(id(output), kind)
+        self._walked[id(graph)] = len(operations)
+        self._alive.append(graph)
+
+    def _of(self, op: tf.Operation) -> Sequence[Kind]:
+        """Returns the kinds of an operation's outputs."""
+        count = len(op.outputs)
+        kinds = [self._kinds.get(id(each), FIXED) for each in op.inputs]
+        if op.type == "Placeholder":
+            kinds = [self._of_captured(op)]
+            return kinds * count
+        if op.type in READS or op.type in ("ResourceGather",):
+            if not self._fixed(op.inputs[0] if op.inputs else op.outputs[0]):
+                return [UNPROVEN] * count
+        elif op.type.startswith("Assign") and op.type.endswith("VariableOp"):
+            # What reads the variable later depends on the rows as well.
+            self.writes_rows |= any(kind != FIXED for kind in kinds[1:])
+            return [FIXED] * count
+        elif op.op_def.is_stateful and op.type not in (
+            *CALLS,
+            *CHECKS,
+            *("CheckNumerics", "If", "While"),
+        ):
+            self.unproven.append(op)
+            return [UNPROVEN] * count
+        if all(kind == FIXED for kind in kinds):
+            return [FIXED] * count
+        if UNPROVEN in kinds and op.type not in (*CALLS, "While", "IdentityN"):
+            return [UNPROVEN] * count
+        found = self._by_rule(op, kinds)
+        if not isinstance(found, Kind):
+            return found
+        if found == UNPROVEN:
+            self.unproven.append(op)
+        return [found] * count
+
+    def _of_captured(self, op: tf.Operation) -> Kind:
+        for captured, inner in getattr(op.graph, "captures", ()):
+            if inner is op.outputs[0] and tf.is_symbolic_tensor(captured):
+                return self.of(captured)
+        return FIXED
+
+    def _by_rule(
+        self, op: tf.Operation, kinds: list[Kind]
+    ) -> Kind | list[Kind]:
+        if op.type in CALLS:
+            return self._called(op, op.get_attr("f"), kinds)
+        if op.type in ("If", "StatelessIf"):
+            return self._chosen(op, kinds)
+        if op.type in ("While", "StatelessWhile"):
+            return self._repeated(op, kinds)
+        if op.type == "IdentityN":
+            return list(kinds)
+        if op.type in CHECKS:
+            return []
+        return by_rule(op, kinds)
+
+    # Calls, branches and loops.
+
+    def _called(
+        self, op: tf.Operation, function: Any, kinds: list[Kind]
+    ) -> Kind | list[Kind]:
+        body = _body(op, function)
+        if body is None or len(body.inputs) != len(kinds):
+            return UNPROVEN
+        inner = RowProof(fixed=self._fixed)
+        for tensor, kind in zip(body.inputs, kinds, strict=True):
+            inner.take([tensor], kind)
+        found = [inner.of(tensor) for tensor in body.outputs]
+        self.unproven += inner.unproven
+        self.writes_rows |= inner.writes_rows
+        return found if len(found) == len(op.outputs) else UNPROVEN
+
+    def _chosen(self, op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
+        if kinds[0] != FIXED:
+            return UNPROVEN
+        branches = [
+            self._called(op, op.get_attr(name), kinds[1:])
+            for name in ("then_branch", "else_branch")
+        ]
+        first, second = branches
+        if isinstance(first, Kind) or isinstance(second, Kind):
+            return UNPROVEN
+        return [
+            one if one == other else UNPROVEN
+            for one, other in zip(first, second, strict=True)
+        ]
+
+    def _repeated(
+        self, op: tf.Operation, kinds: list[Kind]
+    ) -> Kind | list[Kind]:
+        held = list(kinds)
+        for _ in range(len(held) + 2):
+            after = self._called(op, op.get_attr("body"), held)
+            if isinstance(after, Kind):
+                return UNPROVEN
+            joined = [
+                _joined(before, now, output)
+                for before, now, output in zip(
+                    held, after, op.outputs, strict=True
+                )
+            ]
+            if joined == held:
+                break
+            held = joined
+        else:
+            return UNPROVEN
+        body = _body(op, op.get_attr("cond"))
+        asked = self._called_outputs(body, held)
+        return held if asked == [FIXED] else UNPROVEN
+
+    def _called_outputs(self, body: Any, kinds: list[Kind]) -> list[Kind]:
+        if body is None or len(body.inputs) != len(kinds):
+            return [UNPROVEN]
+        inner = RowProof(fixed=self._fixed)
+        for tensor, kind in zip(body.inputs, kinds, strict=True):
+            inner.take([tensor], kind)
+        return [inner.of(tensor) for tensor in body.outputs]
+
+
+def _joined(before: Kind, after: Kind, output: tf.Tensor) -> Kind:
+    """What a variable of a loop is that begins as one and goes on as another.
+
+    A list is empty before something is put into it.
+    """
+    if before == after:
+        return before
+    empty = before == FIXED and output.dtype == tf.variant
+    if empty and isinstance(after, Rows) and after.listed:
+        return after
+    return UNPROVEN
+
+
+def _body(op: tf.Operation, function: Any) -> Any:
+    """Returns the graph of a function, None where it cannot be found."""
+    graph = op.graph
+    while graph is not None:
+        body = keras_internals.body_of_function(graph, function.name)
+        if body is not None and body.get_operations():
+            return body
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
+@dataclasses.dataclass
+class _Active(threading.local):
+    """The proofs of what this thread is tracing."""
+
+    proofs: list[RowProof] = dataclasses.field(default_factory=list)
+
+
+_active = _Active()
+
+
+@contextlib.contextmanager
+def proving(proof: RowProof) -> Iterator[None]:
+    """Lets what is traced in a block tell a proof what it knows."""
+    _active.proofs.append(proof)
+    try:
+        yield
+    finally:
+        _active.proofs.pop()
+
+
+def active() -> list[RowProof]:
+    """Returns the proofs of what is being traced, the innermost last."""
+    return list(_active.proofs)
+
+
+def note(tensor: tf.Tensor, kind: Kind) -> tf.Tensor:
+    """Tells the proofs that are under way what a tensor is; returns it."""
+    for proof in _active.proofs:
+        proof.take([tensor], kind)
+    return tensor
