@@ -262,7 +262,8 @@ def strategy_of_scope(model: Any) -> tf.distribute.Strategy | None:
 
 def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
     """Creates a strategy by name, from options as one value."""
-    if name == "auto":
+    automatic = name == "auto"
+    if automatic:
         name, reason = _choose(options)
         _log.info("strategy %s: %s", name, reason)
     row = KINDS.get(name)
@@ -270,7 +271,13 @@ def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
         raise ConfigurationError(
             unknown_name("strategy", name, ["auto", *KINDS])
         )
-    check_effects(options, known={"strategy": name})
+    try:
+        check_effects(options, known={"strategy": name})
+    except ConfigurationError as error:
+        # One script for all platforms has options for each of them.
+        if not automatic:
+            raise
+        _log.info("not used here: %s", error)
     return row.create(options)
 
 
