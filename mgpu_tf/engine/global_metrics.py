@@ -111,6 +111,9 @@ class GlobalMetrics:
         if alone or not isinstance(scope, StepScope) or scope.has_all_rows:
             return own(*arguments, **named)
         assert share is not None
+        # Of a number of the batch it is read what it is over the rows.
+        if any(map(_is_number, tf.nest.flatten([arguments, named]))):
+            return own(*arguments, **named)
         held = [(v, scope.hold(v)) for v in metric.variables]
         mark = scope.mark()
         given = [arguments, named]
@@ -137,6 +140,10 @@ class GlobalMetrics:
         return self._of_all(
             name, given, lambda every: own(*every[0], **every[1])
         )
+
+
+def _is_number(leaf: Any) -> bool:
+    return tf.is_symbolic_tensor(leaf) and leaf.shape.rank == 0
 
 
 def _proof_of(given: Any) -> RowProof:

@@ -268,7 +268,9 @@ def _rows(values: Any) -> list[tf.Tensor]:
     return [
         leaf
         for leaf in tf.nest.flatten(values)
-        if isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0
+        if isinstance(leaf, tf.Tensor)
+        # What is the same for all rows, as a mask, has a length that is known.
+        and (leaf.shape.rank is None or (leaf.shape.rank and not leaf.shape[0]))
     ]
 
 
