@@ -88,7 +88,7 @@ class LayerByLayer:
             gradients. None where all are stored whole.
 
     Attributes:
-        scatters: Whether gradients are scattered as soon as they are there.
+        scatters: Whether gradients are scattered as soon as they are computed.
     """
 
     def __init__(self, model: keras.Model, parts: Parts | None = None) -> None:
