@@ -90,11 +90,7 @@ def test_three_workers(tmp_path, one_device):
         list(apart.TOLD),
         [],
         # The others differ in the name of the call.
-        [
-            apart.evaluate_on_epoch_end,
-            apart.evaluate_of_the_model,
-            apart.failure_of_one,
-        ],
+        [apart.evaluate_on_epoch_end, apart.failure_of_one],
     ),
     ids=name_of,
 )
