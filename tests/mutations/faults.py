@@ -28,6 +28,7 @@ class Fault:
 
 PARITY = "tests/parity/test_one_machine.py"
 WORKERS = "tests/parity/test_two_workers.py"
+WHOLE = "tests/engine/test_whole_batch.py"
 
 ENGINE = (
     Fault(
@@ -171,10 +172,10 @@ ENGINE = (
         ("tests/engine/pipeline/test_training.py", PARITY),
     ),
     Fault(
-        "parts are joined with the zeros behind them",
+        "every part of a weight is that of the first replica",
         "engine/synchronous/parts.py",
-        "every[rank][number][: math.prod(split.shape_of(rank))]",
-        "every[0][number][: math.prod(split.shape_of(rank))]",
+        "every[rank, : math.prod(split.shape_of(rank))]",
+        "every[0, : math.prod(split.shape_of(rank))]",
         ("tests/strategies/test_fully_sharded.py", PARITY),
     ),
     Fault(
@@ -190,6 +191,62 @@ ENGINE = (
         'with_words = zlib.crc32("\\0".join(_words(layer)).encode())',
         "with_words = 0",
         ("tests/training/test_agreement.py",),
+    ),
+    Fault(
+        "what flows back to gathered rows counts once for each replica",
+        "engine/exchange.py",
+        "return tf.math.divide_no_nan(_dense(up), part)",
+        "return _dense(up)",
+        (WHOLE,),
+    ),
+    Fault(
+        "what others make of a row does not flow back to it",
+        "engine/exchange.py",
+        "total = self._groups.all_reduce(_dense(up))",
+        "total = _dense(up)",
+        (WHOLE,),
+    ),
+    Fault(
+        "calls that mix rows are cut",
+        "engine/boundary.py",
+        "and all(kind == Rows() for kind in kinds)",
+        "and True",
+        ("tests/engine/test_overridden_step.py",),
+    ),
+    Fault(
+        "calls that add to the loss are cut",
+        "engine/boundary.py",
+        "len(here.scope.losses) == losses",
+        "True",
+        ("tests/engine/test_overridden_step.py",),
+    ),
+    Fault(
+        "a sum and a constant are a sum",
+        "engine/row_proof/rules.py",
+        "return SUM if moving == {SUM} and FIXED not in kinds else UNPROVEN",
+        "return SUM if moving == {SUM} else UNPROVEN",
+        ("tests/engine/test_row_proof.py",),
+    ),
+    Fault(
+        "layers that mix rows have those of one replica",
+        "engine/layer_calls.py",
+        "if added and apart:",
+        "if added:",
+        (WHOLE,),
+    ),
+    Fault(
+        "a metric of all rows is added up over replicas",
+        "engine/global_metrics.py",
+        "            scope.agreed.add(id(variable))\n",
+        "            pass\n",
+        (WHOLE,),
+    ),
+    Fault(
+        "a mean over the batch is one over a replica's rows",
+        "engine/contributions.py",
+        "rows = share.same_rows * tf.cast(share.total, summed.dtype)",
+        "rows = share.replicas * tf.cast(share.local, summed.dtype)",
+        (WHOLE,),
     ),
 )
 
@@ -248,22 +305,22 @@ DATA = (
 CHECKPOINTS = (
     Fault(
         "bytes that have changed are read",
-        "checkpoints/store.py",
-        'if digest.hexdigest() != file["sha256"]:',
+        "checkpoints/reading.py",
+        "if of_checkpoint(path, file.name, checksum) != file.sha256:",
         "if False:",
         ("tests/checkpoints/test_store.py",),
     ),
     Fault(
         "the oldest checkpoints are kept",
         "checkpoints/store.py",
-        "whole[-keep:]",
-        "whole[:keep]",
+        "in whole[:-keep] if",
+        "in whole[keep:] if",
         ("tests/checkpoints/test_store.py",),
     ),
     Fault(
         "a checkpoint that was about to be replaced is lost",
         "checkpoints/store.py",
-        "if name.startswith(_REPLACED) and not os.path.lexists(path):",
+        "if name.startswith(REPLACED) and not os.path.lexists(path):",
         "if False:",
         ("tests/checkpoints/test_store.py",),
     ),
