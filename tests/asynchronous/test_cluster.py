@@ -32,6 +32,9 @@ EQUAL = [
     "rows_sent",
 ]
 TEXT = list(slots.TEXT)
+# Each cluster costs a minute and a half of a processor, so the default tests
+# have none of them.
+pytestmark = pytest.mark.full
 # What the full tier has of them: each way of the data and of an update once.
 FULL = {
     "equal": [
@@ -157,14 +160,12 @@ def test_one_worker_trains_embeddings_as_keras_does(name, one_worker):
     assert found["difference"] < 1e-12
 
 
-@pytest.mark.full
 def test_a_task_of_keras_hub_equals_one_device(one_worker):
     found = result(one_worker, "task_of_keras_hub")
     assert found["difference"] < 1e-5
     assert "Received: a task whose preprocessor looks" in found["refused"]
 
 
-@pytest.mark.full
 def test_a_save_waits_for_the_end_of_an_update(one_worker):
     found = result(one_worker, "saved_in_accumulation")
     assert found["saved"] == [[6, 9, 12], [4, 8, 12]]
@@ -177,7 +178,6 @@ def test_only_the_coordinator_runs_the_script(three_workers):
     assert "[chief 0] COORDINATOR" in output
 
 
-@pytest.mark.full
 def test_counts_are_exact_and_digits_are_learned(updating_at_once):
     runs = result(updating_at_once, "digits_of_five_seeds")
     assert len(runs) == 5
@@ -254,7 +254,6 @@ def test_staleness_is_measured(three_workers):
     check_staleness(result(three_workers, "staleness:2:scale"))
 
 
-@pytest.mark.full
 def test_staleness_is_measured_without_a_limit(updating_at_once):
     check_staleness(result(updating_at_once, "staleness"))
 
@@ -308,7 +307,6 @@ def test_no_update_of_a_slot_is_lost(name, updating_at_once):
     assert max(found["slots"].values()) < bound, found["slots"]
 
 
-@pytest.mark.full
 def test_no_worker_sees_half_of_an_update(updating_at_once):
     """Every update makes weights negative before it constrains them."""
     found = result(updating_at_once, "half_made")
@@ -317,7 +315,6 @@ def test_no_worker_sees_half_of_an_update(updating_at_once):
     assert found["count"] == found["steps"]
 
 
-@pytest.mark.full
 def test_no_batch_of_a_moving_statistic_is_lost(updating_at_once):
     found = result(updating_at_once, "statistics")
     assert len(found) == 4

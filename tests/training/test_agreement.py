@@ -9,7 +9,14 @@ from tests.tiers import tiered
 # The same fact of a worker, or the same place of a difference, as another's.
 REPEATED = [
     alike.by_the_first,
+    alike.other_exception,
+    alike.batch_sizes,
     alike.paths,
+    alike.bad_loss,
+    alike.adapted,
+    alike.optimizer,
+    alike.loss,
+    alike.prediction,
     alike.in_the_loop,
     alike.weights_in_build,
     alike.activation,
