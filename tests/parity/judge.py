@@ -64,21 +64,6 @@ REFUSED = (
         ("central_storage_x2", "own_train_step_clipped"): "of one's own",
     }
     | {
-        (column, name): rule
-        for column in (
-            "fsdp_x3",
-            "data_3",
-            "data_2_fsdp_2",
-            "zero1_x2",
-            "tensor_x3",
-            "data_2_tensor_2",
-            "fsdp_2_tensor_2",
-        )
-        for name, rule in {
-            "muon": "from that element alone",
-        }.items()
-    }
-    | {
         ("fsdp_2_tensor_2", "embedding_lazy_adam"): "split by its rows",
     }
     | {
