@@ -47,7 +47,9 @@ LISTED = {
     "An optimizer keeps what belongs to weights that are split in lists, with "
     "one item for each weight.": "keeps slots elsewhere",
     "Within tf.function, tf.cond and loops of TensorFlow a step reads no "
-    "weights that several processes hold parts of.": "inside of a `tf.function`",
+    "weights that several processes hold parts of.": (
+        "inside of a `tf.function`"
+    ),
     "LazyAdam updates the rows that a batch has looked up, and a device with a "
     "part of a vocabulary does not tell them apart.": "`LazyAdam`",
     "noise_scale needs whole weights on each device.": "`noise_scale`",
