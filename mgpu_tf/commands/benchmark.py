@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import tempfile
@@ -117,15 +116,17 @@ def run(call: Call) -> int:
 
 
 def _can_draw() -> bool:
-    """Whether there is matplotlib; a line before the measurements says if not."""
-    if importlib.util.find_spec("matplotlib") is not None:
-        return True
-    print(
-        f"mgpu-tf benchmark: without {FIGURE}, which needs matplotlib: "
-        f"{installing('plot')}",
-        file=sys.stderr,
-    )
-    return False
+    """Whether there is matplotlib; if not, a line says so at once."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print(
+            f"mgpu-tf benchmark: without {FIGURE}, which needs matplotlib: "
+            f"{installing('plot')}",
+            file=sys.stderr,
+        )
+        return False
+    return True
 
 
 def _check(values: flags.FlagValues) -> list[int]:
