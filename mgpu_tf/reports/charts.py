@@ -313,8 +313,9 @@ class _Scale:
                     f"{number}</text>"
                 )
         parts.append(
-            f'<text class="axis" text-anchor="middle" '
-            f'x="{(_LEFT + WIDTH - _RIGHT) / 2}" y="{HEIGHT - 6}">{html.escape(axis or unit)}</text>'
+            '<text class="axis" text-anchor="middle" '
+            f'x="{(_LEFT + WIDTH - _RIGHT) / 2}" y="{HEIGHT - 6}">'
+            f"{html.escape(axis or unit)}</text>"
         )
         return parts
 
