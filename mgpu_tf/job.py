@@ -376,7 +376,7 @@ def compare(
         build_model = load_function(model, "model")
     elif is_target(data):
         raise ConfigurationError(
-            "With data of one's own the model must be one's own too. "
+            "With your own data, --model must be your own too. "
             f"Received: model={model!r}. Write --model=package.module:function."
         )
     else:
