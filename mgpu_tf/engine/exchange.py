@@ -97,9 +97,14 @@ class Exchange:
             for first in range(local.same_rows)
         ]
         self._groups = Groups(strategy, members)
-        self._reduction = Reduction(options)
+        # Of replicas with the same rows one counts.
+        groups = None if local.same_rows == 1 else self._groups
+        self._reduction = Reduction(options, groups)
         self._gather = RowGather(
-            strategy, options, apart=topology_of(strategy).num_workers > 1
+            strategy,
+            options,
+            apart=topology_of(strategy).num_workers > 1,
+            groups=groups,
         )
 
     def local_rows(self, value: tf.Tensor, cut: Cut) -> tf.Tensor:

@@ -114,25 +114,31 @@ def build_layers(model: keras.Model, x: Any) -> None:
 def built_when_applied(
     optimizers: list[keras.optimizers.Optimizer],
 ) -> Iterator[None]:
-    """Lets optimizers make their variables where they would apply.
+    """Lets optimizers make their variables for what they would apply to.
+
+    They do so at the end: in a scope a variable is not made at once, and then
+    not beside its weight.
 
     Args:
         optimizers: Some optimizers; what they do is put off for a while.
     """
+    applied: dict[int, list[keras.Variable]] = {}
 
     def instructions(
         optimizer: keras.optimizers.Optimizer,
     ) -> dict[str, Any]:
-        def build_only(gradients: Any, variables: Any = None) -> None:
+        def note_only(gradients: Any, variables: Any = None) -> None:
             del gradients
-            if variables is not None and not optimizer.built:
-                with tf.init_scope():
-                    optimizer.build(list(variables))
+            if variables is not None:
+                applied.setdefault(id(optimizer), list(variables))
 
-        return {"apply": build_only}
+        return {"apply": note_only}
 
     with _replaced(optimizers, instructions):
         yield
+    for optimizer in optimizers:
+        if id(optimizer) in applied and not optimizer.built:
+            optimizer.build(applied[id(optimizer)])
 
 
 def takes_training(model: keras.Model) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -27,6 +27,16 @@ from tensorflow.python.distribute import distribute_lib, values
 
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Mesh, Split, others_than
+
+
+class Lender(Protocol):
+    """What reads variables for a step of the author's own. On a replica."""
+
+    def read(self, held: ShardedVariable) -> tf.Tensor:
+        """Returns the whole value."""
+
+    def handle(self, held: ShardedVariable) -> Any:
+        """Returns the handle by which a tape knows the variable."""
 
 
 class ShardedVariable(values.MirroredVariable):
@@ -47,6 +57,7 @@ class ShardedVariable(values.MirroredVariable):
         split: How the elements are divided.
         reader: Gathers the whole value in a block in which this process alone
             reads; see `SplittingStrategy.whole`.
+        lender: Reads the whole value on a replica, in place of `read_here`.
         assigned: A hash of the whole value that this process has assigned
             last, where other processes hold parts.
     """
@@ -64,6 +75,7 @@ class ShardedVariable(values.MirroredVariable):
         self.mesh = mesh
         self.split = split
         self.reader: Callable[[], tf.Tensor] | None = None
+        self.lender: Lender | None = None
         self.assigned = ""
         self._whole = tuple(whole)
         self._first = strategy.first_replica
@@ -154,10 +166,7 @@ class ShardedVariable(values.MirroredVariable):
 
     def refresh_here(self, value: tf.Tensor) -> None:
         """Writes a whole value to the copy of this replica. On a replica."""
-        replica = self._replica()
-        self._whole[0 if replica is None else replica - self._first].assign(
-            value
-        )
+        self._whole[self.place_here()].assign(value)
 
     @property
     def copies(self) -> int:
@@ -176,8 +185,12 @@ class ShardedVariable(values.MirroredVariable):
 
     def here(self) -> tf.Variable:
         """Returns the part of this replica. In a replica or an update."""
+        return self.values[self.place_here()]
+
+    def place_here(self) -> int:
+        """Returns the place of this replica among those of the process."""
         replica = self._replica()
-        return self.values[0 if replica is None else replica - self._first]
+        return 0 if replica is None else replica - self._first
 
     def _replica(self) -> int | None:
         """Returns this replica; None outside of replicas and updates."""
@@ -197,11 +210,26 @@ class ShardedVariable(values.MirroredVariable):
         replica = self._replica()
         if replica is None:
             return self._read_outside()
+        if self.lender is not None:
+            return self.lender.read(self)
+        return self.read_here()
+
+    def read_here(self) -> tf.Tensor:
+        """Returns the whole value, read from parts or a copy. On a replica."""
+        place = self.place_here()
         if self._whole:
-            copy = self._whole[replica - self._first]
+            copy = self._whole[place]
             with tf.device(copy.device):
                 return copy.read_value()
-        return self.gathered(replica)
+        return self.gathered(self._first + place)
+
+    @property
+    def handle(self) -> Any:
+        """Returns the handle of what this replica stores, or of its lender."""
+        in_update = distribute_lib.get_update_replica_id() is not None
+        if self.lender is None or in_update:
+            return self.here().handle
+        return self.lender.handle(self)
 
     def _read_outside(self) -> Any:
         if self.reader is not None:
@@ -249,12 +277,20 @@ class ShardedVariable(values.MirroredVariable):
         # Another replica may not have read this replica's part yet.
         context = tf.distribute.get_replica_context()
         context.merge_call(
-            lambda strategy, every: self._write_parts(
+            lambda strategy, every: self._write_all(
                 method, strategy.experimental_local_results(every)
             ),
             args=(value,),
         )
         return self
+
+    def _write_all(self, method: str, every: Sequence[tf.Tensor]) -> None:
+        """Writes to parts, and to whole copies, which a step may read next."""
+        self._write_parts(method, every)
+        if self._whole:
+            for copy, value in zip(self._whole, every, strict=True):
+                with tf.device(copy.device):
+                    getattr(copy, method)(value)
 
     def _note(self, method: str, value: np.ndarray) -> None:
         """Notes what is assigned, for what processes compare."""

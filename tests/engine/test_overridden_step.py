@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
+from mgpu_tf.engine import keras_internals
 from tests import columns
 from tests.tiers import tiered
 
@@ -156,7 +157,7 @@ def compare(build, data, strategy):
     return model, trainer
 
 
-COLUMNS = columns.EVERY
+COLUMNS = [*columns.EVERY, *columns.SPLIT]
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -283,6 +284,65 @@ def test_an_inner_tape_goes_through_a_call(strategies):
         return model
 
     compare(build, arrays(), strategies["mirrored_x3"])
+
+
+class Reading(keras.Model):
+    """It looks rows up, and reads weights in graphs inside of the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(7, 4)
+        self.table.build((None, 3))
+        self.body = network(4, 1)
+
+    def call(self, x):
+        return self.body(ops.mean(self.table(ops.cast(x, "int32")), axis=1))
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+
+        @tf.function
+        def sizes():
+            return sum(tf.nn.l2_loss(w) for w in weights)
+
+        with tf.GradientTape(persistent=True) as tape:
+            loss = ops.mean(squares(x, y, self(x, training=True)))
+            largest = tf.cond(
+                loss > 0.5,
+                lambda: tf.reduce_max(weights[1]),
+                lambda: tf.reduce_min(weights[1]),
+            )
+            decay = 0.01 * sizes() + 0.1 * largest
+        gradients = tape.gradient(loss, weights)
+        others = tape.gradient(decay, weights)
+        rows = sum(isinstance(g, tf.IndexedSlices) for g in gradients)
+        self.optimizer.apply(gradients, weights)
+        for weight, gradient in zip(weights, others, strict=True):
+            weight.assign_sub(0.1 * tf.convert_to_tensor(gradient))
+        return {"loss": loss, "after": sizes(), "rows": rows}
+
+
+@pytest.mark.parametrize(
+    "column",
+    ["fsdp_x3", pytest.param("fsdp_2_tensor_2", marks=pytest.mark.full)],
+)
+def test_a_step_reads_whole_weights_where_they_are_split(column, strategies):
+    def build():
+        model = Reading()
+        model.compile(
+            keras.optimizers.Adam(
+                0.01, global_clipnorm=0.1, gradient_accumulation_steps=2
+            )
+        )
+        return model
+
+    generator = np.random.default_rng(0)
+    data = [generator.integers(0, 7, (22, 3)), generator.normal(size=(22, 1))]
+    _, trainer = compare(build, data, strategies[column])
+    assert any(map(keras_internals.is_split, trainer.model.variables))
+    slots = trainer.model.optimizer.variables
+    assert any(map(keras_internals.is_split, slots))
 
 
 class Mixing(keras.layers.Layer):

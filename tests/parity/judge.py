@@ -76,8 +76,6 @@ REFUSED = (
         )
         for name, rule in {
             "muon": "from that element alone",
-            "own_train_step": "of one's own",
-            "own_train_step_clipped": "of one's own",
         }.items()
     }
     | {

@@ -91,6 +91,8 @@ SPLIT_ROWS = [
     "embedding_global_clipnorm",
     "embedding_accumulation",
     "own_compute_loss",
+    "own_train_step",
+    "own_train_step_clipped",
 ]
 # As in one process: refused by name.
 SPLIT_REFUSED = {("2_workers_x2_fsdp_2_tensor_2", "embedding_lazy_adam")}

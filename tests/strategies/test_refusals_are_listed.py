@@ -42,9 +42,6 @@ def texts(node):
 LISTED = {
     "Where weights are split, an optimizer must compute each element of a "
     "weight from that element alone, or be a ByNorms.": "Muon",
-    "A {} of one's own, or a Loop, needs whole weights on each device.": (
-        "`mgpu_tf.Loop`"
-    ),
     "LazyAdam updates the rows that a batch has looked up, and a device with a "
     "part of a vocabulary does not tell them apart.": "`LazyAdam`",
     "noise_scale needs whole weights on each device.": "`noise_scale`",

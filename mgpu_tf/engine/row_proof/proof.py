@@ -43,8 +43,11 @@ class RowProof:
         self,
         rows: Iterable[Any] = (),
         fixed: Callable[[Any], bool] = lambda handle: True,
+        outer: RowProof | None = None,
     ) -> None:
         self._fixed = fixed
+        self._outer = outer
+        self._under_way: set[int] = set()
         self._kinds: dict[int, Kind] = {}
         self._taken: dict[int, Kind] = {}
         self._skipped: dict[int, int] = {}
@@ -85,16 +88,20 @@ class RowProof:
         """Returns what is proven of a tensor."""
         if not tf.is_symbolic_tensor(tensor):
             return UNPROVEN if tf.executing_eagerly() else FIXED
-        if id(tensor) not in self._kinds:
+        known = id(tensor) in self._kinds
+        # What is captured while a graph is walked stands before in it.
+        if not known and id(tensor.graph) not in self._under_way:
             self._walk(tensor.graph)
         return self._kinds.get(id(tensor), FIXED)
 
     def _walk(self, graph: Any) -> None:
         operations = graph.get_operations()
+        self._under_way.add(id(graph))
         for op in operations[self._walked.get(id(graph), 0) :]:
             kinds = self._of(op)
             for output, kind in zip(op.outputs, kinds, strict=True):
                 self._kinds.setdefault(id(output), kind)
+        self._under_way.discard(id(graph))
         self._walked[id(graph)] = len(operations)
         self._alive.append(graph)
 
@@ -133,7 +140,7 @@ class RowProof:
     def _of_captured(self, op: tf.Operation) -> Kind:
         for captured, inner in getattr(op.graph, "captures", ()):
             if inner is op.outputs[0] and tf.is_symbolic_tensor(captured):
-                return self.of(captured)
+                return (self._outer or self).of(captured)
         return FIXED
 
     def _by_rule(
@@ -159,7 +166,7 @@ class RowProof:
         body = body_of(op, function)
         if body is None or len(body.inputs) != len(kinds):
             return UNPROVEN
-        inner = RowProof(fixed=self._fixed)
+        inner = RowProof(fixed=self._fixed, outer=self)
         for tensor, kind in zip(body.inputs, kinds, strict=True):
             inner.take([tensor], kind)
         found = [inner.of(tensor) for tensor in body.outputs]
@@ -208,7 +215,7 @@ class RowProof:
     def _called_outputs(self, body: Any, kinds: list[Kind]) -> list[Kind]:
         if body is None or len(body.inputs) != len(kinds):
             return [UNPROVEN]
-        inner = RowProof(fixed=self._fixed)
+        inner = RowProof(fixed=self._fixed, outer=self)
         for tensor, kind in zip(body.inputs, kinds, strict=True):
             inner.take([tensor], kind)
         return [inner.of(tensor) for tensor in body.outputs]

@@ -110,6 +110,7 @@ class SynchronousEngine(Engine):
         self._options = options
         self._local = topology_of(strategy).local
         self._functions: dict[Any, Callable[..., Any]] = {}
+        self._authored: dict[str, AuthorStep] = {}
         self._prepared = False
         self._noise: NoiseScale | None = None
         # When the gradients of the step that is traced were there, and what
@@ -421,8 +422,13 @@ class SynchronousEngine(Engine):
         """Returns what computes with parts of weights, None where none does."""
         return None
 
+    @property
+    def _update_type(self) -> type[Update]:
+        """What applies gradients."""
+        return Update
+
     def _make_update(self) -> Update:
-        return Update(
+        return self._update_type(
             self._model.optimizer,
             self._model.trainable_variables,
             self._strategy,
@@ -458,7 +464,9 @@ class SynchronousEngine(Engine):
             keras_internals.overrides(self._model, name) for name in methods
         ):
             return self._state
-        state = AgreedState(self._model, self._local.ranges)
+        state = AgreedState(
+            self._model, self._local.ranges, same_rows=self._local.same_rows
+        )
         state.add_global_seed(self._strategy, create=True)
         state.draws_alike = self._options.random == "equal"
         return state
@@ -525,13 +533,16 @@ class SynchronousEngine(Engine):
                     "would write from every replica. Received: "
                     f"{type(self._model).__name__}. Use 'mirrored'."
                 )
-            return AuthorStep(
-                self._model,
-                method,
-                self._strategy,
-                self._agreed,
-                self._options,
-            )
+            if method not in self._authored:
+                self._authored[method] = AuthorStep(
+                    self._model,
+                    method,
+                    self._strategy,
+                    self._agreed,
+                    self._options,
+                    self._update_type,
+                )
+            return self._authored[method]
         return self._train_step if kind == "train" else self._evaluate_step
 
     def _function(

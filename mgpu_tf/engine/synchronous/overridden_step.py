@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -27,6 +27,7 @@ from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.same_draws import SameDraws
 from mgpu_tf.engine.state import AgreedState, ReplicaState
+from mgpu_tf.engine.synchronous.whole_weights import WholeWeights
 from mgpu_tf.engine.update import Update
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
@@ -66,6 +67,7 @@ class AuthorStep:
         strategy: The model's strategy.
         state: What the step writes besides weights.
         options: How steps are made.
+        update: Makes what applies gradients, of the arguments of `Update`.
 
     Attributes:
         state: As given.
@@ -81,12 +83,14 @@ class AuthorStep:
         strategy: tf.distribute.Strategy,
         state: ReplicaState,
         options: StepOptions,
+        update: Callable[..., Update] = Update,
     ) -> None:
         self._model = model
         self._method = method
         self._strategy = strategy
         self.state = state
         self._options = options
+        self._make_update = update
         self._replicas = strategy.num_replicas_in_sync
         self._optimizers = keras_internals.optimizers_of(model)
         self._names: list[str] = []
@@ -103,6 +107,7 @@ class AuthorStep:
             )
         self._exchange = Exchange(model, strategy, options)
         self._boundary = Boundary(model, state, self._exchange)
+        self._weights = WholeWeights(model)
         self._draws = SameDraws(strategy)
 
     def __call__(
@@ -155,6 +160,7 @@ class AuthorStep:
         with (
             as_one_replica(),
             AuthorScope(given, self._write) as scope,
+            self._weights.begun(),
             self._boundary.entered(scope, cut, data),
         ):
             values = self._returned(data)
@@ -179,7 +185,9 @@ class AuthorStep:
 
     def _write(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Writes to a weight, or to a variable that is no state."""
-        keras_internals.write_here(variable, value)
+        with self._exchange.apart():
+            keras_internals.write_here(variable, value)
+        self._weights.forget([variable])
 
     @contextlib.contextmanager
     def _as_alone(self) -> Iterator[None]:
@@ -196,6 +204,7 @@ class AuthorStep:
             ),
             keras_internals.caught_by(self._optimizers, self._apply),
             self._boundary.around(),
+            self._weights.around(),
         ):
             yield
 
@@ -220,7 +229,7 @@ class AuthorStep:
         given = [gradient for gradient in gradients if gradient is not None]
 
         def apply(strategy: tf.distribute.Strategy, gradients: Any) -> None:
-            update = Update(
+            update = self._make_update(
                 optimizer,
                 variables,
                 strategy,
@@ -236,6 +245,7 @@ class AuthorStep:
         context = tf.distribute.get_replica_context()
         with self._exchange.apart():
             context.merge_call(apply, args=(given,))
+        self._weights.forget(variables)
 
 
 def _refusal_within(error: BaseException | None) -> BaseException | None:

@@ -47,13 +47,13 @@ from mgpu_tf.engine.tensor_parallel.parts import TensorParallel, split_model
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
 from mgpu_tf.engine.whole_norms import two_steps
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.mesh import others_than
+from mgpu_tf.mesh import Split, others_than
 from mgpu_tf.optimizers.by_norms import Norms
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.sharded_variable import ShardedVariable, stored_part
 
 # Optimizers that compute each element of a weight from that element alone.
 ELEMENTWISE = (
@@ -81,7 +81,7 @@ class ShardedEngine(SynchronousEngine):
 
     Raises:
         ConfigurationError: The model is not compiled, was made elsewhere, or
-            has a `train_step` or an optimizer that needs whole weights.
+            has an optimizer that needs whole weights.
     """
 
     def __init__(
@@ -91,14 +91,6 @@ class ShardedEngine(SynchronousEngine):
         options: StepOptions,
     ) -> None:
         super().__init__(model, strategy, options)
-        for method in ("train_step", "test_step"):
-            if keras_internals.overrides(model, method):
-                raise ConfigurationError(
-                    f"A {method} of one's own, or a Loop, needs whole weights "
-                    "on each device. Received: "
-                    f"{type(model).__name__} on a strategy that splits them. "
-                    "Use 'mirrored'."
-                )
         if options.noise_scale:
             raise ConfigurationError(
                 "noise_scale needs whole weights on each device. Received: "
@@ -115,8 +107,8 @@ class ShardedEngine(SynchronousEngine):
             self._refuse_recompute("tensor_parallel")
         self._parts: TensorParallel | None = None
         self._layered: LayerByLayer | None = None
-        if model.optimizer is not None:
-            _check_elementwise(model.optimizer)
+        for optimizer in keras_internals.optimizers_of(model):
+            _check_elementwise(optimizer)
 
     def build(self, source: Source) -> None:
         """Creates the variables; as in `Engine`, but weights in parts."""
@@ -138,8 +130,9 @@ class ShardedEngine(SynchronousEngine):
         if has_tables or self._strategy.splits_later:
             plan = split_model(self._model, self._strategy, source.example())
             self._parts = TensorParallel(self._model, self._strategy, plan)
-            if self._parts.tables and self._model.optimizer is not None:
-                _check_not_lazy(self._model.optimizer, self._parts.tables)
+            if self._parts.tables:
+                for optimizer in keras_internals.optimizers_of(self._model):
+                    _check_not_lazy(optimizer, self._parts.tables)
 
     def _refuse_recompute(self, what: str) -> None:
         if self._options.recompute is not None:
@@ -212,14 +205,9 @@ class ShardedEngine(SynchronousEngine):
                 "num_virtual_devices."
             )
 
-    def _make_update(self) -> Update:
-        return ShardedUpdate(
-            self._model.optimizer,
-            self._model.trainable_variables,
-            self._strategy,
-            stored_once=False,
-            options=self._options,
-        )
+    @property
+    def _update_type(self) -> type[Update]:
+        return ShardedUpdate
 
     def _local_sums(
         self, optimizers: list[keras.optimizers.Optimizer]
@@ -267,8 +255,8 @@ class ShardedUpdate(Update):
         optimizer: As for `Update`.
         variables: As for `Update`.
         strategy: A strategy that splits weights.
-        stored_once: As for `Update`.
         options: As for `Update`.
+        others: As for `Update`.
     """
 
     def __init__(
@@ -277,26 +265,38 @@ class ShardedUpdate(Update):
         variables: list[keras.Variable],
         strategy: tf.distribute.Strategy,
         *,
-        stored_once: bool,
         options: StepOptions,
+        **others: Any,
     ) -> None:
         super().__init__(
-            optimizer,
-            variables,
-            strategy,
-            stored_once=stored_once,
-            options=options,
+            optimizer, variables, strategy, options=options, **others
         )
         self._mesh = strategy.mesh
         self._constrains_once = True
         self._are_alike = False
-        if strategy.shard != "optimizer":
-            self._reduces_first = True
+        # Sums of gradients are split as weights are, or of whole ones.
+        self._reduces_first = self._every == 1 or strategy.shard != "optimizer"
         self._options = options
         name = options.gradient_dtype
         self._dtype = tf.as_dtype(name) if name else None
 
     # Outside of replicas.
+
+    def _of_all(self, gradients: Gradients) -> Gradients:
+        """As in `Update`; of those that are whole it keeps the own parts."""
+        if not self._reduced:
+            return super()._of_all(gradients)
+        held = list(itertools.compress(self._variables, self.present))
+
+        def own(gradients: Gradients) -> Gradients:
+            return [
+                self._own_part(gradient, keras_internals.stored(variable))
+                if keras_internals.is_split(variable)
+                else gradient
+                for gradient, variable in zip(gradients, held, strict=True)
+            ]
+
+        return self._strategy.run(own, args=(gradients,))
 
     def _summed(
         self,
@@ -497,17 +497,10 @@ class ShardedUpdate(Update):
     def _own_rows(self, slices: Any, variable: keras.Variable) -> Any:
         """Keeps of the rows of all replicas those that a replica stores."""
         held = keras_internals.stored(variable)
-        if not held.inner(0).by_rows:
-            raise ConfigurationError(
-                "Rows are looked up in a matrix where weights are split. "
-                f"Received: {variable.path} of shape {held.split.shape}. "
-                "Reshape the weight to a matrix, or use 'mirrored'."
-            )
 
         def kept(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-            inner = held.inner()
             rank = self._strategy.along("fsdp").rank()
-            return own_rows(slices, inner.bounds(rank), inner.shape[1:])
+            return _rows_of_part(slices, held.inner(), rank, held)
 
         return self._strategy.run(kept, args=(slices,))
 
@@ -529,6 +522,21 @@ class ShardedUpdate(Update):
         )
 
     # On a replica.
+
+    def _own_part(self, gradient: Any, held: ShardedVariable) -> Any:
+        """Returns what belongs to this replica's part of a whole gradient."""
+        context = tf.distribute.get_replica_context()
+        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+        split, mesh = held.split, self._mesh
+        if not isinstance(gradient, tf.IndexedSlices):
+            whole = tf.ensure_shape(gradient, split.shape)
+            return stored_part(whole, split, mesh, replica)
+        rank = mesh.rank(split.over, replica)
+        part = _rows_of_part(gradient, split, rank, held)
+        inner = split.inner(rank)
+        if inner is None or inner is split:
+            return part
+        return _rows_of_part(part, inner, mesh.rank("fsdp", replica), held)
 
     def _clipped(
         self,
@@ -665,6 +673,31 @@ class ShardedUpdate(Update):
             sums.value.here() if keras_internals.is_split(sums) else sums
             for sums in super()._accumulators()
         ]
+
+
+def _rows_of_part(
+    slices: tf.IndexedSlices, split: Split, rank: int, held: ShardedVariable
+) -> tf.IndexedSlices:
+    """Returns what belongs to a part of a table, of rows of the whole table.
+
+    Args:
+        slices: The rows.
+        split: How the table is divided.
+        rank: Which part.
+        held: The table.
+    """
+    first, after = split.bounds(rank)
+    if split.by_rows or split.dim == 0:
+        return own_rows(slices, (first, after), split.shape[1:])
+    if split.dim is None:
+        raise ConfigurationError(
+            "Rows are looked up in a matrix where weights are split. "
+            f"Received: {held.name} of shape {held.split.shape}. "
+            "Reshape the weight to a matrix, or use 'mirrored'."
+        )
+    columns = (slice(None),) * split.dim + (slice(first, after),)
+    shape = tf.constant(split.shape_of(rank), slices.indices.dtype)
+    return tf.IndexedSlices(slices.values[columns], slices.indices, shape)
 
 
 def _sees_all_rows(variable: keras.Variable) -> bool:
