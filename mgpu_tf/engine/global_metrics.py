@@ -19,6 +19,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare, current_share, sharing
 from mgpu_tf.engine.exchange import Exchange
+from mgpu_tf.engine.global_sums import of_sums
 from mgpu_tf.engine.losses import say_gathered
 from mgpu_tf.engine.row_proof import FIXED, MEAN, SUM, Held, RowProof, Rows
 from mgpu_tf.engine.step_scope import StepScope
@@ -136,10 +137,40 @@ class GlobalMetrics:
                 f"{metric.name!r}, which is updated once with sums over the "
                 "rows and once with something else. Use two metrics."
             )
+        if self._of_sums(metric, own, given, scope, share):
+            return None
         name = f"the metric {metric.name!r}"
         return self._of_all(
             name, given, lambda every: own(*every[0], **every[1])
         )
+
+    def _of_sums(
+        self,
+        metric: keras.metrics.Metric,
+        own: Callable[..., Any],
+        given: Any,
+        scope: StepScope,
+        share: BatchShare,
+    ) -> bool:
+        """Updates a metric with sums of all replicas, if that is proven.
+
+        What it holds is then the same on all of them.
+        """
+        proof = _proof_of(given)
+        proof.take(list(map(scope.hold, metric.variables)), FIXED)
+        mark = scope.mark()
+        own(*given[0], **given[1])
+        written = scope.written_since(mark)
+        found = of_sums(
+            proof, list(map(scope.value, written)), share, self._exchange
+        )
+        if found is None or set(found.kinds) != {FIXED}:
+            scope.reset(mark)
+            return False
+        for variable, value in zip(written, found.values, strict=True):
+            scope.add_update((variable, value))
+            scope.agreed.add(id(variable))
+        return True
 
 
 def _is_number(leaf: Any) -> bool:

@@ -82,15 +82,16 @@ def is_built(model: keras.Model) -> bool:
     The model itself may never be called by it.
     """
     parts = [layer for layer in layers_of(model) if layer is not model]
-    parts += [
-        part
-        for part in (model._compile_metrics, model._compile_loss)
-        if part is not None
-    ]
     # The default of `compile` may be there and have no part in the step.
     own = [o for o in optimizers_of(model) if o is not model.optimizer]
     parts += own or [model.optimizer]
-    return all(part.built for part in parts)
+    return compiled_parts_are_built(model) and all(p.built for p in parts)
+
+
+def compiled_parts_are_built(model: keras.Model) -> bool:
+    """Returns whether compiled losses and metrics have seen outputs."""
+    parts = model._compile_metrics, model._compile_loss
+    return all(part.built for part in parts if part is not None)
 
 
 def build_layers(model: keras.Model, x: Any) -> None:

@@ -499,7 +499,11 @@ def outputs_of(model: keras.Model, data: Any, generator: Any) -> Any:
 
 
 def outputs_of_share(
-    model: keras.Model, data: Any, state: ReplicaState, share: BatchShare
+    model: keras.Model,
+    data: Any,
+    state: ReplicaState,
+    share: BatchShare,
+    exchange: Exchange | None,
 ) -> Any:
     """Returns what a model predicts for the rows of one replica of several.
 
@@ -508,6 +512,7 @@ def outputs_of_share(
         data: The rows.
         state: What the model may write.
         share: The part of the replica in the global batch.
+        exchange: Gives replicas the rows of all.
 
     Raises:
         ConfigurationError: The model writes what it makes of the rows.
@@ -518,7 +523,11 @@ def outputs_of_share(
             return outputs_of(model, data, generator)
     data = tf.nest.map_structure(of_unknown_length, data)
     drawn: list[tf.Tensor] = []
-    with drawing(share, data, drawn), StepScope(model, [], None) as scope:
+    with (
+        sharing(share, exchange=exchange),
+        drawing(share, data, drawn),
+        StepScope(model, [], None) as scope,
+    ):
         outputs = outputs_of(model, data, generator)
     reader = Reader([data, share.local, share.low, drawn])
     writes = [
@@ -527,7 +536,7 @@ def outputs_of_share(
         if scope.is_written(variable)
     ]
     for variable, value in writes:
-        if reader.depends(value):
+        if reader.depends(value) and id(variable) not in scope.agreed:
             raise ConfigurationError(
                 "On several replicas, predict may write only state that is "
                 "the same on all of them. Received: a layer that writes what "
