@@ -696,13 +696,6 @@ def _typing_of(
     return Call(None, [], inputs, made, specs, run)
 
 
-def is_changed(model: keras.Model) -> list[str]:
-    """Returns which of a model's methods of a step its author wrote anew."""
-    methods = ("train_step", "test_step", "predict_step")
-    parts = ("compute_loss", "compute_metrics")
-    return [name for name in (*methods, *parts) if overrides(model, name)]
-
-
 def store_again(variable: keras.Variable) -> None:
     """Makes TensorFlow's variable behind one anew, with its value.
 

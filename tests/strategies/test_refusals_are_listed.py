@@ -79,8 +79,9 @@ LISTED = {
     "A weight that several layers share must be in one stage.": (
         "two uses of a shared weight"
     ),
-    "A pipeline divides a loss by what it knows before the first "
-    "micro-batch.": "divided by the sum of masks",
+    "On a pipeline a compute_loss of one's own sees no losses of layers.": (
+        "`compute_loss` beside `add_loss`"
+    ),
     "A pipeline normalizes each micro-batch by itself.": "`synchronized=True`",
     "A recurrent layer with stateful=True keeps a state for each row of a "
     "batch, which a pipeline cuts into micro-batches.": "stateful recurrent",

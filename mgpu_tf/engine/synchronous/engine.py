@@ -332,7 +332,7 @@ class SynchronousEngine(Engine):
             return
         self.build(source)
         self._exchange = self._make_exchange()
-        self._loss = GlobalLoss(self._model, self._exchange)
+        self._loss = GlobalLoss(self._model)
         self._state = self._make_state()
         if self._options.noise_scale:
             self._noise = self._make_noise_scale()
@@ -406,8 +406,11 @@ class SynchronousEngine(Engine):
         )
 
     def _make_exchange(self) -> Exchange | None:
-        """Returns what gives replicas the rows of all, where there are any."""
-        if self._local.ranges == 1:
+        """Returns what gives replicas the rows of all, where there are any.
+
+        A step in parts never has all rows at once.
+        """
+        if self._local.ranges == 1 or self._options.step_parts > 1:
             return None
         return Exchange(self._model, self._strategy, self._options)
 
