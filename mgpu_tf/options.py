@@ -109,8 +109,8 @@ class StrategyOptions:
     )
     layout: str | Mapping[str, Any] = option(
         "auto",
-        "With tensor_parallel, which layers are computed in parts. auto: as "
-        "the structure of the model tells. Or a function that returns a "
+        "With tensor_parallel, which layers are computed in parts. auto: those "
+        "that the structure of the model allows. Or a function that returns a "
         "mapping from patterns of paths to tuples: package.module:function. "
         "In Python, the mapping itself also works.",
         needs=("strategy=model_parallel",),

@@ -541,8 +541,8 @@ class Trainer:
             source = distributed.source(x, batch_size=batch_size, steps=steps)
             if not source.totals_known:
                 raise ConfigurationError(
-                    "predict keeps the order of rows, which a dataset_fn does "
-                    "not tell. Received: a dataset_fn. Pass arrays or a "
+                    "predict keeps the order of rows, which is unknown with a "
+                    "dataset_fn. Received: a dataset_fn. Pass arrays or a "
                     "tf.data.Dataset."
                 )
             check_finite("predict", source, steps)

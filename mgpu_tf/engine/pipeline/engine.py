@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.pipeline.head import Head
 from mgpu_tf.engine.pipeline.schedule import orders, timing
 from mgpu_tf.engine.pipeline.split import Stages, no_graph, stages_of
 from mgpu_tf.engine.pipeline.state import PipelineState
@@ -156,6 +157,9 @@ class PipelineEngine(SynchronousEngine):
         )
         state.add_global_seed(self._strategy)
         state.draws_alike = self._options.random == "equal"
+        if self._returns_logs():
+            for variable in state.metrics:
+                state.agree(variable)
         return state
 
     @property
@@ -164,13 +168,19 @@ class PipelineEngine(SynchronousEngine):
         parts = self._local.ranges * self._strategy.micro_batches
         return parts > 1
 
-    def _make_exchange(self) -> None:
-        """A stage has a micro-batch, and never the rows of all replicas."""
-
     def _make_step(self) -> PipelineStep:
-        return self._step_with(self._loss, self._state)
+        head = Head(
+            self._model,
+            self._loss,
+            self._state,
+            self._strategy.num_replicas_in_sync,
+            self._exchange,
+        )
+        return self._step_with(self._loss, self._state, head)
 
-    def _step_with(self, loss: Any, state: PipelineState) -> PipelineStep:
+    def _step_with(
+        self, loss: Any, state: PipelineState, head: Head | None = None
+    ) -> PipelineStep:
         assert self._stages is not None
         return PipelineStep(
             self._model,
@@ -179,6 +189,7 @@ class PipelineEngine(SynchronousEngine):
             self._strategy,
             self._stages,
             recompute=self._options.recompute == "stages",
+            head=head,
         )
 
     def _make_update(self) -> PipelineUpdate:
@@ -210,19 +221,19 @@ class PipelineEngine(SynchronousEngine):
         step = self._step
         scale = self._model.optimizer.scale_loss
         share = self._share(local, total, low)
-        gradients, values, _ = step.gradients(data, share, scale)
+        gradients, values, logs = step.gradients(data, share, scale)
         self._update.present = step.present
         self._update.alike = step.alike
         self._state.write(list(zip(step.written, values, strict=True)))
-        return gradients, {}
+        return gradients, logs
 
     def _replica_evaluate(
         self, data: Any, local: tf.Tensor, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
         share = self._share(local, total, low)
-        _, writes, _ = self._step.forward(data, share, training=False)
+        _, writes, logs = self._step.forward(data, share, training=False)
         self._state.write(writes)
-        return {}
+        return logs
 
 
 def _no_trace() -> ConfigurationError:
@@ -233,7 +244,8 @@ def _no_trace() -> ConfigurationError:
 
 
 def _check_model(model: keras.Model) -> None:
-    changed = keras_internals.is_changed(model)
+    steps = ("train_step", "test_step", "predict_step")
+    changed = [name for name in steps if keras_internals.overrides(model, name)]
     if changed:
         raise ConfigurationError(
             "A pipeline computes the step of a model in stages, and goes with "
