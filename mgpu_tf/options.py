@@ -352,7 +352,7 @@ class LargeBatchOptions:
 
 @dataclasses.dataclass(frozen=True)
 class WatchOptions:
-    """When a task that does not go on is ended.
+    """When a task that makes no progress is ended.
 
     Raises:
         ConfigurationError: A value breaks the rule of its field.

@@ -146,7 +146,7 @@ def show_trace(trace: PipelineTrace, console: Console | None = None) -> None:
     stage(4, "Gradient aggregation", trace.aggregation)
     console.print(_excerpts("What the optimizer got", alike(step.received)))
     table = Table(title="What it did", title_justify="left")
-    for name in ("weight", "lies on", "before", "after"):
+    for name in ("weight", "stored on", "before", "after"):
         table.add_column(name)
     for weight in step.weights:
         table.add_row(
@@ -171,7 +171,7 @@ def show_trace(trace: PipelineTrace, console: Console | None = None) -> None:
 
 def _excerpts(title: str, excerpts: Sequence[Excerpt]) -> Table:
     table = Table(title=title or None, title_justify="left")
-    for name in ("", "shape", "lies on", "values"):
+    for name in ("", "shape", "stored on", "values"):
         table.add_column(name)
     for each in excerpts:
         table.add_row(

@@ -360,7 +360,7 @@ class Trainer:
             ConfigurationError: An argument breaks a rule.
             Preempted: SIGTERM was received, and the state is saved.
             DivergedError: Replicas differ, or the loss is not finite, where
-                the trainer was told to look.
+                `check_replicas_every` or `on_nan` looks for it.
             OutOfMemoryError: A device has no room for a step.
         """
         with self._distributed.peers.together("fit"):

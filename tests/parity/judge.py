@@ -75,8 +75,8 @@ REFUSED = (
             "batch_norm_synchronized_empty": "synchronized=True",
             "jit_compile_communicating": "synchronized=True",
             "subclassed": "a functional or Sequential model",
-            "own_train_step": "own train_step",
-            "own_train_step_clipped": "own train_step",
+            "own_train_step": "a functional or Sequential model",
+            "own_train_step_clipped": "a functional or Sequential model",
         }.items()
     }
 )

@@ -72,8 +72,9 @@ LISTED = {
     ),
     "A pipeline needs a functional or Sequential model, whose layers it can "
     "cut into stages.": "Subclassed models",
-    "A pipeline computes the step of a model in stages, and goes with Keras's "
-    "own methods.": "an overridden `train_step`",
+    "A pipeline predicts in stages, with Keras's own predict_step.": (
+        "an overridden `predict_step`"
+    ),
     "A pipeline needs a layer for each stage, and a shared weight within one "
     "stage.": "Fewer layers than stages",
     "A weight that several layers share must be in one stage.": (

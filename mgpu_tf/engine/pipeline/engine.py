@@ -7,8 +7,9 @@ update    on the devices of the stages (`update.py`)
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -23,6 +24,7 @@ from mgpu_tf.engine.pipeline.state import PipelineState
 from mgpu_tf.engine.pipeline.step import PipelineStep
 from mgpu_tf.engine.pipeline.update import PipelineUpdate
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
+from mgpu_tf.engine.update import Update
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_plan import PipelinePlan
@@ -192,14 +194,44 @@ class PipelineEngine(SynchronousEngine):
             head=head,
         )
 
-    def _make_update(self) -> PipelineUpdate:
-        return PipelineUpdate(
-            self._model.optimizer,
-            self._model.trainable_variables,
-            self._strategy,
-            stored_once=False,
-            options=self._options,
-        )
+    @property
+    def _update_type(self) -> type[Update]:
+        return PipelineUpdate
+
+    @contextlib.contextmanager
+    def _around_authored(self) -> Iterator[None]:
+        """Computes each layer on the device of its stage, one after another.
+
+        A step of the author's own has no micro-batches.
+        """
+        assert self._stages is not None
+        stage_of = {
+            id(call.layer): number
+            for number, stage in enumerate(self._stages.every)
+            for call in stage.calls
+        }
+
+        def on_its_device(
+            layer: keras.layers.Layer,
+            own: Callable[..., Any],
+            *arguments: Any,
+            **named: Any,
+        ) -> Any:
+            context = tf.distribute.get_replica_context()
+            if context is None:
+                return own(*arguments, **named)
+            replica = tf.get_static_value(context.replica_id_in_sync_group)
+            devices = self._strategy.devices_of(stage_of[id(layer)])
+            with tf.device(devices[int(replica or 0)]):
+                return own(*arguments, **named)
+
+        layers = [
+            layer
+            for layer in keras_internals.layers_of(self._model)
+            if id(layer) in stage_of
+        ]
+        with keras_internals.calls_replaced(layers, on_its_device):
+            yield
 
     def _predicting(self) -> Callable[..., Any]:
         state = self._state if self._prepared else self._make_state()
@@ -244,13 +276,11 @@ def _no_trace() -> ConfigurationError:
 
 
 def _check_model(model: keras.Model) -> None:
-    steps = ("train_step", "test_step", "predict_step")
-    changed = [name for name in steps if keras_internals.overrides(model, name)]
-    if changed:
+    if keras_internals.overrides(model, "predict_step"):
         raise ConfigurationError(
-            "A pipeline computes the step of a model in stages, and goes with "
-            f"Keras's own methods. Received: {type(model).__name__} with its "
-            f"own {', '.join(changed)}. Use 'fsdp' or 'mirrored'."
+            "A pipeline predicts in stages, with Keras's own predict_step. "
+            f"Received: {type(model).__name__}, which has its own. Use 'fsdp' "
+            "or 'mirrored'."
         )
     if not keras_internals.has_graph(model):
         raise no_graph(model)

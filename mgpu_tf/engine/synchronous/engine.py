@@ -425,6 +425,10 @@ class SynchronousEngine(Engine):
         """Returns what computes with parts of weights, None where none does."""
         return None
 
+    def _around_authored(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a block for steps of the author's own, while traced."""
+        return contextlib.nullcontext()
+
     @property
     def _update_type(self) -> type[Update]:
         """What applies gradients."""
@@ -544,6 +548,7 @@ class SynchronousEngine(Engine):
                     self._agreed,
                     self._options,
                     self._update_type,
+                    self._around_authored,
                 )
             return self._authored[method]
         return self._train_step if kind == "train" else self._evaluate_step
