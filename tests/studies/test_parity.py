@@ -309,15 +309,6 @@ CAUSES = {
         {},
         ["(own/norm)", "mgpu_tf.synchronize_batch_normalization(model)"],
     ),
-    "random": (
-        small(
-            lambda: keras.layers.Dropout(0.5, name="drop"),
-            Still,
-            lambda: keras.layers.GaussianNoise(0.5, seed=3, name="noise"),
-        ),
-        {},
-        ["(drop, noise)", "rate set to 0"],
-    ),
     "embedding": (
         small(*[lambda part=part: words()[part] for part in (0, 1)]),
         {"embedding_gradients": "summed"},
@@ -343,6 +334,21 @@ def test_a_cause_is_named(name, strategies):
     assert line.startswith("cause: ")
     for part in [*parts, "Remedy: "]:
         assert part in line
+
+
+@pytest.mark.full
+def test_layers_that_draw_are_no_cause(strategies):
+    """Replicas draw their rows of what one device draws."""
+    build_model = small(
+        lambda: keras.layers.Dropout(0.5, name="drop"),
+        Still,
+        lambda: keras.layers.GaussianNoise(0.5, seed=3, name="noise"),
+    )
+    report = mgpu_tf.check_parity(
+        build_model, one_hot(), [strategies["mirrored_x3"]], steps=3
+    )
+    assert report.same, report
+    assert not report.causes
 
 
 class Noisy(OwnStep):
