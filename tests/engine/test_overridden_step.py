@@ -579,6 +579,15 @@ def within_a_function(model, x, gradients):
     write()
 
 
+def as_autograph_branches(model, x, gradients):
+    @tf.function
+    def write():
+        if tf.reduce_sum(x) > 0.0:
+            model.weight.assign_add(ops.sum(x))
+
+    write()
+
+
 def by_hand(model, x, gradients):
     model.body.trainable_variables[0].assign_sub(0.1 * gradients[0])
 
@@ -588,26 +597,27 @@ WRITTEN = {
         ops.concatenate([x, model.last])[:3]
     ),
     "a weight by hand": by_hand,
+    "state within a function": within_a_function,
+    "state in a branch": as_autograph_branches,
     "a variable of TensorFlow": lambda model, x, _: model.plain.assign_add(
         tf.reduce_sum(x)
     ),
 }
 
 
-@pytest.mark.parametrize("name", tiered(list(WRITTEN), ["the last rows"]))
+@pytest.mark.parametrize(
+    "name", tiered(list(WRITTEN), ["the last rows", "state in a branch"])
+)
 def test_a_step_may_write_what_it_makes_of_all_rows(name, strategies):
     compare(keeping(WRITTEN[name]), arrays(), strategies["mirrored_x3"])
 
 
 WRITES = {
-    "state within a function": (within_a_function, "in the step itself"),
     "an optimizer within a condition": (within, "gradient_accumulation_steps"),
 }
 
 
-@pytest.mark.parametrize(
-    "name", tiered(list(WRITES), ["state within a function"])
-)
+@pytest.mark.parametrize("name", list(WRITES))
 def test_what_cannot_be_made_one_is_refused(name, strategies):
     write, words = WRITES[name]
     trainer = mgpu_tf.Trainer(keeping(write), strategies["mirrored_x3"])
