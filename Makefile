@@ -4,6 +4,7 @@
 # make test-full  the full tier: what the default leaves out; as root
 # make test-clusters  of it, jobs on a real Slurm, Ray, sshd and namespaces
 # make test-rest  the rest of the full tier, which needs no root
+# make coverage  the default tests with what they run of the package
 # make slurm   Debian's Slurm and sshd, for the full tier; as root
 # make lint    ruff and mypy
 # make soak    breaks jobs and compares weights; FAULTS=30 SEED=2
@@ -24,7 +25,7 @@ METADATA := setup.cfg pyproject.toml
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: docs bench conformance growth setup demo test test-clusters test-full test-rest test-versions lint matrix mutations parity release-check slurm soak format clean
+.PHONY: coverage docs bench conformance growth setup demo test test-clusters test-full test-rest test-versions lint matrix mutations parity release-check slurm soak format clean
 
 setup: $(VENV)/.base
 
@@ -36,6 +37,14 @@ THREE := --numprocesses=3 --no-loadscope-reorder --max-worker-restart=3
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(THREE) $(ARGS)
+
+TESTS ?=
+coverage: $(VENV)/.test
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[coverage]'
+	rm -rf runs/coverage && mkdir -p runs/coverage
+	$(BIN)/python -m coverage run -m pytest $(if $(TESTS),$(TESTS),$(THREE)) $(ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 test-full: $(VENV)/.test slurm
 	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) $(ARGS)

@@ -87,10 +87,10 @@ Commands:
   plan         estimate the memory, speed and price of a training run
   calibrate    measure this machine, for plans
   trace        show what is where in each stage of a training run
-  status       show the tasks of a job that runs
+  status       show the tasks of a running job
   report       write the page of a run, or of two runs side by side
   checkpoints  list, verify and prune the checkpoints of a run
-  replay       repeat a step of a run, and tell what is to blame for it
+  replay       repeat a step of a run: is data, model or hardware to blame?
   doctor       check this machine and its cluster before a run
   slurm        print or submit a batch script for Slurm
   kubernetes   print the manifests of a job for Kubernetes

@@ -199,11 +199,18 @@ def installing(extra: str) -> str:
 
 # What other tools call the same.
 _ELSEWHERE = {
+    "16-mixed": "mixed_float16",
     "accelerator": "strategy",
     "batch_size": "global_batch_size",
+    "bf16": "mixed_bfloat16",
+    "bf16-mixed": "mixed_bfloat16",
     "data": "dataset",
+    "ddp": "mirrored",
+    "fp16": "mixed_float16",
+    "fp32": "float32",
     "gpus": "devices",
     "lr": "learning_rate",
+    "max_epochs": "epochs",
     "n": "num_workers",
     "nproc": "num_workers",
     "nproc_per_node": "num_workers",
@@ -213,6 +220,7 @@ _ELSEWHERE = {
     "num_machines": "num_workers",
     "num_nodes": "num_workers",
     "num_processes": "num_workers",
+    "sync_batchnorm": "batch_normalization",
     "workers": "num_workers",
 }
 

@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf import datasets
+from mgpu_tf.checkpoints import registry
 from mgpu_tf.checkpoints.run_state import EpochRecord
 from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
@@ -237,6 +238,9 @@ def _reported(
         mesh=_mesh_of(strategy),
         memory=[dataclasses.asdict(row) for row in trainer.memory().rows],
         step_times=trainer.step_times,
+        events=registry.of_last_run(config.checkpoint_dir)
+        if config.checkpoint_dir
+        else [],
         warnings=warned,
         configuration=changed_fields(config),
         predicted=_predicted(config, splits, trainer),
@@ -372,7 +376,7 @@ def compare(
         build_model = load_function(model, "model")
     elif is_target(data):
         raise ConfigurationError(
-            "With data of one's own the model must be one's own too. "
+            "With your own data, --model must be your own too. "
             f"Received: model={model!r}. Write --model=package.module:function."
         )
     else:

@@ -109,8 +109,8 @@ class StrategyOptions:
     )
     layout: str | Mapping[str, Any] = option(
         "auto",
-        "With tensor_parallel, which layers are computed in parts. auto: as "
-        "the structure of the model tells. Or a function that returns a "
+        "With tensor_parallel, which layers are computed in parts. auto: those "
+        "that the structure of the model allows. Or a function that returns a "
         "mapping from patterns of paths to tuples: package.module:function. "
         "In Python, the mapping itself also works.",
         needs=("strategy=model_parallel",),
@@ -352,7 +352,7 @@ class LargeBatchOptions:
 
 @dataclasses.dataclass(frozen=True)
 class WatchOptions:
-    """When a task that does not go on is ended.
+    """When a task that makes no progress is ended.
 
     Raises:
         ConfigurationError: A value breaks the rule of its field.

@@ -1,5 +1,6 @@
 """The site: it builds without a warning, and has every public name."""
 
+import dataclasses
 import importlib.util
 import inspect
 import os
@@ -59,6 +60,31 @@ def test_docstrings_are_shown_as_code_and_lists():
     assert "        - `one`: First," in shown
 
 
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        (
+            "mgpu_tf.options.StepOptions",
+            "gradient_dtype: .*One of: bfloat16, float16.",
+        ),
+        ("mgpu_tf.options.SaveOptions", "keep_checkpoints: .*Default: 3."),
+        ("mgpu_tf.config.RunConfig", "epochs: .*Default: 5."),
+    ],
+)
+def test_the_reference_has_the_help_of_each_option(path, line):
+    text = _load("docstrings").fields_of(path)
+    assert re.search(f"^    {line}", text, re.M)
+    module, _, name = path.rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    fields = [f for f in dataclasses.fields(kind) if "help" in f.metadata]
+    assert text.count("\n    ") == len(fields) > 5
+
+
+def test_other_classes_have_no_options():
+    fields_of = _load("docstrings").fields_of
+    assert fields_of("mgpu_tf.reports.report.Report") == ""
+
+
 def test_the_table_of_errors_has_what_is_raised():
     table = _load("hooks").table()
     assert (
@@ -93,3 +119,5 @@ def test_it_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "reference" / "training.html").read_text()
     assert "Trains a Keras 3 model on a strategy" in text
+    text = (tmp_path / "reference" / "options.html").read_text()
+    assert "keep_checkpoints" in text

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import time
+from typing import Any
 
 from mgpu_tf.folders import not_through_links
 
@@ -127,6 +128,27 @@ def read(folder: str) -> list[Event]:
                 if isinstance(event.step, int):
                     events.append(event)
     return events
+
+
+def of_last_run(folder: str) -> list[dict[str, Any]]:
+    """Returns what a report has of the newest run: no deletions.
+
+    Args:
+        folder: The `checkpoint_dir`.
+
+    Returns:
+        Its events, with `at` in seconds since the first of them.
+    """
+    events = read(folder)
+    first = max(
+        (n for n, event in enumerate(events) if event.what == BEGAN), default=0
+    )
+    return [
+        dataclasses.asdict(event)
+        | {"at": round(event.at - events[first].at, 3)}
+        for event in events[first:]
+        if event.what != DELETED
+    ]
 
 
 def last_of_each(folder: str) -> dict[int, Event]:

@@ -11,7 +11,7 @@ from absl import flags
 
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.commands.arguments import Call, define_isolation
-from mgpu_tf.errors import ConfigurationError, unknown_name
+from mgpu_tf.errors import ConfigurationError, installing, unknown_name
 from mgpu_tf.folders import make_folder
 from mgpu_tf.launch import local
 from mgpu_tf.names import MODELS
@@ -97,6 +97,7 @@ def run(call: Call) -> int:
     devices = _check(values)
     if values.output_dir is not None:
         make_folder("output_dir", values.output_dir)
+    draws = values.output_dir is not None and _can_draw()
     cluster = ClusterConfig.from_environment()
     if cluster is not None:
         return _as_worker(values, cluster)
@@ -106,11 +107,26 @@ def run(call: Call) -> int:
         table = _in_this_process(values, devices)
     print(table.text())
     if values.output_dir is not None:
+        table.write(os.path.join(values.output_dir, JSON))
+    if draws:
         from mgpu_tf.reports.figures import draw_scaling
 
-        table.write(os.path.join(values.output_dir, JSON))
         draw_scaling(table, os.path.join(values.output_dir, FIGURE))
     return 0
+
+
+def _can_draw() -> bool:
+    """Whether there is matplotlib; if not, a line says so at once."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print(
+            f"mgpu-tf benchmark: without {FIGURE}, which needs matplotlib: "
+            f"{installing('plot')}",
+            file=sys.stderr,
+        )
+        return False
+    return True
 
 
 def _check(values: flags.FlagValues) -> list[int]:

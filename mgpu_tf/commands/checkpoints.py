@@ -14,7 +14,7 @@ from mgpu_tf.errors import ConfigurationError, printable
 
 USAGE = """mgpu-tf checkpoints FOLDER [--keep=N]
 
-Lists the checkpoints in a folder, verifies every byte of them, and tells why
+Lists the checkpoints in a folder, verifies every byte of them, and says why
 each was saved. With --keep, first deletes all but the N newest; a folder that a
 run is writing to is left alone. What is damaged, of a later release, or cannot
 be read is never deleted. Exits with status 1 if there is any. FOLDER may also

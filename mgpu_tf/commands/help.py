@@ -44,6 +44,7 @@ _DATA = ("data_dir", "deterministic", "steps_per_epoch", "seed")
 _RESTARTS = (
     "max_restarts",
     "min_workers",
+    "max_workers",
     "spares",
     "backoff_seconds",
     "grace_seconds",

@@ -121,7 +121,7 @@ def _check(values: flags.FlagValues) -> None:
     own_data, own_model = is_target(data), is_target(model)
     if not data or (own_model and not values["dataset"].present):
         raise ConfigurationError(
-            "parity needs --dataset for a model of one's own. Received: "
+            "parity needs --dataset for your own model. Received: "
             f"--model={model} and no --dataset. Write "
             "--dataset=package.module:function, such as --dataset=mine:load, "
             "of a function that returns (x, y) or a batched tf.data.Dataset."
@@ -131,7 +131,7 @@ def _check(values: flags.FlagValues) -> None:
             f"--model={model}" if values["model"].present else "no --model"
         )
         raise ConfigurationError(
-            "parity needs a --model of one's own for such data. Received: "
+            "parity needs your own --model for your own data. Received: "
             f"--dataset={data} and {received}. Write "
             "--model=package.module:function, such as --model=mine:build, of "
             "a function that returns a compiled model."

@@ -15,9 +15,9 @@ USAGE = """mgpu-tf slurm --nodes=N [--flags] -- COMMAND [ARGUMENTS]
 Prints a batch script for Slurm, or submits it with --submit. Each node gets one
 worker, which uses all GPUs of the node.
 
-Before the time limit, the tasks are told to save and end, and the job is queued
-again. It resumes if the command has a checkpoint folder. Slurm also queues it
-again after a preemption and after the failure of a node.
+Before the time limit, the tasks get a signal to save and end, and the job is
+queued again. It resumes if the command has a checkpoint folder. Slurm also
+queues it again after a preemption and after the failure of a node.
 
 Example:
   mgpu-tf slurm --nodes=4 --gpus_per_node=8 -- python train.py > train.sbatch
@@ -50,7 +50,7 @@ def define(values: flags.FlagValues) -> None:
             number,
             "signal_seconds",
             120,
-            "Seconds before the end of the job at which tasks are told to "
+            "Seconds before the end of the job at which tasks get a signal to "
             "save.",
         ),
         (

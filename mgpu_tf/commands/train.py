@@ -74,8 +74,7 @@ def run(call: Call) -> int:
     values = call.values
     saved_config.apply(values)
     config = run_flags.config(values)
-    logging.basicConfig(format="mgpu-tf: %(message)s")
-    _log.setLevel(logging.INFO)
+    _show_log()
     asynchronous = config.num_ps > 0 or config.strategy == "parameter_server"
     ask_for_ps(config.num_ps)
     cluster = ClusterConfig.from_environment()
@@ -98,6 +97,15 @@ def run(call: Call) -> int:
             ", ".join(idle),
         )
     return _run(config)
+
+
+def _show_log() -> None:
+    """Prints the log of this package; other packages keep their own names."""
+    if not _log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("mgpu-tf: %(message)s"))
+        _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
 
 
 def _run(config: RunConfig) -> int:

@@ -301,7 +301,7 @@ def early_cut_of(dataset: tf.data.Dataset) -> EarlyCut | Uncut:
     try:
         return _found(dataset)
     except (AttributeError, NotImplementedError, TypeError) as error:
-        return Uncut(f"TensorFlow does not tell its parts ({error})")
+        return Uncut(f"TensorFlow does not show its parts ({error})")
 
 
 def batches_at_end(dataset: tf.data.Dataset) -> bool:

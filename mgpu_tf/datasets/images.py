@@ -10,7 +10,7 @@ direction and width tell the class, with noise, in a random color.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -26,14 +26,18 @@ class Images(tfds.core.GeneratorBasedBuilder):
     """Builder of the set; nothing is downloaded."""
 
     VERSION = tfds.core.Version("1.0.0")
+    # TFDS warns of a configuration that the class does not list.
+    BUILDER_CONFIGS: ClassVar = [
+        tfds.core.BuilderConfig(name=str(side))
+        for side in range(_SMALLEST, _LARGEST + 1)
+    ]
     NUM_SHARDS = 8
     IN_MEMORY = False
     SCALE = 255.0
 
     def __init__(self, *, side: int = 64, **options: Any) -> None:
-        config = tfds.core.BuilderConfig(name=str(side))
         self._side = side
-        super().__init__(config=config, **options)
+        super().__init__(config=str(side), **options)
 
     @classmethod
     def options_of(cls, name: str) -> dict[str, Any]:

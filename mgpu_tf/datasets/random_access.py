@@ -43,9 +43,9 @@ class RandomAccess:
 
     Attributes:
         class_names: The names of the labels 0, 1, ...; empty where the source
-            does not tell them.
+            does not have them.
         broken: Reads all until an example fails, and returns what it is; None
-            where only the error of TensorFlow tells.
+            where the only message is that of TensorFlow.
 
     Raises:
         ConfigurationError: The source has no length, no example or no

@@ -34,7 +34,12 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.contributions import BatchShare, as_float, sharing
+from mgpu_tf.engine.contributions import (
+    BatchShare,
+    as_float,
+    current_exchange,
+    sharing,
+)
 from mgpu_tf.engine.exchange import Exchange
 from mgpu_tf.engine.global_sums import of_sums
 from mgpu_tf.engine.reading import Reader, Unreadable, of_degree
@@ -54,26 +59,25 @@ from mgpu_tf.strategies.own_gradient import sum_over_replicas
 _log = logging.getLogger("mgpu_tf")
 
 
+class NeedsAllRows(ConfigurationError):
+    """Something is not known to add up over parts of a batch."""
+
+
 class GlobalLoss:
     """The loss of a compiled model in contributions of one replica.
 
     Args:
         model: A compiled and built model.
-        exchange: Gives replicas the rows of all; None where they never have
-            them at once.
     """
 
-    def __init__(
-        self, model: keras.Model, exchange: Exchange | None = None
-    ) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._exchange = exchange
         self._own = keras_internals.overrides(model, "compute_loss")
         self._said: set[str] = set()
         self._current = threading.local()
         self._container = keras_internals.with_losses_replaced(
             keras_internals.compiled_loss(model),
-            lambda loss: _BoundTerm(loss, self._current, exchange),
+            lambda loss: _BoundTerm(loss, self._current),
         )
 
     def __call__(
@@ -178,7 +182,8 @@ class GlobalLoss:
             part = self._of_sums(given, value_of, scope)
         if part is not None:
             return share.select(part, 0)
-        if self._exchange is None:
+        exchange = current_exchange()
+        if exchange is None:
             raise _needs_whole_batch(name)
         scope.reset(mark)
         if name not in self._said:
@@ -186,7 +191,7 @@ class GlobalLoss:
         self._said.add(name)
         fraction = share.fraction(tf.float64)
         current.whole = True
-        every = self._exchange.whole(given, fraction)
+        every = exchange.whole(given, fraction)
         added = list(scope.losses)
         for place, loss in enumerate(added):
             self._make_global(scope, place, loss)
@@ -210,7 +215,7 @@ class GlobalLoss:
             value = value_of(given)
         part = additive(current.proof, value, current.share)
         if part is None:
-            known = current.proof, value, current.share, self._exchange
+            known = current.proof, value, current.share, current_exchange()
             part = of_added_sums(*known)
         return part
 
@@ -218,14 +223,15 @@ class GlobalLoss:
         self, given: Any, value_of: Callable[[Any], tf.Tensor], scope: StepScope
     ) -> tf.Tensor | None:
         """The same, where what Keras's losses are given is of sums as well."""
-        if self._exchange is None or self._container is None:
+        exchange = current_exchange()
+        if exchange is None or self._container is None:
             return None
         current, share = self._current, self._current.share
         current.proof = self._proof_of(given, scope)
         with proving(current.proof), self._plainly():
             value = value_of(given)
         values = [value, *current.terms]
-        found = of_sums(current.proof, values, share, self._exchange)
+        found = of_sums(current.proof, values, share, exchange)
         if found is None:
             return None
         pairs = zip(found.kinds, found.values, strict=True)
@@ -254,9 +260,8 @@ class GlobalLoss:
         self, scope: StepScope, place: int, loss: tf.Tensor
     ) -> None:
         """Makes what a layer has added that of all rows."""
-        assert self._exchange is not None
         part, same_rows = self._added(loss), self._current.share.same_rows
-        with self._exchange.apart():
+        with current_exchange().apart():
             total = sum_over_replicas(part)
         total = total / tf.cast(same_rows, part.dtype)
         scope.losses[place] = total
@@ -404,12 +409,9 @@ def _read(
 class _Term:
     """One compiled loss with its denominator for the whole global batch."""
 
-    def __init__(
-        self, loss: keras.losses.Loss, exchange: Exchange | None
-    ) -> None:
+    def __init__(self, loss: keras.losses.Loss) -> None:
         _check_reduction(loss)
         self.loss = loss
-        self._exchange = exchange
         self._said = False
 
     def contribution(
@@ -445,18 +447,19 @@ class _Term:
         given = (y_true, y_pred, sample_weight)
         proof = _proof_of(given)
         value = self.loss(*given)
+        exchange = current_exchange()
         part = additive(proof, value, share)
         if part is None:
-            part = of_added_sums(proof, value, share, self._exchange)
+            part = of_added_sums(proof, value, share, exchange)
         if part is not None:
             return share.select(part, 0)
-        if self._exchange is None:
+        if exchange is None:
             raise _needs_whole_batch(f"the loss {self.loss.name!r}")
         fraction = share.fraction(tf.float64)
         if not self._said:
             say_gathered(f"the loss {self.loss.name!r}", given)
         self._said = True
-        every = self._exchange.whole(given, fraction)
+        every = exchange.whole(given, fraction)
         scope = keras_internals.stateless_scope()
         assert isinstance(scope, StepScope)
         with scope.of_all_rows(), sharing(None):
@@ -493,9 +496,8 @@ class _BoundTerm:
         self,
         loss: keras.losses.Loss,
         current: threading.local,
-        exchange: Exchange | None,
     ) -> None:
-        self._term = _Term(loss, exchange)
+        self._term = _Term(loss)
         self._current = current
 
     def __call__(
@@ -669,12 +671,11 @@ def say_gathered(what: str, values: Any) -> None:
     )
 
 
-def _needs_whole_batch(what: str) -> ConfigurationError:
-    return ConfigurationError(
-        "A pipeline computes a loss of each micro-batch, so it must be a sum "
-        f"or a mean over examples. Received: {what}, which is not proven to "
-        "be one. Let it return one value for each example, or use 'mirrored' "
-        "or 'fsdp'."
+def _needs_whole_batch(what: str) -> NeedsAllRows:
+    return NeedsAllRows(
+        "Where a replica never has all rows at once, a loss must be a sum or "
+        f"a mean over examples. Received: {what}, which is not proven to be "
+        "one. Let it return one value for each example."
     )
 
 

@@ -87,7 +87,7 @@ class ReplicaStep:
     ) -> None:
         self._model = model
         self._exchange = exchange
-        self._metrics = GlobalMetrics(model, exchange)
+        self._metrics = GlobalMetrics(model)
         # What computes layers in its own way does not compute them whole.
         looked_at = None if layers is not None else exchange
         self._calls = LayerCalls(model, state, looked_at)
@@ -98,6 +98,8 @@ class ReplicaStep:
         self._state = state
         self._replicas = replicas
         self._moments = Moments(model, replicas)
+        # Whose regularizers count with the loss; by default those of all.
+        self._regularized: list[keras.Variable] | None = None
         self._own_logs = keras_internals.overrides(model, "compute_metrics")
         self.log_names: list[str] = []
         self.alike: list[bool] = []
@@ -179,10 +181,7 @@ class ReplicaStep:
             drawn: list[tf.Tensor] = []
             with drawing(share, data, drawn, compiled=compiled) as draws:
                 scope.draws = draws
-                if keras_internals.takes_training(model):
-                    y_pred = model(x, training=training)
-                else:
-                    y_pred = model(x)
+                y_pred = self._outputs_of_model(x, training)
             reader = Reader(
                 [
                     data,
@@ -205,6 +204,7 @@ class ReplicaStep:
                 share,
                 training,
                 reader,
+                self._regularized,
             )
             grown = self._grown(loss, terms, share)
             if self._own_logs:
@@ -227,6 +227,11 @@ class ReplicaStep:
             logs = {name: tf.convert_to_tensor(v) for name, v in flat.items()}
         self.log_names = list(logs)
         return scope, loss, list(writes.values()), logs
+
+    def _outputs_of_model(self, x: Any, training: bool) -> Any:
+        if keras_internals.takes_training(self._model):
+            return self._model(x, training=training)
+        return self._model(x)
 
     def _grown(
         self, loss: tf.Tensor, terms: list[tf.Tensor], share: BatchShare

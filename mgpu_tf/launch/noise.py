@@ -20,8 +20,10 @@ _LEVELS = ("0", "1", "2")
 # Severity, date, time, thread, file: as absl's and TensorFlow's logs begin.
 _LOGGED = re.compile(
     rb"(?:\d{4}-\d\d-\d\d )?(?:[IW]\d{4} )?\d\d:\d\d:\d+\.\d+(?:\s+\d+|:)"
-    rb" (?:[IW] )?\S+\.cc:\d+\]"
+    rb" (?:[IW] )?\S+\.(?:cc|h):\d+\]"
 )
+# The next lines of a message that names tasks, one in a line.
+_TASKS = re.compile(rb"/job:\w+/replica:\d+/task:\d+\s*$")
 _WITHOUT_GPU = re.compile(
     rb"E\d{4} .*\.cc:\d+\] (?:failed call to cuInit|Unable to register cu)"
 )
@@ -40,6 +42,7 @@ def is_noise(line: bytes) -> bool:
     """
     return bool(
         _LOGGED.match(line)
+        or _TASKS.match(line)
         or _WITHOUT_GPU.match(line)
         or line.startswith(_LINES)
     )

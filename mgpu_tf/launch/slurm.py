@@ -254,7 +254,7 @@ fi
 _SCRIPT = """#!/bin/bash
 {directives}
 
-# Tell the tasks to save and end, then queue the job again: it resumes.
+# Signal the tasks to save and end, then requeue the job: it resumes.
 requeue=
 trap 'requeue=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 

@@ -1,4 +1,4 @@
-"""What a training will take, told before it is started.
+"""Memory, time and price of a training, before it is started.
 
 graph, tracing      a training step as operations with sizes
 liveness, scratch   the most that is held at one time

@@ -44,8 +44,8 @@ def largest_batch(
         strategy: A name for `create_strategy`.
         devices: The devices.
         memory_bytes: What a device has. Default: what is free here.
-        data: A batch, as in `trace`; needed to verify where the model does
-            not tell what it takes.
+        data: A batch, as in `trace`; needed to verify where the inputs of
+            the model are unknown.
         verify: Whether one step is run with the batch on the devices that
             are here. If it does not fit, a smaller one is tried.
         **options: As in `layout_of`.

@@ -1,4 +1,4 @@
-"""What a training will take, told before it is started.
+"""What the state of a training takes, before it is started.
 
     memory = StateMemory(25_600_000, "adam")
     print(memory.text())

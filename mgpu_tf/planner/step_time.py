@@ -44,7 +44,7 @@ class Machines:
         precision: The policy of the model.
         input_examples_per_second: What each machine can prepare. None: more
             than is needed.
-        price: Of a device for an hour, in any unit. None: not told.
+        price: Of a device for an hour, in any unit. None: unknown.
     """
 
     device: Device

@@ -26,6 +26,7 @@ stroke-dasharray:4 3}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0 0;font-size:13px}
 .key{display:inline-block;width:10px;height:10px;border-radius:3px;
 margin-right:6px}.none{color:var(--soft)}
+.parts td:not(.none){white-space:nowrap}
 """ + "".join(
     f".sc{n}{{stroke:var(--c{n})}}.fc{n}{{fill:var(--c{n})}}"
     f".bc{n}{{background:var(--c{n})}}"
@@ -36,6 +37,12 @@ WIDTH, HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 38
 _TICKS = 4
 _COLORS = 8
+_UNITS = (
+    (86400.0, "days"),
+    (3600.0, "hours"),
+    (60.0, "minutes"),
+    (1.0, "seconds"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,12 +147,17 @@ def columns(values: Mapping[str, Sequence[float]], unit: str) -> str:
     return _svg(parts)
 
 
-def bar(parts: Mapping[str, float], unit: str) -> str:
+def bar(
+    parts: Mapping[str, float],
+    unit: str,
+    meaning: Mapping[str, str] | None = None,
+) -> str:
     """Returns one bar, divided, with a table of its parts below.
 
     Args:
         parts: The size of each part by its name.
         unit: What sizes count.
+        meaning: What each part is, in a few words.
     """
     whole = sum(parts.values()) or 1.0
     drawn, left = [], 0.0
@@ -158,14 +170,65 @@ def bar(parts: Mapping[str, float], unit: str) -> str:
         left += width
     rows = "".join(
         f'<tr><td><span class="key bc{place % _COLORS}"></span>'
-        f"{html.escape(name)}</td><td>{number_text(size)} {unit}</td>"
-        f"<td>{size / whole:.1%}</td></tr>"
+        f"{html.escape(name)}</td><td>{rounded(size)} {unit}</td>"
+        f"<td>{size / whole:.0%}</td>"
+        f'<td class="none">{html.escape((meaning or {}).get(name, ""))}'
+        "</td></tr>"
         for place, (name, size) in enumerate(parts.items())
         if size > 0
     )
     return (
         '<svg class="bar" viewBox="0 0 1000 34" preserveAspectRatio="none" '
-        f'role="img">{"".join(drawn)}</svg><table>{rows}</table>'
+        f'role="img">{"".join(drawn)}</svg><table class="parts">{rows}</table>'
+    )
+
+
+def timeline(rows: Mapping[str, Sequence[tuple[float, str]]]) -> str:
+    """Returns moments on an axis of time, a row for each kind.
+
+    Args:
+        rows: By kind, moments in seconds from the beginning, each with its
+            text.
+    """
+    known = {name: moments for name, moments in rows.items() if moments}
+    if not known:
+        return '<p class="none">No values.</p>'
+    last = max(at for moments in known.values() for at, _ in moments)
+    size, unit = next(
+        ((s, u) for s, u in _UNITS if last >= 2 * s), (_UNITS[-1])
+    )
+    step = _step(max(last / size, 1e-6) / 6)
+    left, top, row = 96, 10, 26
+    bottom = top + row * len(known)
+    room = WIDTH - left - _RIGHT
+    most = math.ceil(last / size / step - 1e-9) * step or step
+    parts = []
+    for number in range(round(most / step) + 1):
+        x = left + room * number * step / most
+        parts.append(
+            f'<path class="grid" d="M {x:.1f} {top} V {bottom}"/>'
+            f'<text class="tick" text-anchor="middle" x="{x:.1f}" '
+            f'y="{bottom + 16}">{number_text(round(number * step, 9))}</text>'
+        )
+    for place, (name, moments) in enumerate(known.items()):
+        y = top + row * (place + 0.5)
+        parts.append(
+            f'<text class="tick" text-anchor="end" x="{left - 10}" '
+            f'y="{y + 4:.1f}">{html.escape(name)}</text>'
+        )
+        parts += [
+            f'<circle class="fc{place % _COLORS}" r="5" '
+            f'cx="{left + room * at / size / most:.1f}" cy="{y:.1f}">'
+            f"<title>{html.escape(text)}</title></circle>"
+            for at, text in moments
+        ]
+    parts.append(
+        f'<text class="axis" text-anchor="middle" x="{left + room / 2:.1f}" '
+        f'y="{bottom + 32}">{unit} since the run began</text>'
+    )
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {bottom + 38}" role="img">'
+        f"{''.join(parts)}</svg>"
     )
 
 
@@ -193,6 +256,11 @@ def number_text(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def rounded(value: float) -> str:
+    """Returns a measured number with three digits: 12,300 or 0.0123."""
+    return f"{float(f'{value:.3g}'):,g}"
 
 
 def _is_number(value: float) -> bool:
@@ -245,8 +313,9 @@ class _Scale:
                     f"{number}</text>"
                 )
         parts.append(
-            f'<text class="axis" text-anchor="middle" x="{WIDTH / 2}" '
-            f'y="{HEIGHT - 6}">{html.escape(axis or unit)}</text>'
+            '<text class="axis" text-anchor="middle" '
+            f'x="{(_LEFT + WIDTH - _RIGHT) / 2}" y="{HEIGHT - 6}">'
+            f"{html.escape(axis or unit)}</text>"
         )
         return parts
 

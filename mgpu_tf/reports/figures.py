@@ -49,7 +49,10 @@ def draw_scaling(table: ScalingTable, path: str) -> None:
         fontsize=8,
         wrap=True,
     )
-    axes.legend(fontsize=7)
+    # Below the picture, where it covers no point.
+    axes.legend(
+        fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

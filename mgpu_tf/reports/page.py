@@ -19,17 +19,25 @@ from typing import Any
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.folders import write_whole
 from mgpu_tf.reports import charts
-from mgpu_tf.reports.charts import number_text
+from mgpu_tf.reports.charts import number_text, rounded
 from mgpu_tf.reports.report import REPORT_FILE, Report
 
 PAGE_FILE = "report.html"
 
 _MIB = 1 << 20
 # Parts of the time, in the order of the bar and of its colours.
-_TIMES = (
-    *("step", "start", "compile", "input"),
-    *("evaluate", "save", "restart", "other"),
-)
+_TIMES = {
+    "step": "training steps",
+    "start": "imports, the cluster, the model, the data",
+    "compile": "tracing and compiling steps",
+    "input": "steps that waited for data",
+    "evaluate": "evaluations",
+    "save": "steps that waited for a checkpoint",
+    "restart": "lost work, and pauses after failures",
+    "other": "callbacks, the progress bar, the end",
+}
+# Kinds of events of checkpoints that the time line has, in its order.
+_EVENTS = ("began", "saved", "resumed", "damaged", "moved aside")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +96,7 @@ def page(runs: Sequence[Run]) -> str:
         _card("Loss", _curves(runs, "loss")),
         *_metrics(runs),
         _card("Examples per second, by epoch", _throughput(runs)),
-        *[part for run in runs for part in _of_one(run, len(runs) > 1)],
+        *_of_each(runs),
         _configuration(runs),
     ]
     body = "".join(filter(None, sections))
@@ -227,52 +235,133 @@ def _throughput(runs: Sequence[Run]) -> str:
     )
 
 
-def _of_one(run: Run, named: bool) -> list[str]:
-    """Returns the cards that are about one run alone."""
-    report = run.report
-    prefix = f"{run.name}: " if named else ""
+def _of_each(runs: Sequence[Run]) -> list[str]:
+    """Returns cards that are about one run, those of one kind in a row."""
+    found = [_of_one(run.report) for run in runs]
+    titles = dict.fromkeys(
+        title for title in _ORDER if any(title in one for one in found)
+    )
     cards = []
+    for title in titles:
+        row = [
+            _card(
+                f"{run.name}: {title}" if len(runs) > 1 else title,
+                one.get(title, '<p class="none">Not measured.</p>'),
+                wide=title == "Time line" and len(runs) == 1,
+            )
+            for run, one in zip(runs, found, strict=True)
+        ]
+        joined = "".join(row)
+        several = len(runs) > 1
+        cards.append(
+            f'<div class="wide pair">{joined}</div>' if several else joined
+        )
+    return cards
+
+
+_ORDER = (
+    "Where the time went",
+    "Time line",
+    "A step on each worker",
+    "Staleness, in updates",
+    "Memory of variables",
+    "Predicted and measured",
+    "What happened",
+)
+
+
+def _of_one(report: Report) -> dict[str, str]:
+    found = {"What happened": _events(report)}
     if report.goodput:
         parts = {name: report.goodput[f"{name}_seconds"] for name in _TIMES}
-        title = f"{prefix}Where the time went"
-        cards.append(_card(title, charts.bar(parts, "s")))
+        found["Where the time went"] = charts.bar(parts, "s", _TIMES)
+    if report.events:
+        found["Time line"] = _timeline(report)
     if report.step_times:
-        cards.append(_card(f"{prefix}A step on each worker", _steps(report)))
+        found["A step on each worker"] = _steps(report)
     staleness = [epoch.staleness for epoch in report.epochs]
     if any(staleness):
         series = {
             key: [None if s is None else s[key] for s in staleness]
             for key in ("mean", "p50", "p95", "max")
         }
-        told = charts.lines(series, "epoch", from_zero=True)
-        cards.append(_card(f"{prefix}Staleness, in updates", told))
+        found["Staleness, in updates"] = charts.lines(
+            series, "epoch", from_zero=True
+        )
     if report.memory:
-        cards.append(_card(f"{prefix}Memory of variables", _memory(report)))
-    cards.append(_card(f"{prefix}What happened", _events(report)))
-    return cards
+        found["Memory of variables"] = _memory(report)
+    if report.predicted:
+        found["Predicted and measured"] = _predicted(report.predicted)
+    return found
+
+
+def _timeline(report: Report) -> str:
+    """Draws when checkpoints were saved, and where the run resumed."""
+    return charts.timeline(
+        {
+            kind: [
+                (event["at"], f"step {event['step']}: {event['why']}")
+                for event in report.events
+                if event["what"] == kind
+            ]
+            for kind in _EVENTS
+        }
+    )
+
+
+def _predicted(predicted: dict[str, Any]) -> str:
+    """Returns the planner's numbers beside those that were measured."""
+    rows = []
+    for name, key, size, unit in (
+        ("memory of a device", "memory_bytes", _MIB, "MiB"),
+        ("a step", "step_seconds", 1e-3, "ms"),
+    ):
+        values = predicted.get(key) or {}
+        cells = "".join(
+            f"<td>{_rounded(values.get(side), size, unit)}</td>"
+            for side in ("predicted", "measured")
+        )
+        rows.append(f"<tr><td>{name}</td>{cells}</tr>")
+    head = "<tr><th></th><th>predicted</th><th>measured</th></tr>"
+    return f"<table>{head}{''.join(rows)}</table>"
+
+
+def _rounded(value: float | None, size: float, unit: str) -> str:
+    return "" if value is None else f"{rounded(value / size)} {unit}"
 
 
 def _steps(report: Report) -> str:
     """Draws the time for input and gradients, by worker."""
     last = report.step_times[-1]["workers"]
     values = {
-        f"worker {number}": [1e3 * one["input"], 1e3 * one["compute"]]
+        f"worker {number}": [
+            1e3 * one["input"],
+            1e3 * one["compute"],
+            1e3 * max(0.0, one["step"] - one["input"] - one["compute"]),
+        ]
         for number, one in enumerate(last)
         if one
     }
+    timed = {one["epoch"]: one["workers"] for one in report.step_times}
     spread = {
         f"worker {number}": [
-            None
-            if not epoch["workers"][number]
-            else 1e3 * epoch["workers"][number]["step"]
-            for epoch in report.step_times
+            1e3 * timed[epoch][number]["step"]
+            if timed.get(epoch, [None] * len(last))[number]
+            else None
+            for epoch in range(1, max(timed) + 1)
         ]
         for number in range(len(last))
     }
     return (
         charts.columns(values, "ms in the last epoch (medians)")
-        + charts.legend(["wait for rows", "compute gradients"])
-        + charts.lines(spread, "epoch (whole step, ms)", from_zero=True)
+        + charts.legend(
+            ["wait for rows", "compute gradients", "exchange, update, waiting"]
+        )
+        + (
+            charts.lines(spread, "epoch (whole step, ms)", from_zero=True)
+            if len(timed) > 1
+            else ""
+        )
     )
 
 
@@ -289,11 +378,11 @@ def _events(report: Report) -> str:
     told = []
     if report.restarts:
         told.append(
-            f"{report.restarts} restarts; {report.lost_steps} steps were done "
-            f"again, {report.lost_seconds:.0f} s lost."
+            f"Restarts: {report.restarts}. Steps done again: "
+            f"{report.lost_steps}. Time lost: {report.lost_seconds:.0f} s."
         )
     if report.lost_workers:
-        told.append(f"{report.lost_workers} workers were lost for a time.")
+        told.append(f"Workers lost for a time: {report.lost_workers}.")
     told += [
         f"Epoch {batch['epoch']}, batch {batch['batch']}: left out, since its "
         f"loss was {batch['loss']}."
@@ -350,7 +439,9 @@ main{display:grid;gap:16px;padding:16px 24px 32px;
 grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr))}
 .card{background:var(--card);border:1px solid var(--rule);border-radius:10px;
 padding:14px 18px;min-width:0;overflow-x:auto}
-.wide{grid-column:1/-1}h2{font-size:15px;margin:0 0 10px}
+.wide{grid-column:1/-1}.pair{display:grid;gap:16px;
+grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr))}
+h2{font-size:15px;margin:0 0 10px}
 dl{display:grid;gap:10px;margin:0 0 14px;
 grid-template-columns:repeat(auto-fill,minmax(118px,1fr))}
 dl div:first-child{grid-column:span 2}

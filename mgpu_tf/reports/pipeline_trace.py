@@ -228,7 +228,8 @@ class PipelineTrace:
         sizes = [str(s.after - s.first) for s in self.step.shares]
         return (
             f"The batch of {sum(map(int, sizes))} rows is cut in the order of "
-            f"its rows: {' + '.join(sizes)}."
+            f"its rows: {' + '.join(sizes)}. Rows are copied to their device "
+            "when the step begins; shown is where they are before."
         )
 
     def epoch_table(self) -> tuple[list[str], list[list[str]]]:

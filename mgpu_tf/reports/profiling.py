@@ -6,10 +6,10 @@
     print(profiler.summary())
     # tensorboard --logdir runs/a/profile
 
-The summary tells how long operations of each part ran, on any thread. Parts run
-beside each other, so that together they can take longer than a step. What of a
-step no operation ran in is waiting: on several workers that is for the
-reduction, mostly.
+The summary says how long operations of each part ran, on any thread. Parts
+overlap, so that together they can take longer than a step. The time of a step
+in which no operation ran is waiting: on several workers mostly for the
+reduction.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Profiler:
         parts.append(f"host and waiting {waiting * per_step:.2f}")
         return (
             f"profile of {self._traced_steps} steps, "
-            f"{self._wall * per_step:.2f} ms each: {', '.join(parts)}; "
-            f"tensorboard --logdir {self._folder}"
+            f"{self._wall * per_step:.2f} ms each, of parts that overlap: "
+            f"{', '.join(parts)}; tensorboard --logdir {self._folder}"
         )
 
 

@@ -55,6 +55,10 @@ removed:
     step_times          one object for each epoch in which steps were timed:
                         epoch (from 1) and workers, each with the medians of
                         input, compute and step in seconds, or null
+    events              of checkpoints, over all restarts: at (seconds since
+                        the run began), what (began, saved, resumed, damaged,
+                        moved aside), step and why; empty without
+                        checkpoint_dir
     warnings            what the chief was warned of
     configuration       the fields of RunConfig that are not the default; what
                         mgpu-tf train --config takes
@@ -151,6 +155,7 @@ class Report:
     mesh: dict[str, int] | None = None
     memory: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     step_times: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
     configuration: dict[str, Any] = dataclasses.field(default_factory=dict)
     predicted: dict[str, Any] | None = None

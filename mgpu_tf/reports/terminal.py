@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mgpu_tf.reports.charts import rounded
 from mgpu_tf.reports.goodput import Goodput
 from mgpu_tf.reports.pipeline_trace import (
     Excerpt,
@@ -70,9 +71,9 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def _time_of(goodput: Goodput) -> str:
-    """Returns where the time went, the largest part first.
+    """Returns where the time went: the largest parts, on one line.
 
-    Goodput is told of runs that take longer than to start.
+    Goodput is given for runs that take longer than to start.
     """
     whole = goodput.wall_seconds
     parts = {
@@ -82,7 +83,7 @@ def _time_of(goodput: Goodput) -> str:
     }
     told = ", ".join(
         f"{name} {seconds:.0f}"
-        for name, seconds in sorted(parts.items(), key=lambda p: -p[1])
+        for name, seconds in sorted(parts.items(), key=lambda p: -p[1])[:4]
     )
     share = "" if whole < _SHORT_RUN else f"; goodput {goodput.share:.0%}"
     return f"{whole:.0f} s: {told}{share}"
@@ -94,12 +95,12 @@ def predicted_text(predicted: dict[str, Any]) -> str:
     told = []
     if memory["measured"]:
         told.append(
-            f"{memory['predicted'] / 1e6:,.0f} MB of each device "
-            f"({memory['measured'] / 1e6:,.0f} measured)"
+            f"{rounded(memory['predicted'] / 1e6)} MB of each device "
+            f"({rounded(memory['measured'] / 1e6)} measured)"
         )
     told.append(
-        f"{step['predicted'] * 1e3:,.2f} ms a step "
-        f"({step['measured'] * 1e3:,.2f} measured)"
+        f"{rounded(step['predicted'] * 1e3)} ms a step "
+        f"({rounded(step['measured'] * 1e3)} measured)"
     )
     return ", ".join(told)
 
@@ -145,7 +146,7 @@ def show_trace(trace: PipelineTrace, console: Console | None = None) -> None:
     stage(4, "Gradient aggregation", trace.aggregation)
     console.print(_excerpts("What the optimizer got", alike(step.received)))
     table = Table(title="What it did", title_justify="left")
-    for name in ("weight", "lies on", "before", "after"):
+    for name in ("weight", "stored on", "before", "after"):
         table.add_column(name)
     for weight in step.weights:
         table.add_row(
@@ -170,7 +171,7 @@ def show_trace(trace: PipelineTrace, console: Console | None = None) -> None:
 
 def _excerpts(title: str, excerpts: Sequence[Excerpt]) -> Table:
     table = Table(title=title or None, title_justify="left")
-    for name in ("", "shape", "lies on", "values"):
+    for name in ("", "shape", "stored on", "values"):
         table.add_column(name)
     for each in excerpts:
         table.add_row(

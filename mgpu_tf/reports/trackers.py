@@ -77,7 +77,7 @@ class Tracker(keras.callbacks.Callback):
             self.close()
 
     def open(self) -> None:
-        """Begins a run, or goes on with `run_id`."""
+        """Begins a run, or continues `run_id`."""
 
     def send(self, values: Mapping[str, float], epoch: int) -> None:
         """Sends the values of an epoch.
@@ -192,7 +192,7 @@ class WandbTracker(Tracker):
         self._options = {"project": project, **options}
 
     def open(self) -> None:
-        """Begins a run, or goes on with that of the checkpoint."""
+        """Begins a run, or continues that of the checkpoint."""
         self._here.handle = self._wandb.init(
             **{"id": self.run_id, "resume": "allow", **self._options}
         )

@@ -72,8 +72,8 @@ def create_model_parallel_strategy(
         tensor: Over how many devices the computing of layers is split.
             Default: 1.
         layout: Which layers these are. `auto`: attention, the layers after it,
-            embeddings and other dense layers, as the structure of the model
-            tells. Or a mapping from patterns of the paths of weights to a
+            embeddings and other dense layers, where the structure of the model
+            allows. Or a mapping from patterns of the paths of weights to a
             tuple, as `keras.distribution.LayoutMap`: "model" at the dimension
             that is split over the tensor axis, "batch" over the data axis.
         shard: With `fsdp`, what is split: `weights`, `gradients` or

@@ -140,7 +140,7 @@ class Peers:
         """
         if not self._one_thread.acquire(blocking=False):
             raise ConfigurationError(
-                "The calls of a trainer are made one after the other. "
+                "A trainer takes one call at a time. "
                 f"Received: {name} while another thread is in a call of the "
                 "same trainer. Wait for it, or make another trainer."
             )

@@ -189,7 +189,7 @@ def check_seeded(source: data_lib.Source) -> None:
 def by_batch(method: str) -> str:
     """Returns the message for a method that takes single batches."""
     return (
-        "Parameter servers deal out whole epochs to their workers. Received: "
+        "With parameter servers, workers train on whole epochs. Received: "
         f"{method}(). Call fit(...), evaluate(...) or predict(...)."
     )
 

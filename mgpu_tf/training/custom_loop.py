@@ -92,7 +92,7 @@ class Loop:
         strategy = strategy_from(strategy)
         if not (kind_of(strategy).in_step and kind_of(strategy).trains):
             raise ConfigurationError(
-                "A loop of one's own goes with strategies that train in step. "
+                "A Loop needs a synchronous strategy. "
                 "Received: 'parameter_server'. Use 'mirrored' or "
                 "'multi_worker_mirrored'."
             )

@@ -164,7 +164,9 @@ class ReplaySaver(Saver):
             raise ConfigurationError(
                 "A replay begins at a checkpoint before its step. Received: "
                 f"step={self._step}, where {self._folder!r} has checkpoints "
-                f"of the steps: {known}. Choose a later step."
+                f"of the steps: {known}. Choose a later step; a run that saves "
+                "more often (save_every_steps) and keeps more "
+                "(keep_checkpoints) has earlier ones."
             )
         for entry in before:
             stored = Stored(entry.path)

@@ -360,7 +360,7 @@ class Trainer:
             ConfigurationError: An argument breaks a rule.
             Preempted: SIGTERM was received, and the state is saved.
             DivergedError: Replicas differ, or the loss is not finite, where
-                the trainer was told to look.
+                `check_replicas_every` or `on_nan` looks for it.
             OutOfMemoryError: A device has no room for a step.
         """
         with self._distributed.peers.together("fit"):
@@ -541,8 +541,8 @@ class Trainer:
             source = distributed.source(x, batch_size=batch_size, steps=steps)
             if not source.totals_known:
                 raise ConfigurationError(
-                    "predict keeps the order of rows, which a dataset_fn does "
-                    "not tell. Received: a dataset_fn. Pass arrays or a "
+                    "predict keeps the order of rows, which is unknown with a "
+                    "dataset_fn. Received: a dataset_fn. Pass arrays or a "
                     "tf.data.Dataset."
                 )
             check_finite("predict", source, steps)

@@ -1,12 +1,13 @@
 """`mgpu-tf replay`, and the flags of a run that leaves out bad batches."""
 
-import json
+import os
+import subprocess
 import sys
 
 import pytest
 
 from mgpu_tf import cli
-from tests import clusters
+from tests import clusters, pages
 
 
 @pytest.mark.parametrize(
@@ -26,29 +27,26 @@ def test_mistakes_are_one_line(arguments, words, capsys):
 
 
 @pytest.mark.full
-def test_the_commands_of_the_page(tmp_path):
-    train = [
-        "train",
-        f"--checkpoint_dir={tmp_path / 'checkpoints'}",
-        f"--output_dir={tmp_path / 'out'}",
-        "--on_nan=restore",
-        "--max_restores=3",
-        "--max_loss=1e4",
-        "--save_every_steps=10",
-        "--epochs=1",
+def test_the_commands_of_the_page(tmp_path, monkeypatch):
+    """A replay in another process, against the losses of the first."""
+    programs = os.path.dirname(clusters.PYTHON)
+    monkeypatch.setenv("PATH", programs + os.pathsep + os.environ["PATH"])
+    [text] = [
+        text
+        for text in pages.blocks("checkpoints.md", "sh")
+        if "mgpu-tf replay" in text
     ]
-    done = clusters.mgpu_tf(*train)
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["left_out"] == report["slow"] == []
-    step = report["global_step"]
-    # In another process, against the losses that this one has recorded.
-    done = clusters.mgpu_tf(
-        *("replay", f"--step={step}", "--"),
-        *(clusters.PYTHON, "-m", "mgpu_tf", *train),
+    done = subprocess.run(
+        ["bash", "-ec", text],
+        cwd=tmp_path,
+        env=clusters.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=clusters.LIMIT_SECONDS,
     )
     assert done.returncode == 0, done.stderr
-    assert f"replay of step {step}: no fault" in done.stdout
+    assert "replay of step 110: no fault" in done.stdout
 
 
 def test_a_command_without_a_verdict_is_told(capfd):

@@ -103,17 +103,18 @@ def test_outputs_are_committed():
         assert any(c.outputs for c in cells if c.cell_type == "code"), path
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_sync_and_async(tmp_path):
     book = executed(FOLDER / "03_sync_vs_async.ipynb", tmp_path)
-    scores, staleness = (
-        eval(text) for text in outputs(book, "text/plain") if text[0] == "{"
+    scores, latest = (
+        eval(text) for text in outputs(book, "text/plain") if text[0] != "<"
     )
-    assert min(scores.values()) > 0.9
-    assert 0 <= staleness["p50"] <= staleness["max"]
+    assert min(scores.values()) > 0.85
+    assert latest >= 0
+    assert len(outputs(book, "image/png")) == 2
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_scaling_and_report(tmp_path):
     book = executed(FOLDER / "04_scaling_report.ipynb", tmp_path)
     assert outputs(book, "image/png")
@@ -143,7 +144,7 @@ def test_a_crash_is_survived(tmp_path):
     assert outputs(book, "text/plain") == ["1", "True"]
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_large_batches(tmp_path):
     book = executed(FOLDER / "07_large_batches.ipynb", tmp_path)
     [last] = [
@@ -151,6 +152,18 @@ def test_large_batches(tmp_path):
     ]
     small, same, scaled = last.values()
     assert scaled < 2 * small < same
+
+
+@pytest.mark.full
+def test_plan(tmp_path):
+    book = executed(FOLDER / "08_plan.ipynb", tmp_path)
+    [gibibytes] = [
+        eval(text) for text in outputs(book, "text/plain") if text[0] == "{"
+    ]
+    one, copies, parts = gibibytes.values()
+    assert one > 7 * copies > 0
+    assert parts < copies
+    assert len(outputs(book, "image/png")) == 2
 
 
 def test_committed_outputs_have_no_noise():

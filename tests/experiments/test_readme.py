@@ -13,7 +13,7 @@ README = pathlib.Path(clusters.ROOT) / "README.md"
 @pytest.fixture
 def script(tmp_path):
     [text] = re.findall(
-        r"```python\n(import keras\n.*?)```", README.read_text(), re.S
+        r"```python\n(import mgpu_tf\n\n.*?)```", README.read_text(), re.S
     )
     (tmp_path / "digits.py").write_text(text)
     return tmp_path
@@ -23,6 +23,7 @@ def test_the_first_script(script):
     done = clusters.run(["digits.py"], cwd=script)
     assert done.returncode == 0, done.stderr
     assert "val_accuracy" in done.stdout
+    assert done.stderr == ""
     assert (script / "model.keras").exists()
 
 

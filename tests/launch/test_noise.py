@@ -8,6 +8,8 @@ from mgpu_tf.launch import isolation, local, noise
 
 NOISE = [
     b"I0000 00:00:1795517950.281757    8798 port.cc:153] oneDNN custom",
+    b"I0000 00:00:1795530973.92 20141 coordination_service.h:529] /job:worker",
+    b"/job:worker/replica:0/task:1\n",
     b"W0000 00:00:1795517950.281757    8798 gpu_device.cc:2341] Cannot dlopen",
     b"E0000 00:00:1795517959.209887    8798 cuda_platform.cc:52] failed call to"
     b" cuInit: INTERNAL: CUDA error",
@@ -20,6 +22,7 @@ NOISE = [
 SHOWN = [
     b"Epoch 1/5",
     b"I am the author's own line",
+    b"/job:worker/replica:0/task:1 has no data",
     b"E0000 00:00:1795517959.209887 8798 coordination_service.cc:52] worker 1",
     b"2026-11-24 10:00:00.281757: E tensorflow/core/a.cc:1] no such file",
     b"INFO 10:00:00.28 my.cc:1] not TensorFlow's",

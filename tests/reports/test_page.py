@@ -46,8 +46,17 @@ REPORT = Report(
         }
     ],
     left_out=[{"epoch": 2, "batch": 3, "step": 26, "loss": "nan"}],
+    events=[
+        {"at": 0.0, "what": "began", "step": 0, "why": "nothing to go on"},
+        {"at": 20.5, "what": "saved", "step": 23, "why": "every 23 steps"},
+        {"at": 36.0, "what": "resumed", "step": 23, "why": "the newest"},
+    ],
     warnings=["a <b> & c"],
     configuration={"model": "cnn", "epochs": 3},
+    predicted={
+        "memory_bytes": {"predicted": 3 << 20, "measured": 2 << 20},
+        "step_seconds": {"predicted": 0.0125, "measured": None},
+    },
 )
 
 
@@ -98,9 +107,13 @@ def test_one_run(folders):
     text = text_of(html)
     for words in (
         "Mesh: data 2, fsdp 2.",
-        "2 restarts; 7 steps were done again",
+        "Restarts: 2. Steps done again: 7.",
         "Epoch 2, batch 3: left out, since its loss was nan.",
         "Warning: a <b> & c",
+        "lost work, and pauses after failures",
+        "step 23: every 23 steps",
+        "seconds since the run began",
+        "12.5 ms",
         "mgpu-tf train --config=report.json",
         "val loss",
     ):
@@ -131,6 +144,25 @@ def test_two_runs_side_by_side(folders, tmp_path, capsys):
 def test_refused(arguments, words, capsys):
     assert cli.main(arguments) == 2
     assert words in capsys.readouterr().err
+
+
+def test_two_runs_of_which_one_has_more():
+    bare = Report("one_device", 1, 1, 8, 0, 0, [], {}, "")
+    text = text_of(page.page([page.Run("a", REPORT), page.Run("b", bare)]))
+    assert "b: Time line Not measured." in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("last", "unit", "end"), [(1.0, "seconds", "1"), (90061.0, "hours", "30")]
+)
+def test_a_time_line_has_units_that_people_read(last, unit, end):
+    drawn = charts.timeline(
+        {"saved": [(0.0, "a"), (last, "b <c>")], "none": []}
+    )
+    assert f"{unit} since the run began" in drawn
+    assert f">{end}</text>" in drawn
+    assert drawn.count("<circle") == 2
+    assert "b &lt;c&gt;" in drawn
 
 
 def test_an_empty_run():

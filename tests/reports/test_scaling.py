@@ -1,9 +1,12 @@
 import dataclasses
 import json
 import os
+import sys
 
 import pytest
 
+from mgpu_tf import cli
+from mgpu_tf.commands import benchmark
 from mgpu_tf.reports.scaling import ScalingPoint, ScalingTable
 from tests import clusters
 
@@ -116,3 +119,12 @@ def test_two_processes(tmp_path):
     assert (point.devices, point.global_batch_size) == (2, 16)
     assert len(point.examples_per_second) == 2
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_numbers_are_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "_in_this_process", lambda *_: table())
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["benchmark", f"--output_dir={tmp_path}"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["scaling.json"]
+    error = capsys.readouterr().err
+    assert "without scaling.png, which needs matplotlib: pip install" in error

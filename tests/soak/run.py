@@ -131,78 +131,101 @@ def totals(ledger, sources=None):
     return count("faults"), count("completed"), count("right")
 
 
+# What each kind of fault is, in the order of the page.
+MEANING = {
+    "step": "a task is killed between two steps",
+    "save": "a task is killed while the chief writes a checkpoint",
+    "two": "two tasks are killed at once",
+    "supervisor": "the supervisor is killed, and started again by hand",
+    "preempt": "SIGTERM to all tasks, started again by hand",
+    "stop": "a task is stopped (SIGSTOP) for good",
+    "pause": f"a task is stopped for {PAUSE_SECONDS} seconds",
+    "pause_all": f"all tasks are stopped for {PAUSE_SECONDS} seconds",
+    "damage": "a byte of the newest checkpoint changes; the chief is killed",
+    "full": "the disk is full for the chief for a while, then it is killed",
+    "read": "a task is killed; each file of a checkpoint fails to open twice",
+    "unreadable": "files fail to open until the run has ended with one line",
+    "newer": "the newest checkpoint is of a later release until the run has "
+    "ended with one line",
+    "readonly": "the folder is read-only for two saves; the chief is killed",
+    "clock": "the clock of the system jumps by an hour; the chief is killed "
+    "two saves later",
+    "link": "the link of a machine is cut until the supervisor has lost its "
+    "task",
+    "start": "the same while tasks start again",
+}
+
+
 def table(ledger):
-    """Returns the page; the file beside it has what was mended, too."""
-    told = ledger.get("notes", [])
-    rows = []
-    for strategy in TASKS:
-        jobs = [job for job in ledger["jobs"] if job["strategy"] == strategy]
-        done = [job for job in jobs if job["completed"]]
-        if not done:
-            continue
-        faults = [fault for job in done for fault in job["faults"]]
-        kinds = {f["kind"] for f in faults}
-        by_kind = ", ".join(
-            f"{sum(f['kind'] == kind for f in faults)} {kind}"
-            for kind in sorted(kinds)
-        )
-        cold = statistics.median(job["cold_start_seconds"] for job in done)
-        again = statistics.median(f["seconds"] for f in faults)
-        worst = max(
-            f["seconds"] / job["cold_start_seconds"]
-            for job in done
-            for f in job["faults"]
-        )
-        same = sum(len(job["faults"]) for job in done if job["right"])
-        lost = sum(job["lost_steps"] for job in done)
-        rows.append(
-            f"| {strategy} | {len(faults)} | {by_kind} | {same} | "
-            f"{sum(f['torn'] for f in faults)} | {lost} | {cold:.1f} | "
-            f"{again:.1f} | {again / cold:.2f} | {worst:.2f} |"
-        )
+    """Returns the page; the file beside it has each fault."""
+    done = [job for job in ledger["jobs"] if job["completed"]]
+    struck = [fault["kind"] for job in done for fault in job["faults"]]
+    kinds = [
+        f"| `{kind}` | {text} | {struck.count(kind) or 'none yet'} |"
+        for kind, text in MEANING.items()
+    ]
+    rows = [
+        _row(strategy, jobs)
+        for strategy in TASKS
+        if (jobs := [job for job in done if job["strategy"] == strategy])
+    ]
+    notes = [f"- {text}" for text in ledger.get("notes", [])]
     return "\n".join(
         [
             "# Faults survived",
             "",
-            "By `make soak`; each fault is in [soak.json](soak.json). Kinds: "
-            "`step`, a task is killed between two steps; `save`, while the "
-            "chief writes a checkpoint; `two`, two tasks at once; "
-            "`supervisor`, the supervisor is killed, and started again by "
-            "hand; `preempt`, SIGTERM to all, started again by hand; `stop`, "
-            f"a task is stopped for good; `pause`, for {PAUSE_SECONDS} "
-            "seconds; `damage`, a byte of the newest checkpoint is changed, "
-            "and the chief killed; `full`, the chief can write no checkpoint "
-            "for a while, and is killed then; `read`, a task is killed, and "
-            "each file of a checkpoint fails to open twice; `unreadable`, "
-            "they fail until the run has ended with one line; `newer`, the "
-            "newest checkpoint is of a later release until the run has ended "
-            "with one line; `readonly`, nothing can be made in the folder for "
-            "two saves, and the chief is killed; `clock`, the clock of the "
-            "wall jumps by an hour, and the chief is killed two saves later; "
-            "`pause_all`, all tasks are stopped for "
-            f"{PAUSE_SECONDS} seconds; `link`, the link of a machine is "
-            "cut until the supervisor has lost its task; `start`, the same "
-            "while tasks start again. Machines are network namespaces, reached "
-            "by ssh. A right end: all steps are "
-            "done, and all bits are those of a run without faults. With "
-            "parameter servers only the steps are compared. Seconds run from "
-            "the fault to the first step that had not been done before, and "
-            "from the start of the launcher to the first step; no pause "
-            "between restarts. The machine had other work.",
+            "`make soak` trains jobs, breaks them while they run, and compares "
+            "their weights with those of a run without faults.",
             "",
-            "| job | faults | kinds | right ends | half-written checkpoints "
-            "left | steps done again | cold start, s (median) | fault to new "
-            "step, s (median) | ratio of medians | worst ratio |",
-            "|---|---|---|---|---|---|---|---|---|---|",
-            *rows,
-            "",
-            *(line for text in told for line in (text, "")),
-            last_line(ledger),
-            "",
-            f"{tables.stated(ledger)} With these: "
+            f"**{last_line(ledger)}.** {tables.stated(ledger)} With these: "
             f"{last_line(ledger, ledger.get('sources', 'unknown'))}.",
             "",
+            "## Kinds of faults",
+            "",
+            "| kind | what happens | struck |",
+            "|---|---|---|",
+            *kinds,
+            "",
+            "## Jobs",
+            "",
+            "| job | faults | right ends | half-written checkpoints left | "
+            "steps done again | cold start, s (median) | fault to new step, s "
+            "(median) | ratio of medians | worst ratio |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+            "- A right end: all steps are done, and all weights have the bits "
+            "of a run without faults. With parameter servers only the steps "
+            "are compared.",
+            "- Seconds run from the fault to the first step that had not been "
+            "done before, and from the start of the launcher to the first "
+            "step. There was no pause between restarts, and the machine had "
+            "other work.",
+            "- Machines are network namespaces, reached by ssh.",
+            *notes,
+            "",
+            "[soak.json](soak.json) has each fault.",
+            "",
         ]
+    )
+
+
+def _row(strategy, jobs):
+    """Returns the line of the jobs of one strategy."""
+    faults = [fault for job in jobs for fault in job["faults"]]
+    cold = statistics.median(job["cold_start_seconds"] for job in jobs)
+    again = statistics.median(fault["seconds"] for fault in faults)
+    worst = max(
+        fault["seconds"] / job["cold_start_seconds"]
+        for job in jobs
+        for fault in job["faults"]
+    )
+    same = sum(len(job["faults"]) for job in jobs if job["right"])
+    lost = sum(job["lost_steps"] for job in jobs)
+    return (
+        f"| {strategy} | {len(faults)} | {same} | "
+        f"{sum(fault['torn'] for fault in faults)} | {lost} | {cold:.1f} | "
+        f"{again:.1f} | {again / cold:.2f} | {worst:.2f} |"
     )
 
 

@@ -547,13 +547,13 @@ def test_command_line(folder):
         (["--model=mine:good", "--dataset="], ["needs --dataset"]),
         (
             ["--dataset=mine:load"],
-            ["--model of one's own", "no --model", "--model=mine:build"],
+            ["your own --model", "no --model", "--model=mine:build"],
         ),
         (
             ["--dataset=mine:load", "--model=mlp"],
-            ["--model of one's own", "Received: --dataset=mine:load", "=mlp"],
+            ["your own --model", "Received: --dataset=mine:load", "=mlp"],
         ),
-        (["--model="], ["--model of one's own"]),
+        (["--model="], ["your own --model"]),
         (["--model=mlpp"], ["Unknown model", "Did you mean 'mlp'"]),
         (["--data=mine:load"], ["'--data'", "Did you mean '--dataset'"]),
         (["--dataset"], ["--dataset"]),

@@ -112,7 +112,7 @@ def test_one_call_at_a_time(strategies):
 
     trainer.fit(x, x[:, :1], verbose=0, callbacks=[Other()])
     (message,) = found
-    assert message.startswith("The calls of a trainer are made one after")
+    assert message.startswith("A trainer takes one call at a time")
     trainer.fit(x, x[:, :1], verbose=0)
 
 

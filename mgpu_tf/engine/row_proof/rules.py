@@ -295,10 +295,10 @@ def _static_length(op: tf.Operation) -> np.ndarray | None:
     if asked.type != "Shape" or asked is op:
         return None
     shape, place = asked.inputs[0].shape, _static(op.inputs[1])
-    one = op.get_attr("shrink_axis_mask") == 1 and place is not None
-    if not one or shape.rank is None or shape[int(place[0])] is None:
+    if op.get_attr("shrink_axis_mask") != 1 or place is None or not shape.rank:
         return None
-    return np.asarray(shape[int(place[0])])
+    length = shape[int(place[0])]
+    return None if length is None else np.asarray(length)
 
 
 def _axes(op: tf.Operation, place: int = 1) -> list[int] | None:

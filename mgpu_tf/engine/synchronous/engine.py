@@ -336,7 +336,7 @@ class SynchronousEngine(Engine):
             return
         self.build(source)
         self._exchange = self._make_exchange()
-        self._loss = GlobalLoss(self._model, self._exchange)
+        self._loss = GlobalLoss(self._model)
         self._state = self._make_state()
         if self._options.noise_scale:
             self._noise = self._make_noise_scale()
@@ -410,8 +410,11 @@ class SynchronousEngine(Engine):
         )
 
     def _make_exchange(self) -> Exchange | None:
-        """Returns what gives replicas the rows of all, where there are any."""
-        if self._local.ranges == 1:
+        """Returns what gives replicas the rows of all, where there are any.
+
+        A step in parts never has all rows at once.
+        """
+        if self._local.ranges == 1 or self._options.step_parts > 1:
             return None
         return Exchange(self._model, self._strategy, self._options)
 
@@ -425,6 +428,10 @@ class SynchronousEngine(Engine):
     def _tensor(self) -> TensorParallel | None:
         """Returns what computes with parts of weights, None where none does."""
         return None
+
+    def _around_authored(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a block for steps of the author's own, while traced."""
+        return contextlib.nullcontext()
 
     @property
     def _update_type(self) -> type[Update]:
@@ -554,6 +561,7 @@ class SynchronousEngine(Engine):
                     self._agreed,
                     self._options,
                     self._update_type,
+                    self._around_authored,
                 )
             return self._authored[method]
         return self._train_step if kind == "train" else self._evaluate_step
