@@ -626,6 +626,53 @@ def test_what_cannot_be_made_one_is_refused(name, strategies):
     assert "\n" not in str(error.value)
 
 
+class WithMore(keras.Model):
+    """More rows without targets than with; a function of TensorFlow's."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = network(5, 1)
+
+    def call(self, x):
+        return self.body(x)
+
+    @tf.function
+    def train_step(self, data):
+        (x, y), more = data
+        with tf.GradientTape() as tape:
+            both = self.body(ops.concatenate([x, more], 0))
+            loss = ops.mean(ops.square(both[: ops.shape(x)[0]] - y))
+            loss += 0.1 * ops.mean(ops.abs(self.body(more)))
+        weights = self.body.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("column", ["mirrored_x3", "fsdp_x3"])
+def test_arrays_of_a_batch_may_have_other_numbers_of_rows(column, strategies):
+    def build():
+        model = WithMore()
+        model.build((None, 5))
+        model.compile(keras.optimizers.Adam(0.01))
+        return model
+
+    x, y, more = arrays((5, 1, 5))
+    few = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
+    many = tf.data.Dataset.from_tensor_slices(more).batch(8)
+    data = tf.data.Dataset.zip((few, many))
+    keras.utils.set_random_seed(0)
+    model = build()
+    theirs = model.fit(data, epochs=2, verbose=0).history
+    trainer = mgpu_tf.Trainer(build, strategies[column])
+    ours = trainer.fit(data, epochs=2, verbose=0).history
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-9)
+    for ref, own in zip(
+        model.get_weights(), trainer.model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(own, ref, rtol=1e-9, atol=1e-12)
+
+
 def test_an_optimizer_around_the_step_is_refused(strategies):
     adam = keras.optimizers.Adam()
 
