@@ -86,8 +86,9 @@ def test_the_page_of_reports(tmp_path):
     assert "<h1>a and b</h1>" in html
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_the_commands_of_the_readme(tmp_path):
+    """Ten trainings, of which the full tier has each kind elsewhere."""
     [text] = [
         text
         for text in blocks(ROOT / "README.md", "sh")

@@ -69,6 +69,7 @@ def build(model: keras.Model, example: Any) -> None:
                 _run_once(model, model.train_step, example)
         except Exception as error:
             _build_otherwise(model, example, error)
+        _build_evaluation(model, example)
     _warn_of_resets(model)
 
 
@@ -98,6 +99,18 @@ def _build_from_call(model: keras.Model, example: Any) -> None:
         keras_internals.build_eagerly(model, structures.zeros(batch))
     else:
         keras_internals.build(model, batch)
+
+
+def _build_evaluation(model: keras.Model, example: Any) -> None:
+    """Builds what the author's step leaves out and Keras's evaluation uses."""
+    if keras_internals.overrides(model, "test_step") or (
+        keras_internals.compiled_parts_are_built(model)
+    ):
+        return
+    try:
+        _run_once(model, model.test_step, example)
+    except Exception as error:
+        _log.debug("%s is not evaluated on such batches: %s", model.name, error)
 
 
 def _warn_of_resets(model: keras.Model) -> None:

@@ -162,6 +162,11 @@ def current_share() -> BatchShare | None:
     return _current.share
 
 
+def current_exchange() -> Any:
+    """Returns what gives replicas the rows of all; None where nothing does."""
+    return _current.exchange
+
+
 def mean_over_batch(values: Any, weights: Any = None) -> tf.Tensor:
     """Returns this replica's contribution to the mean over the global batch.
 

@@ -17,9 +17,14 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.contributions import BatchShare, current_share, sharing
-from mgpu_tf.engine.exchange import Exchange
-from mgpu_tf.engine.losses import say_gathered
+from mgpu_tf.engine.contributions import (
+    BatchShare,
+    current_exchange,
+    current_share,
+    sharing,
+)
+from mgpu_tf.engine.global_sums import of_sums
+from mgpu_tf.engine.losses import NeedsAllRows, say_gathered
 from mgpu_tf.engine.row_proof import FIXED, MEAN, SUM, Held, RowProof, Rows
 from mgpu_tf.engine.step_scope import StepScope
 from mgpu_tf.errors import ConfigurationError
@@ -30,13 +35,10 @@ class GlobalMetrics:
 
     Args:
         model: A built model.
-        exchange: Gives replicas the rows of all; None where they never have
-            them at once.
     """
 
-    def __init__(self, model: keras.Model, exchange: Exchange | None) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._exchange = exchange
         self._own = keras_internals.overrides(model, "compute_metrics")
         self._said: set[str] = set()
 
@@ -78,12 +80,13 @@ class GlobalMetrics:
         self, name: str, given: Any, compute: Callable[[Any], Any]
     ) -> Any:
         """Computes something of the rows of all replicas."""
-        if self._exchange is None:
-            raise ConfigurationError(
-                "A pipeline computes metrics of each micro-batch, so they must "
-                f"be sums or means over examples. Received: {name}, which is "
-                "not proven to be one. Let its function return one value for "
-                "each example, or use 'mirrored' or 'fsdp'."
+        exchange = current_exchange()
+        if exchange is None:
+            raise NeedsAllRows(
+                "Where a replica never has all rows at once, metrics must be "
+                f"sums or means over examples. Received: {name}, which is not "
+                "proven to be one. Let its function return one value for each "
+                "example."
             )
         if name not in self._said:
             say_gathered(name, given)
@@ -91,7 +94,7 @@ class GlobalMetrics:
         scope, share = keras_internals.stateless_scope(), current_share()
         assert isinstance(scope, StepScope) and share is not None
         mark = scope.mark()
-        every = self._exchange.whole(given, share.fraction(tf.float64))
+        every = exchange.whole(given, share.fraction(tf.float64))
         with scope.of_all_rows(), sharing(None):
             found = compute(every)
         for variable in scope.written_since(mark):
@@ -136,10 +139,40 @@ class GlobalMetrics:
                 f"{metric.name!r}, which is updated once with sums over the "
                 "rows and once with something else. Use two metrics."
             )
+        if self._of_sums(metric, own, given, scope, share):
+            return None
         name = f"the metric {metric.name!r}"
         return self._of_all(
             name, given, lambda every: own(*every[0], **every[1])
         )
+
+    def _of_sums(
+        self,
+        metric: keras.metrics.Metric,
+        own: Callable[..., Any],
+        given: Any,
+        scope: StepScope,
+        share: BatchShare,
+    ) -> bool:
+        """Updates a metric with sums of all replicas, if that is proven.
+
+        What it holds is then the same on all of them.
+        """
+        proof = _proof_of(given)
+        proof.take(list(map(scope.hold, metric.variables)), FIXED)
+        mark = scope.mark()
+        own(*given[0], **given[1])
+        written = scope.written_since(mark)
+        found = of_sums(
+            proof, list(map(scope.value, written)), share, current_exchange()
+        )
+        if found is None or set(found.kinds) != {FIXED}:
+            scope.reset(mark)
+            return False
+        for variable, value in zip(written, found.values, strict=True):
+            scope.add_update((variable, value))
+            scope.agreed.add(id(variable))
+        return True
 
 
 def _is_number(leaf: Any) -> bool:

@@ -82,15 +82,16 @@ def is_built(model: keras.Model) -> bool:
     The model itself may never be called by it.
     """
     parts = [layer for layer in layers_of(model) if layer is not model]
-    parts += [
-        part
-        for part in (model._compile_metrics, model._compile_loss)
-        if part is not None
-    ]
     # The default of `compile` may be there and have no part in the step.
     own = [o for o in optimizers_of(model) if o is not model.optimizer]
     parts += own or [model.optimizer]
-    return all(part.built for part in parts)
+    return compiled_parts_are_built(model) and all(p.built for p in parts)
+
+
+def compiled_parts_are_built(model: keras.Model) -> bool:
+    """Returns whether compiled losses and metrics have seen outputs."""
+    parts = model._compile_metrics, model._compile_loss
+    return all(part.built for part in parts if part is not None)
 
 
 def build_layers(model: keras.Model, x: Any) -> None:
@@ -695,13 +696,6 @@ def _typing_of(
     return Call(None, [], inputs, made, specs, run)
 
 
-def is_changed(model: keras.Model) -> list[str]:
-    """Returns which of a model's methods of a step its author wrote anew."""
-    methods = ("train_step", "test_step", "predict_step")
-    parts = ("compute_loss", "compute_metrics")
-    return [name for name in (*methods, *parts) if overrides(model, name)]
-
-
 def store_again(variable: keras.Variable) -> None:
     """Makes TensorFlow's variable behind one anew, with its value.
 
@@ -724,6 +718,13 @@ def kept_for_weights(
                 if isinstance(kept, keras.Variable) and kept is not weight
             ]
     return found
+
+
+def variables_of(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.Variable]:
+    """Returns the weights that a built optimizer updates."""
+    return list(optimizer._trainable_variables)
 
 
 def index_again(optimizer: keras.optimizers.Optimizer) -> None:
@@ -1543,7 +1544,7 @@ def count_update(
     strategy = tf.distribute.get_strategy()
     once = {"_distributed_tf_update_step": lambda *_: None}
     with (
-        _with_values([(held, number), *elsewhere]),
+        with_values([(held, number), *elsewhere]),
         _replaced([optimizer], lambda _: once),
     ):
         # Keras's method needs the context of a replica.
@@ -1654,15 +1655,15 @@ def _for_this_update(
     given = {}
     if not isinstance(optimizer._learning_rate, keras.Variable):
         given = {"_get_current_learning_rate": lambda: rate}
-    with _with_values(list(pairs)), _replaced([optimizer], lambda _: given):
+    with with_values(list(pairs)), _replaced([optimizer], lambda _: given):
         yield
 
 
 @contextlib.contextmanager
-def _with_values(
-    pairs: list[tuple[keras.Variable, tf.Tensor]],
+def with_values(
+    pairs: list[tuple[keras.Variable, Any]],
 ) -> Iterator[None]:
-    """Lets variables be tensors, which nothing can write to, for a while."""
+    """Lets variables be tensors, or what is like a variable, for a while."""
     given = {id(variable): value for variable, value in pairs}
     with _replaced(
         [variable for variable, _ in pairs],

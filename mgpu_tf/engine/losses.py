@@ -34,10 +34,17 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.contributions import BatchShare, as_float, sharing
+from mgpu_tf.engine.contributions import (
+    BatchShare,
+    as_float,
+    current_exchange,
+    sharing,
+)
 from mgpu_tf.engine.exchange import Exchange
+from mgpu_tf.engine.global_sums import of_sums
 from mgpu_tf.engine.reading import Reader, Unreadable, of_degree
 from mgpu_tf.engine.row_proof import (
+    FIXED,
     MEAN,
     SUM,
     UNPROVEN,
@@ -52,26 +59,25 @@ from mgpu_tf.strategies.own_gradient import sum_over_replicas
 _log = logging.getLogger("mgpu_tf")
 
 
+class NeedsAllRows(ConfigurationError):
+    """Something is not known to add up over parts of a batch."""
+
+
 class GlobalLoss:
     """The loss of a compiled model in contributions of one replica.
 
     Args:
         model: A compiled and built model.
-        exchange: Gives replicas the rows of all; None where they never have
-            them at once.
     """
 
-    def __init__(
-        self, model: keras.Model, exchange: Exchange | None = None
-    ) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._exchange = exchange
         self._own = keras_internals.overrides(model, "compute_loss")
         self._said: set[str] = set()
         self._current = threading.local()
         self._container = keras_internals.with_losses_replaced(
             keras_internals.compiled_loss(model),
-            lambda loss: _BoundTerm(loss, self._current, exchange),
+            lambda loss: _BoundTerm(loss, self._current),
         )
 
     def __call__(
@@ -117,12 +123,15 @@ class GlobalLoss:
             reader = Reader([x, y, y_pred, sample_weight])
         current = self._current
         current.share, current.terms, current.reader = share, terms, reader
+        current.plain = False
         if self._own:
             return self._of_author(
                 (x, y, y_pred, sample_weight), training
             ), terms
         contributions = []
-        if self._container is not None:
+        if self._container is None:
+            self._refuse_unbuilt()
+        else:
             total = self._container(y, y_pred, sample_weight)
             if total is not None:
                 contributions.append(total)
@@ -136,6 +145,16 @@ class GlobalLoss:
                 "`compile()`."
             )
         return tf.add_n(contributions), terms
+
+    def _refuse_unbuilt(self) -> None:
+        if keras_internals.compiled_loss(self._model) is not None:
+            raise ConfigurationError(
+                "A compiled loss is built on the first batch of training, "
+                "where the train_step is the author's own. Received: "
+                f"{type(self._model).__name__}, whose call or loss does not "
+                "take such a batch. Override test_step as well, or compile "
+                "without a loss."
+            )
 
     def _of_author(self, given: Any, training: bool) -> tf.Tensor:
         """The contribution of a `compute_loss` that the author wrote.
@@ -157,16 +176,14 @@ class GlobalLoss:
             current.whole = None
             return value_of(given)
         mark = scope.mark()
-        current.proof, current.whole = _proof_of(given), False
-        for loss in scope.losses:
-            known = loss is scope.known_losses.get(id(loss))
-            current.proof.take([loss], MEAN if known else UNPROVEN)
-        with proving(current.proof):
-            value = value_of(given)
-        part = additive(current.proof, value, share)
+        part = self._of_rows(given, value_of, scope)
+        if part is None:
+            scope.reset(mark)
+            part = self._of_sums(given, value_of, scope)
         if part is not None:
             return share.select(part, 0)
-        if self._exchange is None:
+        exchange = current_exchange()
+        if exchange is None:
             raise _needs_whole_batch(name)
         scope.reset(mark)
         if name not in self._said:
@@ -174,24 +191,77 @@ class GlobalLoss:
         self._said.add(name)
         fraction = share.fraction(tf.float64)
         current.whole = True
-        every = self._exchange.whole(given, fraction)
+        every = exchange.whole(given, fraction)
         added = list(scope.losses)
         for place, loss in enumerate(added):
             self._make_global(scope, place, loss)
-        with scope.of_all_rows(), sharing(None):
+        with scope.of_all_rows(), sharing(None), self._plainly():
             value = value_of(every)
         scope.losses[: len(added)] = added
         for variable in scope.written_since(mark):
             scope.agreed.add(id(variable))
+        current.terms[:] = [
+            term * tf.cast(fraction, term.dtype) for term in current.terms
+        ]
         return value * tf.cast(fraction, value.dtype)
+
+    def _of_rows(
+        self, given: Any, value_of: Callable[[Any], tf.Tensor], scope: StepScope
+    ) -> tf.Tensor | None:
+        """The contribution of a value that is proven to be of the rows."""
+        current = self._current
+        current.proof, current.whole = self._proof_of(given, scope), False
+        with proving(current.proof):
+            value = value_of(given)
+        part = additive(current.proof, value, current.share)
+        if part is None:
+            known = current.proof, value, current.share, current_exchange()
+            part = of_added_sums(*known)
+        return part
+
+    def _of_sums(
+        self, given: Any, value_of: Callable[[Any], tf.Tensor], scope: StepScope
+    ) -> tf.Tensor | None:
+        """The same, where what Keras's losses are given is of sums as well."""
+        exchange = current_exchange()
+        if exchange is None or self._container is None:
+            return None
+        current, share = self._current, self._current.share
+        current.proof = self._proof_of(given, scope)
+        with proving(current.proof), self._plainly():
+            value = value_of(given)
+        values = [value, *current.terms]
+        found = of_sums(current.proof, values, share, exchange)
+        if found is None:
+            return None
+        pairs = zip(found.kinds, found.values, strict=True)
+        part, *terms = [_part(kind, value, share) for kind, value in pairs]
+        current.terms[:] = [share.select(term, 0) for term in terms]
+        return part
+
+    @contextlib.contextmanager
+    def _plainly(self) -> Iterator[None]:
+        """Lets Keras's own losses be computed as Keras does, from anew."""
+        self._current.terms.clear()
+        self._current.plain = True
+        try:
+            yield
+        finally:
+            self._current.plain = False
+
+    def _proof_of(self, given: Any, scope: StepScope) -> RowProof:
+        proof = _proof_of(given)
+        for loss in scope.losses:
+            known = loss is scope.known_losses.get(id(loss))
+            proof.take([loss], MEAN if known else UNPROVEN)
+        return proof
 
     def _make_global(
         self, scope: StepScope, place: int, loss: tf.Tensor
     ) -> None:
         """Makes what a layer has added that of all rows."""
-        assert self._exchange is not None
         part, same_rows = self._added(loss), self._current.share.same_rows
-        with self._exchange.apart():
+        with current_exchange().apart():
             total = sum_over_replicas(part)
         total = total / tf.cast(same_rows, part.dtype)
         scope.losses[place] = total
@@ -281,8 +351,7 @@ class GlobalLoss:
             return
         container = self._container
         if container is not None:
-            own = keras_internals.compiled_loss(self._model)
-            container = _ForAuthor(container, own, self._current)
+            container = _ForAuthor(container, self._current)
         elif keras_internals.compiled_loss(self._model) is not None:
             container = _Unbuilt(self._model, self._current)
 
@@ -340,25 +409,22 @@ def _read(
 class _Term:
     """One compiled loss with its denominator for the whole global batch."""
 
-    def __init__(
-        self, loss: keras.losses.Loss, exchange: Exchange | None
-    ) -> None:
+    def __init__(self, loss: keras.losses.Loss) -> None:
         _check_reduction(loss)
-        self._loss = loss
-        self._exchange = exchange
+        self.loss = loss
         self._said = False
 
     def contribution(
         self, y_true: Any, y_pred: Any, sample_weight: Any, share: BatchShare
     ) -> tf.Tensor:
         if share.replicas == 1:
-            return self._loss(y_true, y_pred, sample_weight)
+            return self.loss(y_true, y_pred, sample_weight)
         given = (y_true, y_pred, sample_weight)
-        if not keras_internals.calls_loss(self._loss):
+        if not keras_internals.calls_loss(self.loss):
             return self._of_batch(*given, share)
-        values, raw = keras_internals.unreduced(self._loss, *given)
+        values, raw = keras_internals.unreduced(self.loss, *given)
         proof = _proof_of(given)
-        known = keras_internals.is_known_by_example(self._loss)
+        known = keras_internals.is_known_by_example(self.loss)
         by_row = known and bool(raw.shape.rank)
         if not by_row and not _is_by_row(proof.of(raw)):
             return self._of_batch(*given, share)
@@ -380,17 +446,24 @@ class _Term:
         """The contribution of a loss that was reduced over the rows."""
         given = (y_true, y_pred, sample_weight)
         proof = _proof_of(given)
-        value = self._loss(*given)
+        value = self.loss(*given)
+        exchange = current_exchange()
         part = additive(proof, value, share)
+        if part is None:
+            part = of_added_sums(proof, value, share, exchange)
         if part is not None:
             return share.select(part, 0)
-        if self._exchange is None:
-            raise _needs_whole_batch(f"the loss {self._loss.name!r}")
+        if exchange is None:
+            raise _needs_whole_batch(f"the loss {self.loss.name!r}")
         fraction = share.fraction(tf.float64)
         if not self._said:
-            say_gathered(f"the loss {self._loss.name!r}", given)
+            say_gathered(f"the loss {self.loss.name!r}", given)
         self._said = True
-        value = self._loss(*self._exchange.whole(given, fraction))
+        every = exchange.whole(given, fraction)
+        scope = keras_internals.stateless_scope()
+        assert isinstance(scope, StepScope)
+        with scope.of_all_rows(), sharing(None):
+            value = self.loss(*every)
         return value * tf.cast(fraction, value.dtype)
 
     def _denominator(
@@ -400,7 +473,7 @@ class _Term:
         mask: Any,
         share: BatchShare,
     ) -> tf.Tensor:
-        reduction = self._loss.reduction
+        reduction = self.loss.reduction
         if reduction == "sum":
             return tf.ones((), values.dtype)
         if reduction == "mean_with_sample_weight" and weights is not None:
@@ -423,18 +496,19 @@ class _BoundTerm:
         self,
         loss: keras.losses.Loss,
         current: threading.local,
-        exchange: Exchange | None,
     ) -> None:
-        self._term = _Term(loss, exchange)
+        self._term = _Term(loss)
         self._current = current
 
     def __call__(
         self, y_true: Any, y_pred: Any, sample_weight: Any = None
     ) -> tf.Tensor:
-        value = self._term.contribution(
-            y_true, y_pred, sample_weight, self._current.share
-        )
-        self._current.terms.append(value)
+        current, given = self._current, (y_true, y_pred, sample_weight)
+        if current.plain:
+            value = self._term.loss(*given)
+        else:
+            value = self._term.contribution(*given, current.share)
+        current.terms.append(value)
         return value
 
 
@@ -462,19 +536,14 @@ def _for_author(
 class _ForAuthor:
     """A container of losses, as a `compute_loss` of the author's calls it."""
 
-    def __init__(
-        self, container: Any, own: Any, current: threading.local
-    ) -> None:
+    def __init__(self, container: Any, current: threading.local) -> None:
         self._container = container
-        self._own = own
         self._current = current
 
     def __call__(self, *arguments: Any) -> tf.Tensor | None:
-        if self._current.whole:
-            return self._own(*arguments)
         total = self._container(*arguments)
-        if total is None:
-            return None
+        if total is None or self._current.plain:
+            return total
         kinds = [
             self._current.proof.of(leaf)
             for leaf in tf.nest.flatten(arguments)
@@ -545,12 +614,39 @@ def additive(
     Returns:
         The contribution; None where nothing is proven.
     """
-    kind = proof.of(value)
+    return _part(proof.of(value), value, share)
+
+
+def _part(kind: Any, value: tf.Tensor, share: BatchShare) -> tf.Tensor | None:
     if kind == SUM:
         return value
-    if kind == MEAN and value.dtype.is_floating:
+    # What is the same on all replicas is its own mean.
+    if kind in (FIXED, MEAN) and value.dtype.is_floating:
         return value * share.fraction(value.dtype)
     return None
+
+
+def of_added_sums(
+    proof: RowProof,
+    value: tf.Tensor,
+    share: BatchShare,
+    exchange: Exchange | None,
+) -> tf.Tensor | None:
+    """Returns what a replica gives to a value that is made of sums over rows.
+
+    Args:
+        proof: Knows the graph.
+        value: Of the rows of this replica.
+        share: This replica's part of the global batch.
+        exchange: Of the replicas, which add up the sums.
+
+    Returns:
+        The contribution; None where nothing is proven.
+    """
+    found = of_sums(proof, [value], share, exchange)
+    if found is None:
+        return None
+    return _part(found.kinds[0], found.values[0], share)
 
 
 def say_gathered(what: str, values: Any) -> None:
@@ -575,12 +671,11 @@ def say_gathered(what: str, values: Any) -> None:
     )
 
 
-def _needs_whole_batch(what: str) -> ConfigurationError:
-    return ConfigurationError(
-        "A pipeline computes a loss of each micro-batch, so it must be a sum "
-        f"or a mean over examples. Received: {what}, which is not proven to "
-        "be one. Let it return one value for each example, or use 'mirrored' "
-        "or 'fsdp'."
+def _needs_whole_batch(what: str) -> NeedsAllRows:
+    return NeedsAllRows(
+        "Where a replica never has all rows at once, a loss must be a sum or "
+        f"a mean over examples. Received: {what}, which is not proven to be "
+        "one. Let it return one value for each example."
     )
 
 

@@ -86,7 +86,7 @@ class ReplicaStep:
     ) -> None:
         self._model = model
         self._exchange = exchange
-        self._metrics = GlobalMetrics(model, exchange)
+        self._metrics = GlobalMetrics(model)
         # What computes layers in its own way does not compute them whole.
         looked_at = None if layers is not None else exchange
         self._calls = LayerCalls(model, state, looked_at)
@@ -97,6 +97,8 @@ class ReplicaStep:
         self._state = state
         self._replicas = replicas
         self._moments = Moments(model, replicas)
+        # Whose regularizers count with the loss; by default those of all.
+        self._regularized: list[keras.Variable] | None = None
         self._own_logs = keras_internals.overrides(model, "compute_metrics")
         self.log_names: list[str] = []
         self.alike: list[bool] = []
@@ -178,10 +180,7 @@ class ReplicaStep:
             drawn: list[tf.Tensor] = []
             with drawing(share, data, drawn, compiled=compiled) as draws:
                 scope.draws = draws
-                if keras_internals.takes_training(model):
-                    y_pred = model(x, training=training)
-                else:
-                    y_pred = model(x)
+                y_pred = self._outputs_of_model(x, training)
             reader = Reader(
                 [
                     data,
@@ -204,6 +203,7 @@ class ReplicaStep:
                 share,
                 training,
                 reader,
+                self._regularized,
             )
             grown = self._grown(loss, terms, share)
             if self._own_logs:
@@ -226,6 +226,11 @@ class ReplicaStep:
             logs = {name: tf.convert_to_tensor(v) for name, v in flat.items()}
         self.log_names = list(logs)
         return scope, loss, list(writes.values()), logs
+
+    def _outputs_of_model(self, x: Any, training: bool) -> Any:
+        if keras_internals.takes_training(self._model):
+            return self._model(x, training=training)
+        return self._model(x)
 
     def _grown(
         self, loss: tf.Tensor, terms: list[tf.Tensor], share: BatchShare
@@ -499,7 +504,11 @@ def outputs_of(model: keras.Model, data: Any, generator: Any) -> Any:
 
 
 def outputs_of_share(
-    model: keras.Model, data: Any, state: ReplicaState, share: BatchShare
+    model: keras.Model,
+    data: Any,
+    state: ReplicaState,
+    share: BatchShare,
+    exchange: Exchange | None,
 ) -> Any:
     """Returns what a model predicts for the rows of one replica of several.
 
@@ -508,6 +517,7 @@ def outputs_of_share(
         data: The rows.
         state: What the model may write.
         share: The part of the replica in the global batch.
+        exchange: Gives replicas the rows of all.
 
     Raises:
         ConfigurationError: The model writes what it makes of the rows.
@@ -518,7 +528,11 @@ def outputs_of_share(
             return outputs_of(model, data, generator)
     data = tf.nest.map_structure(of_unknown_length, data)
     drawn: list[tf.Tensor] = []
-    with drawing(share, data, drawn), StepScope(model, [], None) as scope:
+    with (
+        sharing(share, exchange=exchange),
+        drawing(share, data, drawn),
+        StepScope(model, [], None) as scope,
+    ):
         outputs = outputs_of(model, data, generator)
     reader = Reader([data, share.local, share.low, drawn])
     writes = [
@@ -527,7 +541,7 @@ def outputs_of_share(
         if scope.is_written(variable)
     ]
     for variable, value in writes:
-        if reader.depends(value):
+        if reader.depends(value) and id(variable) not in scope.agreed:
             raise ConfigurationError(
                 "On several replicas, predict may write only state that is "
                 "the same on all of them. Received: a layer that writes what "

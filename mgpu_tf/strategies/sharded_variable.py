@@ -187,6 +187,15 @@ class ShardedVariable(values.MirroredVariable):
         """Returns the part of this replica. In a replica or an update."""
         return self.values[self.place_here()]
 
+    def joined_here(self, part: tf.Tensor) -> tf.Tensor:
+        """Returns the whole value of parts as this replica's. On a replica."""
+        return self._distribute_strategy.joined(self.split, part)
+
+    def part_here(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns what this replica stores of a whole value. On a replica."""
+        replica = self._first + self.place_here()
+        return stored_part(value, self.split, self.mesh, replica)
+
     def place_here(self) -> int:
         """Returns the place of this replica among those of the process."""
         replica = self._replica()

@@ -11,6 +11,7 @@ import pytest
 
 from tests import clusters
 from tests.asynchronous import slots, worker
+from tests.tiers import tiered
 
 EQUAL = [
     "adam_cosine",
@@ -31,6 +32,35 @@ EQUAL = [
     "rows_sent",
 ]
 TEXT = list(slots.TEXT)
+# Each cluster costs a minute and a half of a processor, so the default tests
+# have none of them.
+pytestmark = pytest.mark.full
+# What the full tier has of them: each way of the data and of an update once.
+FULL = {
+    "equal": [
+        "clipped_momentum",
+        "accumulation",
+        "ema_overwrite",
+        "loss_scale_overflow",
+        "batch_norm",
+        "class_weight",
+        "dataset_fn",
+        "random_access",
+        "rows_sent",
+    ],
+    "text": TEXT[:2],
+    "slots": [
+        "momentum",
+        "rmsprop_all",
+        "lion",
+        "adam",
+        "ema",
+        "accumulating",
+        "scaled",
+        "constraint",
+        "rows_momentum",
+    ],
+}
 SEVERAL = [
     "scores_of_1797",
     "each_example_once",
@@ -41,13 +71,10 @@ SEVERAL = [
     "staleness:2:hold",
     "staleness:2:scale",
 ]
-SLOTS = [
-    "digits_of_five_seeds",
-    "half_made",
-    "staleness",
-    "statistics",
-    *(f"slots_{name}" for name in slots.OPTIMIZERS),
-]
+SLOTS = ["digits_of_five_seeds", "half_made", "staleness", "statistics"]
+OF_EQUAL = "test_one_worker_equals_one_device"
+OF_TEXT = "test_one_worker_trains_embeddings_as_keras_does"
+OF_SLOTS = "test_no_update_of_a_slot_is_lost"
 
 
 def start(num_workers, num_ps, cases, folder):
@@ -70,11 +97,28 @@ def start(num_workers, num_ps, cases, folder):
 
 
 @pytest.fixture(scope="module")
-def one_worker(tmp_path_factory):
+def of_this_tier(request):
+    """The names, of those that a test has one by one, which are to run."""
+
+    def of(test, names):
+        wanted = {
+            item.callspec.params["name"]
+            for item in request.session.items
+            if item.module is request.module and item.originalname == test
+        }
+        return [name for name in names if name in wanted]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def one_worker(tmp_path_factory, of_this_tier):
     folder = tmp_path_factory.mktemp("one_worker")
     # What saves makes operations repeat from there on, so it comes last.
-    cases = [f"equal_{name}" for name in EQUAL]
-    cases += [f"text_{name}" for name in TEXT]
+    cases = [
+        *(f"equal_{name}" for name in of_this_tier(OF_EQUAL, EQUAL)),
+        *(f"text_{name}" for name in of_this_tier(OF_TEXT, TEXT)),
+    ]
     cases += ["task_of_keras_hub", "saved_in_accumulation"]
     start(1, 1, cases, folder)
     return folder
@@ -88,9 +132,10 @@ def three_workers(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def updating_at_once(tmp_path_factory):
+def updating_at_once(tmp_path_factory, of_this_tier):
     folder = tmp_path_factory.mktemp("updating_at_once")
-    start(3, 2, SLOTS, folder)
+    optimizers = of_this_tier(OF_SLOTS, slots.OPTIMIZERS)
+    start(3, 2, SLOTS + [f"slots_{name}" for name in optimizers], folder)
     return folder
 
 
@@ -101,30 +146,26 @@ def result(folder, case):
         return json.load(file)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", tiered(EQUAL, [], FULL["equal"]))
 def test_one_worker_equals_one_device(name, one_worker):
     differences = result(one_worker, f"equal_{name}")
     assert differences.pop("counts") == 0
     assert max(differences.values()) < 1e-5, differences
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("name", tiered(TEXT, [], FULL["text"]))
 def test_one_worker_trains_embeddings_as_keras_does(name, one_worker):
     found = result(one_worker, f"text_{name}")
     assert found["moved"] > 0.01
     assert found["difference"] < 1e-12
 
 
-@pytest.mark.full
 def test_a_task_of_keras_hub_equals_one_device(one_worker):
     found = result(one_worker, "task_of_keras_hub")
     assert found["difference"] < 1e-5
     assert "Received: a task whose preprocessor looks" in found["refused"]
 
 
-@pytest.mark.full
 def test_a_save_waits_for_the_end_of_an_update(one_worker):
     found = result(one_worker, "saved_in_accumulation")
     assert found["saved"] == [[6, 9, 12], [4, 8, 12]]
@@ -137,7 +178,6 @@ def test_only_the_coordinator_runs_the_script(three_workers):
     assert "[chief 0] COORDINATOR" in output
 
 
-@pytest.mark.full
 def test_counts_are_exact_and_digits_are_learned(updating_at_once):
     runs = result(updating_at_once, "digits_of_five_seeds")
     assert len(runs) == 5
@@ -214,7 +254,6 @@ def test_staleness_is_measured(three_workers):
     check_staleness(result(three_workers, "staleness:2:scale"))
 
 
-@pytest.mark.full
 def test_staleness_is_measured_without_a_limit(updating_at_once):
     check_staleness(result(updating_at_once, "staleness"))
 
@@ -254,8 +293,9 @@ def test_rows_of_an_embedding_on_all_parameter_servers(three_workers):
     assert found["untouched"] == 0
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", slots.OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", tiered(list(slots.OPTIMIZERS), [], FULL["slots"])
+)
 def test_no_update_of_a_slot_is_lost(name, updating_at_once):
     """Three workers end with the slots of one device, and Keras's own."""
     found = result(updating_at_once, f"slots_{name}")
@@ -267,7 +307,6 @@ def test_no_update_of_a_slot_is_lost(name, updating_at_once):
     assert max(found["slots"].values()) < bound, found["slots"]
 
 
-@pytest.mark.full
 def test_no_worker_sees_half_of_an_update(updating_at_once):
     """Every update makes weights negative before it constrains them."""
     found = result(updating_at_once, "half_made")
@@ -276,7 +315,6 @@ def test_no_worker_sees_half_of_an_update(updating_at_once):
     assert found["count"] == found["steps"]
 
 
-@pytest.mark.full
 def test_no_batch_of_a_moving_statistic_is_lost(updating_at_once):
     found = result(updating_at_once, "statistics")
     assert len(found) == 4

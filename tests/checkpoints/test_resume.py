@@ -180,7 +180,9 @@ def assert_same_bits(run, strategy, tmp_path, breaks, **kwargs):
 @pytest.mark.parametrize(
     "column",
     tiered(
-        ["one_device", "mirrored_x2", "central_storage_x2"], ["mirrored_x2"]
+        ["one_device", "mirrored_x2", "central_storage_x2"],
+        ["mirrored_x2"],
+        ["central_storage_x2"],
     ),
 )
 def test_same_bits(column, run, strategies, tmp_path):
@@ -192,7 +194,11 @@ def test_same_bits(column, run, strategies, tmp_path):
 
 @pytest.mark.parametrize(
     "data",
-    tiered(sorted(set(DATA) - {"arrays"}), ["generator"]),
+    tiered(
+        sorted(set(DATA) - {"arrays"}),
+        ["generator"],
+        ["dataset_steps", "unknown_length"],
+    ),
 )
 def test_same_bits_whatever_the_data(data, run, strategies, tmp_path):
     strategy = strategies["mirrored_x2"]
@@ -296,6 +302,7 @@ def test_statistics_of_replicas_fix_the_pace(run, strategies, tmp_path):
             ("central_storage_x2", "mirrored_x2"),
         ],
         [("mirrored_x4", "one_device")],
+        [("mirrored_x2", "mirrored_x4")],
     ),
 )
 def test_other_numbers_of_replicas(before, after, run, strategies, tmp_path):

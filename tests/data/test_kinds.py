@@ -53,7 +53,7 @@ def check(job, observed, reference):
         )
 
 
-@pytest.mark.parametrize("job", tiered(list(data_kinds.JOBS), QUICK))
+@pytest.mark.parametrize("job", tiered(list(data_kinds.JOBS), QUICK, []))
 def test_mirrored(job, strategies, one_device, folder):
     observed = data_kinds.JOBS[job](strategies["mirrored_x2"], folder)
     check(job, observed, one_device(job))

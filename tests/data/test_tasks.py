@@ -1,6 +1,7 @@
 """Tasks of keras-hub on raw text, against their own `fit` on one device."""
 
 import functools
+import itertools
 import pathlib
 import re
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 import mgpu_tf
 from mgpu_tf import data
 from mgpu_tf.strategies.topology import LocalReplicas
-from tests import clusters, columns
+from tests import clusters
 from tests.jobs import tasks
 from tests.tiers import tiered
 
@@ -52,8 +53,21 @@ def check(name, observed):
     assert moved == observed["trainable"]
 
 
-@pytest.mark.parametrize("name", tiered(list(tasks.PROGRAMS), []))
-@pytest.mark.parametrize("column", [*columns.EVERY, *columns.SPLIT])
+ON = ["mirrored_x3", "one_device", "fsdp_x3"]
+ON += ["data_2_fsdp_2", "data_2_tensor_2"]
+FULL = [
+    ("mirrored_x3", "lists"),
+    ("mirrored_x3", "padded"),
+    ("mirrored_x3", "low_rank"),
+    ("mirrored_x3", "language_model"),
+    ("fsdp_x3", "pairs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("column", "name"),
+    tiered(list(itertools.product(ON, tasks.PROGRAMS)), [], FULL),
+)
 def test_raw_text(column, name, strategies):
     check(name, tasks.observe(name, strategies[column]))
 

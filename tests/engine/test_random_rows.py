@@ -147,7 +147,12 @@ def test_rows_are_those_of_the_whole(name):
 
 
 @pytest.mark.parametrize(
-    "name", tiered(COMPILED, ["uniform", "normal", "rows joined with words"])
+    "name",
+    tiered(
+        COMPILED,
+        ["uniform", "normal", "rows joined with words"],
+        ["truncated normal", "long integers", "rows on the second axis"],
+    ),
 )
 def test_compiled_rows_are_those_of_the_whole(name):
     make, row = DRAWS[name]
@@ -304,19 +309,18 @@ def differences(trainer):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "mirrored_x3",
-        *(
-            pytest.param(name, marks=full)
-            for name in (
-                "fsdp_x3",
-                "data_2_tensor_2",
-                "pipeline_x2",
-                "data_2_pipeline_2",
-                "central_storage_x2",
-            )
-        ),
-    ],
+    tiered(
+        [
+            "mirrored_x3",
+            "fsdp_x3",
+            "data_2_tensor_2",
+            "pipeline_x2",
+            "data_2_pipeline_2",
+            "central_storage_x2",
+        ],
+        ["mirrored_x3"],
+        ["fsdp_x3", "data_2_pipeline_2"],
+    ),
 )
 def test_layers_that_draw(name, strategies, float64):
     trainer = mgpu_tf.Trainer(noisy, strategies[name], seed=3)

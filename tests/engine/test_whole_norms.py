@@ -2,9 +2,8 @@
 
 import keras
 import pytest
-from keras import layers, ops
+from keras import ops
 
-import mgpu_tf
 from mgpu_tf.optimizers import LARS, ByNorms
 from tests.engine import tensor_models as models
 from tests.engine.test_tensor_parallel import compared, shares
@@ -61,25 +60,3 @@ def test_the_numbers_of_one_device(case, strategies):
     )
     assert difference < 1e-9
     shares(trainer.model.variables, strategies[strategy].mesh)
-
-
-def build_with(optimizer):
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(9)])
-    model.compile(optimizer, "mse")
-    return model
-
-
-class Changed(LARS):
-    def update_step(self, gradient, variable, learning_rate):
-        self.assign_sub(variable, gradient)
-
-
-@pytest.mark.parametrize(
-    "kind", [keras.optimizers.Muon, keras.optimizers.Adafactor, Changed]
-)
-def test_others_are_refused_by_name(kind, strategies):
-    with pytest.raises(
-        mgpu_tf.ConfigurationError, match=rf"ByNorms.*{kind.__name__}.*Lamb"
-    ) as error:
-        mgpu_tf.Trainer(lambda: build_with(kind(0.1)), strategies["fsdp_x3"])
-    assert "\n" not in str(error.value)

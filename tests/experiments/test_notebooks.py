@@ -103,7 +103,7 @@ def test_outputs_are_committed():
         assert any(c.outputs for c in cells if c.cell_type == "code"), path
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_sync_and_async(tmp_path):
     book = executed(FOLDER / "03_sync_vs_async.ipynb", tmp_path)
     scores, latest = (
@@ -114,7 +114,7 @@ def test_sync_and_async(tmp_path):
     assert len(outputs(book, "image/png")) == 2
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_scaling_and_report(tmp_path):
     book = executed(FOLDER / "04_scaling_report.ipynb", tmp_path)
     assert outputs(book, "image/png")
@@ -144,7 +144,7 @@ def test_a_crash_is_survived(tmp_path):
     assert outputs(book, "text/plain") == ["1", "True"]
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_large_batches(tmp_path):
     book = executed(FOLDER / "07_large_batches.ipynb", tmp_path)
     [last] = [

@@ -64,21 +64,6 @@ REFUSED = (
         ("central_storage_x2", "own_train_step_clipped"): "of one's own",
     }
     | {
-        (column, name): rule
-        for column in (
-            "fsdp_x3",
-            "data_3",
-            "data_2_fsdp_2",
-            "zero1_x2",
-            "tensor_x3",
-            "data_2_tensor_2",
-            "fsdp_2_tensor_2",
-        )
-        for name, rule in {
-            "muon": "from that element alone",
-        }.items()
-    }
-    | {
         ("fsdp_2_tensor_2", "embedding_lazy_adam"): "split by its rows",
     }
     | {
@@ -89,13 +74,9 @@ REFUSED = (
             "batch_norm_synchronized": "synchronized=True",
             "batch_norm_synchronized_empty": "synchronized=True",
             "jit_compile_communicating": "synchronized=True",
-            "weighted_mean": "the sum of masks or of weights",
-            "mask": "the sum of masks or of weights",
-            "mask_weighted_mean": "the sum of masks or of weights",
-            "own_compute_loss": "own compute_loss",
             "subclassed": "a functional or Sequential model",
-            "own_train_step": "own train_step",
-            "own_train_step_clipped": "own train_step",
+            "own_train_step": "a functional or Sequential model",
+            "own_train_step_clipped": "a functional or Sequential model",
         }.items()
     }
 )

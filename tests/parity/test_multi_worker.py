@@ -1,15 +1,16 @@
 """Real processes against Keras's own `fit` on one device.
 
 A slice of the matrix: each row in one layout, in turn, and one cluster for each
-layout. `test_two_workers` has what the default tests run of two workers; `make
-parity` runs every row in every layout.
+layout. `test_two_workers` has what the default tests run of two workers, the
+full tier what passes between processes in a way of its own, `make matrix` the
+rest; `make parity` runs every row in every layout.
 """
 
 import pytest
 
 from tests import clusters
 from tests.parity import cases, judge, run, test_two_workers, worker
-from tests.tiers import dealt
+from tests.tiers import dealt, tiered
 
 # Layouts that differ in what passes between processes.
 PLAIN = ("3_workers", "2_workers_x2")
@@ -35,7 +36,37 @@ _ON_MESHES = dealt(
     MESHES,
     run.SPLIT_REFUSED,
 )
+# What the full tier has in each layout.
+_FULL = {
+    "3_workers": [
+        "last_batch_of_1",
+        "own_train_step_clipped",
+        "weighted_mean",
+        "f1",
+        "embedding_scaled",
+        "subclassed",
+    ],
+    "2_workers_x2": [
+        "last_batch_of_1",
+        "add_loss_empty_replica",
+        "jit_compile",
+    ],
+    "3_workers_fsdp_3": [
+        "adam_global_clipnorm",
+        "accumulation_3_uneven",
+        "loss_scale_overflow",
+        "embedding_adam",
+    ],
+    "2_workers_x2_fsdp_2_tensor_2": [
+        "adam_global_clipnorm",
+        "last_batch_of_1",
+        "batch_norm_synchronized",
+        "embedding_adam",
+    ],
+}
+FULL = [(layout, name) for layout in _FULL for name in _FULL[layout]]
 DEALT = [
+    *FULL,
     *((layout, n) for layout in SPLIT for n in test_two_workers.ROWS),
     *((layout, name) for layout, name in _ON_MESHES if layout in SPLIT),
     *dealt(
@@ -84,10 +115,13 @@ def outcomes(tmp_path_factory, request):
     return of
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [(layout, name) for layout in ROWS for name in ROWS[layout]],
+    tiered(
+        [(layout, name) for layout in ROWS for name in ROWS[layout]],
+        [],
+        FULL,
+    ),
 )
 def test_row(layout, name, outcomes):
     folder, hashes = outcomes(layout)

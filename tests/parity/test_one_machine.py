@@ -1,7 +1,8 @@
 """Strategies in one process against Keras's own `fit` on one device.
 
-A slice of the matrix: each row on one column, in turn. `make parity` runs
-every row on every column.
+A slice of the matrix: rows that go a way of their own through the engine, each
+on one column, in turn. `make parity` runs every row on every column, and `make
+matrix` the other rows on one column each.
 """
 
 import pytest
@@ -46,20 +47,41 @@ QUICK = [
     ("fsdp_2_tensor_2", "embedding_adam"),
     ("zero1_x2", "accumulation_3_uneven"),
 ]
+# Rows that another row, another tier's cluster or a cheaper test stands for:
+# optimizers of Keras's that are given the same gradients, and what the workers
+# of `test_multi_worker` run.
+STOOD_FOR = (
+    *("momentum", "nesterov", "adam", "adamw", "lion", "schedule", "even"),
+    *("lars_nesterov", "accumulation_2", "ema", "loss_scale_factor"),
+    *("sample_weight", "topk", "f1", "scores_of_1797", "convolution"),
+    *("steps_per_execution_1", "steps_per_execution_8", "jit_compile"),
+    *("embedding_rmsprop", "embedding_adagrad", "embedding_clipnorm"),
+    *("momentum_clipnorm", "momentum_global_clipnorm", "momentum_clipvalue"),
+    *("sgd_clipvalue", "adam_clipnorm", "last_batch_of_2", "last_batch_of_3"),
+    *("last_batch_of_4", "last_batch_of_5", "mixed_bfloat16"),
+    *("own_train_step", "dict_inputs_two_outputs", "subclassed"),
+)
 
-
-DEALT = [
-    *dealt(list(cases.CASES), COLUMNS, judge.REFUSED),
+DEALT = dealt(list(cases.CASES), COLUMNS, judge.REFUSED)
+MORE = [
     *((column, EVERYWHERE) for column in (*COLUMNS, SPLIT[-1])),
     # Both axes split a weight.
     *((SPLIT[-1], name) for name in ("adam_global_clipnorm", "mask", "auc")),
     # What is stored once constrains once.
     ("central_storage_x2", "constraint"),
 ]
-SLICE = list(dict.fromkeys([*QUICK, *DEALT]))
+SLICE = list(dict.fromkeys([*QUICK, *DEALT, *MORE]))
+FULL = [
+    *(cell for cell in DEALT if cell[1] not in STOOD_FOR),
+    *(
+        (column, EVERYWHERE)
+        for column in ("fsdp_x3", "tensor_x3", "pipeline_x2", SPLIT[-1])
+    ),
+    *MORE[-4:],
+]
 
 
-@pytest.mark.parametrize(("column", "name"), tiered(SLICE, QUICK))
+@pytest.mark.parametrize(("column", "name"), tiered(SLICE, QUICK, FULL))
 def test_row(column, name, strategies, floatx_of):
     floatx_of(cases.CASES[name])
     result = cases.run(cases.CASES[name], strategies[column])
@@ -75,6 +97,11 @@ def test_row(column, name, strategies, floatx_of):
             key
             for key in judge.REFUSED
             if key[0] not in SPLIT[1:] or key == ("pipeline_x2", "mask")
+        ],
+        [
+            key
+            for key in judge.REFUSED
+            if key[0] in ("tensor_x3", "fsdp_2_tensor_2", "pipeline_x2")
         ],
     ),
 )

@@ -165,14 +165,16 @@ def test_a_saved_model_has_the_ordinary_layout(strategy, strategies, tmp_path):
     )
 
 
-@pytest.mark.full
-def test_resumed_bit_for_bit(strategy, tmp_path):
-    check_same_bits(build, strategy, tmp_path)
+@pytest.mark.parametrize("name", tiered(SPLITTING, [], ["fsdp_x3"]))
+def test_resumed_bit_for_bit(name, strategies, tmp_path):
+    check_same_bits(build, strategies[name], tmp_path)
 
 
 @pytest.mark.parametrize(
     "onto",
-    tiered(["one_device", "mirrored_x3", *SPLITTING], ["mirrored_x3"]),
+    tiered(
+        ["one_device", "mirrored_x3", *SPLITTING], ["mirrored_x3"], ["zero1_x2"]
+    ),
 )
 def test_resumed_on_another_mesh(onto, strategies, tmp_path):
     first, then = strategies["data_2_fsdp_2"], strategies[onto]

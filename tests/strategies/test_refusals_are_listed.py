@@ -11,6 +11,8 @@ PACKAGE = pathlib.Path(mgpu_tf.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "model_parallel.md"
 MODULES = [
     "engine/synchronous/sharded.py",
+    "engine/synchronous/whole_update.py",
+    "engine/synchronous/whole_weights.py",
     "strategies/sharded_variable.py",
     "engine/tensor_parallel/parts.py",
     "engine/tensor_parallel/structure.py",
@@ -40,8 +42,14 @@ def texts(node):
 
 # The rule -> how the page has it, under "What is refused".
 LISTED = {
-    "Where weights are split, an optimizer must compute each element of a "
-    "weight from that element alone, or be a ByNorms.": "Muon",
+    "An optimizer that needs whole weights takes no rows of a table that "
+    "layers compute with in parts.": "Muon",
+    "An optimizer keeps what belongs to weights that are split in lists, with "
+    "one item for each weight.": "keeps slots elsewhere",
+    "Within tf.function, tf.cond and loops of TensorFlow a step reads no "
+    "weights that several processes hold parts of.": (
+        "inside of a `tf.function`"
+    ),
     "LazyAdam updates the rows that a batch has looked up, and a device with a "
     "part of a vocabulary does not tell them apart.": "`LazyAdam`",
     "noise_scale needs whole weights on each device.": "`noise_scale`",
@@ -64,15 +72,17 @@ LISTED = {
     ),
     "A pipeline needs a functional or Sequential model, whose layers it can "
     "cut into stages.": "Subclassed models",
-    "A pipeline computes the step of a model in stages, and goes with Keras's "
-    "own methods.": "an overridden `train_step`",
+    "A pipeline predicts in stages, with Keras's own predict_step.": (
+        "an overridden `predict_step`"
+    ),
     "A pipeline needs a layer for each stage, and a shared weight within one "
     "stage.": "Fewer layers than stages",
     "A weight that several layers share must be in one stage.": (
         "two uses of a shared weight"
     ),
-    "A pipeline divides a loss by what it knows before the first "
-    "micro-batch.": "divided by the sum of masks",
+    "On a pipeline a compute_loss of one's own sees no losses of layers.": (
+        "`compute_loss` beside `add_loss`"
+    ),
     "A pipeline normalizes each micro-batch by itself.": "`synchronized=True`",
     "A recurrent layer with stateful=True keeps a state for each row of a "
     "batch, which a pipeline cuts into micro-batches.": "stateful recurrent",

@@ -13,7 +13,7 @@ from mgpu_tf.checkpoints.reading import Stored
 from tests import clusters
 from tests.jobs import split
 from tests.parity import cases, judge
-from tests.tiers import sampled, tiered
+from tests.tiers import covering, tiered
 
 LAYOUTS = {
     "2_workers": (2, 1),
@@ -27,13 +27,23 @@ QUICK += ["mlp_adam", "parts_mlp", "spread_table"]
 # A busy machine takes long for all jobs of a cluster; each has its own limit.
 pytestmark = pytest.mark.timeout(3600)
 OVER_FSDP = ["2_workers", "2_workers_x2", "3_workers"]
+ONTO = ["one_device", "mirrored_x3", "fsdp_x3"]
+
+
+# Whose clusters the full tier starts; the others are in the matrix.
+FULL = ["2_workers", "2_workers_x2"]
 
 
 def by_layout(job, layouts=("2_workers",), quick=()):
     """Parametrizes a test by the cluster that it runs a job on."""
     rows = [(layout, job) for layout in layouts]
     return pytest.mark.parametrize(
-        ("layout", "job"), tiered(rows, [(layout, job) for layout in quick])
+        ("layout", "job"),
+        tiered(
+            rows,
+            [(layout, job) for layout in quick],
+            [row for row in rows if row[0] in FULL],
+        ),
     )
 
 
@@ -194,8 +204,7 @@ def test_resumed_bit_for_bit(layout, job, observed):
         assert worker["step"] == 12
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("onto", ["one_device", "mirrored_x3", "fsdp_x3"])
+@pytest.mark.parametrize("onto", tiered(ONTO, [], ["mirrored_x3"]))
 @by_layout("checkpointed")
 def test_resumed_elsewhere(
     layout, job, onto, observed, folders, strategies, tmp_path, floatx_of
@@ -226,23 +235,25 @@ def test_no_more_bytes_than_an_all_reduce(layout, job, observed):
             assert 0.99 * most <= worker[shard] <= 1.05 * most
 
 
+TRAINED = [
+    *((layout, row) for layout in OVER_FSDP for row in split.ROWS),
+    *(
+        (layout, row)
+        for layout in FULL
+        for row in (*split.ROWS_IN_PARTS, "parts_by_batch")
+    ),
+    ("2_workers_x4", "parts_transformer"),
+    *((layout, "spread_table") for layout in OVER_FSDP),
+]
+TRAINED_QUICK = [("2_workers", row) for row in QUICK[4:]]
+
+
 @pytest.mark.parametrize(
     ("layout", "job"),
-    sampled(
-        [
-            *((layout, row) for layout in OVER_FSDP for row in split.ROWS),
-            *(
-                (layout, row)
-                for layout in ("2_workers", "2_workers_x2")
-                for row in (*split.ROWS_IN_PARTS, "parts_by_batch")
-            ),
-            ("2_workers_x4", "parts_transformer"),
-            *(
-                (layout, "spread_table")
-                for layout in ("2_workers", "3_workers", "2_workers_x2")
-            ),
-        ],
-        [("2_workers", row) for row in QUICK[4:]],
+    tiered(
+        TRAINED,
+        TRAINED_QUICK,
+        covering([row for row in TRAINED if row[0] in FULL], TRAINED_QUICK),
     ),
 )
 def test_the_numbers_of_one_device(layout, job, observed, folders, floatx_of):

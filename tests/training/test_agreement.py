@@ -9,7 +9,14 @@ from tests.tiers import tiered
 # The same fact of a worker, or the same place of a difference, as another's.
 REPEATED = [
     alike.by_the_first,
+    alike.other_exception,
+    alike.batch_sizes,
     alike.paths,
+    alike.bad_loss,
+    alike.adapted,
+    alike.optimizer,
+    alike.loss,
+    alike.prediction,
     alike.in_the_loop,
     alike.weights_in_build,
     alike.activation,
@@ -90,11 +97,7 @@ def test_three_workers(tmp_path, one_device):
         list(apart.TOLD),
         [],
         # The others differ in the name of the call.
-        [
-            apart.evaluate_on_epoch_end,
-            apart.evaluate_of_the_model,
-            apart.failure_of_one,
-        ],
+        [apart.evaluate_on_epoch_end, apart.failure_of_one],
     ),
     ids=name_of,
 )

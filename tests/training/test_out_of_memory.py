@@ -61,6 +61,23 @@ def test_what_takes_statistics_of_a_batch_is_refused():
         trainer.fit(*data(), batch_size=12, verbose=0)
 
 
+@pytest.mark.parametrize("name", ["one_device", "mirrored_x3"])
+def test_a_loss_of_all_rows_is_refused(name):
+    """No part of a step has all rows, on one replica and on three."""
+
+    def mixing(y, p):
+        return keras.ops.mean(keras.ops.log_softmax(p, axis=0))
+
+    def mixed():
+        model = build()
+        model.compile("sgd", mixing)
+        return model
+
+    trainer = mgpu_tf.Trainer(mixed, columns.strategies()[name], step_parts=2)
+    with pytest.raises(ConfigurationError, match="never has all rows"):
+        trainer.fit(*data(), batch_size=12, verbose=0)
+
+
 def test_a_batch_that_fits_is_left_whole():
     trainer = mgpu_tf.Trainer(build, "one_device", auto_micro_batch=True)
     trainer.fit(*data(), batch_size=12, verbose=0)

@@ -7,8 +7,9 @@ update    on the devices of the stages (`update.py`)
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -16,12 +17,14 @@ import tensorflow as tf
 
 from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.pipeline.head import Head
 from mgpu_tf.engine.pipeline.schedule import orders, timing
 from mgpu_tf.engine.pipeline.split import Stages, no_graph, stages_of
 from mgpu_tf.engine.pipeline.state import PipelineState
 from mgpu_tf.engine.pipeline.step import PipelineStep
 from mgpu_tf.engine.pipeline.update import PipelineUpdate
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
+from mgpu_tf.engine.update import Update
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_plan import PipelinePlan
@@ -156,6 +159,9 @@ class PipelineEngine(SynchronousEngine):
         )
         state.add_global_seed(self._strategy)
         state.draws_alike = self._options.random == "equal"
+        if self._returns_logs():
+            for variable in state.metrics:
+                state.agree(variable)
         return state
 
     @property
@@ -164,13 +170,19 @@ class PipelineEngine(SynchronousEngine):
         parts = self._local.ranges * self._strategy.micro_batches
         return parts > 1
 
-    def _make_exchange(self) -> None:
-        """A stage has a micro-batch, and never the rows of all replicas."""
-
     def _make_step(self) -> PipelineStep:
-        return self._step_with(self._loss, self._state)
+        head = Head(
+            self._model,
+            self._loss,
+            self._state,
+            self._strategy.num_replicas_in_sync,
+            self._exchange,
+        )
+        return self._step_with(self._loss, self._state, head)
 
-    def _step_with(self, loss: Any, state: PipelineState) -> PipelineStep:
+    def _step_with(
+        self, loss: Any, state: PipelineState, head: Head | None = None
+    ) -> PipelineStep:
         assert self._stages is not None
         return PipelineStep(
             self._model,
@@ -179,16 +191,47 @@ class PipelineEngine(SynchronousEngine):
             self._strategy,
             self._stages,
             recompute=self._options.recompute == "stages",
+            head=head,
         )
 
-    def _make_update(self) -> PipelineUpdate:
-        return PipelineUpdate(
-            self._model.optimizer,
-            self._model.trainable_variables,
-            self._strategy,
-            stored_once=False,
-            options=self._options,
-        )
+    @property
+    def _update_type(self) -> type[Update]:
+        return PipelineUpdate
+
+    @contextlib.contextmanager
+    def _around_authored(self) -> Iterator[None]:
+        """Computes each layer on the device of its stage, one after another.
+
+        A step of the author's own has no micro-batches.
+        """
+        assert self._stages is not None
+        stage_of = {
+            id(call.layer): number
+            for number, stage in enumerate(self._stages.every)
+            for call in stage.calls
+        }
+
+        def on_its_device(
+            layer: keras.layers.Layer,
+            own: Callable[..., Any],
+            *arguments: Any,
+            **named: Any,
+        ) -> Any:
+            context = tf.distribute.get_replica_context()
+            if context is None:
+                return own(*arguments, **named)
+            replica = tf.get_static_value(context.replica_id_in_sync_group)
+            devices = self._strategy.devices_of(stage_of[id(layer)])
+            with tf.device(devices[int(replica or 0)]):
+                return own(*arguments, **named)
+
+        layers = [
+            layer
+            for layer in keras_internals.layers_of(self._model)
+            if id(layer) in stage_of
+        ]
+        with keras_internals.calls_replaced(layers, on_its_device):
+            yield
 
     def _predicting(self) -> Callable[..., Any]:
         state = self._state if self._prepared else self._make_state()
@@ -210,19 +253,19 @@ class PipelineEngine(SynchronousEngine):
         step = self._step
         scale = self._model.optimizer.scale_loss
         share = self._share(local, total, low)
-        gradients, values, _ = step.gradients(data, share, scale)
+        gradients, values, logs = step.gradients(data, share, scale)
         self._update.present = step.present
         self._update.alike = step.alike
         self._state.write(list(zip(step.written, values, strict=True)))
-        return gradients, {}
+        return gradients, logs
 
     def _replica_evaluate(
         self, data: Any, local: tf.Tensor, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
         share = self._share(local, total, low)
-        _, writes, _ = self._step.forward(data, share, training=False)
+        _, writes, logs = self._step.forward(data, share, training=False)
         self._state.write(writes)
-        return {}
+        return logs
 
 
 def _no_trace() -> ConfigurationError:
@@ -233,12 +276,11 @@ def _no_trace() -> ConfigurationError:
 
 
 def _check_model(model: keras.Model) -> None:
-    changed = keras_internals.is_changed(model)
-    if changed:
+    if keras_internals.overrides(model, "predict_step"):
         raise ConfigurationError(
-            "A pipeline computes the step of a model in stages, and goes with "
-            f"Keras's own methods. Received: {type(model).__name__} with its "
-            f"own {', '.join(changed)}. Use 'fsdp' or 'mirrored'."
+            "A pipeline predicts in stages, with Keras's own predict_step. "
+            f"Received: {type(model).__name__}, which has its own. Use 'fsdp' "
+            "or 'mirrored'."
         )
     if not keras_internals.has_graph(model):
         raise no_graph(model)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +31,8 @@ from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare, sharing
 from mgpu_tf.engine.keras_internals import Key
-from mgpu_tf.engine.losses import GlobalLoss
+from mgpu_tf.engine.losses import GlobalLoss, NeedsAllRows
+from mgpu_tf.engine.pipeline.head import Head
 from mgpu_tf.engine.pipeline.schedule import Pass, in_turn, orders
 from mgpu_tf.engine.pipeline.split import Stage, Stages
 from mgpu_tf.engine.pipeline.state import PipelineState
@@ -49,6 +51,8 @@ from mgpu_tf.engine.step_scope import StepScope
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.pipeline import PipelineStrategy
 
+_log = logging.getLogger("mgpu_tf")
+
 # Tensors by their keys, with the masks that layers gave them.
 Values = dict[Key, tuple[tf.Tensor, tf.Tensor | None]]
 
@@ -61,11 +65,11 @@ class _Share(BatchShare):
         """Refuses a sum that is known after all micro-batches only."""
         if self.replicas == 1:
             return value
-        raise ConfigurationError(
-            "A pipeline divides a loss by what it knows before the first "
+        raise NeedsAllRows(
+            "A stage divides a loss by what it knows before the first "
             "micro-batch. Received: a loss that is divided by the sum of "
             f"masks or of weights, in {self.replicas} parts of a batch. Use "
-            "reduction='sum', sample weights in place of masks, or 'fsdp'."
+            "reduction='sum', or sample weights in place of masks."
         )
 
 
@@ -113,6 +117,8 @@ class PipelineStep(ReplicaStep):
         stages: The layers of each stage.
         recompute: Whether a stage keeps only its inputs for the backward
             pass, and computes everything else again.
+        head: Computes losses and metrics that need all rows; None for
+            predictions.
     """
 
     _state: PipelineState
@@ -126,6 +132,7 @@ class PipelineStep(ReplicaStep):
         stages: Stages,
         *,
         recompute: bool,
+        head: Head | None = None,
     ) -> None:
         self._micro = strategy.micro_batches
         parts = strategy.num_replicas_in_sync * self._micro
@@ -133,6 +140,11 @@ class PipelineStep(ReplicaStep):
         self._strategy = strategy
         self._stages = stages
         self._recompute = recompute
+        self._head = head
+        # For what losses and metrics are computed by the head.
+        self._by_head: set[str] = set()
+        if self._own_logs or keras_internals.overrides(model, "compute_loss"):
+            self._by_head = {"train", "evaluate"}
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._traced: dict[Any, _Traced] = {}
 
@@ -166,6 +178,7 @@ class PipelineStep(ReplicaStep):
         del given, gathered, jit_compile
         run = _Run(self, data, share, "train")
         sums = run.train(scale)
+        self.log_names = list(run.logs)
         gradients, alike = [], []
         for variable in self._model.trainable_variables:
             gradient = sums.get(id(variable))
@@ -178,7 +191,7 @@ class PipelineStep(ReplicaStep):
         writes = run.writes()
         self.written = [variable for variable, _ in writes]
         present = [g for g in gradients if g is not None]
-        return present, [value for _, value in writes], {}
+        return present, [value for _, value in writes], run.logs
 
     def forward(
         self,
@@ -192,7 +205,8 @@ class PipelineStep(ReplicaStep):
         del training, given, gathered
         run = _Run(self, data, share, "evaluate")
         run.forward_only()
-        return run.loss(), run.writes(), {}
+        self.log_names = list(run.logs)
+        return run.loss(), run.writes(), run.logs
 
     def outputs(self, data: Any, share: BatchShare) -> tuple[Any, Writes]:
         """Returns what the model predicts for rows, and what is written."""
@@ -291,8 +305,8 @@ class PipelineStep(ReplicaStep):
             losses: list[tf.Tensor] = []
             increments: Writes = []
             if kind != "predict":
-                losses, increments = self._losses(
-                    scope, data, y_pred, share, trained, kind == "train"
+                losses, increments = self._contributions(
+                    scope, data, y_pred, share, trained, kind
                 )
         if kind == "train" and parts > 1:
             self._warn_of_own_state(scope, [t for t, _ in made.values()])
@@ -314,6 +328,45 @@ class PipelineStep(ReplicaStep):
             [value for _, value in writes.values()],
         )
 
+    def _contributions(
+        self,
+        scope: StepScope,
+        data: Any,
+        y_pred: Any,
+        share: BatchShare,
+        trained: list[keras.Variable],
+        kind: str,
+    ) -> tuple[list[tf.Tensor], Writes]:
+        """Returns the contributions of a stage, and what means grow by.
+
+        Where they need all rows, they are left to the head.
+        """
+        if y_pred is not None and kind not in self._by_head:
+            mark = scope.mark()
+            try:
+                return self._losses(
+                    scope, data, y_pred, share, trained, kind == "train"
+                )
+            except NeedsAllRows as reason:
+                scope.reset(mark)
+                self._by_head.add(kind)
+                _log.info(
+                    "pipeline: the loss or a metric needs all rows, so all "
+                    "micro-batches go forward before one goes back: %s",
+                    str(reason).split("Received: ")[-1].split(", which")[0],
+                )
+        own_loss = self._head is not None and self._head.regularizes
+        if own_loss and kind in self._by_head:
+            if scope.losses:
+                raise ConfigurationError(
+                    "On a pipeline a compute_loss of one's own sees no losses "
+                    "of layers. Received: a layer that calls add_loss. Leave "
+                    "out one of the two, or use 'fsdp'."
+                )
+            return [], []
+        own = self._loss.of_layers(scope.losses, share, scope.reader, trained)
+        return own, []
+
     def _losses(
         self,
         scope: StepScope,
@@ -323,12 +376,7 @@ class PipelineStep(ReplicaStep):
         trained: list[keras.Variable],
         training: bool,
     ) -> tuple[list[tf.Tensor], Writes]:
-        """Returns the contributions of a stage, and what means grow by."""
-        if y_pred is None:
-            own = self._loss.of_layers(
-                scope.losses, share, scope.reader, trained
-            )
-            return own, []
+        """Returns the loss of a micro-batch, and what means grow by."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         loss, terms = self._loss(
             x,
@@ -449,9 +497,14 @@ class PipelineStep(ReplicaStep):
 
     def orders(self) -> list[list[Pass]]:
         """Returns the passes of each stage in a step of training."""
-        return orders(
-            self._strategy.schedule, len(self._stages.every), self._micro
-        )
+        schedule = self._strategy.schedule
+        if "train" in self._by_head:
+            schedule = "gpipe"
+        return orders(schedule, len(self._stages.every), self._micro)
+
+    def head_of(self, kind: str) -> Head | None:
+        """Returns what computes losses and metrics of all rows, if needed."""
+        return self._head if kind in self._by_head else None
 
     def is_global_seed(self, variable: keras.Variable) -> bool:
         """Returns whether a variable is that of unseeded draws."""
@@ -538,6 +591,12 @@ class _Run:
                 )
                 for variable in others:
                     self._before[id(variable)] = tf.identity(variable.value)
+        # What the head has made, where there is one.
+        self.logs: Logs = {}
+        self._data = data
+        self._headed = False
+        self._head_loss: tf.Tensor | None = None
+        self._head_writes: Writes = []
         # What the passes have made, and the gradients that came back.
         self._values: list[Values] = []
         for data, _ in self._parts:
@@ -561,7 +620,9 @@ class _Run:
         """Runs all passes; returns the sums of gradients by weight."""
         seed = scale(tf.ones([], self._loss_type()))
         sums = [_Sums() for _ in self._devices]
-        for each in in_turn(self._step.orders()):
+        for each in self._passes():
+            if each.backward and not self._headed:
+                self._by_head(scale, sums)
             kind = "backward" if each.backward else "forward"
             with (
                 tf.name_scope(f"stage_{each.stage}/{kind}_{each.micro}/"),
@@ -581,6 +642,78 @@ class _Run:
             found |= {id(v): g for v, g in zip(own, totals, strict=True)}
         return found
 
+    def _passes(self) -> Iterator[Pass]:
+        """Yields the passes; in another order once a head is needed."""
+        done: list[Pass] = []
+        by_head = self._step.head_of(self._kind)
+        for each in in_turn(self._step.orders()):
+            if self._step.head_of(self._kind) is not by_head:
+                break
+            yield each
+            done.append(each)
+        else:
+            return
+        for each in in_turn(self._step.orders()):
+            if each not in done:
+                yield each
+
+    def _by_head(
+        self,
+        scale: Callable[[tf.Tensor], tf.Tensor] | None,
+        sums: list[_Sums],
+    ) -> None:
+        """Computes losses and metrics of all rows, where that is needed."""
+        self._headed = True
+        head = self._step.head_of(self._kind)
+        if head is None:
+            return
+        keys = self._step.stages.outputs
+        weights = [
+            (variable, value, stage)
+            for stage in range(self._count)
+            for variable, value in zip(
+                self._step.variables_of(stage)[0],
+                self._weights[stage],
+                strict=True,
+            )
+            if head.regularizes and variable.regularizer is not None
+        ]
+        with tf.name_scope("head/"), tf.device(self._devices[-1]):
+            outputs = [
+                keras_internals.with_mask(
+                    tf.concat([each[key][0] for each in self._values], 0),
+                    _joined_mask([each[key][1] for each in self._values]),
+                )
+                for key in keys
+            ]
+            loss, gradients, of_weights, writes, self.logs = head.of_outputs(
+                outputs,
+                self._data,
+                self._share,
+                list(self._losses.values()),
+                [(variable, value) for variable, value, _ in weights],
+                scale,
+            )
+            self._head_writes = writes
+            self._head_loss = loss
+            sizes = [share.local for _, share in self._parts]
+            for key, gradient in zip(keys, gradients, strict=True):
+                if gradient is None:
+                    continue
+                dense = tf.convert_to_tensor(gradient)
+                for micro, part in enumerate(tf.split(dense, sizes)):
+                    self._upstream[micro].setdefault(key, []).append(part)
+        found = {
+            id(variable): gradient
+            for (variable, _, _), gradient in zip(
+                weights, of_weights, strict=True
+            )
+        }
+        for stage in {stage for _, _, stage in weights} if sums else ():
+            own, _ = self._step.variables_of(stage)
+            with tf.device(self._devices[stage]):
+                sums[stage].add([found.get(id(each)) for each in own])
+
     def forward_only(self) -> None:
         """Runs the forward passes, without what a backward pass needs."""
         for micro in range(len(self._parts)):
@@ -590,6 +723,8 @@ class _Run:
                     tf.device(device),
                 ):
                     self._forward(Pass(stage, micro, False))
+        if self._kind != "predict":
+            self._by_head(None, [])
 
     def _loss_type(self) -> tf.DType:
         return tf.as_dtype(keras.config.floatx())
@@ -635,8 +770,7 @@ class _Run:
             outputs, loss, writes = self._call(
                 each, tensors, self._weights[each.stage]
             )
-        last = each.stage == self._count - 1
-        keys = self._step.stages.outputs if last else stage.outputs
+        keys = self._sent(each.stage)
         values.update(zip(keys, map(tuple, outputs), strict=True))
         if loss is not None:
             self._losses[each] = loss
@@ -648,6 +782,12 @@ class _Run:
                 self._seeds[each.micro][id(variable)] = value
         ends = [tensor for tensor, _ in outputs]
         self._after[each.stage] = _ends(ends if loss is None else [loss])
+
+    def _sent(self, stage: int) -> list[Key]:
+        """Returns the keys of what a stage makes for others."""
+        last = stage == self._count - 1
+        stages = self._step.stages
+        return stages.outputs if last else stages.every[stage].outputs
 
     def _recorded(
         self, each: Pass, tensors: list[tf.Tensor]
@@ -664,11 +804,11 @@ class _Run:
             tape.watch([tensor for _, tensor in inputs])
             tape.watch(weights)
             outputs, loss, writes = self._call(each, tensors, weights)
-        last = each.stage == self._count - 1
-        keys = self._step.stages.outputs if last else stage.outputs
+        keys = self._sent(each.stage)
         targets: list[Key | None] = []
         found = []
-        if not last:
+        last = each.stage == self._count - 1
+        if not last or self._step.head_of(self._kind) is not None:
             for key, (tensor, _) in zip(keys, outputs, strict=True):
                 if tensor.dtype.is_floating:
                     targets.append(key)
@@ -684,7 +824,7 @@ class _Run:
         with tf.control_dependencies(self._after[each.stage]):
             arrived = {
                 key: tf.identity(_added(upstream.pop(key)))
-                for key in self._step.stages.every[each.stage].outputs
+                for key in self._sent(each.stage)
                 if key in upstream
             }
             seed = tf.identity(seed)
@@ -737,7 +877,9 @@ class _Run:
 
     def loss(self) -> tf.Tensor:
         """Returns the contribution of the replica to the loss."""
-        losses = self._losses.values()
+        losses = list(self._losses.values())
+        if self._head_loss is not None:
+            losses.append(self._head_loss)
         return tf.add_n([tf.cast(loss, self._loss_type()) for loss in losses])
 
     def writes(self) -> Writes:
@@ -754,7 +896,9 @@ class _Run:
                 with tf.device(device):
                     value = self._step.joined(variable, before, parts)
                 found[id(variable)] = (variable, value)
-        if self._kind != "predict":
+        if self._step.head_of(self._kind) is not None:
+            found |= {id(v): (v, value) for v, value in self._head_writes}
+        elif self._kind != "predict":
             tracker = self._step.loss_tracker
             for variable, increment in mean_increments(
                 tracker, self.loss(), self._share
@@ -781,16 +925,11 @@ class _Sums:
 
     def add(self, gradients: list[Any]) -> list[tf.Tensor]:
         """Adds the gradients of a micro-batch; returns what it has made."""
-        if not self._held:
-            self._held = [
-                [g] if isinstance(g, tf.IndexedSlices) else g for g in gradients
-            ]
-        else:
-            for place, gradient in enumerate(gradients):
-                if isinstance(gradient, tf.IndexedSlices):
-                    self._held[place].append(gradient)
-                elif gradient is not None:
-                    self._held[place] = self._held[place] + gradient
+        held = self._held or [None] * len(gradients)
+        self._held = [
+            _both(before, gradient)
+            for before, gradient in zip(held, gradients, strict=True)
+        ]
         return [
             gradient.values
             if isinstance(gradient, tf.IndexedSlices)
@@ -805,6 +944,24 @@ class _Sums:
             _rows(held, same) if isinstance(held, list) else held
             for held, same in zip(self._held, alike, strict=True)
         ]
+
+
+def _both(before: Any, gradient: Any) -> Any:
+    """Adds a gradient to a sum; rows stay rows, in a list."""
+    rows = isinstance(gradient, tf.IndexedSlices)
+    if gradient is None:
+        return before
+    if before is None:
+        return [gradient] if rows else gradient
+    if rows and isinstance(before, list):
+        return [*before, gradient]
+    if isinstance(before, list):
+        before = tf.add_n([tf.convert_to_tensor(each) for each in before])
+    return before + tf.convert_to_tensor(gradient)
+
+
+def _joined_mask(masks: list[tf.Tensor | None]) -> tf.Tensor | None:
+    return None if any(m is None for m in masks) else tf.concat(masks, 0)
 
 
 def _rows(parts: list[tf.IndexedSlices], alike: bool) -> tf.IndexedSlices:

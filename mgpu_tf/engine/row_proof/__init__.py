@@ -33,6 +33,7 @@ from mgpu_tf.engine.row_proof.kinds import (
 )
 from mgpu_tf.engine.row_proof.proof import RowProof, active, note, proving
 from mgpu_tf.engine.row_proof.rules import ELEMENTWISE, proven_operations
+from mgpu_tf.engine.row_proof.sums import SumProof
 
 __all__ = [
     "ELEMENTWISE",
@@ -45,6 +46,7 @@ __all__ = [
     "RowProof",
     "Rows",
     "Sizes",
+    "SumProof",
     "active",
     "note",
     "proven_operations",

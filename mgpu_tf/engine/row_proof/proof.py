@@ -49,6 +49,8 @@ class RowProof:
         self._outer = outer
         self._under_way: set[int] = set()
         self._kinds: dict[int, Kind] = {}
+        self._taken: dict[int, Kind] = {}
+        self._skipped: dict[int, int] = {}
         self._alive: list[Any] = []
         self._walked: dict[int, int] = {}
         self.unproven: list[tf.Operation] = []
@@ -64,13 +66,23 @@ class RowProof:
         """
         for tensor in tf.nest.flatten(list(tensors), expand_composites=True):
             if tf.is_symbolic_tensor(tensor):
-                self._kinds[id(tensor)] = kind
+                self._kinds[id(tensor)] = self._taken[id(tensor)] = kind
                 self._alive.append(tensor)
 
     def skip(self, graph: Any) -> None:
         """Takes all that a graph has so far, and is not known, for fixed."""
-        self._walked[id(graph)] = len(graph.get_operations())
+        count = len(graph.get_operations())
+        self._walked[id(graph)] = self._skipped[id(graph)] = count
         self._alive.append(graph)
+
+    def begin_as(self, other: RowProof) -> None:
+        """Takes for known what another proof was given as known."""
+        self._fixed = other._fixed
+        self._kinds |= other._taken
+        self._taken |= other._taken
+        self._walked |= other._skipped
+        self._skipped |= other._skipped
+        self._alive += other._alive
 
     def of(self, tensor: Any) -> Kind:
         """Returns what is proven of a tensor."""
@@ -151,7 +163,7 @@ class RowProof:
     def _called(
         self, op: tf.Operation, function: Any, kinds: list[Kind]
     ) -> Kind | list[Kind]:
-        body = _body(op, function)
+        body = body_of(op, function)
         if body is None or len(body.inputs) != len(kinds):
             return UNPROVEN
         inner = RowProof(fixed=self._fixed, outer=self)
@@ -196,7 +208,7 @@ class RowProof:
             held = joined
         else:
             return UNPROVEN
-        body = _body(op, op.get_attr("cond"))
+        body = body_of(op, op.get_attr("cond"))
         asked = self._called_outputs(body, held)
         return held if asked == [FIXED] else UNPROVEN
 
@@ -222,7 +234,7 @@ def _joined(before: Kind, after: Kind, output: tf.Tensor) -> Kind:
     return UNPROVEN
 
 
-def _body(op: tf.Operation, function: Any) -> Any:
+def body_of(op: tf.Operation, function: Any) -> Any:
     """Returns the graph of a function, None where it cannot be found."""
     graph = op.graph
     while graph is not None:

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -29,6 +29,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import NO_VOTES, Engine, Execution, UnevenData, Votes
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.exchange import Exchange
+from mgpu_tf.engine.layer_calls import LayerCalls
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.moments import normalizations
@@ -117,6 +118,9 @@ class SynchronousEngine(Engine):
         self._computed: tf.Tensor | None = None
         self._seconds: Callable[[], tf.Tensor] = determinism.seconds
         self._work = Work()
+        self._exchange: Exchange | None = None
+        # In which replicas call layers to predict.
+        self._calls: LayerCalls | None = None
         self._loss: GlobalLoss
         self._state: ReplicaState
         # That of steps of the author's own.
@@ -314,7 +318,7 @@ class SynchronousEngine(Engine):
         iterator = self.feed(source, chain=False, training=False).iterator(0)
         data, local, total, low = self._next(iterator, source)
         on_replica = self._predicting()
-        with one_by_one(), self._seeds_in_place():
+        with one_by_one(), self._in_place_to_predict():
             outputs = self._strategy.run(
                 on_replica, args=(data, local, total, low)
             )
@@ -328,7 +332,7 @@ class SynchronousEngine(Engine):
             return
         self.build(source)
         self._exchange = self._make_exchange()
-        self._loss = GlobalLoss(self._model, self._exchange)
+        self._loss = GlobalLoss(self._model)
         self._state = self._make_state()
         if self._options.noise_scale:
             self._noise = self._make_noise_scale()
@@ -402,8 +406,11 @@ class SynchronousEngine(Engine):
         )
 
     def _make_exchange(self) -> Exchange | None:
-        """Returns what gives replicas the rows of all, where there are any."""
-        if self._local.ranges == 1:
+        """Returns what gives replicas the rows of all, where there are any.
+
+        A step in parts never has all rows at once.
+        """
+        if self._local.ranges == 1 or self._options.step_parts > 1:
             return None
         return Exchange(self._model, self._strategy, self._options)
 
@@ -417,6 +424,10 @@ class SynchronousEngine(Engine):
     def _tensor(self) -> TensorParallel | None:
         """Returns what computes with parts of weights, None where none does."""
         return None
+
+    def _around_authored(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a block for steps of the author's own, while traced."""
+        return contextlib.nullcontext()
 
     @property
     def _update_type(self) -> type[Update]:
@@ -537,6 +548,7 @@ class SynchronousEngine(Engine):
                     self._agreed,
                     self._options,
                     self._update_type,
+                    self._around_authored,
                 )
             return self._authored[method]
         return self._train_step if kind == "train" else self._evaluate_step
@@ -845,7 +857,7 @@ class SynchronousEngine(Engine):
         on_replica = self._predicting()
 
         def outputs() -> Any:
-            with self._seeds_in_place():
+            with self._in_place_to_predict():
                 every = self._strategy.run(
                     on_replica, args=(data, local, total, low)
                 )
@@ -870,24 +882,31 @@ class SynchronousEngine(Engine):
             return (outputs() if going else ()), total, ended
         return tf.cond(going, outputs, nothing), total, ended
 
-    def _seeds_in_place(self) -> contextlib.AbstractContextManager[None]:
-        """Lets random layers draw rows, while replicas predict."""
+    @contextlib.contextmanager
+    def _in_place_to_predict(self) -> Iterator[None]:
+        """Lets layers act as replicas need, while these predict."""
         generator = keras_internals.global_seed_generator()
-        return keras_internals.seeds_replaced(
+        seeds = keras_internals.seeds_replaced(
             self._model, generator, seed_for_rows
         )
+        calls = self._calls
+        with seeds, calls.in_place() if calls else contextlib.nullcontext():
+            yield
 
     def _predicting(self) -> Callable[..., Any]:
         """Returns what predicts the rows of a replica."""
         state = self._state if self._prepared else self._make_state()
         state.generator = keras_internals.global_seed_generator()
+        exchange = self._exchange or self._make_exchange()
+        self._calls = LayerCalls(self._model, state, exchange)
 
         def on_replica(
             rows: Any, local: tf.Tensor, total: tf.Tensor, low: Any
         ) -> Any:
             share = self._share(local, total, low)
+            given = self._model, rows, state, share, exchange
             with state.replica_seeds_in_place():
-                return outputs_of_share(self._model, rows, state, share)
+                return outputs_of_share(*given)
 
         return on_replica
 

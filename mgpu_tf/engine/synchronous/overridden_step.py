@@ -28,10 +28,12 @@ from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.same_draws import SameDraws
 from mgpu_tf.engine.state import AgreedState, ReplicaState
 from mgpu_tf.engine.synchronous.whole_weights import WholeWeights
-from mgpu_tf.engine.update import Update
+from mgpu_tf.engine.update import Update, hand_over
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.mirrored import OneReplicaView, as_one_replica
+
+Around = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def check_held(model: keras.Model) -> None:
@@ -68,6 +70,7 @@ class AuthorStep:
         state: What the step writes besides weights.
         options: How steps are made.
         update: Makes what applies gradients, of the arguments of `Update`.
+        around: Returns a block in which the step is traced.
 
     Attributes:
         state: As given.
@@ -84,6 +87,7 @@ class AuthorStep:
         state: ReplicaState,
         options: StepOptions,
         update: Callable[..., Update] = Update,
+        around: Around = contextlib.nullcontext,
     ) -> None:
         self._model = model
         self._method = method
@@ -91,12 +95,17 @@ class AuthorStep:
         self.state = state
         self._options = options
         self._make_update = update
+        self._around = around
         self._replicas = strategy.num_replicas_in_sync
         self._optimizers = keras_internals.optimizers_of(model)
         self._names: list[str] = []
         self._generator: Any = None
         # Each replica is a thread of its own.
         self._here = threading.local()
+        # With one replica of `MirroredStrategy`, optimizers apply as with more.
+        self._applies = self._replicas > 1 or isinstance(
+            strategy, OneReplicaView
+        )
         if self._replicas == 1:
             return
         if not isinstance(strategy, OneReplicaView):
@@ -120,7 +129,7 @@ class AuthorStep:
         """
         del total, low  # The method sees the global batch.
         self._generator = keras_internals.global_seed_generator()
-        with self._as_alone():
+        with self._around(), self._as_alone():
             values = self._strategy.run(self._on_replica, args=(data, local))
         return {
             name: self._strategy.experimental_local_results(value)[0]
@@ -140,6 +149,7 @@ class AuthorStep:
     # On a replica.
 
     def _on_replica(self, data: Any, local: tf.Tensor) -> dict[str, tf.Tensor]:
+        self._here.graph = graph_here()
         if self._replicas > 1:
             keras_internals.lend_global_seed(self._generator)
             values = self._on_global_batch(data, local)
@@ -155,7 +165,6 @@ class AuthorStep:
         )
         assert isinstance(self.state, AgreedState)
         given = self.state.held()
-        self._here.graph = graph_here()
         draws = self._draws.begin()
         with (
             as_one_replica(),
@@ -195,17 +204,18 @@ class AuthorStep:
 
         All replicas have the same ones, so this is entered once for all.
         """
-        if self._replicas == 1:
-            yield
-            return
-        with (
-            keras_internals.seeds_replaced(
-                self._model, self._generator, seed_for_rows
-            ),
-            keras_internals.caught_by(self._optimizers, self._apply),
-            self._boundary.around(),
-            self._weights.around(),
-        ):
+        with contextlib.ExitStack() as stack:
+            if self._applies:
+                stack.enter_context(
+                    keras_internals.caught_by(self._optimizers, self._apply)
+                )
+            if self._replicas > 1:
+                seeds = keras_internals.seeds_replaced(
+                    self._model, self._generator, seed_for_rows
+                )
+                stack.enter_context(seeds)
+                stack.enter_context(self._boundary.around())
+                stack.enter_context(self._weights.around())
             yield
 
     def _apply(
@@ -216,7 +226,12 @@ class AuthorStep:
         by_pairs: bool,
     ) -> None:
         """Applies gradients, which all replicas have alike."""
-        if graph_here() is not self._here.graph:
+        within = graph_here() is not self._here.graph
+        if within and self._replicas == 1:
+            with keras_internals.applying_itself(optimizer):
+                hand_over(optimizer, gradients, variables, by_pairs=by_pairs)
+            return
+        if within:
             raise ConfigurationError(
                 "On several replicas an optimizer applies outside of "
                 "tf.function, tf.cond and loops of TensorFlow. Received: "
@@ -243,6 +258,9 @@ class AuthorStep:
                 update(gradients)
 
         context = tf.distribute.get_replica_context()
+        if self._replicas == 1:
+            context.merge_call(apply, args=(given,))
+            return
         with self._exchange.apart():
             context.merge_call(apply, args=(given,))
         self._weights.forget(variables)

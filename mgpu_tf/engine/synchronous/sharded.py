@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -43,6 +43,7 @@ from mgpu_tf.engine.synchronous.parts import (
     computed,
     in_packs,
 )
+from mgpu_tf.engine.synchronous.whole_update import move_whole
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel, split_model
 from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
 from mgpu_tf.engine.whole_norms import two_steps
@@ -81,7 +82,7 @@ class ShardedEngine(SynchronousEngine):
 
     Raises:
         ConfigurationError: The model is not compiled, was made elsewhere, or
-            has an optimizer that needs whole weights.
+            does not go with one of the options.
     """
 
     def __init__(
@@ -107,8 +108,6 @@ class ShardedEngine(SynchronousEngine):
             self._refuse_recompute("tensor_parallel")
         self._parts: TensorParallel | None = None
         self._layered: LayerByLayer | None = None
-        for optimizer in keras_internals.optimizers_of(model):
-            _check_elementwise(optimizer)
 
     def build(self, source: Source) -> None:
         """Creates the variables; as in `Engine`, but weights in parts."""
@@ -279,6 +278,13 @@ class ShardedUpdate(Update):
         self._options = options
         name = options.gradient_dtype
         self._dtype = tf.as_dtype(name) if name else None
+        # Tables of which every replica has the rows that all have looked up.
+        self._whole_rows = {
+            id(variable)
+            for part in keras_internals.parts(self._optimizer)
+            if self._every == 1 and _needs_whole(part)
+            for variable in keras_internals.variables_of(part)
+        }
 
     # Outside of replicas.
 
@@ -292,6 +298,7 @@ class ShardedUpdate(Update):
             return [
                 self._own_part(gradient, keras_internals.stored(variable))
                 if keras_internals.is_split(variable)
+                and not self._keeps_rows(gradient, variable)
                 else gradient
                 for gradient, variable in zip(gradients, held, strict=True)
             ]
@@ -352,7 +359,7 @@ class ShardedUpdate(Update):
             next(parts)
             if is_scattered
             else self._own_rows(next(summed), variable)
-            if is_split
+            if is_split and id(variable) not in self._whole_rows
             else next(summed)
             for gradient, variable, is_scattered, is_split in zip(
                 gradients, variables, scattered, split, strict=True
@@ -464,7 +471,16 @@ class ShardedUpdate(Update):
         alike: list[bool],
     ) -> Gradients:
         """Gathers rows of embeddings; each row of a batch counts once."""
-        same = [*(axis for axis in axes if axis != "fsdp"), "tensor"]
+        spread = [axis for axis in axes if axis != "fsdp"]
+        for variable in variables:
+            if spread and id(variable) in self._whole_rows:
+                raise ConfigurationError(
+                    "An optimizer that needs whole weights takes no rows of a "
+                    "table that layers compute with in parts. Received: "
+                    f"{variable.path}, looked up by its rows. Use Adam or "
+                    "another that computes element by element, or 'fsdp'."
+                )
+        same = [*spread, "tensor"]
         if "tensor" not in axes and self._mesh.tensor > 1:
             gradients = [self._rows_once(gradient) for gradient in gradients]
         gather = RowGather(
@@ -477,7 +493,9 @@ class ShardedUpdate(Update):
         if "fsdp" not in axes:
             return every
         return [
-            self._own_rows(slices, variable)
+            slices
+            if id(variable) in self._whole_rows
+            else self._own_rows(slices, variable)
             for slices, variable in zip(every, variables, strict=True)
         ]
 
@@ -521,6 +539,11 @@ class ShardedUpdate(Update):
             self._optimizer, clipped=self._clipped, moved=self._moved
         )
 
+    def _keeps_rows(self, gradient: Any, variable: keras.Variable) -> bool:
+        """Whether every replica keeps the rows of a whole table."""
+        rows = isinstance(gradient, tf.IndexedSlices)
+        return rows and id(variable) in self._whole_rows
+
     # On a replica.
 
     def _own_part(self, gradient: Any, held: ShardedVariable) -> Any:
@@ -558,9 +581,16 @@ class ShardedUpdate(Update):
         scale = scale + (norm - norm)
         # Rows become dense here, as in Keras.
         return [
-            tf.convert_to_tensor(gradient) * tf.cast(scale, gradient.dtype)
-            for gradient in gradients
+            self._dense(gradient, variable) * tf.cast(scale, gradient.dtype)
+            for gradient, variable in zip(gradients, variables, strict=True)
         ]
+
+    def _dense(self, gradient: Any, variable: keras.Variable) -> tf.Tensor:
+        dense = tf.convert_to_tensor(gradient)
+        if self._keeps_rows(gradient, variable):
+            # Rows do not know of how many others they are.
+            return tf.ensure_shape(dense, variable.shape)
+        return dense
 
     def _squares(
         self, gradients: Gradients, variables: list[keras.Variable]
@@ -569,24 +599,38 @@ class ShardedUpdate(Update):
         return self._of_all_parts(
             [tf.reduce_sum(tf.square(values(each))) for each in gradients],
             variables,
+            [
+                self._keeps_rows(each, variable)
+                for each, variable in zip(gradients, variables, strict=True)
+            ],
         )
 
     def _of_all_parts(
-        self, sums: list[tf.Tensor], variables: list[keras.Variable]
+        self,
+        sums: list[tf.Tensor],
+        variables: list[keras.Variable],
+        whole: Iterable[bool] = (),
     ) -> tf.Tensor:
         """Sums scalars of what replicas store over all parts, `[sums]`.
 
         Each is divided by the replicas that have it.
+
+        Args:
+            sums: The scalars.
+            variables: The variable of each.
+            whole: Of each, whether all replicas have it of all parts.
         """
         wide = max((each.dtype for each in sums), key=lambda d: d.size)
         own = [
             tf.cast(each, wide)
             / (
                 keras_internals.stored(variable).copies
-                if keras_internals.is_split(variable)
+                if keras_internals.is_split(variable) and not of_all
                 else self._mesh.size
             )
-            for each, variable in zip(sums, variables, strict=True)
+            for each, variable, of_all in itertools.zip_longest(
+                sums, variables, whole, fillvalue=False
+            )
         ]
         return sum_over_replicas(tf.stack(own))
 
@@ -596,9 +640,14 @@ class ShardedUpdate(Update):
         gradients: Gradients,
         variables: list[keras.Variable],
     ) -> bool:
-        """Updates weights by norms of whole ones; whether it has done so."""
+        """Updates by what is known of whole weights; whether it has done so."""
+        if not gradients:
+            return False
+        if _needs_whole(optimizer):
+            move_whole(optimizer, gradients, variables, self._write_parts)
+            return True
         steps = two_steps(optimizer)
-        if steps is None or not gradients:
+        if steps is None:
             return False
 
         def begin(part: tf.Variable, gradient: Any) -> tuple[tf.Tensor, ...]:
@@ -629,6 +678,15 @@ class ShardedUpdate(Update):
             [(d, *s) for d, s in zip(directions, every, strict=True)],
         )
         return True
+
+    def _write_parts(
+        self, variables: list[keras.Variable], parts: list[tf.Tensor]
+    ) -> None:
+        def write(held: tf.Variable, part: tf.Tensor) -> tuple[()]:
+            held.assign(part)
+            return ()
+
+        self._on_parts(write, variables, [(part,) for part in parts])
 
     def _on_parts(
         self,
@@ -741,16 +799,9 @@ def _check_not_lazy(
         )
 
 
-def _check_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
-    for part in keras_internals.parts(unwrap(optimizer)[1]):
-        if hasattr(part, "optimizers") or two_steps(part) is not None:
-            continue
-        own = type(part).update_step
-        if all(own is not kind.update_step for kind in ELEMENTWISE):
-            names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-            raise ConfigurationError(
-                "Where weights are split, an optimizer must compute each "
-                "element of a weight from that element alone, or be a "
-                f"ByNorms. Received: {type(part).__name__}. Use one of "
-                f"{names}, Lamb, LARS, or the strategy 'mirrored'."
-            )
+def _needs_whole(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer computes its update of whole weights."""
+    if hasattr(optimizer, "optimizers") or two_steps(optimizer) is not None:
+        return False
+    own = type(optimizer).update_step
+    return all(own is not kind.update_step for kind in ELEMENTWISE)

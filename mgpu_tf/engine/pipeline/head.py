@@ -1,0 +1,117 @@
+"""Losses and metrics of all rows of a replica, behind the last stage.
+
+    micro-batches   forward through all stages        -> outputs of all rows
+    the head        losses and metrics of them        -> their gradients
+    micro-batches   backward through all stages
+
+Where a loss or a metric is not known to add up over micro-batches, such as one
+that is divided by a sum of masks, all forward passes come first, as in the
+schedule `gpipe`. The head then computes what Keras's own step does on a replica
+of any other strategy, and replicas exchange what they exchange there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.contributions import BatchShare
+from mgpu_tf.engine.exchange import Exchange
+from mgpu_tf.engine.losses import GlobalLoss
+from mgpu_tf.engine.state import ReplicaState, Writes
+from mgpu_tf.engine.step import Logs, ReplicaStep
+
+
+class Head(ReplicaStep):
+    """What follows the outputs of a model.
+
+    Args:
+        model: A compiled and built model.
+        loss: Its loss, which the stages use as well.
+        state: What a step may write besides weights.
+        replicas: Number of replicas that step together.
+        exchange: Gives replicas the rows of all; None where there is one.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        loss: GlobalLoss,
+        state: ReplicaState,
+        replicas: int,
+        exchange: Exchange | None,
+    ) -> None:
+        super().__init__(model, loss, state, replicas, exchange=exchange)
+        self._own_loss = keras_internals.overrides(model, "compute_loss")
+        # Those of other losses are counted with the stages.
+        self._regularized = None if self._own_loss else []
+        # Each replica is a thread of its own.
+        self._here = threading.local()
+
+    @property
+    def regularizes(self) -> bool:
+        """Whether the loss of the head has the regularizers of all weights."""
+        return self._own_loss
+
+    def of_outputs(
+        self,
+        outputs: list[tf.Tensor],
+        data: Any,
+        share: BatchShare,
+        added: Sequence[tf.Tensor],
+        weights: Writes,
+        scale: Callable[[tf.Tensor], tf.Tensor] | None,
+    ) -> tuple[tf.Tensor, list[Any], list[Any], Writes, Logs]:
+        """Computes losses and metrics of the rows of a replica. On a replica.
+
+        Args:
+            outputs: Those of the model, of all rows.
+            data: The rows.
+            share: The part of the replica in the global batch.
+            added: The contributions of the stages to the loss.
+            weights: The weights that have regularizers, with their values.
+            scale: Scales the loss; None where nothing is trained.
+
+        Returns:
+            The loss, the gradients of the outputs and of the weights, what is
+            to be written, and logs of the author's own.
+        """
+        here = self._here
+        here.outputs, here.added = outputs, list(added)
+        given = [*self._state.values(), *weights] if weights else None
+        values = [value for _, value in weights]
+        watched = [each for each in outputs if each.dtype.is_floating]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([*watched, *values])
+            loss, writes, logs = self.forward(
+                data, share, scale is not None, given
+            )
+            scaled = loss if scale is None else scale(loss)
+        gradients: list[Any] = [None] * len(outputs)
+        of_weights: list[Any] = [None] * len(values)
+        if scale is not None:
+            found, of_weights = tape.gradient(scaled, (watched, values))
+            queue = iter(found)
+            gradients = [
+                next(queue) if each.dtype.is_floating else None
+                for each in outputs
+            ]
+        return loss, gradients, of_weights, writes, logs
+
+    def _outputs_of_model(self, x: Any, training: bool) -> Any:
+        """Returns what the stages have made."""
+        del x, training
+        return keras_internals.structured(self._model, self._here.outputs)
+
+    def _grown(
+        self, loss: tf.Tensor, terms: list[tf.Tensor], share: BatchShare
+    ) -> Writes:
+        """As in the base; the loss has what the stages add to it."""
+        for part in self._here.added:
+            loss = loss + tf.cast(part, loss.dtype)
+        return super()._grown(loss, terms, share)

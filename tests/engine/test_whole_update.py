@@ -1,0 +1,137 @@
+"""Optimizers that need whole weights, where weights are split."""
+
+import keras
+import pytest
+from keras import layers, ops
+
+import mgpu_tf
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.optimizers import LARS
+from tests.engine import tensor_models as models
+from tests.engine.test_tensor_parallel import compared
+from tests.tiers import tiered
+
+
+class Whitened(keras.optimizers.SGD):
+    """Its own step by means over a weight; it keeps a sum for all weights."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.kept = [
+            self.add_variable_from_reference(each, "kept") for each in variables
+        ]
+        self.seen = self.add_variable((), name="seen")
+
+    def update_step(self, gradient, variable, learning_rate):
+        gradient = ops.convert_to_tensor(gradient)
+        kept = self.kept[self._get_variable_index(variable)]
+        self.assign(kept, 0.9 * kept + gradient)
+        self.assign_add(self.seen, ops.mean(ops.abs(gradient)))
+        step = (kept - ops.mean(kept)) / (ops.std(kept) + 1)
+        self.assign_sub(variable, learning_rate * step / (1 + self.seen))
+
+
+class Elsewhere(Whitened):
+    """It keeps what belongs to a weight where nobody looks for it."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.kept = dict(enumerate(self.kept))
+
+
+OPTIMIZERS = {
+    "muon": lambda: keras.optimizers.Muon(
+        0.02, weight_decay=0.01, adam_weight_decay=0.02, global_clipnorm=0.5
+    ),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.02),
+    "own": lambda: Whitened(0.05, clipnorm=0.1, use_ema=True),
+    "accumulated": lambda: keras.optimizers.Muon(
+        0.02, gradient_accumulation_steps=3
+    ),
+}
+CASES = [
+    "muon on fsdp_x3",
+    "adafactor on tensor_x3",
+    "own on fsdp_2_tensor_2",
+    "own on fsdp_x3",
+    "accumulated on data_2_fsdp_2",
+    "muon on zero1_x2",
+]
+
+
+@pytest.mark.parametrize("case", tiered(CASES, ["own on fsdp_x3"]))
+def test_the_numbers_of_one_device(case, strategies):
+    """Weights, slots, losses and predictions over 14 steps in float64."""
+    name, strategy = case.split(" on ")
+    trainer, difference = compared(
+        lambda: models.mlp(OPTIMIZERS[name]()),
+        models.mlp_data(),
+        strategies[strategy],
+    )
+    assert difference < 1e-9
+    slots = trainer.model.optimizer.variables
+    assert any(map(keras_internals.is_split, slots))
+
+
+def tagger(optimizer):
+    """Rows that are looked up twice in a batch."""
+    model = keras.Sequential(
+        [keras.Input((3,)), layers.Embedding(9, 4), layers.Dense(1)]
+    )
+    return models.compiled(model, optimizer, "mse")
+
+
+def tokens():
+    rows = models.np.random.default_rng(0)
+    return rows.integers(0, 9, (22, 3)), rows.normal(size=(22, 3, 1))
+
+
+ROWS = ["muon on fsdp_x3", "adafactor on fsdp_x3", "muon on data_2_fsdp_2"]
+
+
+@pytest.mark.parametrize("case", tiered(ROWS, ["muon on fsdp_x3"]))
+def test_rows_that_are_looked_up(case, strategies):
+    name, strategy = case.split(" on ")
+    _, difference = compared(
+        lambda: tagger(OPTIMIZERS[name]()), tokens(), strategies[strategy]
+    )
+    assert difference < 1e-9
+
+
+def refused(build, data, strategy):
+    trainer = mgpu_tf.Trainer(build, strategy)
+    with pytest.raises(mgpu_tf.ConfigurationError) as error:
+        trainer.fit(*data, batch_size=8, verbose=0)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_rows_of_a_table_in_parts_are_refused(strategies):
+    words = refused(
+        lambda: tagger(OPTIMIZERS["muon"]()), tokens(), strategies["tensor_x3"]
+    )
+    assert "looked up by its rows" in words
+
+
+def test_what_is_kept_elsewhere_is_refused(strategies):
+    words = refused(
+        lambda: models.mlp(Elsewhere(0.1)),
+        models.mlp_data(),
+        strategies["fsdp_x3"],
+    )
+    assert "Put it into a list" in words
+
+
+class Changed(LARS):
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_sub(variable, 0.1 * gradient)
+
+
+def test_a_step_that_replaces_two_is_taken(strategies):
+    """An optimizer by norms whose author has written its `update_step`."""
+    _, difference = compared(
+        lambda: models.mlp(Changed(0.1)),
+        models.mlp_data(),
+        strategies["fsdp_x3"],
+    )
+    assert difference < 1e-9
