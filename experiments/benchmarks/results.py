@@ -56,7 +56,7 @@ _MEANING = {
     "input": "`reading` is the pipeline with no model behind it; rates are "
     "examples a second. `waited` is the rate of a run over what it would have "
     "been had no step waited for data: 0.95 says that 5% of a step was wait.",
-    "start": "Rates of starts, told as times. `import` is the second import "
+    "start": "Rates of starts, shown as times. `import` is the second import "
     "within one process; `first_step_of_2` is from the launch of two "
     "processes to the end of the first step of the later one.",
     "memory": "The device, or process, of a run that held least over the one "
@@ -159,7 +159,7 @@ def text(sets: Mapping[str, Mapping], notes: str = "") -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Each ratio is taken between turns of the same round; told is the "
+        "Each ratio is taken between turns of the same round; shown is the "
         "median over rounds, with the least and the greatest. All "
         "contestants of a benchmark start from the same weights, see the "
         "same batches and reach the same loss, which is checked before any "

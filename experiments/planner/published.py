@@ -272,7 +272,7 @@ SERIES = (
     ),
 )
 
-# What is told as an efficiency alone, from many devices, without the rate of
+# Published as an efficiency alone, from many devices, without the rate of
 # one: the step of one device is taken from the DGX-1 rows of the same GPU.
 _STEP = {
     "InceptionV3": 64 / 142,
@@ -287,13 +287,13 @@ TOLD = (
     (BIG_BASIN, "ResNet-50", "Goyal, 8 to 256 devices", 8, 256, 0.90, False),
 )
 
-# Rows that no model of communication can tell, each with the reason.
+# Rows that no model of communication predicts, each with the reason.
 NAMED = (
     (
         "1.7x, 3.5x, 6.2x on 2, 4, 8 GPUs, a CNN on ImageNet",
         "The attribution to Krizhevsky 2012 looks wrong: that paper trains on "
         "two GPUs. Those of his One weird trick, 2014, are 1.95, 3.74, 6.25. "
-        "Neither tells the rate of one GPU by link, so nothing is predicted.",
+        "Neither gives the rate of one GPU by link, so nothing is predicted.",
     ),
     (
         "ResNet-50 in 2.2 minutes",
@@ -452,7 +452,7 @@ def markdown(rows: list[dict[str, object]]) -> str:
     lines = [
         "# Published scaling, predicted",
         "",
-        "Made by `python -m experiments.planner.published`, which tells the "
+        "Made by `python -m experiments.planner.published`, which names the "
         "sources and what is fitted. Efficiency is throughput over n times "
         "that of one device.",
         "",

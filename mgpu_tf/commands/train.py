@@ -105,6 +105,8 @@ def _show_log() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("mgpu-tf: %(message)s"))
         _log.addHandler(handler)
+        # Another package may give the root a handler: each line once.
+        _log.propagate = False
     _log.setLevel(logging.INFO)
 
 

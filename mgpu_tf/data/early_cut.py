@@ -304,6 +304,20 @@ def early_cut_of(dataset: tf.data.Dataset) -> EarlyCut | Uncut:
         return Uncut(f"TensorFlow does not show its parts ({error})")
 
 
+def batches_at_end(dataset: tf.data.Dataset) -> bool:
+    """Returns whether batches are made in one place, or nobody can tell.
+
+    What is a zip of batches, or comes from Python, may have arrays of other
+    numbers of rows.
+    """
+    try:
+        while _kind(dataset) in {*_MAPS, *_MOVED, *_COUNTED}:
+            dataset = _part(dataset, "_input_dataset")
+        return "Batch" in _kind(dataset)
+    except AttributeError:
+        return True
+
+
 def _found(dataset: tf.data.Dataset) -> EarlyCut | Uncut:
     if not _dense(dataset):
         return Uncut("its batches are not all dense tensors")

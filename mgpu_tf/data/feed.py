@@ -121,7 +121,8 @@ def next_batch(
         return _for_replicas(strategy, lambda replica: elements[replica])
     batch = next(iterator)
     size = batch_size(batch)
-    checks = structures.check_sizes(batch, size) if local.ranges > 1 else []
+    one_size = local.ranges > 1 and not source.cuts_each
+    checks = structures.check_sizes(batch, size) if one_size else []
     if checks:
         with tf.control_dependencies(checks):
             size = tf.identity(size)
@@ -132,7 +133,10 @@ def next_batch(
         # Numbers where the shape tells, so that the step need not ask.
         known = tf.get_static_value(size)
         low, high = local.rows_of(size if known is None else known, replica)
-        data = structures.rows(batch, low, high)
+        if source.cuts_each:
+            data = structures.rows_of_each(batch, local, replica)
+        else:
+            data = structures.rows(batch, low, high)
         return data, tf.convert_to_tensor(high - low), size
 
     return _for_replicas(strategy, cut)

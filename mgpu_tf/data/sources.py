@@ -17,7 +17,11 @@ import tensorflow as tf
 from google.protobuf import message
 
 from mgpu_tf.data import structures
-from mgpu_tf.data.early_cut import EarlyCut, early_cut_of
+from mgpu_tf.data.early_cut import (
+    EarlyCut,
+    batches_at_end,
+    early_cut_of,
+)
 from mgpu_tf.data.order import Order, anew, order_of
 from mgpu_tf.data.structures import batch_size, whole
 from mgpu_tf.errors import ConfigurationError
@@ -60,6 +64,8 @@ class Source(abc.ABC):
         batch_size: Rows of a global batch, where they are known beforehand.
         portable: Whether another process can read the datasets. A dataset
             that uses a lookup table, such as a vocabulary, is not portable.
+        cuts_each: Whether each array of a batch is cut by its own number of
+            rows. Set by who takes batches that `may_differ`.
     """
 
     steps: int | None
@@ -69,6 +75,12 @@ class Source(abc.ABC):
     repeats: bool = True
     batch_size: int | None = None
     portable: bool = True
+    cuts_each: bool = False
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether the arrays of a batch may have other numbers of rows."""
+        return False
 
     @property
     def may_end(self) -> bool:
@@ -205,7 +217,8 @@ class BatchSource(Source):
     ) -> tf.data.Dataset:
         """Returns pass `index` from a batch on, split for the replicas."""
         if self.totals_known:
-            return cut(self.batches_from(index, start), local)
+            batches = self.batches_from(index, start)
+            return cut(batches, local, each=self.cuts_each)
         sized = _sized(self.batches(index))
         return repeated(sized, local).skip(start * local.count)
 
@@ -248,6 +261,11 @@ class DatasetSource(BatchSource):
         if not isinstance(cut, EarlyCut) or cut.elements is None:
             return None
         return cut
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether batches are made in several places, or by Python."""
+        return not batches_at_end(self._dataset)
 
     @property
     def enterable(self) -> bool:
@@ -504,16 +522,27 @@ def repeated(dataset: tf.data.Dataset, local: LocalReplicas) -> tf.data.Dataset:
     )
 
 
-def cut(dataset: tf.data.Dataset, local: LocalReplicas) -> tf.data.Dataset:
-    """Splits global batches into the elements of a process's replicas."""
+def cut(
+    dataset: tf.data.Dataset, local: LocalReplicas, *, each: bool = False
+) -> tf.data.Dataset:
+    """Splits global batches into the elements of a process's replicas.
+
+    Args:
+        dataset: Global batches.
+        local: The replicas.
+        each: Whether each array is cut by its own number of rows.
+    """
 
     def rows(data: Any, replica: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
         size = batch_size(data)
         if local.total == 1:
             return data, size, size
+        low, high = local.rows_of(size, replica)
+        if each:
+            own = structures.rows_of_each(data, local, replica)
+            return own, high - low, size
         with tf.control_dependencies(structures.check_sizes(data, size)):
             size = tf.identity(size)
-        low, high = local.rows_of(size, replica)
         return structures.rows(data, low, high), high - low, size
 
     def every(data: Any) -> tf.data.Dataset:

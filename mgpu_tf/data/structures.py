@@ -18,11 +18,13 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.topology import LocalReplicas
 
 SIZES_DIFFER = (
     "On several replicas the inputs, targets and weights of a batch must have "
     "the same number of rows. Received: a batch with different numbers of "
-    "rows. Repeat or pad the shorter arrays, or use the strategy one_device."
+    "rows. Repeat or pad the shorter arrays, write a train_step of your own, or "
+    "use the strategy one_device."
 )
 
 
@@ -93,6 +95,22 @@ def with_rows(data: Any) -> list[Any]:
 def rows(data: Any, low: Any, high: Any) -> Any:
     """Returns the rows from `low` to before `high`."""
     return _map_rows(lambda leaf: leaf[low:high], data)
+
+
+def rows_of_each(data: Any, local: LocalReplicas, replica: Any) -> Any:
+    """Returns a replica's rows of arrays that have other numbers of rows.
+
+    Args:
+        data: The batch.
+        local: The replicas.
+        replica: One of them.
+    """
+
+    def own(leaf: Any) -> Any:
+        low, high = local.rows_of(_rows_of(leaf), replica)
+        return leaf[low:high]
+
+    return _map_rows(own, data)
 
 
 def gather(data: Any, chosen: Any) -> Any:

@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.state import Writes
-from mgpu_tf.errors import ConfigurationError
 
 
 class AuthorScope(keras.StatelessScope):
@@ -31,6 +30,8 @@ class AuthorScope(keras.StatelessScope):
 
     Attributes:
         written: The variables of `given` that were written to, by identity.
+        within: Those that it wrote to within a function, a branch or a loop of
+            TensorFlow, where nothing can be kept.
         lent: Returns the value of a weight in the call that is under way, None
             where it is read as it is.
     """
@@ -42,6 +43,7 @@ class AuthorScope(keras.StatelessScope):
     ) -> None:
         super().__init__(given, collect_losses=True)
         self.written: dict[int, keras.Variable] = {}
+        self.within: dict[int, keras.Variable] = {}
         self.lent: Callable[[keras.Variable], Any] = lambda variable: None
         self._write = write
         self._kept = set(self.state_mapping)
@@ -87,12 +89,8 @@ class AuthorScope(keras.StatelessScope):
                 self._write(variable, value)
             return
         if graph_here() is not self._graph:
-            raise ConfigurationError(
-                "On several replicas a step of one's own writes state outside "
-                "of tf.function, tf.cond and loops of TensorFlow. Received: "
-                f"{variable.path}, written inside of one. Write it in the "
-                "step itself."
-            )
+            self.within[id(variable)] = variable
+            return
         self.written[id(variable)] = variable
         # As from a variable, no gradient flows back into what was assigned.
         super().add_update((variable, tf.stop_gradient(value)))

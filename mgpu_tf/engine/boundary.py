@@ -75,7 +75,7 @@ class Boundary:
 
     @contextlib.contextmanager
     def entered(
-        self, scope: AuthorScope, cut: Cut, rows: Any
+        self, scope: AuthorScope, cut: Cut, rows: Any, others: dict[int, Cut]
     ) -> Iterator[None]:
         """Sets what a step on this replica reads and writes.
 
@@ -83,13 +83,17 @@ class Boundary:
             scope: The scope of the step.
             cut: How the global batch is divided.
             rows: The global batch.
+            others: How arrays of it are divided that may have other numbers
+                of rows, by identity.
         """
         here = self._here
         here.scope, here.cut, here.graph = scope, cut, graph_here()
         here.inside, here.cuts = None, {}
         here.proof = RowProof()
         here.proof.skip(here.graph) if here.graph is not None else None
-        self._know(tf.nest.flatten(rows, expand_composites=True), cut, Rows())
+        for row in tf.nest.flatten(rows, expand_composites=True):
+            other = others.get(id(row))
+            self._know([row], other or cut, None if other else Rows())
         scope.lent = self._lent
         try:
             yield
@@ -98,6 +102,11 @@ class Boundary:
             here.cuts = {}
 
     # On a replica.
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether what runs has the rows of this replica alone."""
+        return getattr(self._here, "inside", None) is not None
 
     def _know(self, tensors: list[Any], cut: Cut, kind: Rows | None) -> None:
         for tensor in tensors:

@@ -178,6 +178,22 @@ class Exchange:
             counts = self._groups.all_gather(tf.reshape(local, [1]))
         return Cut(counts, replica // self._same_rows, self.replicas)
 
+    def cuts(self, local: list[tf.Tensor]) -> list[Cut]:
+        """Returns how the rows of several arrays are divided. On a replica.
+
+        Args:
+            local: How many rows of each this replica has.
+        """
+        context = tf.distribute.get_replica_context()
+        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+        with self.apart():
+            counts = self._groups.all_gather(tf.stack(local)[tf.newaxis])
+        place = replica // self._same_rows
+        return [
+            Cut(each, place, self.replicas)
+            for each in tf.unstack(counts, axis=1)
+        ]
+
     def whole(self, values: Any, fraction: tf.Tensor) -> Any:
         """Returns values of all rows, for what is added up over replicas.
 

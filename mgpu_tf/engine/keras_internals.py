@@ -162,6 +162,23 @@ def compiled_state(model: keras.Model) -> tuple[Any, ...]:
     return (*(id(part) for part in parts), *quantized)
 
 
+def quantizes_in(model: keras.Model, scope: Callable[[], Any]) -> None:
+    """Lets a model be quantized in the scope of a strategy, wherever it is.
+
+    Args:
+        model: The model, which makes new variables when it is quantized.
+        scope: Returns the scope.
+    """
+    own = model.quantize
+
+    @functools.wraps(own)
+    def quantize(*arguments: Any, **named: Any) -> Any:
+        with scope():
+            return own(*arguments, **named)
+
+    object.__setattr__(model, "quantize", quantize)
+
+
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     """Returns the mean that Keras reports as "loss"."""
     return model._loss_tracker

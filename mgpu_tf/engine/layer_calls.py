@@ -78,6 +78,43 @@ class LayerCalls:
         with keras_internals.calls_replaced(self._layers, self._called):
             yield
 
+    def compute_whole(self, variable: keras.Variable) -> bool:
+        """Lets the layer that writes a variable be computed whole.
+
+        Args:
+            variable: State that replicas cannot bring together.
+
+        Returns:
+            Whether it will be, in another trace.
+        """
+        if self._exchange is None or tf.executing_eagerly():
+            return False
+        owners = [
+            layer
+            for layer in self._layers
+            if id(layer) in self._own - self._whole
+            and any(own is variable for own in layer.variables)
+        ]
+        if not owners:
+            return False
+        layer = min(owners, key=lambda layer: len(layer.variables))
+        self._take_whole(
+            layer, f"what it writes to {variable.name!r} adds up over the rows"
+        )
+        return True
+
+    def _take_whole(self, layer: keras.layers.Layer, unproven: str) -> None:
+        self._whole.add(id(layer))
+        _log.info(
+            "%s (%s) is computed whole by each replica, of the inputs that "
+            "replicas send each other: it is not proven that %s. "
+            "mgpu_tf.batch_mean(x) is a mean over the global batch that keeps "
+            "rows apart",
+            layer.name,
+            type(layer).__name__,
+            unproven,
+        )
+
     def _called(
         self,
         layer: keras.layers.Layer,
@@ -152,14 +189,8 @@ class LayerCalls:
         for row, mask in masked:
             if mask is not None:
                 keras_internals.set_mask(row, mask)
-        self._whole.add(id(layer))
-        _log.info(
-            "%s (%s) is computed whole by each replica, of the inputs that "
-            "replicas send each other: it is not proven that %s. "
-            "mgpu_tf.batch_mean(x) is a mean over the global batch that keeps "
-            "rows apart",
-            layer.name,
-            type(layer).__name__,
+        self._take_whole(
+            layer,
             "each row of its outputs comes of its own row"
             if added
             else "what it adds to the loss is a sum or a mean over the rows",
@@ -204,16 +235,7 @@ class LayerCalls:
     ) -> Any:
         assert self._exchange is not None
         cut = self._exchange.cut(share.local)
-        rows = {id(row): row for row in _rows(given)}
-        every = {
-            key: self._exchange.joined(row, cut) for key, row in rows.items()
-        }
-        for key, row in rows.items():
-            mask = keras_internals.mask_of(row)
-            if mask is not None:
-                keras_internals.set_mask(
-                    every[key], self._exchange.joined(mask, cut)
-                )
+        every = {id(row): self._joined(row) for row in _rows(given)}
         arguments, named = tf.nest.map_structure(
             lambda leaf: every.get(id(leaf), leaf), given
         )
@@ -233,12 +255,37 @@ class LayerCalls:
             )
 
         def part(output: Any) -> Any:
-            if not isinstance(output, tf.Tensor) or not output.shape.rank:
+            if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
                 return output
-            mine = output[cut.low : cut.low + cut.count]
+            if output.shape.rank and output.shape[0] is not None:
+                return output  # It has no rows.
+            # An example may have several rows, as of flattened sequences.
+            count = tf.shape(output, out_type=tf.int64)[0]
+            several = count // cut.total
+            check = tf.debugging.assert_equal(
+                several * cut.total,
+                count,
+                f"{layer.name}: what a layer returns that is computed of the "
+                "global batch has as many rows for each example.",
+            )
+            with tf.control_dependencies([check] if check is not None else []):
+                low = several * cut.low
+            mine = output[low : low + several * cut.count]
             return tf.ensure_shape(mine, [None, *output.shape[1:]])
 
         return tf.nest.map_structure(part, outputs)
+
+    def _joined(self, row: tf.Tensor) -> tf.Tensor:
+        """Returns the rows of all replicas, with their mask."""
+        assert self._exchange is not None
+        # An example may have several rows, as of flattened sequences.
+        cut = self._exchange.cut(tf.shape(row, out_type=tf.int64)[0])
+        every = self._exchange.joined(row, cut)
+        mask = keras_internals.mask_of(row)
+        if mask is not None:
+            every_mask = self._exchange.joined(mask, cut)
+            keras_internals.set_mask(every, every_mask)
+        return every
 
     @contextlib.contextmanager
     def _same_draws(self, scope: StepScope) -> Iterator[None]:

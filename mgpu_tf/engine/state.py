@@ -298,6 +298,11 @@ class ReplicaState:
             return drawn
         return tf.stack([state.value[0], drawn[1]])
 
+    def write_in_place(self, variable: keras.Variable, value: Any) -> None:
+        """Writes this replica's copy within a step, whatever scope is open."""
+        self._touched[id(variable)] = variable
+        _assign_here(variable, value)
+
     def write(self, writes: Writes) -> None:
         """Writes what a step on this replica gave. On a replica."""
         alone: Writes = []
@@ -544,7 +549,7 @@ def _assign_here(variable: keras.Variable, value: tf.Tensor) -> None:
     if variable.aggregation not in DECLARED or not isinstance(
         held, tf.distribute.DistributedValues
     ):
-        variable.assign(value)
+        keras_internals.write_here(variable, tf.cast(value, variable.dtype))
         return
     context = tf.distribute.get_replica_context()
     copies = context.strategy.experimental_local_results(held)

@@ -35,6 +35,7 @@ from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.step_scope import StepScope
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
+from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.engine.written import by_rule, check_plain_variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.mirrored import as_one_replica
@@ -302,8 +303,11 @@ class ReplicaStep:
         # Nearly always none does, which one walk over the graph tells.
         if written and reach([value for _, value in written]):
             for variable, value in written:
-                if reach([value]):
-                    self._state.warn_of_own_rows(variable)
+                if not reach([value]):
+                    continue
+                if self._calls.compute_whole(variable):
+                    raise TraceAgain
+                self._state.warn_of_own_rows(variable)
 
     def _by_rule(
         self,
@@ -314,7 +318,10 @@ class ReplicaStep:
         share: BatchShare,
     ) -> tf.Tensor:
         """What a replica writes, to be brought together by the rule."""
-        return by_rule(self._state, variable, value, before, reader, share)
+        return by_rule(
+            *(self._state, variable, value, before, reader, share),
+            otherwise=self._calls.compute_whole,
+        )
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ variable (`rules.py`), is the value of the global batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -18,6 +18,7 @@ from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.reading import Reader, Unreadable
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.state import ReplicaState
+from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
 # What these make of a sum or of a mean is no sum any more.
@@ -36,6 +37,7 @@ def by_rule(
     share: BatchShare,
     *,
     in_own_step: bool = False,
+    otherwise: Callable[[keras.Variable], bool] = lambda variable: False,
 ) -> tf.Tensor:
     """Returns what a replica sends of a variable. On a replica.
 
@@ -48,10 +50,45 @@ def by_rule(
         share: This replica's part of the global batch.
         in_own_step: Whether a step of the author's own has written it. It
             may add products of losses, which the step itself warns of.
+        otherwise: Lets what has written a variable be computed of the rows of
+            all replicas; returns whether it will.
 
     Raises:
         ConfigurationError: The replicas' values cannot become one.
+        TraceAgain: They will, in another trace.
     """
+    try:
+        return _by_rule(
+            state, variable, value, before, reader, share, in_own_step
+        )
+    except ConfigurationError:
+        if otherwise(variable):
+            raise TraceAgain from None
+        raise
+    except _Apart as apart:
+        if otherwise(variable):
+            raise TraceAgain from None
+        state.warn_of_mean(variable)
+        return apart.value
+
+
+class _Apart(Exception):
+    """What moves a variable cannot be read."""
+
+    def __init__(self, value: tf.Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+def _by_rule(
+    state: ReplicaState,
+    variable: keras.Variable,
+    value: tf.Tensor,
+    before: tf.Tensor | None,
+    reader: Reader,
+    share: BatchShare,
+    in_own_step: bool,
+) -> tf.Tensor:
     rule = state.read_rule(variable, value, before, reader)
     if rule is Rule.AGREED:
         return value
@@ -65,10 +102,9 @@ def by_rule(
     if rule is Rule.MEAN and before is not None:
         moved = _moved(value, before, reader, share)
         if moved is None:
-            state.warn_of_mean(variable)
-        else:
-            state.adds_up(variable)
-            value = moved
+            raise _Apart(share.select(value, held))
+        state.adds_up(variable)
+        value = moved
     return share.select(value, held)
 
 

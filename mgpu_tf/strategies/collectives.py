@@ -29,8 +29,9 @@ service ends the collectives of the cluster, or for `timeout_seconds`.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -73,6 +74,7 @@ class Groups:
     """
 
     _keys = itertools.count(start=_FIRST_KEY, step=10_000)
+    _every: ClassVar[weakref.WeakSet[Groups]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -108,12 +110,24 @@ class Groups:
             communication == "auto" and self.is_here and not self._has_nccl
         )
         self._key = next(self._keys)
-        self._calls = {replica: itertools.count() for replica in self._here}
+        self._calls = dict.fromkeys(self._here, 0)
+        self._every.add(self)
         self._tokens: dict[int, tf.Variable] = {}
         if not self._copies and self.size > 1:
             for replica, device in zip(self._here, self._devices, strict=True):
                 with tf.init_scope(), tf.device(device):
                     self._tokens[replica] = tf.Variable(0.0, trainable=False)
+
+    @classmethod
+    def align(cls) -> None:
+        """Lets members number their calls alike after a trace that failed.
+
+        It may have ended when some had called more often than others. All
+        processes do this together, outside of replicas.
+        """
+        for groups in cls._every:
+            calls = groups._calls
+            calls.update(dict.fromkeys(calls, max(calls.values())))
 
     def rank(self, replica: int | None = None) -> int:
         """Returns the place of a replica in its group. On a replica.
@@ -314,11 +328,13 @@ class Groups:
         group = self._group(replica)
         if len(self._here) > 1:
             _trace_others_until_here()
+        call = self._calls[replica]
+        self._calls[replica] += 1
         return {
             "group_size": self.size,
             "group_key": self._key + self._members.index(group),
             # One for each operation of a graph, the same on all members.
-            "instance_key": _instance(next(self._calls[replica]), value),
+            "instance_key": _instance(call, value),
             "ordering_token": [self._tokens[replica].handle],
             "communication_hint": "nccl"
             if self._has_nccl

@@ -105,6 +105,7 @@ class DistributedModel:
             self.peers.compare(self._facts())
             with strategy.scope(), self.peers.same_variables():
                 self.model = _model_of(build_model, self._options.precision)
+                keras_internals.quantizes_in(self.model, strategy.scope)
             self._engine = self._new_engine()
             self.configuration = agreement.configuration(self.model)
             self._compare_model()

@@ -307,8 +307,10 @@ class NnClr(keras.Model):
         ]
         size = ops.shape(one)[0]
         labels = ops.arange(size)
+        # Rows with one neighbour make equal columns in the other two: rounding
+        # decides which is the largest, on one device too.
         self.accuracy.update_state(
-            ops.concatenate([labels] * 4), ops.concatenate(scores, axis=0)
+            ops.concatenate([labels] * 2), ops.concatenate(scores[::2], axis=0)
         )
         loss = ops.mean(
             keras.losses.sparse_categorical_crossentropy(

@@ -579,6 +579,15 @@ def within_a_function(model, x, gradients):
     write()
 
 
+def as_autograph_branches(model, x, gradients):
+    @tf.function
+    def write():
+        if tf.reduce_sum(x) > 0.0:
+            model.weight.assign_add(ops.sum(x))
+
+    write()
+
+
 def by_hand(model, x, gradients):
     model.body.trainable_variables[0].assign_sub(0.1 * gradients[0])
 
@@ -588,32 +597,80 @@ WRITTEN = {
         ops.concatenate([x, model.last])[:3]
     ),
     "a weight by hand": by_hand,
+    "state within a function": within_a_function,
+    "state in a branch": as_autograph_branches,
     "a variable of TensorFlow": lambda model, x, _: model.plain.assign_add(
         tf.reduce_sum(x)
     ),
 }
 
 
-@pytest.mark.parametrize("name", tiered(list(WRITTEN), ["the last rows"]))
+@pytest.mark.parametrize(
+    "name", tiered(list(WRITTEN), ["the last rows", "state in a branch"])
+)
 def test_a_step_may_write_what_it_makes_of_all_rows(name, strategies):
     compare(keeping(WRITTEN[name]), arrays(), strategies["mirrored_x3"])
 
 
 WRITES = {
-    "state within a function": (within_a_function, "in the step itself"),
     "an optimizer within a condition": (within, "gradient_accumulation_steps"),
 }
 
 
-@pytest.mark.parametrize(
-    "name", tiered(list(WRITES), ["state within a function"])
-)
+@pytest.mark.parametrize("name", list(WRITES))
 def test_what_cannot_be_made_one_is_refused(name, strategies):
     write, words = WRITES[name]
     trainer = mgpu_tf.Trainer(keeping(write), strategies["mirrored_x3"])
     with pytest.raises(mgpu_tf.ConfigurationError, match=words) as error:
         trainer.fit(*arrays(), **FIT)
     assert "\n" not in str(error.value)
+
+
+class WithMore(keras.Model):
+    """More rows without targets than with; a function of TensorFlow's."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = network(5, 1)
+
+    def call(self, x):
+        return self.body(x)
+
+    @tf.function
+    def train_step(self, data):
+        (x, y), more = data
+        with tf.GradientTape() as tape:
+            both = self.body(ops.concatenate([x, more], 0))
+            loss = ops.mean(ops.square(both[: ops.shape(x)[0]] - y))
+            loss += 0.1 * ops.mean(ops.abs(self.body(more)))
+        weights = self.body.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("column", ["mirrored_x3", "fsdp_x3"])
+def test_arrays_of_a_batch_may_have_other_numbers_of_rows(column, strategies):
+    def build():
+        model = WithMore()
+        model.build((None, 5))
+        model.compile(keras.optimizers.Adam(0.01))
+        return model
+
+    x, y, more = arrays((5, 1, 5))
+    few = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
+    many = tf.data.Dataset.from_tensor_slices(more).batch(8)
+    data = tf.data.Dataset.zip((few, many))
+    keras.utils.set_random_seed(0)
+    model = build()
+    theirs = model.fit(data, epochs=2, verbose=0).history
+    trainer = mgpu_tf.Trainer(build, strategies[column])
+    ours = trainer.fit(data, epochs=2, verbose=0).history
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-9)
+    for ref, own in zip(
+        model.get_weights(), trainer.model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(own, ref, rtol=1e-9, atol=1e-12)
 
 
 def test_an_optimizer_around_the_step_is_refused(strategies):

@@ -205,6 +205,10 @@ PROVEN = {
             features=a[:, 0], labels=a[:, 1]
         ).loss
     ),
+    "labels of tokens": lambda a: (
+        tf.nn.sparse_softmax_cross_entropy_with_logits(tf.argmax(a, -1), a)
+    ),
+    "bits": lambda a: tf.bitcast(a, tf.int64),
     "a call": lambda a: tf.function(lambda x: tf.nn.softmax(2 * x))(a),
     "a branch": lambda a: tf.cond(
         tf.constant(W)[0, 0] > 0.0, lambda: a * 2, lambda: a * 3
@@ -328,6 +332,7 @@ UNPROVABLE = {
     "padded": lambda a: tf.pad(a, [[1, 0], [0, 0], [0, 0]]),
     "transposed sum": lambda a: tf.matmul(a[:, 0], a[:, 1], transpose_a=True),
     "cumsum over rows": lambda a: tf.cumsum(a, axis=0),
+    "halves of numbers": lambda a: tf.bitcast(a, tf.int32),
     "fft": lambda a: tf.signal.fft(tf.cast(a, tf.complex128)),
     "fixed rows beside them": lambda a: a[:, 0] + tf.constant(B[:, 0]),
 }

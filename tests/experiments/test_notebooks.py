@@ -154,7 +154,7 @@ def test_large_batches(tmp_path):
     assert scaled < 2 * small < same
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_plan(tmp_path):
     book = executed(FOLDER / "08_plan.ipynb", tmp_path)
     [gibibytes] = [

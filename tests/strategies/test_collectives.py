@@ -47,6 +47,30 @@ def test_a_group_of_one_has_its_own_value(strategies):
     assert not close(found)
 
 
+@pytest.mark.full
+def test_members_number_their_calls_alike_after_a_failed_trace(strategies):
+    strategy = strategies["mirrored_x2"]
+    groups = Groups(
+        strategy, [[0, 1]], communication="ring", timeout_seconds=60.0
+    )
+
+    def step(fails):
+        def on_replica():
+            total = groups.all_reduce(tf.constant(1.5))
+            if fails and groups.rank() == 0:
+                raise ValueError("replica 0")
+            return total
+
+        return strategy.run(on_replica)
+
+    run = tf.function(step, autograph=False)
+    with pytest.raises(ValueError, match="replica 0"):
+        run(True)
+    Groups.align()
+    local = strategy.experimental_local_results(run(False))
+    assert [float(value) for value in local] == [3.0, 3.0]
+
+
 def test_members_get_the_same_bits(strategies):
     strategy = strategies["mirrored_x3"]
     groups = Groups(strategy, [[2, 0, 1]])

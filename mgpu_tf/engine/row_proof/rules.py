@@ -282,11 +282,23 @@ def _static(tensor: tf.Tensor) -> np.ndarray | None:
         return value
     compute = _ARITHMETIC.get(tensor.op.type)
     if compute is None:
-        return None
+        return _static_length(tensor.op)
     given = [_static(each) for each in tensor.op.inputs]
     if any(each is None for each in given):
         return None
     return np.asarray(compute(*given))
+
+
+def _static_length(op: tf.Operation) -> np.ndarray | None:
+    """Returns a length of an axis that was asked of a shape, else None."""
+    asked = op.inputs[0].op if op.type == "StridedSlice" else op
+    if asked.type != "Shape" or asked is op:
+        return None
+    shape, place = asked.inputs[0].shape, _static(op.inputs[1])
+    if op.get_attr("shrink_axis_mask") != 1 or place is None or not shape.rank:
+        return None
+    length = shape[int(place[0])]
+    return None if length is None else np.asarray(length)
 
 
 def _axes(op: tf.Operation, place: int = 1) -> list[int] | None:
@@ -347,6 +359,8 @@ def _reshape(op: tf.Operation, kinds: list[Kind]) -> Kind:
     lengths = _lengths(op.inputs[1], sizes)
     if lengths is None or kind.axis:
         return _kept_axes(kind, before, after, lengths)
+    known = [n if isinstance(n, int) and n >= 0 else None for n in lengths]
+    after = after.merge_with(known)
     inner = [each.num_elements() for each in (before[1:], after[1:])]
     if None not in inner and after.rank and after[0] is None:
         old, new = inner
@@ -609,6 +623,12 @@ def _normalized(op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
     return [kinds[0], *[UNPROVEN] * (len(op.outputs) - 1)]
 
 
+def _bitcast(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """The same bits as numbers of another type of the same size."""
+    same = op.inputs[0].dtype.size == op.outputs[0].dtype.size
+    return kinds[0] if same else UNPROVEN
+
+
 def _one_hot(op: tf.Operation, kinds: list[Kind]) -> Kind:
     kind, rank = kinds[0], op.outputs[0].shape.rank
     if not isinstance(kind, Rows) or set(kinds[1:]) != {FIXED} or rank is None:
@@ -711,6 +731,7 @@ _RULES: dict[str, _Rule] = {
     "ArgMin": _position,
     "BatchMatMul": _batch_matmul,
     "BatchMatMulV2": _batch_matmul,
+    "Bitcast": _bitcast,
     "BroadcastTo": _broadcast,
     "ConcatV2": _concat,
     "Einsum": _einsum,

@@ -54,6 +54,7 @@ from mgpu_tf.engine.synchronous.replica_check import ReplicaCheck
 from mgpu_tf.engine.synchronous.step_parts import in_parts
 from mgpu_tf.engine.synchronous.traced_replicas import TracedReplicas
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
+from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.engine.traced import (
     Watch,
     Weights,
@@ -74,6 +75,7 @@ from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.runtime import determinism
 from mgpu_tf.runtime.room import lacks_room
 from mgpu_tf.strategies.balance import balanced
+from mgpu_tf.strategies.collectives import Groups
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import kind_of, topology_of
 from mgpu_tf.strategies.topology import balance_of
@@ -132,7 +134,9 @@ class SynchronousEngine(Engine):
         self, source: Source, first: int = 0, *, chain: bool, training: bool
     ) -> Feed:
         """Returns where the epochs of a run read from; as in `Engine`."""
-        del training
+        method = "train_step" if training else "test_step"
+        authored = keras_internals.overrides(self._model, method)
+        source.cuts_each = authored and source.may_differ
         return Feed(source, self._strategy, first, chain=chain)
 
     @property
@@ -493,6 +497,8 @@ class SynchronousEngine(Engine):
     ) -> Execution:
         self.prepare(source)
         step = self._step_of(kind)
+        if isinstance(step, AuthorStep):
+            step.cuts_each = source.cuts_each
         run = self._function(
             kind,
             source,
@@ -500,12 +506,19 @@ class SynchronousEngine(Engine):
         )
         notes = [seconds, float(votes.save), float(votes.end)]
         traces, exact = _traces(run), determinism.is_enabled()
-        done, examples, spent, ended, logs, means, watched = run(
+        given = (
             iterator,
             tf.constant(steps, tf.int64),
             tf.constant(notes),
             self._measured_bounds(),
         )
+        while True:
+            try:
+                results = run(*given)
+                break
+            except TraceAgain:
+                Groups.align()
+        done, examples, spent, ended, logs, means, watched = results
         self._check_ended(ended, int(done))
         return Execution(
             steps=int(done),
@@ -568,6 +581,7 @@ class SynchronousEngine(Engine):
         key = (
             *(kind, source.may_end, source.totals_known, whole, exact, jit),
             None if given else self._local.bounds,
+            source.cuts_each,
         )
         if key not in self._functions:
             self._functions[key] = tf.function(

@@ -28,6 +28,7 @@ from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.same_draws import SameDraws
 from mgpu_tf.engine.state import AgreedState, ReplicaState
 from mgpu_tf.engine.synchronous.whole_weights import WholeWeights
+from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.engine.update import Update, hand_over
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
@@ -74,6 +75,7 @@ class AuthorStep:
 
     Attributes:
         state: As given.
+        cuts_each: Whether arrays of a batch have numbers of rows of their own.
 
     Raises:
         ConfigurationError: The strategy is none of `create_strategy`.
@@ -100,6 +102,12 @@ class AuthorStep:
         self._optimizers = keras_internals.optimizers_of(model)
         self._names: list[str] = []
         self._generator: Any = None
+        # State that is written within functions, branches and loops.
+        self._direct: dict[int, keras.Variable] = {}
+        self.cuts_each = False
+        # Raised where an optimizer applies there though the author's functions
+        # of TensorFlow are traced as plain Python.
+        self._refusal: ConfigurationError | None = None
         # Each replica is a thread of its own.
         self._here = threading.local()
         # With one replica of `MirroredStrategy`, optimizers apply as with more.
@@ -160,23 +168,64 @@ class AuthorStep:
 
     def _on_global_batch(self, data: Any, local: tf.Tensor) -> dict[str, Any]:
         cut = self._exchange.cut(local)
-        data = tf.nest.map_structure(
-            lambda part: None if part is None else self._whole(part, cut), data
-        )
+        data, others = self._of_all(data, cut)
         assert isinstance(self.state, AgreedState)
-        given = self.state.held()
+        given = [
+            (variable, value)
+            for variable, value in self.state.held()
+            if id(variable) not in self._direct
+        ]
         draws = self._draws.begin()
         with (
             as_one_replica(),
             AuthorScope(given, self._write) as scope,
             self._weights.begun(),
-            self._boundary.entered(scope, cut, data),
+            self._boundary.entered(scope, cut, data, others),
         ):
             values = self._returned(data)
             writes = [(v, scope.value(v)) for v in scope.written.values()]
+        if scope.within:
+            self._direct |= scope.within
+            raise TraceAgain
         self._draws.end(draws)
         self.state.write(writes)
         return values
+
+    def _of_all(self, data: Any, cut: Cut) -> tuple[Any, dict[int, Cut]]:
+        """Returns the global batch.
+
+        Returns:
+            The batch, and of its arrays that are cut by a number of rows of
+            their own how, by identity.
+        """
+        if not self.cuts_each:
+            every = tf.nest.map_structure(
+                lambda part: None if part is None else self._whole(part, cut),
+                data,
+            )
+            return every, {}
+        parts = [
+            part
+            for part in tf.nest.flatten(data)
+            if part is not None and part.shape.rank
+        ]
+        sizes = [tf.shape(part, out_type=tf.int64)[0] for part in parts]
+        cuts = {
+            id(part): each
+            for part, each in zip(
+                parts, self._exchange.cuts(sizes), strict=True
+            )
+        }
+        others: dict[int, Cut] = {}
+
+        def whole(part: Any) -> Any:
+            if id(part) not in cuts:
+                return part
+            rows = self._whole(part, cuts[id(part)])
+            others[id(rows)] = cuts[id(part)]
+            return rows
+
+        return tf.nest.map_structure(whole, data), others
 
     def _whole(self, part: Any, cut: Cut) -> Any:
         rows = self._exchange.all_rows(part, cut)
@@ -188,15 +237,30 @@ class AuthorStep:
         except Exception as error:
             # AutoGraph wraps what is raised in a tf.function of the author's.
             refusal = _refusal_within(error)
+            if isinstance(error, tf.errors.OperatorNotAllowedInGraphError):
+                refusal = self._refusal
             if refusal is None:
                 raise
             raise refusal from None
 
     def _write(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        """Writes to a weight, or to a variable that is no state."""
+        """Writes to a variable that the scope does not keep."""
+        if id(variable) in self._direct:
+            self._check_in_step(variable)
+            self.state.write_in_place(variable, value)
+            return
         with self._exchange.apart():
             keras_internals.write_here(variable, value)
         self._weights.forget([variable])
+
+    def _check_in_step(self, variable: keras.Variable) -> None:
+        if self._boundary.is_in_call:
+            raise ConfigurationError(
+                "On several replicas state that a step writes within a "
+                "tf.function, a tf.cond or a loop of TensorFlow is written by "
+                f"no layer. Received: {variable.path}, which a layer writes "
+                "as well. Write it in the step itself."
+            )
 
     @contextlib.contextmanager
     def _as_alone(self) -> Iterator[None]:
@@ -216,6 +280,8 @@ class AuthorStep:
                 stack.enter_context(seeds)
                 stack.enter_context(self._boundary.around())
                 stack.enter_context(self._weights.around())
+                if self._refusal is not None:
+                    stack.enter_context(_inlined())
             yield
 
     def _apply(
@@ -232,14 +298,16 @@ class AuthorStep:
                 hand_over(optimizer, gradients, variables, by_pairs=by_pairs)
             return
         if within:
-            raise ConfigurationError(
-                "On several replicas an optimizer applies outside of "
-                "tf.function, tf.cond and loops of TensorFlow. Received: "
-                f"{optimizer.name!r}, inside of one in {self._method} of "
-                f"{type(self._model).__name__}. Apply in the step itself, "
-                "without tf.function; the option gradient_accumulation_steps "
-                "of an optimizer accumulates."
+            again = self._refusal is None
+            self._refusal = ConfigurationError(
+                "On several replicas an optimizer applies outside of tf.cond, "
+                "loops of TensorFlow and what AutoGraph makes of them. "
+                f"Received: {optimizer.name!r}, inside of one in "
+                f"{self._method} of {type(self._model).__name__}. Apply in "
+                "the step itself; the option gradient_accumulation_steps of "
+                "an optimizer accumulates."
             )
+            raise TraceAgain if again else self._refusal
         present = [gradient is not None for gradient in gradients]
         given = [gradient for gradient in gradients if gradient is not None]
 
@@ -264,6 +332,17 @@ class AuthorStep:
         with self._exchange.apart():
             context.merge_call(apply, args=(given,))
         self._weights.forget(variables)
+
+
+@contextlib.contextmanager
+def _inlined() -> Iterator[None]:
+    """Lets a `tf.function` be the Python function that it was made of."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
 
 
 def _refusal_within(error: BaseException | None) -> BaseException | None:
