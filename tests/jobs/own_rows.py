@@ -54,7 +54,7 @@ def build():
 def fit(strategy, shuffle):
     """Trains in float64; returns losses, weights and the rows that were read.
 
-    Making a source reads row 0 for its shape, and then the first two as a batch.
+    Making a source reads row 0 for its shape, then the first two together.
     """
     cases.set_floatx("float64")
     try:
