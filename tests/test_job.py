@@ -19,7 +19,7 @@ STRATEGIES = {
     "mirrored": ("--num_virtual_devices=4",),
     "multi_worker_mirrored": ("--num_workers=2",),
 }
-ROWS = tiered(list(STRATEGIES), ["one_device", "multi_worker_mirrored"])
+ROWS = tiered(list(STRATEGIES), ["one_device"])
 
 
 @pytest.fixture(scope="module")

@@ -163,6 +163,7 @@ class LayerCalls:
         rows = _rows(given)
         proof.take([*rows, *_masks(rows)], Rows())
         mark, first = scope.mark(), len(scope.losses)
+        masked = [(row, keras_internals.mask_of(row)) for row in rows]
         with proving(proof):
             outputs = own(*given[0], **given[1])
         kinds = [proof.of(loss) for loss in scope.losses[first:]]
@@ -184,6 +185,10 @@ class LayerCalls:
         if added and any(id(each) in self._whole for each in inner):
             return outputs, False
         scope.reset(mark)
+        # Some of Keras's layers take the mask from what they are called with.
+        for row, mask in masked:
+            if mask is not None:
+                keras_internals.set_mask(row, mask)
         self._take_whole(
             layer,
             "each row of its outputs comes of its own row"

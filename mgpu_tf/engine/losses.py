@@ -530,6 +530,9 @@ def _for_author(
         return total / tf.cast(share.same_rows, total.dtype)
     mean = tf.identity(part / share.fraction(part.dtype))
     current.proof.take([mean], MEAN if proven else UNPROVEN)
+    if proven:
+        # What it is written to, such as a metric, is read.
+        current.reader.take_mean(mean)
     return mean
 
 

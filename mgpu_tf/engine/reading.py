@@ -316,6 +316,10 @@ class Reader:
         self._declared.append(value)
         return value
 
+    def take_mean(self, value: tf.Tensor) -> None:
+        """Notes that a value is a mean over the rows, whatever made it."""
+        self._means.append(value)
+
     def contribution(
         self,
         value: tf.Tensor,

@@ -54,6 +54,7 @@ tf.config.set_logical_device_configuration(cpu, two)
 """
 
 
+@pytest.mark.full
 def test_from_a_scope(folder):
     """On two parts of the CPU it has the weights of one device."""
     stock = "tf.distribute.MirroredStrategy()"
@@ -69,6 +70,7 @@ def test_from_a_scope(folder):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_from_plain_keras(folder):
     history = run(side("plain", "+"), folder)["history"]
     assert set(history.history) == {"loss", "mae", "val_loss", "val_mae"}

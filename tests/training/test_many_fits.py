@@ -14,7 +14,8 @@ from mgpu_tf.errors import ConfigurationError
 
 
 def build():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    layers = [keras.layers.Dense(3), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
     model.compile("adam", "mse")
     return model
 
@@ -73,7 +74,7 @@ def test_calls_leave_nothing(name, strategies):
     assert (objects() - known) / 2 < 100
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_a_thousand_fits(strategies):
     trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
     x = np.ones((24, 4), "float32")
