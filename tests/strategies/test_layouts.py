@@ -143,7 +143,6 @@ FEATURES = {
     "`recompute`": Feature(options={"recompute": "layers"}),
     "`step_parts`": Feature(options={"step_parts": 2}),
     "`run_eagerly`": Feature(compiled={"run_eagerly": True}),
-    '`on_nan="restore"`': Feature(options={"on_nan": "restore"}),
     "`noise_scale`": Feature(options={"noise_scale": True}),
     "`check_replicas_every`": Feature(options={"check_replicas_every": 1}),
 }
