@@ -23,8 +23,8 @@ from mgpu_tf.strategies.topology import LocalReplicas
 SIZES_DIFFER = (
     "On several replicas the inputs, targets and weights of a batch must have "
     "the same number of rows. Received: a batch with different numbers of "
-    "rows. Repeat or pad the shorter arrays, write a train_step of your own, or "
-    "use the strategy one_device."
+    "rows. Repeat or pad the shorter arrays, write a train_step of your own, "
+    "or use the strategy one_device."
 )
 
 
