@@ -1,4 +1,4 @@
-"""What a change must pass: lint, the default tests, the full tier.
+"""What a change must pass: lint, the default tests, jobs on real clusters.
 
     .ci/run
 
@@ -116,9 +116,8 @@ def main():
     decide("test")
     if missing := missing_for_clusters():
         red.append(f"make test-clusters, which needs {missing}: NOT RUN")
-        decide("test-rest")
     else:
-        decide("test-full")
+        decide("test-clusters")
     run(".venv/bin/python", "-m", "tests.tables")
     for test in flaky:
         print(f"FLAKY: {test}")

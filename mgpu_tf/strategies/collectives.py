@@ -126,8 +126,11 @@ class Groups:
         processes do this together, outside of replicas.
         """
         for groups in cls._every:
-            calls = groups._calls
-            calls.update(dict.fromkeys(calls, max(calls.values())))
+            groups.catch_up()
+
+    def catch_up(self) -> None:
+        """Lets the members of this process number their calls alike."""
+        self._calls = dict.fromkeys(self._calls, max(self._calls.values()))
 
     def rank(self, replica: int | None = None) -> int:
         """Returns the place of a replica in its group. On a replica.

@@ -217,8 +217,38 @@ def test_mistakes_are_told():
         )
 
 
-def test_a_loop_of_ones_own_is_refused(strategies):
-    with pytest.raises(mgpu_tf.ConfigurationError, match="whole weights"):
-        mgpu_tf.Loop(
-            lambda: {"metric": keras.metrics.Mean()}, strategies["fsdp_x3"]
-        )
+def test_a_loop_of_ones_own(strategies):
+    """It ends where the same steps by hand end, on rows of unequal shares."""
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(8, 3)), generator.normal(size=(8, 1))
+
+    def build():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+        optimizer = keras.optimizers.Adam(0.01, clipnorm=0.1)
+        optimizer.build(model.trainable_variables)
+        return {"model": model, "optimizer": optimizer}
+
+    def step(objects, batch):
+        model, optimizer = objects["model"], objects["optimizer"]
+        with tf.GradientTape() as tape:
+            pairs = model(batch[0]) - keras.ops.cast(batch[1], "float32")
+            loss = keras.ops.mean(keras.ops.logsumexp(pairs, axis=0))
+        weights = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+    alone = build()
+    loop = mgpu_tf.Loop(build, strategies["fsdp_x3"])
+    for _ in range(3):
+        expected = step(alone, (tf.constant(x, "float32"), y))["loss"]
+        found = loop.run(step, (x.astype("float32"), y))
+    np.testing.assert_allclose(found["loss"], expected, rtol=1e-5)
+    kernel = loop.objects["model"].trainable_variables[0]
+    assert isinstance(kernel.value, ShardedVariable)
+    np.testing.assert_allclose(
+        kernel.numpy(),
+        alone["model"].trainable_variables[0].numpy(),
+        rtol=1e-5,
+        atol=1e-7,
+    )

@@ -45,7 +45,7 @@ class RowProof:
         fixed: Callable[[Any], bool] = lambda handle: True,
         outer: RowProof | None = None,
     ) -> None:
-        self._fixed = fixed
+        self.fixed = fixed
         self._outer = outer
         self._under_way: set[int] = set()
         self._kinds: dict[int, Kind] = {}
@@ -77,12 +77,17 @@ class RowProof:
 
     def begin_as(self, other: RowProof) -> None:
         """Takes for known what another proof was given as known."""
-        self._fixed = other._fixed
-        self._kinds |= other._taken
-        self._taken |= other._taken
-        self._walked |= other._skipped
-        self._skipped |= other._skipped
-        self._alive += other._alive
+        self.fixed, taken, skipped, alive = other.given
+        self._kinds |= taken
+        self._taken |= taken
+        self._walked |= skipped
+        self._skipped |= skipped
+        self._alive += alive
+
+    @property
+    def given(self) -> tuple[Any, dict[int, Kind], dict[int, int], list[Any]]:
+        """What was given as known, and what keeps it alive."""
+        return self.fixed, self._taken, self._skipped, self._alive
 
     def of(self, tensor: Any) -> Kind:
         """Returns what is proven of a tensor."""
@@ -113,7 +118,7 @@ class RowProof:
             kinds = [self._of_captured(op)]
             return kinds * count
         if op.type in READS or op.type in ("ResourceGather",):
-            if not self._fixed(op.inputs[0] if op.inputs else op.outputs[0]):
+            if not self.fixed(op.inputs[0] if op.inputs else op.outputs[0]):
                 return [UNPROVEN] * count
         elif op.type.startswith("Assign") and op.type.endswith("VariableOp"):
             # What reads the variable later depends on the rows as well.
@@ -166,7 +171,7 @@ class RowProof:
         body = body_of(op, function)
         if body is None or len(body.inputs) != len(kinds):
             return UNPROVEN
-        inner = RowProof(fixed=self._fixed, outer=self)
+        inner = RowProof(fixed=self.fixed, outer=self)
         for tensor, kind in zip(body.inputs, kinds, strict=True):
             inner.take([tensor], kind)
         found = [inner.of(tensor) for tensor in body.outputs]
@@ -215,7 +220,7 @@ class RowProof:
     def _called_outputs(self, body: Any, kinds: list[Kind]) -> list[Kind]:
         if body is None or len(body.inputs) != len(kinds):
             return [UNPROVEN]
-        inner = RowProof(fixed=self._fixed, outer=self)
+        inner = RowProof(fixed=self.fixed, outer=self)
         for tensor, kind in zip(body.inputs, kinds, strict=True):
             inner.take([tensor], kind)
         return [inner.of(tensor) for tensor in body.outputs]

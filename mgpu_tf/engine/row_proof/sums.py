@@ -121,7 +121,7 @@ class SumProof(RowProof):
             return UNPROVEN
         if not _is_computable(op):
             return UNPROVEN
-        inner = SumProof(RowProof(fixed=self._fixed))
+        inner = SumProof(RowProof(fixed=self.fixed))
         for tensor, kind in zip(graph.inputs, kinds, strict=True):
             inner.take([tensor], kind)
         found = [inner.of(tensor) for tensor in graph.outputs]
