@@ -34,6 +34,10 @@ PREEMPTED = 75
 class ConfigurationError(ValueError):
     """An argument, flag or environment variable breaks a rule."""
 
+    # Keras adds the arguments of a layer to errors that its call raises, many
+    # lines of them, unless an error says that it has been there.
+    _keras_call_info_injected = True
+
 
 class ClusterError(ConfigurationError):
     """`TF_CONFIG` or the scheduler describes no usable cluster."""

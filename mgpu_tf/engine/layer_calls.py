@@ -5,7 +5,8 @@ it is proven that each row of its outputs comes of its own row, and that what it
 adds to the loss is a sum or a mean over the rows, all is well. If not, replicas
 send each other the inputs of this layer, and each computes the layer whole: its
 outputs, its losses, its state and its draws are those of one device, whatever
-the layer does. Each replica goes on with its rows of the outputs.
+the layer does. Each replica goes on with its rows of the outputs. Where parts
+of a batch are computed one after another, such a layer is refused.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from mgpu_tf.engine.row_proof import (
 )
 from mgpu_tf.engine.state import ReplicaState
 from mgpu_tf.engine.step_scope import StepScope
+from mgpu_tf.engine.trace_again import TraceAgain
+from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -47,8 +50,10 @@ class LayerCalls:
     Args:
         model: A built model.
         state: Knows the seeds.
-        exchange: Gives replicas the rows of all; None where layers are not
-            looked at.
+        exchange: Gives replicas the rows of all; None where nothing does.
+        in_parts: Whether parts of a batch are computed one after another.
+        plainly: Lets a layer be called once in a step and not layer by layer.
+            Returns whether that changes anything. None where none is.
     """
 
     def __init__(
@@ -56,10 +61,15 @@ class LayerCalls:
         model: keras.Model,
         state: ReplicaState,
         exchange: Exchange | None,
+        *,
+        in_parts: bool = False,
+        plainly: Callable[[keras.layers.Layer], bool] | None = None,
     ) -> None:
         self._model = model
         self._state = state
         self._exchange = exchange
+        self._in_parts = in_parts
+        self._plainly = plainly
         self._layers = keras_internals.layers_of(model)
         own = [
             layer
@@ -72,7 +82,8 @@ class LayerCalls:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Lets layers be called so, while a step is traced."""
-        if self._exchange is None or not self._own:
+        looks = self._exchange is not None or self._in_parts
+        if not looks or not self._own:
             yield
             return
         with keras_internals.calls_replaced(self._layers, self._called):
@@ -104,6 +115,14 @@ class LayerCalls:
         return True
 
     def _take_whole(self, layer: keras.layers.Layer, unproven: str) -> None:
+        if self._exchange is None:
+            raise ConfigurationError(
+                "Where parts of a batch are computed one after another, a "
+                "layer makes each row of its own row. Received: "
+                f"{layer.name!r} ({type(layer).__name__}), of which it is not "
+                f"proven that {unproven}. Use a strategy without a pipeline, "
+                "and no step_parts."
+            )
         self._whole.add(id(layer))
         _log.info(
             "%s (%s) is computed whole by each replica, of the inputs that "
@@ -114,6 +133,8 @@ class LayerCalls:
             type(layer).__name__,
             unproven,
         )
+        if self._plainly is not None and self._plainly(layer):
+            raise TraceAgain
 
     def _called(
         self,

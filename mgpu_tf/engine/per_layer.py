@@ -116,6 +116,23 @@ class LayerByLayer:
         # What a layer reads besides its own weights.
         self._others: dict[int, list[keras.Variable]] = {}
 
+    def compute_plainly(self, layer: keras.layers.Layer) -> bool:
+        """Lets the layer that holds one be computed once in a step.
+
+        Args:
+            layer: One of the model's layers.
+
+        Returns:
+            Whether it was computed in another way before.
+        """
+        for unit in self._units:
+            held = [unit, *keras_internals.inner_layers(unit)]
+            if any(each is layer for each in held):
+                known = id(unit) in self._plain
+                self._plain.add(id(unit))
+                return not known
+        return False
+
     def _small(self, split: list[keras.Variable]) -> list[keras.Variable]:
         """Returns vectors that are together small beside a layer."""
         layer = max(
@@ -311,6 +328,10 @@ class LayerByLayer:
             for each in inputs
         )
         if composite or id(layer) in self._plain:
+            for variable in layer.variables:
+                if self.is_split(variable):
+                    # Before the call, which reads what is known then.
+                    scope.get_current_value(variable)
             return own(*args, **kwargs)
         scope.busy = True
         try:

@@ -60,6 +60,7 @@ class ReplicaStep:
         same_rows: How many replicas have the same rows.
         exchange: Gives replicas the rows of all; None where they never have
             them at once.
+        in_parts: Whether parts of a batch are computed one after another.
 
     Attributes:
         alike: Of each gradient, whether it is of rows that all replicas
@@ -84,13 +85,19 @@ class ReplicaStep:
         tensor: TensorParallel | None = None,
         same_rows: int = 1,
         exchange: Exchange | None = None,
+        *,
+        in_parts: bool = False,
     ) -> None:
         self._model = model
         self._exchange = exchange
         self._metrics = GlobalMetrics(model)
-        # What computes layers in its own way does not compute them whole.
-        looked_at = None if layers is not None else exchange
-        self._calls = LayerCalls(model, state, looked_at)
+        self._calls = LayerCalls(
+            model,
+            state,
+            exchange,
+            in_parts=in_parts,
+            plainly=None if layers is None else layers.compute_plainly,
+        )
         self._layers = layers
         self._tensor = tensor
         self._same_rows = same_rows

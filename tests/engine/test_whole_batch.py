@@ -195,19 +195,11 @@ CASES = {
     "state that is no sum": network(Centre),
 }
 QUICK = ["flattened tokens", "masked", "weights by their sum", "a router"]
-# Layers of these are computed one by one, so none is computed whole.
-BY_LAYER = ("fsdp_x3",)
 
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("name", tiered(list(CASES), QUICK))
 def test_as_keras(name, column, strategies):
-    if column in BY_LAYER and name in (
-        *("a router", "a router that stays cut"),
-        *("a running mean", "pairs in a layer"),
-        *("a router of tokens", "state that is no sum"),
-    ):
-        pytest.skip("computed layer by layer")
     x, y = data()
     fit = {"batch_size": 13, "epochs": 2, "shuffle": False, "verbose": 0}
     keras.utils.set_random_seed(0)

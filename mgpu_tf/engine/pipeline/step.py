@@ -136,7 +136,13 @@ class PipelineStep(ReplicaStep):
     ) -> None:
         self._micro = strategy.micro_batches
         parts = strategy.num_replicas_in_sync * self._micro
-        super().__init__(model, loss, state, parts)  # type: ignore[arg-type]
+        super().__init__(
+            model,
+            loss,  # type: ignore[arg-type]
+            state,
+            parts,
+            in_parts=parts > 1,
+        )
         self._strategy = strategy
         self._stages = stages
         self._recompute = recompute

@@ -407,6 +407,7 @@ class SynchronousEngine(Engine):
             self._tensor(),
             self._local.same_rows,
             self._exchange,
+            in_parts=self._options.step_parts > 1,
         )
 
     def _make_exchange(self) -> Exchange | None:
