@@ -105,8 +105,8 @@ class DistributedModel:
             self.peers.compare(self._facts())
             with strategy.scope(), self.peers.same_variables():
                 self.model = _model_of(build_model, self._options.precision)
-                keras_internals.quantizes_in(self.model, strategy.scope)
             self._engine = self._new_engine()
+            keras_internals.quantizes_in(self.model, strategy.scope)
             self.configuration = agreement.configuration(self.model)
             self._compare_model()
 
