@@ -235,8 +235,11 @@ class ShardedVariable(values.MirroredVariable):
     @property
     def handle(self) -> Any:
         """Returns the handle of what this replica stores, or of its lender."""
-        in_update = distribute_lib.get_update_replica_id() is not None
-        if self.lender is None or in_update:
+        if distribute_lib.get_update_replica_id() is not None:
+            return self.here().handle
+        if self._replica() is None:
+            return super().handle  # Refuses, where there is no replica.
+        if self.lender is None:
             return self.here().handle
         return self.lender.handle(self)
 
