@@ -359,7 +359,7 @@ class PipelineStep(ReplicaStep):
                 _log.info(
                     "pipeline: the loss or a metric needs all rows, so all "
                     "micro-batches go forward before one goes back: %s",
-                    str(reason).split("Received: ")[-1].split(", which")[0],
+                    str(reason).split("Received: ")[1].split(". ")[0],
                 )
         own_loss = self._head is not None and self._head.regularizes
         if own_loss and kind in self._by_head:
