@@ -391,10 +391,17 @@ class Engine(abc.ABC):
         with self._strategy.scope():
             building.build(self._model, source.example())
 
-    def build_layers(self, source: Source) -> None:
-        """Creates the variables of the model's layers, and nothing else."""
+    def build_layers(self, source: Source, *, training: bool = False) -> None:
+        """Creates the variables of the model's layers, and nothing else.
+
+        Args:
+            source: The batches.
+            training: Whether they are for training.
+        """
         with self._strategy.scope():
-            building.build_layers(self._model, source.example())
+            building.build_layers(
+                self._model, source.example(), training=training
+            )
         # Replicas write where the generator of unseeded draws is.
         keras_internals.global_seed_of(self._strategy)
 

@@ -65,23 +65,39 @@ def build(model: keras.Model, example: Any) -> None:
     elif not keras_internals.is_built(model):
         optimizers = keras_internals.optimizers_of(model)
         try:
-            with keras_internals.built_when_applied(optimizers):
+            with keras_internals.not_applied(optimizers) as applied:
                 _run_once(model, model.train_step, example)
+            for optimizer, weights in applied:
+                if not optimizer.built:
+                    optimizer.build(weights)
         except Exception as error:
             _build_otherwise(model, example, error)
         _build_evaluation(model, example)
     _warn_of_resets(model)
 
 
-def build_layers(model: keras.Model, example: Any) -> None:
+def build_layers(
+    model: keras.Model, example: Any, *, training: bool = False
+) -> None:
     """Creates the variables of a model's layers, and nothing else.
 
     Args:
         model: A model.
         example: The specs of a batch.
+        training: Whether the batch is one of `train_step`, which need not
+            be one of `call`.
     """
     if model.built:
         return
+    if training and keras_internals.overrides(model, "train_step"):
+        optimizers = keras_internals.optimizers_of(model)
+        try:
+            with keras_internals.not_applied(optimizers):
+                _run_once(model, model.train_step, example)
+            return
+        except Exception:
+            if not keras_internals.overrides(model, "call"):
+                return  # `build` says why.
     if keras_internals.overrides(model, "predict_step"):
         _run_once(model, model.predict_step, example)
         return

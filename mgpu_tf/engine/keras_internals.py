@@ -111,18 +111,20 @@ def build_layers(model: keras.Model, x: Any) -> None:
 
 
 @contextlib.contextmanager
-def built_when_applied(
+def not_applied(
     optimizers: list[keras.optimizers.Optimizer],
-) -> Iterator[None]:
-    """Lets optimizers make their variables for what they would apply to.
+) -> Iterator[list[tuple[keras.optimizers.Optimizer, list[keras.Variable]]]]:
+    """Lets optimizers apply nothing, nor make their variables.
 
-    They do so at the end: in a scope a variable is not made at once, and then
-    not beside its weight.
+    In a scope a variable is not made at once, and then not beside its weight.
 
     Args:
-        optimizers: Some optimizers; what they do is put off for a while.
+        optimizers: Some optimizers.
+
+    Yields:
+        Those that would have been applied, each with its weights.
     """
-    applied: dict[int, list[keras.Variable]] = {}
+    applied: list[tuple[keras.optimizers.Optimizer, list[keras.Variable]]] = []
 
     def instructions(
         optimizer: keras.optimizers.Optimizer,
@@ -130,15 +132,12 @@ def built_when_applied(
         def note_only(gradients: Any, variables: Any = None) -> None:
             del gradients
             if variables is not None:
-                applied.setdefault(id(optimizer), list(variables))
+                applied.append((optimizer, list(variables)))
 
         return {"apply": note_only}
 
     with _replaced(optimizers, instructions):
-        yield
-    for optimizer in optimizers:
-        if id(optimizer) in applied and not optimizer.built:
-            optimizer.build(applied[id(optimizer)])
+        yield applied
 
 
 def takes_training(model: keras.Model) -> bool:
@@ -1037,7 +1036,11 @@ _BY_ROW = (
 _CORE_BY_ROW = (
     keras.layers.Dense,
     keras.layers.Embedding,
+    keras.layers.HashedCrossing,
+    keras.layers.Hashing,
     keras.layers.Identity,
+    keras.layers.IntegerLookup,
+    keras.layers.StringLookup,
     keras.layers.InputLayer,
     keras.layers.Masking,
     keras.layers.Add,
@@ -1130,6 +1133,26 @@ def layers_support_jit(model: keras.Model) -> bool:
 def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
     """Returns the layers of a model, nested ones included."""
     return list(model._flatten_layers())
+
+
+def functions_of(
+    layers: list[keras.layers.Layer],
+) -> list[keras.Operation]:
+    """Returns the functions of `keras.ops` that functional models call."""
+    found = {
+        id(each): each
+        for layer in layers
+        if isinstance(layer, keras.src.models.Functional)
+        for each in layer.operations
+        if not isinstance(each, keras.layers.Layer)
+    }
+    return list(found.values())
+
+
+def is_graph_of_layers(layer: keras.layers.Layer) -> bool:
+    """Returns whether the call of a model is that of its layers, no more."""
+    own = keras.src.models.Functional.call, keras.Sequential.call
+    return isinstance(layer, keras.Model) and type(layer).call in own
 
 
 def mask_of(tensor: Any) -> Any | None:

@@ -1,12 +1,16 @@
 """Calls of layers in a step in which a replica has its rows.
 
-A layer of the author's own is looked at when it is called (`row_proof.py`). If
-it is proven that each row of its outputs comes of its own row, and that what it
-adds to the loss is a sum or a mean over the rows, all is well. If not, replicas
-send each other the inputs of this layer, and each computes the layer whole: its
-outputs, its losses, its state and its draws are those of one device, whatever
-the layer does. Each replica goes on with its rows of the outputs. Where parts
-of a batch are computed one after another, such a layer is refused.
+Layers of Keras's that make each row of its own row are known by their type.
+Each other layer, and each function of `keras.ops` in a functional model, is
+looked at when it is called (`row_proof.py`). If it is proven that each row of
+its outputs comes of its own row, and that what it adds to the loss is a sum or
+a mean over the rows, all is well. If not, replicas send each other the inputs
+of this layer, and each computes the layer whole: its outputs, its losses, its
+state and its draws are those of one device, whatever the layer does. Each
+replica goes on with its rows of the outputs. Outputs whose first axis is not
+that of the rows stay whole, and so does what a functional model makes of them,
+up to its outputs. Where parts of a batch are computed one after another, such
+a layer is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from mgpu_tf.engine.contributions import (
     current_share,
     sharing,
 )
-from mgpu_tf.engine.exchange import Exchange
+from mgpu_tf.engine.exchange import Cut, Exchange
 from mgpu_tf.engine.random_rows import entered_again
 from mgpu_tf.engine.row_proof import (
     FIXED,
@@ -42,6 +46,11 @@ from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
+_WHOLE_EAGERLY = (
+    "%s (%s) is computed whole by each replica, of the inputs that replicas "
+    "send each other: it runs eagerly, and it is not proven that each row of "
+    "its outputs comes of its own row"
+)
 
 
 class LayerCalls:
@@ -71,22 +80,30 @@ class LayerCalls:
         self._in_parts = in_parts
         self._plainly = plainly
         self._layers = keras_internals.layers_of(model)
-        own = [
-            layer
-            for layer in self._layers
-            if not keras_internals.is_keras_own(layer)
+        self._every = [
+            *self._layers,
+            *keras_internals.functions_of(self._layers),
         ]
-        self._own = {id(layer) for layer in own}
+        # Before the parts of layers are replaced for a trace.
+        self._by_row = set(
+            map(id, filter(keras_internals.is_by_row, self._layers))
+        )
+        self._graphs = {
+            id(layer)
+            for layer in self._layers
+            if keras_internals.is_graph_of_layers(layer)
+        }
         self._whole: set[int] = set()
+        # Whether a layer that runs eagerly is proven, by what it is given.
+        self._eager: dict[Any, bool] = {}
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Lets layers be called so, while a step is traced."""
-        looks = self._exchange is not None or self._in_parts
-        if not looks or not self._own:
+        if self._exchange is None and not self._in_parts:
             yield
             return
-        with keras_internals.calls_replaced(self._layers, self._called):
+        with keras_internals.calls_replaced(self._every, self._called):
             yield
 
     def compute_whole(self, variable: keras.Variable) -> bool:
@@ -103,7 +120,7 @@ class LayerCalls:
         owners = [
             layer
             for layer in self._layers
-            if id(layer) in self._own - self._whole
+            if id(layer) not in self._graphs | self._by_row | self._whole
             and any(own is variable for own in layer.variables)
         ]
         if not owners:
@@ -149,18 +166,27 @@ class LayerCalls:
             or share.replicas == 1
             or not isinstance(scope, StepScope)
             or scope.has_all_rows
-            or tf.executing_eagerly()
+            or scope.within_trusted
         ):
             return own(*arguments, **named)
-        proofs = active()
         given = (arguments, named)
-        if id(layer) not in self._own:
-            outputs = own(*arguments, **named)
-            if keras_internals.is_by_row(layer):
-                for proof in proofs:
-                    trust(proof, given, outputs)
-            return outputs
-        if id(layer) in self._whole:
+        if tf.executing_eagerly():
+            return self._called_eagerly(layer, own, given, scope, share)
+        if id(layer) in self._graphs:
+            return self._through_graph(own, given, scope, share)
+        proofs = active()
+        nested = tf.compat.v1.get_default_graph() is not scope.graph
+        if proofs and (nested or not _in_rows(proofs[-1], given)):
+            # The proof of the layer in which it is called says what it makes.
+            return own(*arguments, **named)
+        rows = _rows(given)
+        kinds = {scope.kinds.get(id(row), (row, Rows()))[1] for row in rows}
+        if any(id(leaf) in scope.whole for leaf in tf.nest.flatten(given)):
+            return self._computed_whole(layer, own, given, scope, share)
+        if id(layer) in self._by_row and len(kinds) < 2:
+            outputs, proven = self._trusted(own, given, scope), True
+            self._keep(scope, outputs, kinds.pop() if kinds else FIXED)
+        elif id(layer) in self._whole:
             outputs = self._computed_whole(layer, own, given, scope, share)
             proven = True
         else:
@@ -168,7 +194,152 @@ class LayerCalls:
         if proven:
             for proof in proofs:
                 trust(proof, given, outputs)
+                if id(layer) in self._whole:
+                    leaves = tf.nest.flatten(outputs)
+                    proof.take(
+                        [leaf for leaf in leaves if _is_same(leaf)], FIXED
+                    )
         return outputs
+
+    @staticmethod
+    def _trusted(own: Callable[..., Any], given: Any, scope: StepScope) -> Any:
+        """Calls a layer of Keras's, with what is inside of it."""
+        scope.within_trusted = True
+        try:
+            return own(*given[0], **given[1])
+        finally:
+            scope.within_trusted = False
+
+    def _through_graph(
+        self,
+        own: Callable[..., Any],
+        given: Any,
+        scope: StepScope,
+        share: BatchShare,
+    ) -> Any:
+        """Calls a functional model; its outputs are of this replica's rows."""
+        within, scope.within_graph = scope.within_graph, True
+        try:
+            outputs = own(*given[0], **given[1])
+        finally:
+            scope.within_graph = within
+        if within or not scope.whole:
+            return outputs
+        assert self._exchange is not None
+        cut = self._exchange.cut(share.local)
+        return tf.nest.map_structure(
+            lambda leaf: (
+                _part(leaf, cut, "the model")
+                if id(leaf) in scope.whole
+                else leaf
+            ),
+            outputs,
+        )
+
+    def _called_eagerly(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        given: Any,
+        scope: StepScope,
+        share: BatchShare,
+    ) -> Any:
+        """Calls a layer that runs eagerly; the outermost one is proven.
+
+        It is traced for that. If it is not proven, or cannot be traced, it is
+        computed of the rows of all.
+        """
+        if scope.within_graph or self._exchange is None:
+            return own(*given[0], **given[1])
+        local = int(share.local)
+        rows = {
+            id(leaf): leaf
+            for leaf in tf.nest.flatten(given)
+            if isinstance(leaf, tf.Tensor) and leaf.shape[:1] == [local]
+        }
+        scope.within_graph = True
+        try:
+            specs = tuple((t.dtype, *t.shape[1:]) for t in rows.values())
+            key = id(layer), scope.trains, specs
+            if key not in self._eager:
+                self._eager[key] = self._proven(layer, own, given, rows, scope)
+                if not self._eager[key]:
+                    _log.info(_WHOLE_EAGERLY, layer.name, type(layer).__name__)
+            if self._eager[key]:
+                return own(*given[0], **given[1])
+            cut = self._exchange.cut(share.local)
+            every = {
+                key: self._exchange.joined(row, cut)
+                for key, row in rows.items()
+            }
+            arguments, named = tf.nest.map_structure(
+                lambda leaf: every.get(id(leaf), leaf), given
+            )
+            outputs = self._of_all_rows(layer, own, arguments, named, scope)
+            total = int(cut.total)
+
+            def part(leaf: Any) -> Any:
+                if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
+                    return leaf
+                several = leaf.shape[0] % total == 0
+                return _part(leaf, cut, layer.name) if several else leaf
+
+            return tf.nest.map_structure(part, outputs)
+        finally:
+            scope.within_graph = False
+
+    def _proven(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        given: Any,
+        rows: dict[int, tf.Tensor],
+        scope: StepScope,
+    ) -> bool:
+        """Traces a call of a layer that runs eagerly, and looks at it."""
+        mark, graph, whole = scope.mark(), scope.graph, set(self._whole)
+        proven = []
+
+        def call(*traced: tf.Tensor) -> None:
+            scope.graph = tf.compat.v1.get_default_graph()
+            every = dict(zip(rows, traced, strict=True))
+            arguments, named = tf.nest.map_structure(
+                lambda leaf: every.get(id(leaf), leaf), given
+            )
+            proof = RowProof(traced)
+            first = len(scope.losses)
+            with proving(proof):
+                outputs = own(*arguments, **named)
+            leaves = tf.nest.flatten(outputs, expand_composites=True)
+            proven.append(
+                self._whole == whole
+                and all(map(_is_apart, map(proof.of, leaves)))
+                and all(
+                    id(loss) in scope.known_losses
+                    or proof.of(loss) in (SUM, MEAN, FIXED)
+                    for loss in scope.losses[first:]
+                )
+            )
+
+        specs = [
+            tf.TensorSpec([None, *row.shape[1:]], row.dtype)
+            for row in rows.values()
+        ]
+        try:
+            tf.function(call, autograph=False).get_concrete_function(*specs)
+        except Exception:  # Code of the author's that needs values.
+            return False
+        finally:
+            scope.reset(mark)
+            scope.graph, self._whole = graph, whole
+        return proven == [True]
+
+    @staticmethod
+    def _keep(scope: StepScope, outputs: Any, kind: Any) -> None:
+        """Notes what else outputs are than rows."""
+        if kind not in (Rows(), FIXED):
+            for leaf in _rows(outputs):
+                scope.kinds[id(leaf)] = (leaf, kind)
 
     def _tried(
         self,
@@ -182,7 +353,9 @@ class LayerCalls:
         proof = RowProof()
         proof.skip(tf.compat.v1.get_default_graph())
         rows = _rows(given)
-        proof.take([*rows, *_masks(rows)], Rows())
+        for row in rows:
+            kind = scope.kinds.get(id(row), (row, Rows()))[1]
+            proof.take([row, *_masks([row])], kind)
         mark, first = scope.mark(), len(scope.losses)
         masked = [(row, keras_internals.mask_of(row)) for row in rows]
         with proving(proof):
@@ -194,17 +367,21 @@ class LayerCalls:
             for loss, kind in zip(scope.losses[first:], kinds, strict=True)
         )
         leaves = tf.nest.flatten(outputs, expand_composites=True)
-        apart = not rows or all(
-            kind == FIXED or (isinstance(kind, Rows) and not kind.axis)
-            for kind in map(proof.of, leaves)
-        )
+        made = [proof.of(leaf) for leaf in leaves]
+        apart = not rows or all(map(_is_apart, made))
         if added and apart:
             for place, kind in enumerate(kinds, first):
                 self._note_loss(layer, scope, place, kind, share)
+            if not active():
+                for leaf, kind in zip(leaves, made, strict=True):
+                    self._keep(scope, leaf, kind)
             return outputs, True
-        inner = keras_internals.inner_layers(layer)
-        if added and any(id(each) in self._whole for each in inner):
-            return outputs, False
+        if (
+            added
+            and active()
+            and all(kind == FIXED or isinstance(kind, Rows) for kind in made)
+        ):
+            return outputs, False  # Its caller's proof goes on from there.
         scope.reset(mark)
         # Some of Keras's layers take the mask from what they are called with.
         for row, mask in masked:
@@ -256,10 +433,48 @@ class LayerCalls:
     ) -> Any:
         assert self._exchange is not None
         cut = self._exchange.cut(share.local)
-        every = {id(row): self._joined(row) for row in _rows(given)}
+        leaves = tf.nest.flatten(given)
+        every = {
+            id(row): self._joined(row)
+            for row in _rows(given)
+            if id(row) not in scope.whole
+        }
+        proof = RowProof()
+        proof.skip(tf.compat.v1.get_default_graph())
+        known = scope.whole | scope.kinds
+        for leaf in leaves:
+            if id(leaf) in every or id(leaf) in scope.whole:
+                _, kind = known.get(id(leaf), (leaf, Rows()))
+                proof.take([every.get(id(leaf), leaf)], kind)
+        mixes = not any(id(leaf) in scope.whole for leaf in leaves)
         arguments, named = tf.nest.map_structure(
             lambda leaf: every.get(id(leaf), leaf), given
         )
+        outputs = self._of_all_rows(layer, own, arguments, named, scope)
+
+        def part(output: Any) -> Any:
+            if not isinstance(output, tf.Tensor) or _is_same(output):
+                return output
+            kind = proof.of(output)
+            first = isinstance(kind, Rows) and not kind.axis
+            # Of whole inputs what is not proven may have rows on any axis.
+            first |= mixes and not isinstance(kind, Rows)
+            if _rows(output) and (first or active()):
+                return _part(output, cut, layer.name)
+            scope.whole[id(output)] = (output, kind)
+            return output
+
+        return tf.nest.map_structure(part, outputs)
+
+    def _of_all_rows(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        arguments: Any,
+        named: Any,
+        scope: StepScope,
+    ) -> Any:
+        """Calls a layer with the rows of all, as on one device."""
         mark, first = scope.mark(), len(scope.losses)
         with (
             scope.of_all_rows(),
@@ -274,27 +489,7 @@ class LayerCalls:
             self._replace_loss(
                 layer, scope, place, tf.identity(scope.losses[place])
             )
-
-        def part(output: Any) -> Any:
-            if not isinstance(output, tf.Tensor) or output.shape.rank == 0:
-                return output
-            if output.shape.rank and output.shape[0] is not None:
-                return output  # It has no rows.
-            # An example may have several rows, as of flattened sequences.
-            count = tf.shape(output, out_type=tf.int64)[0]
-            several = count // cut.total
-            check = tf.debugging.assert_equal(
-                several * cut.total,
-                count,
-                f"{layer.name}: what a layer returns that is computed of the "
-                "global batch has as many rows for each example.",
-            )
-            with tf.control_dependencies([check] if check is not None else []):
-                low = several * cut.low
-            mine = output[low : low + several * cut.count]
-            return tf.ensure_shape(mine, [None, *output.shape[1:]])
-
-        return tf.nest.map_structure(part, outputs)
+        return outputs
 
     def _joined(self, row: tf.Tensor) -> tf.Tensor:
         """Returns the rows of all replicas, with their mask."""
@@ -335,6 +530,40 @@ def trust(proof: RowProof, inputs: Any, outputs: Any) -> None:
     if isinstance(kind, Rows) and not kind.axis and not kind.listed:
         leaves = _rows(outputs)
         proof.take([*leaves, *_masks(leaves)], kind)
+
+
+def _part(output: tf.Tensor, cut: Cut, name: str) -> tf.Tensor:
+    """Returns a replica's rows of what was computed of the global batch."""
+    # An example may have several rows, as of flattened sequences.
+    count = tf.shape(output, out_type=tf.int64)[0]
+    several = count // cut.total
+    check = tf.debugging.assert_equal(
+        several * cut.total,
+        count,
+        f"{name}: what a layer returns that is computed of the global batch "
+        "has as many rows for each example.",
+    )
+    with tf.control_dependencies([check] if check is not None else []):
+        low = several * cut.low
+    mine = output[low : low + several * cut.count]
+    return tf.ensure_shape(mine, [None, *output.shape[1:]])
+
+
+def _is_apart(kind: Any) -> bool:
+    """Returns whether each row of an output comes of its own row."""
+    return kind == FIXED or (isinstance(kind, Rows) and not kind.axis)
+
+
+def _in_rows(proof: RowProof, given: Any) -> bool:
+    """Returns whether the first axis of what is given is that of the rows."""
+    kinds = [proof.of(row) for row in _rows(given)]
+    listed = any(isinstance(kind, Rows) and kind.listed for kind in kinds)
+    return all(map(_is_apart, kinds)) and not listed
+
+
+def _is_same(leaf: Any) -> bool:
+    """Returns whether what is computed whole has no axis of rows."""
+    return isinstance(leaf, tf.Tensor) and leaf.shape.is_fully_defined()
 
 
 def _rows(values: Any) -> list[tf.Tensor]:

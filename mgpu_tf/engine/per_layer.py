@@ -429,6 +429,10 @@ class _Pass:
             for place, value in enumerate(self._flat)
             if tf.is_tensor(value) and value.dtype.is_floating
         ]
+        # Layers may take them off in their call, as MultiHeadAttention does.
+        self._masks = [
+            keras_internals.mask_of(self._flat[place]) for place in self._places
+        ]
         self._outputs: Any = None
         self._call_state = keras_internals.call_state()
 
@@ -552,8 +556,10 @@ class _Pass:
 
     def _outputs_of(self, inputs: list[tf.Tensor]) -> Any:
         flat = list(self._flat)
-        for place, value in zip(self._places, inputs, strict=True):
-            flat[place] = keras_internals.with_mask_of(value, flat[place])
+        for place, value, mask in zip(
+            self._places, inputs, self._masks, strict=True
+        ):
+            flat[place] = keras_internals.with_mask(value, mask)
         args, kwargs = tf.nest.pack_sequence_as(self._structure, flat)
         return self._own(*args, **kwargs)
 

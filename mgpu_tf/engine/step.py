@@ -537,10 +537,12 @@ def outputs_of_share(
         ConfigurationError: The model writes what it makes of the rows.
     """
     generator = state.generator
-    if share.replicas == 1 or tf.executing_eagerly():
+    if share.replicas == 1:
         with drawing(share, data, []):
             return outputs_of(model, data, generator)
-    data = tf.nest.map_structure(of_unknown_length, data)
+    eager = tf.executing_eagerly()
+    if not eager:
+        data = tf.nest.map_structure(of_unknown_length, data)
     drawn: list[tf.Tensor] = []
     with (
         sharing(share, exchange=exchange),
@@ -548,14 +550,16 @@ def outputs_of_share(
         StepScope(model, [], None) as scope,
     ):
         outputs = outputs_of(model, data, generator)
-    reader = Reader([data, share.local, share.low, drawn])
+    seeds = set(map(id, state.seeds)) if eager else set()
+    reader = None if eager else Reader([data, share.local, share.low, drawn])
     writes = [
         (variable, scope.value(variable))
         for variable in state.variables
         if scope.is_written(variable)
     ]
     for variable, value in writes:
-        if reader.depends(value) and id(variable) not in scope.agreed:
+        alike = id(variable) in scope.agreed | seeds
+        if not alike and (reader is None or reader.depends(value)):
             raise ConfigurationError(
                 "On several replicas, predict may write only state that is "
                 "the same on all of them. Received: a layer that writes what "

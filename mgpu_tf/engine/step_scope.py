@@ -75,6 +75,12 @@ class StepScope(keras.StatelessScope):
             identity.
         global_losses: The same, where they are of the rows of all.
         has_all_rows: Whether what runs has the rows of all replicas.
+        graph: In which the step is traced.
+        kinds: What tensors are that layers have made, where it is not one row
+            for each example; by identity, with the tensor.
+        whole: The same of tensors that are made of the rows of all replicas.
+        within_graph: Whether a functional model is being called.
+        within_trusted: Whether a layer is that is known to keep rows apart.
         added: The variables of metrics to which replicas have added what adds
             up, by identity.
     """
@@ -103,6 +109,11 @@ class StepScope(keras.StatelessScope):
         self.agreed: set[int] = set()
         self.added: set[int] = set()
         self.has_all_rows = False
+        self.graph = tf.compat.v1.get_default_graph()
+        self.kinds: dict[int, tuple[tf.Tensor, Any]] = {}
+        self.whole: dict[int, tuple[tf.Tensor, Any]] = {}
+        self.within_graph = False
+        self.within_trusted = False
         self.known_losses: dict[int, tf.Tensor] = {}
         self.global_losses: dict[int, tf.Tensor] = {}
         self._gather = gather

@@ -288,12 +288,25 @@ class ShardedVariable(values.MirroredVariable):
             return self
         # Another replica may not have read this replica's part yet.
         context = tf.distribute.get_replica_context()
-        context.merge_call(
-            lambda strategy, every: self._write_all(
-                method, strategy.experimental_local_results(every)
-            ),
-            args=(value,),
-        )
+        try:
+            context.merge_call(
+                lambda strategy, every: self._write_all(
+                    method, strategy.experimental_local_results(every)
+                ),
+                args=(value,),
+            )
+        except RuntimeError as error:
+            if "merge_call" not in str(error):
+                raise
+            raise ConfigurationError(
+                "A weight that is stored in parts is written by all devices "
+                "together, and so not within a branch, a loop or a "
+                f"tf.function of a step. Received: {self.name!r}, which is "
+                "written there. Write it in each step, such as with "
+                "ops.where(condition, new, old) as its value, accumulate "
+                "gradients by the optimizer's gradient_accumulation_steps, or "
+                "use 'mirrored'."
+            ) from None
         return self
 
     def _write_all(self, method: str, every: Sequence[tf.Tensor]) -> None:

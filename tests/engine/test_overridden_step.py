@@ -178,6 +178,67 @@ def test_gan_is_that_of_one_device(column, strategies):
         np.testing.assert_allclose(own.numpy(), ref.numpy(), atol=1e-12)
 
 
+class Recurrence(keras.Model):
+    """It has no `call`, and reads a weight in each turn of a loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.begin = keras.layers.Dense(4)
+        self.turn = self.add_weight(shape=(4, 4))
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            first = self.begin(data[0])
+            (state,) = tf.while_loop(
+                lambda state: True,
+                lambda state: [ops.tanh(ops.matmul(state, self.turn))],
+                [self.begin(data[0])],
+                maximum_iterations=3,
+            )
+            loss = ops.mean(ops.square(state - data[1]))
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        self.apply(gradients, variables)
+        return {"loss": loss}
+
+    def apply(self, gradients, variables):
+        self.optimizer.apply(gradients, variables)
+
+
+class Sometimes(Recurrence):
+    """It writes a weight in a branch."""
+
+    def apply(self, gradients, variables):
+        super().apply(gradients, variables)
+
+        def halve():
+            self.turn.assign(self.turn * 0.5)
+            return 0
+
+        tf.cond(ops.mean(variables[0]) < 9, halve, lambda: 0)
+
+
+def recurrence(kind):
+    def build():
+        model = kind()
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    return build
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("column", ["mirrored_x3", "fsdp_x3"])
+def test_a_model_without_a_call_is_trained(column, strategies):
+    compare(recurrence(Recurrence), arrays((3, 1)), strategies[column])
+
+
+def test_split_weights_are_not_written_in_a_branch(strategies):
+    trainer = mgpu_tf.Trainer(recurrence(Sometimes), strategies["fsdp_x3"])
+    with pytest.raises(mgpu_tf.ConfigurationError, match="within a branch"):
+        trainer.fit(*arrays((3, 1)), **FIT)
+
+
 def squares(x, y, p):
     return ops.square(p - y)
 

@@ -113,6 +113,17 @@ def transformer(rate=0.0):
     return compiled(inputs, layers.Dense(4)(x))
 
 
+def masked_attention():
+    """Its mask comes with what it is called with, as in Keras's tutorials."""
+    inputs = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(WORDS, 8, mask_zero=True)(inputs)
+    seen = layers.MultiHeadAttention(2, 4)(x, x)
+    x = layers.LayerNormalization()(layers.Add()([x, seen]))
+    x = layers.GlobalAveragePooling1D()(x)
+    x = layers.Dense(4)(x)
+    return compiled(inputs, x, keras.optimizers.SGD(0.05))
+
+
 def language_model():
     inputs = keras.Input((6,), dtype="int32")
     embedding = layers.Embedding(WORDS, 8)
@@ -207,6 +218,7 @@ def penalized():
 
 PROGRAMS = {
     "transformer": (transformer, words),
+    "masked_attention": (masked_attention, words),
     "language_model": (language_model, next_words),
     "convolution": (convolution, images),
     "recurrent": (recurrent, words),
@@ -268,6 +280,7 @@ CELLS = [
 ]
 QUICK = [
     ("fsdp_x3", "convolution"),
+    ("fsdp_x3", "masked_attention"),
     ("fsdp_x1", "penalized"),
 ]
 

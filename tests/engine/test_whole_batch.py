@@ -180,7 +180,69 @@ class Neighbourly(layers.Layer):
         return x + ops.einsum("bc,cth->bth", likeness, every)
 
 
-CASES = {
+def centred(x):
+    return x - ops.mean(x, axis=0)
+
+
+def over_rows(x):
+    return ops.softmax(x, axis=0)
+
+
+class MixingCell(layers.Layer):
+    """It mixes the rows within the loop of the layer that calls it."""
+
+    state_size = output_size = 6
+
+    def call(self, x, states):
+        outputs = centred(ops.tanh(x)) + 0.5 * states[0]
+        return outputs, [outputs]
+
+
+class MixesTwice(layers.Layer):
+    """It mixes what a layer inside of it has mixed."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Lambda(over_rows)
+
+    def call(self, x):
+        return centred(self.inner(x) * x)
+
+
+def time_major(x):
+    """Steps on the first axis, rows on the second."""
+    turned = layers.LSTM(4, return_sequences=True)(ops.transpose(x, (1, 0, 2)))
+    return ops.transpose(turned, (1, 0, 2))
+
+
+def as_tokens(x):
+    tokens = layers.Dense(4)(ops.reshape(x, (-1, x.shape[-1])))
+    return ops.reshape(ops.tanh(tokens), (-1, STEPS, 4))
+
+
+# Of Keras's own parts alone: what they are given mixes rows.
+OF_KERAS = {
+    "a lambda": network(lambda: layers.Lambda(centred)),
+    "functions": network(lambda: centred),
+    "rows in another order": network(lambda: lambda x: ops.roll(x, 1, axis=0)),
+    "likeness to other rows": network(
+        lambda: lambda x: x + ops.einsum("bth,cth,csh->bsh", x, x, x) / 99
+    ),
+    "an activation": network(lambda: layers.Dense(5, activation=over_rows)),
+    "an axis of rows": network(lambda: layers.Softmax(axis=0)),
+    "a cell": network(lambda: layers.RNN(MixingCell(), return_sequences=True)),
+    "a wrapper": network(
+        lambda: layers.TimeDistributed(layers.Lambda(centred))
+    ),
+    "a nested model": network(
+        lambda: keras.Sequential([layers.Dense(3), layers.Lambda(over_rows)])
+    ),
+    "time on the first axis": network(lambda: time_major),
+    "tokens and back": network(lambda: as_tokens),
+    "a layer that mixes twice": network(MixesTwice),
+}
+
+CASES = OF_KERAS | {
     "flattened tokens": network(loss=flattened),
     "masked": network(loss=masked, metrics=[masked_accuracy]),
     "within a function": network(loss=neighbours),
@@ -195,6 +257,7 @@ CASES = {
     "state that is no sum": network(Centre),
 }
 QUICK = ["flattened tokens", "masked", "weights by their sum", "a router"]
+QUICK += ["functions", "an activation", "a cell", "time on the first axis"]
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -212,6 +275,62 @@ def test_as_keras(name, column, strategies):
     pairs = zip(model.get_weights(), trainer.model.get_weights(), strict=True)
     for ref, own in pairs:
         np.testing.assert_allclose(own, ref, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(
+        trainer.predict(x, batch_size=13),
+        model.predict(x, batch_size=13, verbose=0),
+        rtol=1e-9,
+    )
+
+
+class NeedsValues(layers.Layer):
+    """It cannot be traced: nobody knows what it does."""
+
+    def call(self, x):
+        return x if float(ops.max(x)) < -9 else centred(x)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [centred, layers.Lambda(centred), NeedsValues(), layers.Dense(4, "relu")],
+    ids=["functions", "a lambda", "what needs values", "nothing"],
+)
+def test_eagerly_as_keras(middle, strategies):
+    x, y = data()
+
+    def build():
+        inputs = keras.Input((STEPS, 5))
+        hidden = layers.Dense(6, activation="tanh")(inputs)
+        outer = keras.Model(inputs, hidden)
+        after = layers.Dense(CLASSES)
+
+        class Eager(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.parts = [outer, after]
+
+            def call(self, x):
+                return after(middle(outer(x)))
+
+        model = Eager()
+        own = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", own, run_eagerly=True)
+        return model
+
+    fit = {"batch_size": 13, "shuffle": False, "verbose": 0}
+    keras.utils.set_random_seed(0)
+    model = build()
+    theirs = model.fit(x, y, **fit).history
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    ours = trainer.fit(x, y, **fit).history
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-9)
+    pairs = zip(model.get_weights(), trainer.model.get_weights(), strict=True)
+    for ref, own in pairs:
+        np.testing.assert_allclose(own, ref, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(
+        trainer.predict(x, batch_size=13),
+        model.predict(x, batch_size=13, verbose=0),
+        rtol=1e-9,
+    )
 
 
 @pytest.mark.parametrize(

@@ -75,12 +75,12 @@ class PipelineEngine(SynchronousEngine):
         """Creates all variables, each where it belongs; as in `Engine`."""
         if source.batch_size is not None:
             self._strategy.check_micro_batches(source.batch_size)
-        self.build_layers(source)
+        self.build_layers(source, training=True)
         super().build(source)
 
-    def build_layers(self, source: Source) -> None:
+    def build_layers(self, source: Source, *, training: bool = False) -> None:
         """Creates the variables of layers, in stages; as in `Engine`."""
-        super().build_layers(source)
+        super().build_layers(source, training=training)
         self._cut()
 
     def _cut(self) -> None:

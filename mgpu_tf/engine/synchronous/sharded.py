@@ -111,13 +111,12 @@ class ShardedEngine(SynchronousEngine):
 
     def build(self, source: Source) -> None:
         """Creates the variables; as in `Engine`, but weights in parts."""
-        super().build_layers(source)
-        self._split_layers(source)
+        self.build_layers(source, training=True)
         super().build(source)
 
-    def build_layers(self, source: Source) -> None:
+    def build_layers(self, source: Source, *, training: bool = False) -> None:
         """Creates the layers' variables; as in `Engine`, but in parts."""
-        super().build_layers(source)
+        super().build_layers(source, training=training)
         self._split_layers(source)
 
     def _split_layers(self, source: Source) -> None:

@@ -12,7 +12,8 @@
 
 A tape knows a variable by its handle. Each replica has a scalar for each of
 these weights, and lends its handle: what is read is made of the scalar and of
-the gathered value, and a gradient of the whole shape flows to the scalar.
+the gathered value, and a gradient of the whole shape flows to the scalar. Of
+a weight that is read in a loop or a branch it becomes zeros of that shape.
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ class WholeWeights:
             return held.read_here()
         if graph_here() is not self._here.graph:
             whole = self._within(held)
+            # Loops and branches add zeros in the shape of what was read.
+            with tf.init_scope():
+                self._source_here(held).assign(tf.zeros(held.shape, held.dtype))
         else:
             if id(held) not in known:
                 known[id(held)] = tf.identity(held.read_here())
