@@ -260,7 +260,12 @@ def by_name(
     """
     if names is None:
         return []
-    listed = names.split(",") if isinstance(names, str) else list(names)
+    listed = names.split(",") if isinstance(names, str) else names
+    if not isinstance(listed, Sequence):
+        raise ConfigurationError(
+            f"Trackers are named: {', '.join(TRACKERS)}, or a list of such "
+            f"names. Received: {names!r}."
+        )
     made: list[keras.callbacks.Callback] = []
     where = folder or "runs"
     for name in listed:

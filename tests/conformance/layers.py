@@ -15,7 +15,6 @@ UNSYNCHRONIZED = Excuse("", "BatchNormalization that is not synchronized")
 UNKNOWN_SIZE = Excuse(
     "", "where the graph knows the batch size, and all alike where it does not"
 )
-OF_SEVERAL = Excuse("", "a layer that mixes the rows of a batch")
 
 
 def _on_points(make, excuses=(), **options):
@@ -100,7 +99,7 @@ SUITED = {
     "ConvLSTM3D": _on_videos(
         lambda: layers.ConvLSTM3D(1, 2, seed=1), (2, 2, 2, 2, 1)
     ),
-    "CutMix": _random(lambda: layers.CutMix(seed=1), (OF_SEVERAL,)),
+    "CutMix": _random(lambda: layers.CutMix(seed=1)),
     "Dropout": _on_points(lambda: layers.Dropout(0.3, seed=1)),
     "GRU": _on_words(lambda: layers.GRU(3, return_sequences=True)),
     "GaussianDropout": _on_points(lambda: layers.GaussianDropout(0.3, seed=1)),
@@ -111,7 +110,7 @@ SUITED = {
     ),
     "LSTM": _on_words(lambda: layers.LSTM(3, return_sequences=True)),
     "LayerNormalization": _on_points(layers.LayerNormalization),
-    "MixUp": _random(lambda: layers.MixUp(seed=1), (OF_SEVERAL,)),
+    "MixUp": _random(lambda: layers.MixUp(seed=1)),
     "MultiHeadAttention": _attention(
         lambda: layers.MultiHeadAttention(2, 2, dropout=0.2, seed=1)
     ),
@@ -431,16 +430,8 @@ class Decays(layers.Layer):
 
 _point_row("own: a sum of examples seen", Seen)
 _point_row("own: a maximum", Widest)
-_point_row(
-    "own: a maximum of the rows at hand",
-    lambda: Widest(late=True),
-    (OF_SEVERAL,),
-)
-_point_row(
-    "own: a moving mean, not synchronized",
-    Moving,
-    (OF_SEVERAL,),
-)
+_point_row("own: a maximum of the rows at hand", lambda: Widest(late=True))
+_point_row("own: a moving mean, not synchronized", Moving)
 _point_row("own: it assigns its own weight", Decays)
 
 

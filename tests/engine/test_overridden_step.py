@@ -188,7 +188,6 @@ class Recurrence(keras.Model):
 
     def train_step(self, data):
         with tf.GradientTape() as tape:
-            first = self.begin(data[0])
             (state,) = tf.while_loop(
                 lambda state: True,
                 lambda state: [ops.tanh(ops.matmul(state, self.turn))],

@@ -290,23 +290,28 @@ class NeedsValues(layers.Layer):
 
 
 @pytest.mark.parametrize(
-    "middle",
-    [centred, layers.Lambda(centred), NeedsValues(), layers.Dense(4, "relu")],
+    "make",
+    [
+        lambda: centred,
+        lambda: layers.Lambda(centred),
+        NeedsValues,
+        lambda: layers.Dense(4, "relu"),
+    ],
     ids=["functions", "a lambda", "what needs values", "nothing"],
 )
-def test_eagerly_as_keras(middle, strategies):
+def test_eagerly_as_keras(make, strategies):
     x, y = data()
 
     def build():
         inputs = keras.Input((STEPS, 5))
         hidden = layers.Dense(6, activation="tanh")(inputs)
         outer = keras.Model(inputs, hidden)
-        after = layers.Dense(CLASSES)
+        middle, after = make(), layers.Dense(CLASSES)
 
         class Eager(keras.Model):
             def __init__(self):
                 super().__init__()
-                self.parts = [outer, after]
+                self.parts = [outer, middle, after]
 
             def call(self, x):
                 return after(middle(outer(x)))

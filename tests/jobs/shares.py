@@ -122,7 +122,9 @@ def saved(strategy, folder):
             found[name] = variables(trainer.model)
             found["shares"] = list(strategy.balance.shares)
             if name == "whole" and mgpu_tf.is_chief(strategy):
-                second = sorted(os.listdir(whole))[1]
+                second = sorted(
+                    name for name in os.listdir(whole) if "step-" in name
+                )[1]
                 shutil.copytree(
                     os.path.join(whole, second), os.path.join(resumed, second)
                 )

@@ -218,5 +218,5 @@ def test_a_browser_shows_it(width, folders, tmp_path):
     )
     told = json.loads(re.search(r"<title>(.*?)</title>", done.stdout)[1])
     assert told["page"] <= max(width, 500)
-    assert len(told["charts"]) >= 12
+    assert len(told["charts"]) >= 11
     assert min(told["charts"]) > 30

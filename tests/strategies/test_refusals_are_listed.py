@@ -63,6 +63,10 @@ LISTED = {
     "Weights that are split over several processes are gathered in graphs.": (
         "`run_eagerly=True`"
     ),
+    "A weight that is stored in parts is written by all devices together, "
+    "and so not within a branch, a loop or a tf.function of a step.": (
+        "written inside of a `tf.cond`"
+    ),
     "Rows are looked up in a weight that the layout splits over the data "
     "axis.": "a table that a layer of your own looks up",
     "A trace runs one operation after another, and gathers of weights wait "

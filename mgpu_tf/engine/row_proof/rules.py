@@ -77,6 +77,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "AddV2": np.add,
     "Mul": np.multiply,
     "Pack": lambda *values: np.stack(values),
+    "Prod": lambda values, axes: np.prod(values, axis=tuple(axes.flat)),
     "Sub": np.subtract,
 }
 _DRAWS = ("StatelessRandom", "StatelessTruncated")
@@ -290,7 +291,13 @@ def _static(tensor: tf.Tensor) -> np.ndarray | None:
 
 
 def _static_length(op: tf.Operation) -> np.ndarray | None:
-    """Returns a length of an axis that was asked of a shape, else None."""
+    """Returns lengths of axes that were asked of a shape, else None."""
+    if op.type == "GatherV2" and op.inputs[0].op.type == "Shape":
+        shape, places = op.inputs[0].op.inputs[0].shape, _static(op.inputs[1])
+        if places is None or not shape.rank:
+            return None
+        found = [shape[int(place)] for place in places.flat]
+        return None if None in found else np.asarray(found)
     asked = op.inputs[0].op if op.type == "StridedSlice" else op
     if asked.type != "Shape" or asked is op:
         return None

@@ -69,7 +69,8 @@ class SumProof(RowProof):
 
     def _of(self, op: tf.Operation) -> Sequence[Kind]:
         found = super()._of(op)
-        if not op.outputs:
+        # What is known stays as it is, whatever sums it was made of.
+        if all(id(each) in self._taken for each in op.outputs):
             return found
         kinds = [self._kinds.get(id(each), FIXED) for each in op.inputs]
         if UNPROVEN in found and UNPROVEN not in kinds:

@@ -25,7 +25,8 @@ class OwnLoss(keras.Model):
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
     ):
         loss = super().compute_loss(x, y, y_pred, sample_weight)
-        return loss + ops.sum(ops.abs(y_pred)) / ops.sum(ops.abs(y))
+        size = ops.sum(ops.cast(ops.abs(y), y_pred.dtype))
+        return loss + ops.sum(ops.abs(y_pred)) / size
 
 
 class OwnMetrics(keras.Model):
