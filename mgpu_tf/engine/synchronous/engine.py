@@ -262,6 +262,9 @@ class SynchronousEngine(Engine):
     def predict(self, iterator: Any, source: Source) -> Any | None:
         """Runs one prediction step; as in `Engine`."""
         self.build_layers(source)
+        if self._exchange is None:
+            # It makes variables, which a function may only once.
+            self._exchange = self._make_exchange()
         predict = self._function(
             "predict", source, lambda *args: self._predict_step(source, *args)
         )
