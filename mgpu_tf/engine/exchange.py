@@ -24,6 +24,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.reduction import Reduction
 from mgpu_tf.engine.rows import RowGather
+from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.collectives import Groups
@@ -80,6 +81,7 @@ class Exchange:
 
     Attributes:
         replicas: How many replicas have rows of their own.
+        is_needed: Whether something was to be exchanged where XLA compiles.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Exchange:
         options: StepOptions,
     ) -> None:
         self._layers = keras_internals.layers_of(model)
+        self._compiled = self.is_needed = False
         local = topology_of(strategy).local
         self.replicas = local.ranges
         self._same_rows = local.same_rows
@@ -331,12 +334,28 @@ class Exchange:
             return context.merge_call(merged, args=(slices,))
 
     @contextlib.contextmanager
+    def within_xla(self) -> Iterator[None]:
+        """Around what XLA compiles, which exchanges nothing.
+
+        Raises:
+            TraceAgain: Something was to be exchanged: XLA cannot compile it.
+        """
+        self._compiled = True
+        try:
+            yield
+        finally:
+            self._compiled = False
+
+    @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """Keeps what layers have set on themselves, for this replica.
 
         Replicas of one process are threads that take turns where they exchange
         something, and share the objects of the layers. Around an exchange.
         """
+        if self._compiled:
+            self.is_needed = True
+            raise TraceAgain
         kept = [(vars(layer), dict(vars(layer))) for layer in self._layers]
         losses = [
             (ids, set(ids))

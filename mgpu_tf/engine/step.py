@@ -444,13 +444,19 @@ class ReplicaStep:
         if not jitted:
             return compute(data, *rows)
         function = tf.function(compute, jit_compile=True, autograph=False)
-        return function(data, *rows)
+        if self._exchange is None:
+            return function(data, *rows)
+        with self._exchange.within_xla():
+            return function(data, *rows)
 
     @property
     def can_be_compiled(self) -> bool:
         """Returns whether XLA can compile forward and backward pass."""
         alone = self._replicas == 1
-        apart = alone or not keras_internals.communicates(self._model)
+        apart = alone or not (
+            keras_internals.communicates(self._model)
+            or (self._exchange is not None and self._exchange.is_needed)
+        )
         whole = self._layers is None and self._tensor is None
         return apart and whole and not self._state.stored_once
 

@@ -282,6 +282,25 @@ def test_as_keras(name, column, strategies):
     )
 
 
+@pytest.mark.parametrize("name", ["functions", "within a function"])
+def test_without_xla_where_rows_are_exchanged(name, strategies, caplog):
+    def build():
+        model = CASES[name]()
+        model.jit_compile = True
+        return model
+
+    x, y = data()
+    fit = {"batch_size": 13, "shuffle": False, "verbose": 0}
+    keras.utils.set_random_seed(0)
+    model = CASES[name]()
+    theirs = model.fit(x, y, **fit).history
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    with caplog.at_level(logging.INFO, logger="mgpu_tf"):
+        ours = trainer.fit(x, y, **fit).history
+    assert "which XLA does not compile" in caplog.text
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-9)
+
+
 class NeedsValues(layers.Layer):
     """It cannot be traced: nobody knows what it does."""
 
