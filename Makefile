@@ -3,6 +3,7 @@
 # make test    the default tests, in three processes
 # make test-full  the full tier: what the default leaves out; as root
 # make test-clusters  of it, jobs on a real Slurm, Ray, sshd and namespaces
+# make test-engine  of it, the engine and training
 # make test-rest  the rest of the full tier, which needs no root
 # make coverage  the default tests with what they run of the package
 # make slurm   Debian's Slurm and sshd, for the full tier; as root
@@ -25,7 +26,7 @@ METADATA := setup.cfg pyproject.toml
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: coverage docs bench conformance growth setup demo test test-clusters test-full test-rest test-versions lint matrix mutations parity release-check slurm soak format clean
+.PHONY: coverage docs bench conformance growth setup demo test test-clusters test-engine test-full test-rest test-versions lint matrix mutations parity release-check slurm soak format clean
 
 setup: $(VENV)/.base
 
@@ -51,6 +52,9 @@ test-full: $(VENV)/.test slurm
 
 test-clusters: $(VENV)/.test slurm
 	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) tests/cluster tests/launch $(ARGS)
+
+test-engine: $(VENV)/.test
+	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) tests/engine tests/training $(ARGS)
 
 test-rest: $(VENV)/.test
 	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) --ignore=tests/cluster --ignore=tests/launch $(ARGS)

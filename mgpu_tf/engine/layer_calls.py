@@ -298,10 +298,14 @@ class LayerCalls:
     ) -> bool:
         """Traces a call of a layer that runs eagerly, and looks at it."""
         mark, graph, whole = scope.mark(), scope.graph, set(self._whole)
+        busy, scope.busy = scope.busy, True  # Nothing is gathered for it.
         proven = []
 
         def call(*traced: tf.Tensor) -> None:
             scope.graph = tf.compat.v1.get_default_graph()
+            for variable in filter(keras_internals.is_split, layer.variables):
+                value = tf.zeros(variable.shape, variable.dtype)
+                scope.state_mapping[id(variable)] = value
             every = dict(zip(rows, traced, strict=True))
             arguments, named = tf.nest.map_structure(
                 lambda leaf: every.get(id(leaf), leaf), given
@@ -331,7 +335,7 @@ class LayerCalls:
             return False
         finally:
             scope.reset(mark)
-            scope.graph, self._whole = graph, whole
+            scope.graph, self._whole, scope.busy = graph, whole, busy
         return proven == [True]
 
     @staticmethod

@@ -318,7 +318,10 @@ class NeedsValues(layers.Layer):
     ],
     ids=["functions", "a lambda", "what needs values", "nothing"],
 )
-def test_eagerly_as_keras(make, strategies):
+@pytest.mark.parametrize(
+    "column", ["mirrored_x3", pytest.param("fsdp_x3", marks=pytest.mark.full)]
+)
+def test_eagerly_as_keras(make, column, strategies):
     x, y = data()
 
     def build():
@@ -344,7 +347,7 @@ def test_eagerly_as_keras(make, strategies):
     keras.utils.set_random_seed(0)
     model = build()
     theirs = model.fit(x, y, **fit).history
-    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    trainer = mgpu_tf.Trainer(build, strategies[column])
     ours = trainer.fit(x, y, **fit).history
     np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-9)
     pairs = zip(model.get_weights(), trainer.model.get_weights(), strict=True)
