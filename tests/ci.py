@@ -1,4 +1,4 @@
-"""What a change must pass: lint, the default tests, the engine, real clusters.
+"""What a change must pass: lint, the default tests, jobs on real clusters.
 
     .ci/run
 
@@ -114,7 +114,6 @@ def main():
     if run("make", "lint"):
         red.append("make lint")
     decide("test")
-    decide("test-engine")
     if missing := missing_for_clusters():
         red.append(f"make test-clusters, which needs {missing}: NOT RUN")
     else:

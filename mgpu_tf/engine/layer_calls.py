@@ -182,6 +182,8 @@ class LayerCalls:
         rows = _rows(given)
         kinds = {scope.kinds.get(id(row), (row, Rows()))[1] for row in rows}
         if any(id(leaf) in scope.whole for leaf in tf.nest.flatten(given)):
+            if self._plainly is not None and self._plainly(layer):
+                raise TraceAgain
             return self._computed_whole(layer, own, given, scope, share)
         if id(layer) in self._by_row and len(kinds) < 2:
             outputs, proven = self._trusted(own, given, scope), True
