@@ -274,9 +274,7 @@ class LayerCalls:
                 key: self._exchange.joined(row, cut)
                 for key, row in rows.items()
             }
-            arguments, named = tf.nest.map_structure(
-                lambda leaf: every.get(id(leaf), leaf), given
-            )
+            arguments, named = _with(given, every)
             outputs = self._of_all_rows(layer, own, arguments, named, scope)
             total = int(cut.total)
 
@@ -309,9 +307,7 @@ class LayerCalls:
                 value = tf.zeros(variable.shape, variable.dtype)
                 scope.state_mapping[id(variable)] = value
             every = dict(zip(rows, traced, strict=True))
-            arguments, named = tf.nest.map_structure(
-                lambda leaf: every.get(id(leaf), leaf), given
-            )
+            arguments, named = _with(given, every)
             proof = RowProof(traced)
             first = len(scope.losses)
             with proving(proof):
@@ -453,9 +449,7 @@ class LayerCalls:
                 _, kind = known.get(id(leaf), (leaf, Rows()))
                 proof.take([every.get(id(leaf), leaf)], kind)
         mixes = not any(id(leaf) in scope.whole for leaf in leaves)
-        arguments, named = tf.nest.map_structure(
-            lambda leaf: every.get(id(leaf), leaf), given
-        )
+        arguments, named = _with(given, every)
         outputs = self._of_all_rows(layer, own, arguments, named, scope)
 
         def part(output: Any) -> Any:
@@ -553,6 +547,11 @@ def _part(output: tf.Tensor, cut: Cut, name: str) -> tf.Tensor:
         low = several * cut.low
     mine = output[low : low + several * cut.count]
     return tf.ensure_shape(mine, [None, *output.shape[1:]])
+
+
+def _with(given: Any, every: dict[int, tf.Tensor]) -> Any:
+    """Returns arguments with other tensors for some, by identity."""
+    return tf.nest.map_structure(lambda leaf: every.get(id(leaf), leaf), given)
 
 
 def _is_apart(kind: Any) -> bool:
