@@ -174,6 +174,7 @@ class Engine(abc.ABC):
             _check_stateless(model)
         self._model = model
         self._strategy = strategy
+        self._applied: keras_internals.Applied = ()
         self._compiled = keras_internals.compiled_state(model)
         self._jit_compile = bool(model.jit_compile)
         self.kernels = Kernels(model, strategy, options.kernels)
@@ -389,7 +390,7 @@ class Engine(abc.ABC):
     def build(self, source: Source) -> None:
         """Creates the variables of the model, its metrics and optimizers."""
         with self._strategy.scope():
-            building.build(self._model, source.example())
+            building.build(self._model, source.example(), self._applied)
 
     def build_layers(self, source: Source, *, training: bool = False) -> None:
         """Creates the variables of the model's layers, and nothing else.
@@ -399,7 +400,7 @@ class Engine(abc.ABC):
             training: Whether they are for training.
         """
         with self._strategy.scope():
-            building.build_layers(
+            self._applied = building.build_layers(
                 self._model, source.example(), training=training
             )
         # Replicas write where the generator of unseeded draws is.

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.data import structures
-from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine import keras_internals, throwaway
 from mgpu_tf.engine.author_scope import AuthorScope
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.registry import topology_of
@@ -50,12 +50,15 @@ class BuildContext(tf.distribute.ReplicaContext):
         return value
 
 
-def build(model: keras.Model, example: Any) -> None:
+def build(
+    model: keras.Model, example: Any, applied: keras_internals.Applied = ()
+) -> None:
     """Creates the variables of a model, its metrics and its optimizers.
 
     Args:
         model: A compiled model.
         example: The specs of a batch.
+        applied: What `build_layers` has returned, where it came before.
 
     Raises:
         ConfigurationError: The model cannot be built from such a batch.
@@ -63,11 +66,8 @@ def build(model: keras.Model, example: Any) -> None:
     if not keras_internals.overrides(model, "train_step"):
         _build_from_call(model, example)
     elif not keras_internals.is_built(model):
-        optimizers = keras_internals.optimizers_of(model)
         try:
-            with keras_internals.not_applied(optimizers) as applied:
-                _run_once(model, model.train_step, example)
-            for optimizer, weights in applied:
+            for optimizer, weights in applied or _train_once(model, example):
                 if not optimizer.built:
                     optimizer.build(weights)
         except Exception as error:
@@ -78,7 +78,7 @@ def build(model: keras.Model, example: Any) -> None:
 
 def build_layers(
     model: keras.Model, example: Any, *, training: bool = False
-) -> None:
+) -> keras_internals.Applied:
     """Creates the variables of a model's layers, and nothing else.
 
     Args:
@@ -86,27 +86,37 @@ def build_layers(
         example: The specs of a batch.
         training: Whether the batch is one of `train_step`, which need not
             be one of `call`.
+
+    Returns:
+        The optimizers that `train_step` applies, each with its weights, where
+        it was traced.
     """
     if model.built:
-        return
+        return ()
     if training and keras_internals.overrides(model, "train_step"):
-        optimizers = keras_internals.optimizers_of(model)
         try:
-            with keras_internals.not_applied(optimizers):
-                _run_once(model, model.train_step, example)
-            return
+            return _train_once(model, example)
         except Exception:
             if not keras_internals.overrides(model, "call"):
-                return  # `build` says why.
+                return ()  # `build` says why.
     if keras_internals.overrides(model, "predict_step"):
         _run_once(model, model.predict_step, example)
-        return
+        return ()
     x, _, _ = keras.utils.unpack_x_y_sample_weight(example)
     if model.run_eagerly:
         with keras.StatelessScope():
             model(structures.zeros(x))
     else:
         keras_internals.build_layers(model, x)
+    return ()
+
+
+def _train_once(model: keras.Model, example: Any) -> keras_internals.Applied:
+    """Runs the author's step once; returns the optimizers that it applies."""
+    optimizers = keras_internals.optimizers_of(model)
+    with keras_internals.not_applied(optimizers) as applied:
+        _run_once(model, model.train_step, example)
+    return applied
 
 
 def _build_from_call(model: keras.Model, example: Any) -> None:
@@ -178,7 +188,7 @@ def _run_once(
         if model.run_eagerly:
             alone(structures.zeros(example))
         else:
-            tf.function(alone, autograph=False).get_concrete_function(example)
+            throwaway.graph_of(alone, example)
 
     while True:
         known = len(model.variables)

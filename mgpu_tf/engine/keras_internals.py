@@ -12,7 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -110,10 +110,14 @@ def build_layers(model: keras.Model, x: Any) -> None:
     keras.src.backend.compute_output_spec(model, inputs, training=False)
 
 
+# Optimizers, each with the weights that it was applied to.
+Applied = Sequence[tuple[keras.optimizers.Optimizer, list[keras.Variable]]]
+
+
 @contextlib.contextmanager
 def not_applied(
     optimizers: list[keras.optimizers.Optimizer],
-) -> Iterator[list[tuple[keras.optimizers.Optimizer, list[keras.Variable]]]]:
+) -> Iterator[Applied]:
     """Lets optimizers apply nothing, nor make their variables.
 
     In a scope a variable is not made at once, and then not beside its weight.

@@ -1,6 +1,7 @@
 """All rows; importing the modules adds them."""
 
 from tests.conformance import (  # noqa: F401
+    draws,
     examples,
     layers,
     losses,

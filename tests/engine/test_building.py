@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import mgpu_tf
+from mgpu_tf.engine import throwaway
 from tests.data.test_structures import (
     BATCHES,
     NAMES,
@@ -325,3 +326,21 @@ def test_run_eagerly(name, strategies):
 
 def whole(x, y):
     return tf.shape(x)[0] > 0
+
+
+def test_what_a_throwaway_trace_left_is_not_run():
+    """It stands on how TensorFlow keeps apart what it traces to save."""
+    seen = []
+
+    @tf.function
+    def authored(x):
+        seen.append("traced")
+        return x + len(seen)
+
+    spec = tf.TensorSpec([], tf.float32)
+    throwaway.graph_of(authored, spec)
+    throwaway.graph_of(authored, spec)
+    assert len(seen) == 1
+    assert authored(tf.constant(0.0)) == 2.0
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    assert strategy.run(authored, (tf.constant(0.0),)) == 2.0

@@ -856,3 +856,46 @@ def test_replicas_without_an_example(strategies):
     compare(
         regression(EQUAL["mean"]), arrays(rows=10), strategies["mirrored_x4"]
     )
+
+
+class WholeStep(keras.Model):
+    """Its step is one function of TensorFlow, as in TensorFlow's tutorials."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = network(5, 2)
+        self.steps = self.add_weight(shape=(), trainable=False, name="steps")
+
+    def call(self, x):
+        return self.body(x)
+
+    @tf.function
+    def one_step(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.abs(self(x, training=True) - y))
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        self.steps.assign_add(1.0)
+        return {"loss": loss}
+
+    def train_step(self, data):
+        return self.one_step(*data)
+
+
+@pytest.mark.parametrize(
+    "column",
+    tiered(
+        ["one_device", "mirrored_x3", "fsdp_x3", "data_2_tensor_2"],
+        ["one_device", "fsdp_x3"],
+    ),
+)
+def test_a_step_in_one_function_of_tensorflow(column, strategies):
+    """What building has traced of it is not run in a step."""
+
+    def build():
+        model = WholeStep()
+        model.compile(keras.optimizers.Adam(0.01))
+        return model
+
+    compare(build, arrays((5, 2)), strategies[column])

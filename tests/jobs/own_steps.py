@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import mgpu_tf
 from tests.engine import test_overridden_step
+from tests.parity import cases
 from tests.training import test_custom_loop, test_on_batch
 
 ops = keras.ops
@@ -15,8 +16,7 @@ ops = keras.ops
 
 def _in_float64(job):
     def run(strategy, folder):
-        keras.config.set_floatx("float64")
-        keras.config.set_dtype_policy("float64")
+        cases.set_floatx("float64")
         return job(strategy, folder)
 
     return run

@@ -59,12 +59,15 @@ def main():
     )
     import keras
 
+    from tests.parity import cases
+
     worker = mgpu_tf.ClusterConfig.from_environment().worker_index
     asked = requests(arguments.requests, arguments.asked_by)
     for number, request in asked:
         jobs = importlib.import_module(request["module"]).JOBS
         for name in request["jobs"]:
             observed = jobs[name](strategy, request["folder"])
+            cases.set_floatx("float32")
             path = result_file(request["folder"], name, worker)
             with open(path, "w") as file:
                 json.dump(observed, file)

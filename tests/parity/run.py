@@ -1,16 +1,18 @@
 """The whole matrix: every row on every column, and the table of it.
 
-    python -m tests.parity.run [--keep]          (or: make parity)
+    python -m tests.parity.run [--keep] [--only=ROW,ROW]   (or: make parity)
 
 Results are kept in docs/parity.json as they come, so that a run that was
 stopped goes on; a change of the package, of the cases or of the versions
 starts anew. With --keep the cells that held stay as they are and only the
-others are measured again. At the end docs/parity.md and the README's table
-are written.
+others are measured again. With --only all cells of these rows are measured
+again, and the others stay as they are. At the end docs/parity.md and the
+README's table are written.
 Hardware: any; on 2 CPU cores up to two hours. Exits with status 1 where a
 row does not hold.
 """
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -164,13 +166,20 @@ GROUPS = {
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--only", default="", help="rows, with commas")
+    arguments = parser.parse_args()
     quiet_import.import_tensorflow()
     from tests import columns
     from tests.parity import cases
 
     strategies = columns.strategies()
-    ledger = _ledger()
-    for name in cases.CASES:
+    rows = arguments.only.split(",") if arguments.only else list(cases.CASES)
+    if unknown := set(rows) - set(cases.CASES):
+        parser.error(f"no such row: {', '.join(sorted(unknown))}")
+    ledger = _ledger(arguments.keep, rows if arguments.only else ())
+    for name in rows:
         for column in MACHINE:
             _once(
                 ledger,
@@ -183,11 +192,12 @@ def main():
     for column, layout in CLUSTERS.items():
         names = [
             name
-            for name in (SPLIT_ROWS if layout[2] else cases.CASES)
+            for name in rows
+            if not layout[2] or name in SPLIT_ROWS
             if (column, name) not in SPLIT_REFUSED
         ]
         _cluster(ledger, column, layout, names, "")
-    quiet_names = [name for name in cases.CASES if _judged_by_noise(name)]
+    quiet_names = [name for name in rows if _judged_by_noise(name)]
     _cluster(ledger, CLUSTER_FLOAT32, (2, 1, ""), quiet_names, "float32")
     _write_tables(ledger)
     cells = [cell for row in ledger["rows"].values() for cell in row.values()]
@@ -209,8 +219,14 @@ def _judged_by_noise(name):
     )
 
 
-def _ledger():
-    """Reads what an earlier run has left, if it was of the same sources."""
+def _ledger(keep, again):
+    """Reads what an earlier run has left, if it was of the same sources.
+
+    Args:
+        keep: Whether cells that held are kept whatever has changed.
+        again: Names of the rows to measure again, where only they are; the
+            cells of the others are kept.
+    """
     head = {
         "sources": tables.PARITY.digest(),
         "versions": {
@@ -222,10 +238,15 @@ def _ledger():
         ledger = json.loads(LEDGER.read_text())
         if {name: ledger[name] for name in head} == head:
             return ledger
-        if "--keep" in sys.argv[1:] and ledger["versions"] == head["versions"]:
+        if (keep or again) and ledger["versions"] == head["versions"]:
             kept = {
-                name: {c: cell for c, cell in row.items() if cell["holds"]}
+                name: {
+                    c: cell
+                    for c, cell in row.items()
+                    if cell["holds"] or not keep
+                }
                 for name, row in ledger["rows"].items()
+                if name not in again
             }
             return head | {"date": ledger["date"], "kept": True, "rows": kept}
     today = datetime.datetime.now(datetime.UTC).date().isoformat()

@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine import keras_internals, throwaway
 from mgpu_tf.engine.building import BuildContext
 from mgpu_tf.engine.tensor_parallel.linear import Linear
 
@@ -211,8 +211,7 @@ def _traced(
             return model(x, **named)
 
     with keras_internals.calls_replaced(layers, note):
-        function = tf.function(forward, autograph=False)
-        graph = function.get_concrete_function(example).graph
+        graph = throwaway.graph_of(forward, example)
     outputs = {tensor.name for tensor in graph.outputs}
     return Pass(graph.get_operations(), calls, outputs, inside)
 
