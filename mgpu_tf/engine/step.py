@@ -7,6 +7,7 @@ would write is collected, and the engine decides where it goes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare, sharing
 from mgpu_tf.engine.exchange import Exchange
@@ -213,7 +215,7 @@ class ReplicaStep:
                 reader,
                 self._regularized,
             )
-            grown = self._grown(loss, terms, share)
+            grown = self._grown(loss, terms, share, x)
             if self._own_logs:
                 # Its results may be of these means as well.
                 self._write_grown(grown, scope)
@@ -241,11 +243,16 @@ class ReplicaStep:
         return self._model(x)
 
     def _grown(
-        self, loss: tf.Tensor, terms: list[tf.Tensor], share: BatchShare
+        self, loss: tf.Tensor, terms: list[tf.Tensor], share: BatchShare, x: Any
     ) -> Writes:
         """Returns what the means of losses grow by."""
         tracker = keras_internals.loss_tracker(self._model)
-        increments = mean_increments(tracker, loss, share)
+        counted = share
+        if share.replicas == 1:
+            # Keras counts these, which then may be no rows of the targets.
+            rows = structures.batch_size([x])
+            counted = dataclasses.replace(share, local=rows, total=rows)
+        increments = mean_increments(tracker, loss, counted)
         for mean, contribution in zip(self._loss.trackers, terms, strict=False):
             increments += batch_increments(mean, contribution, share)
         return increments

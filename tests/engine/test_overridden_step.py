@@ -858,6 +858,46 @@ def test_replicas_without_an_example(strategies):
     )
 
 
+@pytest.mark.parametrize(
+    "column", tiered(["one_device", "tensor_x3"], ["one_device"])
+)
+def test_a_loss_counts_the_rows_of_the_first_input(column, strategies):
+    """As in Keras, where one replica gets more atoms than molecules."""
+
+    def build():
+        atoms = keras.Input((3,))
+        owner = keras.Input((), dtype="int64")
+        sums = keras.layers.Lambda(
+            lambda a: tf.math.segment_sum(*a), output_shape=(3,)
+        )
+        outputs = keras.layers.Dense(1)(sums([atoms, owner]))
+        model = keras.Model([atoms, owner], outputs)
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    def batches():
+        for counts in ([1, 2, 3], [4, 1]):
+            atoms = np.arange(3.0 * sum(counts)).reshape(-1, 3) / 10
+            owner = np.repeat(np.arange(len(counts)), counts)
+            yield (atoms, owner), np.ones((len(counts), 1))
+
+    signature = (
+        (
+            tf.TensorSpec((None, 3), tf.float64),
+            tf.TensorSpec((None,), tf.int64),
+        ),
+        tf.TensorSpec((None, 1), tf.float64),
+    )
+    data = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    data = data.apply(tf.data.experimental.assert_cardinality(2))
+    keras.utils.set_random_seed(0)
+    model = build()
+    expected = model.fit(data, epochs=2, shuffle=False, verbose=0).history
+    trainer = mgpu_tf.Trainer(build, strategies[column])
+    found = trainer.fit(data, epochs=2, shuffle=False, verbose=0).history
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-12)
+
+
 class WholeStep(keras.Model):
     """Its step is one function of TensorFlow, as in TensorFlow's tutorials."""
 

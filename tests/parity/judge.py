@@ -75,6 +75,7 @@ REFUSED = (
             "batch_norm_synchronized_empty": "synchronized=True",
             "jit_compile_communicating": "synchronized=True",
             "subclassed": "a functional or Sequential model",
+            "own_compute_loss": "a functional or Sequential model",
             "own_train_step": "a functional or Sequential model",
             "own_train_step_clipped": "a functional or Sequential model",
         }.items()
