@@ -249,7 +249,7 @@ class StepOptions:
     )
     on_nan: str = option(
         "ignore",
-        "What to do when the loss is no finite number. stop: end, and name "
+        "What to do when the loss is NaN or infinite. stop: end, and name "
         "the step. restore: go back to the last checkpoint, and leave out the "
         "batch. ignore: go on, as Keras does.",
         ON_NAN,
@@ -263,7 +263,7 @@ class StepOptions:
     max_loss: float | None = option(
         None,
         "With on_nan=stop or restore, treat a step whose loss is above N like "
-        "one whose loss is no finite number.",
+        "one whose loss is NaN or infinite.",
         needs=("on_nan=stop", "on_nan=restore"),
     )
 

@@ -229,7 +229,7 @@ class PipelineTrace:
         return (
             f"The batch of {sum(map(int, sizes))} rows is cut in the order of "
             f"its rows: {' + '.join(sizes)}. Rows are copied to their device "
-            "when the step begins; shown is where they are before."
+            "when the step begins; the tables show where they are before."
         )
 
     def epoch_table(self) -> tuple[list[str], list[list[str]]]:

@@ -164,7 +164,7 @@ class Trainer:
                 on, as Keras does.
             max_restores: The number of batches that "restore" may leave out.
             max_loss: With "stop" and "restore", treat a step whose loss is
-                above this number like one whose loss is no finite number.
+                above this number like one whose loss is NaN or infinite.
 
     Raises:
         ConfigurationError: `build_model` does not return a compiled model that

@@ -161,6 +161,7 @@ GROUPS = {
     "own `train_step`, with clipping": (
         "own_train_step own_train_step_clipped"
     ),
+    "dropout, augmentation in the model": "dropout augmentation",
     "mixed_float16, mixed_bfloat16": "mixed_bfloat16 mixed_float16",
 }
 
