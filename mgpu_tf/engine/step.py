@@ -215,7 +215,7 @@ class ReplicaStep:
                 reader,
                 self._regularized,
             )
-            grown = self._grown(loss, terms, share, x)
+            grown = self._grown(loss, terms, _counted(x, share))
             if self._own_logs:
                 # Its results may be of these means as well.
                 self._write_grown(grown, scope)
@@ -243,16 +243,11 @@ class ReplicaStep:
         return self._model(x)
 
     def _grown(
-        self, loss: tf.Tensor, terms: list[tf.Tensor], share: BatchShare, x: Any
+        self, loss: tf.Tensor, terms: list[tf.Tensor], share: BatchShare
     ) -> Writes:
         """Returns what the means of losses grow by."""
         tracker = keras_internals.loss_tracker(self._model)
-        counted = share
-        if share.replicas == 1:
-            # Keras counts these, which then may be no rows of the targets.
-            rows = structures.batch_size([x])
-            counted = dataclasses.replace(share, local=rows, total=rows)
-        increments = mean_increments(tracker, loss, counted)
+        increments = mean_increments(tracker, loss, share)
         for mean, contribution in zip(self._loss.trackers, terms, strict=False):
             increments += batch_increments(mean, contribution, share)
         return increments
@@ -608,6 +603,18 @@ def batch_increments(
         (mean.total, value),
         (mean.count, share.fraction(mean.count.dtype)),
     ]
+
+
+def _counted(x: Any, share: BatchShare) -> BatchShare:
+    """Returns the share by which Keras weighs the loss of a batch.
+
+    It counts the rows of the first input. On one replica these may be others
+    than the rows of the targets.
+    """
+    if share.replicas > 1 or not structures.with_rows(x):
+        return share
+    rows = structures.batch_size([x])
+    return dataclasses.replace(share, local=rows, total=rows)
 
 
 def mean_increments(
