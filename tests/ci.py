@@ -1,4 +1,4 @@
-"""What a change must pass: lint, the default tests, jobs on real clusters.
+"""What a change must pass: lint, docs, the default tests, jobs on clusters.
 
     .ci/run
 
@@ -113,6 +113,8 @@ def main():
 
     if run("make", "lint"):
         red.append("make lint")
+    if run("make", "docs"):
+        red.append("make docs")
     decide("test")
     if missing := missing_for_clusters():
         red.append(f"make test-clusters, which needs {missing}: NOT RUN")

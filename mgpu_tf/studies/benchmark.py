@@ -137,7 +137,8 @@ class _Run:
     def told(self) -> str:
         """Returns what the last repeat reached."""
         rate = self._trainer.records[-1].examples_per_second
-        return f"{self._devices} devices: {rate:,.0f} examples/s"
+        noun = "device" if self._devices == 1 else "devices"
+        return f"{self._devices} {noun}: {rate:,.0f} examples/s"
 
     def point(self) -> ScalingPoint:
         """Returns what the last epochs of the repeats reached."""

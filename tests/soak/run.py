@@ -177,8 +177,7 @@ def table(ledger):
             "`make soak` trains jobs, breaks them while they run, and compares "
             "their weights with those of a run without faults.",
             "",
-            f"**{last_line(ledger)}.** {tables.stated(ledger)} With these: "
-            f"{last_line(ledger, ledger.get('sources', 'unknown'))}.",
+            f"**{last_line(ledger)}.** {_of_which_sources(ledger)}",
             "",
             "## Kinds of faults",
             "",
@@ -208,6 +207,13 @@ def table(ledger):
             "",
         ]
     )
+
+
+def _of_which_sources(ledger):
+    if "sources" not in ledger:
+        return "The package has changed since then."
+    of_these = last_line(ledger, ledger["sources"])
+    return f"{tables.stated(ledger)} Of these sources: {of_these}."
 
 
 def _row(strategy, jobs):
