@@ -14,6 +14,7 @@ from mgpu_tf.planner.layout import Layout
 from mgpu_tf.planner.memory import memory_of
 from mgpu_tf.planner.tracing import trace
 from mgpu_tf.strategies.registry import kind_of
+from tests.planner import counts
 
 BATCH = 24
 
@@ -85,7 +86,8 @@ def test_the_run_of_a_plan(tmp_path):
     assert report.strategy == "one_device"
     told = Report.read(str(tmp_path)).predicted
     assert told["memory_bytes"]["predicted"] > 0
-    assert told["memory_bytes"]["measured"] > 0
+    measured = told["memory_bytes"]["measured"]
+    assert measured > 0 if counts.are_there() else measured is None
     assert told["step_seconds"]["measured"] > 0
     assert "ms a step" in terminal.predicted_text(told)
 
