@@ -9,7 +9,7 @@ processor time of a step with equal numbers, divided by that of a step with
 each replica's own. 1.00 is no cost.
 
 It writes random_rows.json and prints a table. Hardware: any; on 2 CPU cores
-about three minutes. Measured: docs/guarantees.md.
+about five minutes. Measured: docs/guarantees.md.
 """
 
 import json
@@ -25,8 +25,8 @@ import mgpu_tf
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("output_dir", "runs/random_rows", "Where to write.")
-flags.DEFINE_integer("turns", 7, "Turns of both, one after the other.")
-flags.DEFINE_integer("steps", 20, "Steps of a turn.")
+flags.DEFINE_integer("turns", 5, "Turns of both, one after the other.")
+flags.DEFINE_integer("steps", 10, "Steps of a turn.")
 flags.DEFINE_integer("batch_size", 128, "Global batch size.")
 
 layers = keras.layers

@@ -10,6 +10,7 @@ from tests.conformance.draws import EPOCHS, PROGRAMS
 from tests.parity import cases
 
 # Of 12 steps, in the second epoch; the checkpoint is one step older.
+STEPS = 12
 STOPPED_AFTER = 6
 SAVE_EVERY_STEPS = 5
 
@@ -33,8 +34,12 @@ class Stop(keras.callbacks.Callback):
 
 
 def train(name, strategy, folder, after=None):
-    """Returns the hash of all state and the losses; None where it stopped."""
+    """Returns the hash of all state, the losses, and the steps done here.
+
+    None where it stopped.
+    """
     build, data = PROGRAMS[name]
+    stop = Stop(after)
     cases.set_floatx("float64")
     try:
         trainer = mgpu_tf.Trainer(build, strategy)
@@ -43,7 +48,7 @@ def train(name, strategy, folder, after=None):
             epochs=EPOCHS,
             verbose=0,
             shuffle=False,
-            callbacks=[Stop(after)],
+            callbacks=[stop],
             checkpoint=mgpu_tf.SaveOptions(
                 str(folder), save_every_steps=SAVE_EVERY_STEPS
             ),
@@ -59,7 +64,7 @@ def train(name, strategy, folder, after=None):
             *trainer.model.optimizer.variables,
         )
     ]
-    return weights_sha256(state), history
+    return weights_sha256(state), history, stop.steps
 
 
 def stopped_and_resumed(name, strategy, folder):
