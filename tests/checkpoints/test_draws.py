@@ -17,7 +17,7 @@ def assert_resumed(whole, resumed):
     """The same bits, and not from the first step."""
     assert resumed[:2] == whole[:2]
     assert whole[2] == draws.STEPS
-    assert resumed[2] == draws.STEPS - draws.SAVE_EVERY_STEPS
+    assert 0 < resumed[2] < draws.STEPS
 
 
 @pytest.mark.parametrize(
