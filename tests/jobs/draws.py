@@ -19,27 +19,20 @@ class Stopped(Exception):
     """The run ends without a word to anybody, as when it is killed."""
 
 
-class Stop(keras.callbacks.Callback):
-    """Ends the run after some steps; None: never."""
-
-    def __init__(self, after):
-        super().__init__()
-        self.after = after
-        self.steps = 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.steps += 1
-        if self.steps == self.after:
-            raise Stopped
-
-
 def train(name, strategy, folder, after=None):
     """Returns the hash of all state, the losses, and the steps done here.
 
     None where it stopped.
     """
     build, data = PROGRAMS[name]
-    stop = Stop(after)
+    done = []
+
+    def count(batch, logs=None):
+        # What a callback holds itself goes on in a resumed run.
+        done.append(batch)
+        if len(done) == after:
+            raise Stopped
+
     cases.set_floatx("float64")
     try:
         trainer = mgpu_tf.Trainer(build, strategy, steps_per_execution=1)
@@ -48,7 +41,9 @@ def train(name, strategy, folder, after=None):
             epochs=EPOCHS,
             verbose=0,
             shuffle=False,
-            callbacks=[stop],
+            callbacks=[
+                keras.callbacks.LambdaCallback(on_train_batch_end=count)
+            ],
             checkpoint=mgpu_tf.SaveOptions(
                 str(folder), save_every_steps=SAVE_EVERY_STEPS
             ),
@@ -64,7 +59,7 @@ def train(name, strategy, folder, after=None):
             *trainer.model.optimizer.variables,
         )
     ]
-    return weights_sha256(state), history, stop.steps
+    return weights_sha256(state), history, len(done)
 
 
 def stopped_and_resumed(name, strategy, folder):
