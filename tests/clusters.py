@@ -107,10 +107,14 @@ class Workers:
     Args:
         num_workers: How many.
         num_virtual_devices: Replicas of each.
+
+    Attributes:
+        spent_seconds: Processor time of all its jobs so far.
     """
 
     def __init__(self, num_workers, num_virtual_devices):
         self.num_workers = num_workers
+        self.spent_seconds = 0.0
         self._requests = tempfile.TemporaryDirectory()
         self._asked = 0
         self._log = os.path.join(self._requests.name, "log")
@@ -180,6 +184,9 @@ class Workers:
             time.sleep(0.05)
         with open(self._log) as log:
             assert "auto-shard" not in log.read().lower()
+        for path in done:
+            with open(path) as file:
+                self.spent_seconds += float(file.read())
 
     def end(self):
         """Ends the processes."""
@@ -193,6 +200,11 @@ class Workers:
 
 
 _shared = {}
+
+
+def spent_by_shared():
+    """Processor seconds of the clusters that wait for more jobs."""
+    return sum(workers.spent_seconds for workers in _shared.values())
 
 
 def end_shared():

@@ -3,8 +3,8 @@
     pytest -p tests.record --record=FILE
 
 Wall time says nothing on a machine that others use. Counted are the process
-that runs a test and the processes that it started and that have ended. What
-a shared cluster spent stands with the test that ended it, or at the end.
+that runs a test, the processes that it started and that have ended, and what
+shared clusters have spent on its jobs.
 """
 
 import collections
@@ -14,8 +14,10 @@ import resource
 
 import pytest
 
+from tests import clusters
+
 _SPENT = "processor_seconds"
-# What no test spent: to start, to collect, and clusters that several shared.
+# What no test spent: to start, to collect, and to start and end clusters.
 BETWEEN = "between tests"
 
 
@@ -36,17 +38,19 @@ class Record:
 
     def __init__(self, config):
         self._config = config
+        self._runs_tests = not config.getoption("numprocesses", None)
         self._seconds = collections.Counter()
         self._outcomes = {}
         self._before = 0.0
 
     def _spend(self, name):
-        now = sum(
+        counted = [resource.RUSAGE_SELF]
+        # Processes that run tests count their own, and all that they started.
+        if self._runs_tests:
+            counted.append(resource.RUSAGE_CHILDREN)
+        now = clusters.spent_by_shared() + sum(
             used.ru_utime + used.ru_stime
-            for used in map(
-                resource.getrusage,
-                (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN),
-            )
+            for used in map(resource.getrusage, counted)
         )
         self._seconds[name] += now - self._before
         self._before = now

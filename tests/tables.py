@@ -74,9 +74,10 @@ def stated(values):
     Args:
         values: What the file with the results holds.
     """
+    if "sources" not in values:
+        return "The sources have changed since then."
     kept = " Some results are of older sources." if values.get("kept") else ""
-    known = values.get("sources", "unknown")[:SHOWN]
-    return f"Digest of the sources: {known}.{kept}"
+    return f"Digest of the sources: {values['sources'][:SHOWN]}.{kept}"
 
 
 PARITY = Table("parity", "make parity")

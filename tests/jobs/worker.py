@@ -5,7 +5,8 @@
 
 The test writes requests 0, 1, ... to the folder; each names a module, some of
 its jobs and a folder. Every worker leaves there what each job observed, as
-JSON. A file for each worker says that a request is done.
+JSON. A file for each worker says that a request is done, and what it took of
+the processor, in seconds.
 """
 
 import argparse
@@ -64,6 +65,7 @@ def main():
     worker = mgpu_tf.ClusterConfig.from_environment().worker_index
     asked = requests(arguments.requests, arguments.asked_by)
     for number, request in asked:
+        began = time.process_time()
         jobs = importlib.import_module(request["module"]).JOBS
         for name in request["jobs"]:
             observed = jobs[name](strategy, request["folder"])
@@ -74,7 +76,10 @@ def main():
         leftovers.clear()
         # Jobs may have left other numbers in the names on one worker.
         keras.utils.clear_session()
-        open(done_file(arguments.requests, number, worker), "w").close()
+        path = done_file(arguments.requests, number, worker)
+        with open(path + ".new", "w") as file:
+            file.write(f"{time.process_time() - began}")
+        os.replace(path + ".new", path)
 
 
 if __name__ == "__main__":

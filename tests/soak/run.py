@@ -210,10 +210,10 @@ def table(ledger):
 
 
 def _of_which_sources(ledger):
+    stated = tables.stated(ledger)
     if "sources" not in ledger:
-        return "The package has changed since then."
-    of_these = last_line(ledger, ledger["sources"])
-    return f"{tables.stated(ledger)} Of these sources: {of_these}."
+        return stated
+    return f"{stated} Of these: {last_line(ledger, ledger['sources'])}."
 
 
 def _row(strategy, jobs):
