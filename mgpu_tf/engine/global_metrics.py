@@ -25,8 +25,9 @@ from mgpu_tf.engine.contributions import (
 )
 from mgpu_tf.engine.global_sums import of_sums
 from mgpu_tf.engine.losses import NeedsAllRows, say_gathered
-from mgpu_tf.engine.row_proof import FIXED, MEAN, SUM, Held, RowProof, Rows
-from mgpu_tf.engine.step_scope import StepScope
+from mgpu_tf.engine.row_proof import FIXED, Held, RowProof, active
+from mgpu_tf.engine.rules import rule_of_part, sent_of_part
+from mgpu_tf.engine.step_scope import StepScope, leaves_of, proof_of
 from mgpu_tf.errors import ConfigurationError
 
 
@@ -95,7 +96,8 @@ class GlobalMetrics:
         assert isinstance(scope, StepScope) and share is not None
         mark = scope.mark()
         every = exchange.whole(given, share.fraction(tf.float64))
-        with scope.of_all_rows(), sharing(None):
+        scope.proof.take(leaves_of(every), FIXED)
+        with scope.of_given(name), scope.of_all_rows(), sharing(None):
             found = compute(every)
         for variable in scope.written_since(mark):
             scope.agreed.add(id(variable))
@@ -114,13 +116,16 @@ class GlobalMetrics:
         if alone or not isinstance(scope, StepScope) or scope.has_all_rows:
             return own(*arguments, **named)
         assert share is not None
+        if active():
+            # The proof of the layer in which it is updated says what it adds.
+            return own(*arguments, **named)
         # Of a number of the batch it is read what it is over the rows.
         if any(map(_is_number, tf.nest.flatten([arguments, named]))):
             return own(*arguments, **named)
         held = [(v, scope.hold(v)) for v in metric.variables]
         mark = scope.mark()
         given = [arguments, named]
-        proof = _proof_of(given)
+        proof = proof_of(given)
         for _, value in held:
             proof.take([value], Held())
         found = own(*arguments, **named)
@@ -158,7 +163,7 @@ class GlobalMetrics:
 
         What it holds is then the same on all of them.
         """
-        proof = _proof_of(given)
+        proof = proof_of(given)
         proof.take(list(map(scope.hold, metric.variables)), FIXED)
         mark = scope.mark()
         own(*given[0], **given[1])
@@ -179,35 +184,13 @@ def _is_number(leaf: Any) -> bool:
     return tf.is_symbolic_tensor(leaf) and leaf.shape.rank == 0
 
 
-def _proof_of(given: Any) -> RowProof:
-    proof = RowProof()
-    if not tf.executing_eagerly():
-        proof.skip(tf.compat.v1.get_default_graph())
-    leaves = [
-        leaf
-        for leaf in tf.nest.flatten(given)
-        if isinstance(leaf, tf.Tensor) and leaf.shape.rank
-    ]
-    masks = [keras_internals.mask_of(leaf) for leaf in leaves]
-    proof.take([*leaves, *(m for m in masks if m is not None)], Rows())
-    return proof
-
-
 def _part(
     proof: RowProof, before: tf.Tensor, now: tf.Tensor, share: BatchShare
 ) -> tf.Tensor | None:
-    """Returns what a variable holds of this replica's rows, None if unknown.
-
-    A mean of a batch, and what is counted once a batch, is added once for all
-    replicas: each adds its share.
-    """
+    """Returns what a variable holds of this replica's rows, None if unknown."""
     if now is before:
         return before
     kind = proof.of(now)
-    if not isinstance(kind, Held):
+    if rule_of_part(kind, now.dtype, of_metric=True) is None:
         return None
-    if kind.added == SUM:
-        return now
-    if kind.added in (FIXED, MEAN) and now.dtype.is_floating:
-        return before + (now - before) * share.fraction(now.dtype)
-    return None
+    return sent_of_part(kind, before, now, share)

@@ -41,7 +41,8 @@ from mgpu_tf.engine.row_proof import (
     proving,
 )
 from mgpu_tf.engine.state import ReplicaState
-from mgpu_tf.engine.step_scope import StepScope
+from mgpu_tf.engine.state_parts import Parts, held, keep, parts_of
+from mgpu_tf.engine.step_scope import StepScope, leaves_of
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
@@ -94,8 +95,9 @@ class LayerCalls:
             if keras_internals.is_graph_of_layers(layer)
         }
         self._whole: set[int] = set()
-        # Whether a layer that runs eagerly is proven, by what it is given.
-        self._eager: dict[Any, bool] = {}
+        # What a layer writes that runs eagerly, by what it is given; None
+        # where it is not proven.
+        self._eager: dict[Any, Parts | None] = {}
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -130,6 +132,38 @@ class LayerCalls:
             layer, f"what it writes to {variable.name!r} adds up over the rows"
         )
         return True
+
+    def read_aside(self, name: str, tensors: list[tf.Tensor]) -> None:
+        """Called where something of all rows reads what a replica has alone.
+
+        Args:
+            name: Of what reads it.
+            tensors: What it reads.
+
+        Raises:
+            TraceAgain: It will be of all rows as well, in another trace.
+            ConfigurationError: It cannot be.
+        """
+        scope = keras_internals.stateless_scope()
+        assert isinstance(scope, StepScope)
+        read = {id(tensor) for tensor in tensors}
+        for key, (variable, _, _) in scope.parts.items():
+            if id(scope.state_mapping[key]) in read:
+                if self.compute_whole(variable):
+                    raise TraceAgain
+                break
+        if self._exchange is None or id(self._model) in self._whole:
+            raise ConfigurationError(
+                "What is computed of the rows of all replicas reads what it "
+                f"is given. Received: {name}, which reads {tensors[0].name!r}, "
+                "made of the rows of one replica elsewhere. Pass it as an "
+                "argument or an output of the model."
+            )
+        self._take_whole(
+            self._model,
+            f"what {name} reads besides its arguments is of its own row",
+        )
+        raise TraceAgain
 
     def _take_whole(self, layer: keras.layers.Layer, unproven: str) -> None:
         if self._exchange is None:
@@ -172,7 +206,7 @@ class LayerCalls:
         given = (arguments, named)
         if tf.executing_eagerly():
             return self._called_eagerly(layer, own, given, scope, share)
-        if id(layer) in self._graphs:
+        if id(layer) in self._graphs - self._whole:
             return self._through_graph(own, given, scope, share)
         proofs = active()
         nested = tf.compat.v1.get_default_graph() is not scope.graph
@@ -187,7 +221,10 @@ class LayerCalls:
             return self._computed_whole(layer, own, given, scope, share)
         if id(layer) in self._by_row and len(kinds) < 2:
             outputs, proven = self._trusted(own, given, scope), True
-            self._keep(scope, outputs, kinds.pop() if kinds else FIXED)
+            kind = kinds.pop() if kinds else FIXED
+            self._keep(scope, outputs, kind)
+            if not proofs:
+                scope.proof.take(_rows(outputs), kind)
         elif id(layer) in self._whole:
             outputs = self._computed_whole(layer, own, given, scope, share)
             proven = True
@@ -265,10 +302,24 @@ class LayerCalls:
             key = id(layer), scope.trains, specs
             if key not in self._eager:
                 self._eager[key] = self._proven(layer, own, given, rows, scope)
-                if not self._eager[key]:
+                if self._eager[key] is None:
                     _log.info(_WHOLE_EAGERLY, layer.name, type(layer).__name__)
-            if self._eager[key]:
-                return own(*given[0], **given[1])
+            parts = self._eager[key]
+            if parts is not None:
+                starts = {
+                    key: scope.hold(part[0])
+                    for key, part in parts.items()
+                    if part
+                }
+                outputs = own(*given[0], **given[1])
+                keep(
+                    scope,
+                    {
+                        key: part and (part[0], starts[key], part[2])
+                        for key, part in parts.items()
+                    },
+                )
+                return outputs
             cut = self._exchange.cut(share.local)
             every = {
                 key: self._exchange.joined(row, cut)
@@ -295,11 +346,15 @@ class LayerCalls:
         given: Any,
         rows: dict[int, tf.Tensor],
         scope: StepScope,
-    ) -> bool:
-        """Traces a call of a layer that runs eagerly, and looks at it."""
+    ) -> Parts | None:
+        """Traces a call of a layer that runs eagerly, and looks at it.
+
+        Returns:
+            What it writes, as `parts_of`; None where it is not proven.
+        """
         mark, graph, whole = scope.mark(), scope.graph, set(self._whole)
         busy, scope.busy = scope.busy, True  # Nothing is gathered for it.
-        proven = []
+        proven: list[Parts | None] = []
 
         def call(*traced: tf.Tensor) -> None:
             scope.graph = tf.compat.v1.get_default_graph()
@@ -310,10 +365,12 @@ class LayerCalls:
             arguments, named = _with(given, every)
             proof = RowProof(traced)
             first = len(scope.losses)
+            before = held(scope, getattr(layer, "variables", ()), proof)
+            called = scope.mark()
             with proving(proof):
                 outputs = own(*arguments, **named)
             leaves = tf.nest.flatten(outputs, expand_composites=True)
-            proven.append(
+            apart = (
                 self._whole == whole
                 and all(map(_is_apart, map(proof.of, leaves)))
                 and all(
@@ -321,6 +378,10 @@ class LayerCalls:
                     or proof.of(loss) in (SUM, MEAN, FIXED)
                     for loss in scope.losses[first:]
                 )
+            )
+            written = scope.written_since(called)
+            proven.append(
+                parts_of(scope, proof, before, written) if apart else None
             )
 
         specs = [
@@ -330,11 +391,11 @@ class LayerCalls:
         try:
             throwaway.graph_of(call, *specs)
         except Exception:  # Code of the author's that needs values.
-            return False
+            return None
         finally:
             scope.reset(mark)
             scope.graph, self._whole, scope.busy = graph, whole, busy
-        return proven == [True]
+        return proven[0] if len(proven) == 1 else None
 
     @staticmethod
     def _keep(scope: StepScope, outputs: Any, kind: Any) -> None:
@@ -352,14 +413,15 @@ class LayerCalls:
         share: BatchShare,
     ) -> tuple[Any, bool]:
         """Calls a layer with the rows of this replica, if that is proven."""
-        proof = RowProof()
-        proof.skip(tf.compat.v1.get_default_graph())
+        proof = scope.new_proof()
         rows = _rows(given)
         for row in rows:
             kind = scope.kinds.get(id(row), (row, Rows()))[1]
             proof.take([row, *_masks([row])], kind)
         mark, first = scope.mark(), len(scope.losses)
         masked = [(row, keras_internals.mask_of(row)) for row in rows]
+        before = held(scope, getattr(layer, "variables", ()), proof)
+        called = scope.mark()
         with proving(proof):
             outputs = own(*given[0], **given[1])
         kinds = [proof.of(loss) for loss in scope.losses[first:]]
@@ -371,30 +433,38 @@ class LayerCalls:
         leaves = tf.nest.flatten(outputs, expand_composites=True)
         made = [proof.of(leaf) for leaf in leaves]
         apart = not rows or all(map(_is_apart, made))
-        if added and apart:
+        parts = parts_of(scope, proof, before, scope.written_since(called))
+        if added and apart and parts is not None:
+            keep(scope, parts)
             for place, kind in enumerate(kinds, first):
                 self._note_loss(layer, scope, place, kind, share)
             if not active():
                 for leaf, kind in zip(leaves, made, strict=True):
                     self._keep(scope, leaf, kind)
+                    scope.proof.take([leaf], kind)
             return outputs, True
         if (
             added
+            and parts is not None
             and active()
             and all(kind == FIXED or isinstance(kind, Rows) for kind in made)
         ):
             return outputs, False  # Its caller's proof goes on from there.
-        scope.reset(mark)
+        in_place = scope.written_in_place
+        if not in_place:
+            scope.reset(mark)
         # Some of Keras's layers take the mask from what they are called with.
         for row, mask in masked:
             if mask is not None:
                 keras_internals.set_mask(row, mask)
-        self._take_whole(
-            layer,
-            "each row of its outputs comes of its own row"
-            if added
-            else "what it adds to the loss is a sum or a mean over the rows",
-        )
+        unproven = "what it adds to the loss is a sum or a mean over the rows"
+        if added:
+            unproven = "each row of its outputs comes of its own row"
+        if apart and added:
+            unproven = "what it writes adds up over the rows"
+        self._take_whole(layer, unproven)
+        if in_place:
+            raise TraceAgain  # Since it cannot be undone.
         return self._computed_whole(layer, own, given, scope, share), True
 
     def _note_loss(
@@ -441,8 +511,7 @@ class LayerCalls:
             for row in _rows(given)
             if id(row) not in scope.whole
         }
-        proof = RowProof()
-        proof.skip(tf.compat.v1.get_default_graph())
+        proof = scope.new_proof()
         known = scope.whole | scope.kinds
         for leaf in leaves:
             if id(leaf) in every or id(leaf) in scope.whole:
@@ -450,9 +519,18 @@ class LayerCalls:
                 proof.take([every.get(id(leaf), leaf)], kind)
         mixes = not any(id(leaf) in scope.whole for leaf in leaves)
         arguments, named = _with(given, every)
-        outputs = self._of_all_rows(layer, own, arguments, named, scope)
+        scope.proof.take(leaves_of(list(every.values())), FIXED)
+        with scope.of_given(layer.name):
+            outputs = self._of_all_rows(layer, own, arguments, named, scope)
 
         def part(output: Any) -> Any:
+            mine = mine_of(output)
+            if not active() and isinstance(output, tf.Tensor):
+                same = mine is output
+                scope.proof.take([mine], FIXED if same else Rows())
+            return mine
+
+        def mine_of(output: Any) -> Any:
             if not isinstance(output, tf.Tensor) or _is_same(output):
                 return output
             kind = proof.of(output)
@@ -475,6 +553,17 @@ class LayerCalls:
         scope: StepScope,
     ) -> Any:
         """Calls a layer with the rows of all, as on one device."""
+        for variable in getattr(layer, "variables", ()):
+            if id(variable) in scope.parts:
+                # It is of this replica's rows, and is read here.
+                if self.compute_whole(variable):
+                    raise TraceAgain
+                raise ConfigurationError(
+                    "State that a layer computes of all rows is not written "
+                    "of the rows of one replica before that. Received: "
+                    f"{variable.path}, which {layer.name!r} reads. Give each "
+                    "of the two layers a variable of its own."
+                )
         mark, first = scope.mark(), len(scope.losses)
         with (
             scope.of_all_rows(),
@@ -484,6 +573,7 @@ class LayerCalls:
         ):
             outputs = own(*arguments, **named)
         for variable in scope.written_since(mark):
+            scope.parts.pop(id(variable), None)
             scope.agreed.add(id(variable))
         for place in range(first, len(scope.losses)):
             self._replace_loss(

@@ -52,7 +52,8 @@ from mgpu_tf.engine.row_proof import (
     Rows,
     proving,
 )
-from mgpu_tf.engine.step_scope import StepScope
+from mgpu_tf.engine.state_parts import held, keep, parts_of
+from mgpu_tf.engine.step_scope import StepScope, leaves_of, proof_of
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
@@ -195,7 +196,13 @@ class GlobalLoss:
         added = list(scope.losses)
         for place, loss in enumerate(added):
             self._make_global(scope, place, loss)
-        with scope.of_all_rows(), sharing(None), self._plainly():
+        scope.proof.take([*leaves_of(every), *leaves_of(scope.losses)], FIXED)
+        with (
+            scope.of_given(name),
+            scope.of_all_rows(),
+            sharing(None),
+            self._plainly(),
+        ):
             value = value_of(every)
         scope.losses[: len(added)] = added
         for variable in scope.written_since(mark):
@@ -211,12 +218,20 @@ class GlobalLoss:
         """The contribution of a value that is proven to be of the rows."""
         current = self._current
         current.proof, current.whole = self._proof_of(given, scope), False
+        state = [*scope.state.metrics, *scope.state.layers]
+        before, mark = held(scope, state, current.proof), scope.mark()
         with proving(current.proof):
             value = value_of(given)
+        written = scope.written_since(mark)
+        parts = parts_of(scope, current.proof, before, written)
+        if parts is None:
+            return None
         part = additive(current.proof, value, current.share)
         if part is None:
             known = current.proof, value, current.share, current_exchange()
             part = of_added_sums(*known)
+        if part is not None:
+            keep(scope, parts)
         return part
 
     def _of_sums(
@@ -228,12 +243,17 @@ class GlobalLoss:
             return None
         current, share = self._current, self._current.share
         current.proof = self._proof_of(given, scope)
+        state = [*scope.state.metrics, *scope.state.layers]
+        before, mark = held(scope, state, current.proof), scope.mark()
         with proving(current.proof), self._plainly():
             value = value_of(given)
+        written = scope.written_since(mark)
+        parts = parts_of(scope, current.proof, before, written)
         values = [value, *current.terms]
         found = of_sums(current.proof, values, share, exchange)
-        if found is None:
+        if found is None or parts is None:
             return None
+        keep(scope, parts)
         pairs = zip(found.kinds, found.values, strict=True)
         part, *terms = [_part(kind, value, share) for kind, value in pairs]
         current.terms[:] = [share.select(term, 0) for term in terms]
@@ -250,7 +270,7 @@ class GlobalLoss:
             self._current.plain = False
 
     def _proof_of(self, given: Any, scope: StepScope) -> RowProof:
-        proof = _proof_of(given)
+        proof = proof_of(given)
         for loss in scope.losses:
             known = loss is scope.known_losses.get(id(loss))
             proof.take([loss], MEAN if known else UNPROVEN)
@@ -423,7 +443,7 @@ class _Term:
         if not keras_internals.calls_loss(self.loss):
             return self._of_batch(*given, share)
         values, raw = keras_internals.unreduced(self.loss, *given)
-        proof = _proof_of(given)
+        proof = proof_of(given)
         known = keras_internals.is_known_by_example(self.loss)
         by_row = known and bool(raw.shape.rank)
         if not by_row and not _is_by_row(proof.of(raw)):
@@ -445,7 +465,7 @@ class _Term:
     ) -> tf.Tensor:
         """The contribution of a loss that was reduced over the rows."""
         given = (y_true, y_pred, sample_weight)
-        proof = _proof_of(given)
+        proof = proof_of(given)
         value = self.loss(*given)
         exchange = current_exchange()
         part = additive(proof, value, share)
@@ -462,7 +482,9 @@ class _Term:
         every = exchange.whole(given, fraction)
         scope = keras_internals.stateless_scope()
         assert isinstance(scope, StepScope)
-        with scope.of_all_rows(), sharing(None):
+        scope.proof.take(leaves_of(every), FIXED)
+        name = f"the loss {self.loss.name!r}"
+        with scope.of_given(name), scope.of_all_rows(), sharing(None):
             value = self.loss(*every)
         return value * tf.cast(fraction, value.dtype)
 
@@ -587,17 +609,6 @@ def _elements(values: tf.Tensor, share: BatchShare) -> tf.Tensor:
     """
     local = tf.maximum(share.local, 1)
     return tf.cast(tf.size(values, tf.int64) // local, values.dtype)
-
-
-def _proof_of(rows: Any) -> RowProof:
-    """Returns what proves things of values that are made of some rows."""
-    proof = RowProof()
-    if not tf.executing_eagerly():
-        proof.skip(tf.compat.v1.get_default_graph())
-    proof.take(
-        [row for row in tf.nest.flatten(rows) if row is not None], Rows()
-    )
-    return proof
 
 
 def _is_by_row(kind: Any) -> bool:

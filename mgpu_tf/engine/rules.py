@@ -19,7 +19,17 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.reading import Reader
+from mgpu_tf.engine.row_proof import (
+    FIXED,
+    LARGEST,
+    MEAN,
+    SMALLEST,
+    SUM,
+    Held,
+    Kind,
+)
 
 
 class Rule(enum.Enum):
@@ -58,6 +68,55 @@ DECLARED = {
     "sum": Rule.SUM,
     "only_first_replica": Rule.FIRST,
 }
+
+_EXTREMES = {LARGEST: Rule.MAXIMUM, SMALLEST: Rule.MINIMUM}
+
+
+def rule_of_part(
+    kind: Kind, dtype: tf.DType, *, of_metric: bool = False
+) -> Rule | None:
+    """Returns by which rule parts of replicas become one value.
+
+    Args:
+        kind: What is proven of the value that a replica wrote.
+        dtype: Of the value.
+        of_metric: Whether replicas held values of their own before.
+
+    Returns:
+        The rule of what `sent_of_part` makes of it; None where there is none.
+    """
+    added = kind.added if isinstance(kind, Held) else kind
+    if isinstance(kind, Held) or not of_metric:
+        if added == SUM and (isinstance(kind, Held) or dtype.is_floating):
+            return Rule.SUM
+        if added in (FIXED, MEAN) and dtype.is_floating:
+            return Rule.SUM
+    if isinstance(kind, Held) and not of_metric:
+        return _EXTREMES.get(added)
+    return None
+
+
+def sent_of_part(
+    kind: Kind, before: tf.Tensor, now: tf.Tensor, share: BatchShare
+) -> tf.Tensor:
+    """Returns what a replica sends, to be brought together by the rule.
+
+    A mean of a batch, and what is counted once a batch, is added once for all
+    replicas: each adds its share.
+
+    Args:
+        kind: What is proven of the value.
+        before: What the variable held.
+        now: What the replica wrote.
+        share: This replica's part of the global batch.
+    """
+    if isinstance(kind, Held) and kind.added not in (FIXED, MEAN):
+        return now
+    fraction = share.fraction(now.dtype)
+    if kind == SUM:
+        return now + before - before * fraction
+    return before + (now - before) * fraction
+
 
 _PASSING = frozenset(("Identity", "Cast", "StopGradient", "EnsureShape"))
 _SUMS = frozenset(("Add", "AddV2", "AddN"))

@@ -18,7 +18,6 @@ are, bit for bit.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -31,8 +30,6 @@ from mgpu_tf.engine.rules import DECLARED, Rule, rule_of
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import kind_of, topology_of
-
-_log = logging.getLogger("mgpu_tf")
 
 Writes = list[tuple[keras.Variable, tf.Tensor]]
 
@@ -95,13 +92,28 @@ class ReplicaState:
             [*model.variables, *self.layers, *self.metrics]
         )
         self._of_metrics = {id(variable) for variable in self.metrics}
-        self._rules = _known_rules(model)
-        self._declared = frozenset(self._rules)
+        known = _known_rules(model)
         self._moving = {id(v) for v in keras_internals.moving_statistics(model)}
+        synchronized = keras_internals.synchronized_statistics(model)
+        self._proven = (
+            set(map(id, [*self.layers, *self.metrics]))
+            - self._moving
+            - set(map(id, synchronized))
+        )
+        # What an author declares holds where each step has a whole batch.
+        self._rules = (
+            known
+            if asynchronous
+            else {
+                key: rule
+                for key, rule in known.items()
+                if key in self._of_metrics or key not in self._proven
+            }
+        )
+        self._declared = frozenset(self._rules)
         self._touched: dict[int, keras.Variable] = {}
         self.generator: Any = None
         self.draws_alike = False
-        self._warned: set[tuple[int, str]] = set()
 
     @property
     def reads_rules(self) -> bool:
@@ -174,54 +186,31 @@ class ReplicaState:
         """
         if not self._several or id(variable) in self._declared:
             return self.rule(variable)
-        found = rule_of(
-            written,
-            before,
-            reader,
-            adds_up=self._asynchronous or self.is_metric(variable),
-        )
-        if found is None:
+        adds_up = self._asynchronous or self.is_metric(variable)
+        found = rule_of(written, before, reader, adds_up=adds_up)
+        known = (Rule.AGREED, Rule.SUM) if adds_up else (Rule.AGREED,)
+        if found is None or not (self._asynchronous or found in known):
             raise ConfigurationError(
-                "What replicas write to a variable must be made one: a sum, a "
-                "maximum, a mean, or alike on all of them. Received: "
-                f"{variable.path}, whose rule cannot be read. Declare it: "
-                "add_weight(..., aggregation='mean'), 'sum' or "
-                "'only_first_replica', or add_variable for a metric."
+                "What a step makes of its rows is written to state in the "
+                "call of a layer, where it can be proven how replicas bring "
+                f"it together. Received: {variable.path}, which is written "
+                "elsewhere. Write it in the call of the layer that made it, "
+                "or of the model."
             )
         self._rules[id(variable)] = found
         return found
+
+    def is_proven(self, variable: keras.Variable) -> bool:
+        """Returns whether it is proven of calls what they write to it."""
+        return id(variable) in self._proven
 
     def agree(self, variable: keras.Variable) -> None:
         """Notes that all replicas write the same to a variable."""
         self._rules[id(variable)] = Rule.AGREED
 
-    def adds_up(self, variable: keras.Variable) -> None:
-        """Notes that what replicas hold of a variable adds up."""
-        self._rules[id(variable)] = Rule.SUM
-
-    def warn_of_mean(self, variable: keras.Variable) -> None:
-        """Warns once of a moving statistic that may differ by the cut."""
-        if id(variable) not in self._declared:
-            self._warn_once(
-                variable,
-                "%s is a moving statistic of rows in a way that cannot be "
-                "read: it becomes the mean of what replicas make of their "
-                "own rows",
-            )
-
-    def warn_of_own_rows(self, variable: keras.Variable) -> None:
-        """Warns once of state that outputs are made of in the same step."""
-        self._warn_once(
-            variable,
-            "%s is written in a step and then read by the same step: each "
-            "replica reads what its own rows made of it, and one device "
-            "what the whole batch made of it",
-        )
-
-    def _warn_once(self, variable: keras.Variable, text: str) -> None:
-        if (id(variable), text) not in self._warned:
-            _log.warning(text, variable.path)
-        self._warned.add((id(variable), text))
+    def follow(self, variable: keras.Variable, rule: Rule) -> None:
+        """Notes by which rule what replicas write becomes one."""
+        self._rules[id(variable)] = rule
 
     def values(self) -> Writes:
         """Returns variables whose rule is read, with what they hold.

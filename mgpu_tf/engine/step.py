@@ -32,10 +32,10 @@ from mgpu_tf.engine.random_rows import (
     seed_for_rows,
 )
 from mgpu_tf.engine.reading import Reader
-from mgpu_tf.engine.row_proof import Rows, note
-from mgpu_tf.engine.rules import Rule
+from mgpu_tf.engine.row_proof import UNPROVEN, Rows, note, noting
+from mgpu_tf.engine.rules import rule_of_part, sent_of_part
 from mgpu_tf.engine.state import ReplicaState, Writes
-from mgpu_tf.engine.step_scope import StepScope
+from mgpu_tf.engine.step_scope import Part, StepScope
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.engine.written import by_rule, check_plain_variables
@@ -109,6 +109,9 @@ class ReplicaStep:
         self._moments = Moments(model, replicas)
         # Whose regularizers count with the loss; by default those of all.
         self._regularized: list[keras.Variable] | None = None
+        # State that is written within functions, branches and loops.
+        self._direct: dict[int, keras.Variable] = {}
+        self._writes_directly = layers is None and not in_parts
         self._own_logs = keras_internals.overrides(model, "compute_metrics")
         self.log_names: list[str] = []
         self.alike: list[bool] = []
@@ -179,14 +182,25 @@ class ReplicaStep:
             scope = stack.enter_context(
                 StepScope(
                     model,
-                    [*given, *self._loss.regularized(given)],
+                    [
+                        (variable, value)
+                        for variable, value in [
+                            *given,
+                            *self._loss.regularized(given),
+                        ]
+                        if id(variable) not in self._direct
+                    ],
                     tape,
                     None if self._layers is None else self._layers.read,
                     {id(v): source for v, source in sources},
                     join,
+                    self._write_directly,
                 )
             )
-            scope.share = share
+            scope.share, scope.state = share, self._state
+            scope.read_aside = self._calls.read_aside
+            know_rows(scope, data, share)
+            stack.enter_context(noting(scope.proof))
             drawn: list[tf.Tensor] = []
             with drawing(share, data, drawn, compiled=compiled) as draws:
                 scope.draws = draws
@@ -220,12 +234,14 @@ class ReplicaStep:
                 # Its results may be of these means as well.
                 self._write_grown(grown, scope)
             returned = self._metrics.computed((x, y, y_pred, sample_weight))
+        if scope.within:
+            self._check_direct(scope.within)
+            self._direct |= scope.within
+            raise TraceAgain
         if self._replicas > 1:
             check_plain_variables(self._state.variables, reader)
         # By variable, since Keras writes to some of these means as well.
-        writes = self._written(scope, given, reader, share)
-        if training and self._replicas > 1:
-            self._warn_of_own_state(scope, y_pred)
+        writes = self._written(scope, given, reader, share, grown)
         before = {id(variable): value for variable, value in given}
         for variable, increment in () if self._own_logs else grown:
             base = before.get(id(variable), variable)
@@ -259,8 +275,9 @@ class ReplicaStep:
                 total = sum_over_replicas(increment)
                 same = tf.cast(self._same_rows, total.dtype)
                 increment = total / same
-                scope.agreed.add(id(variable))
             scope.add_update((variable, scope.hold(variable) + increment))
+            if self._replicas > 1:
+                scope.agreed.add(id(variable))
 
     def _written(
         self,
@@ -268,14 +285,22 @@ class ReplicaStep:
         given: Writes,
         reader: Reader,
         share: BatchShare,
+        grown: Writes,
     ) -> dict[int, tuple[keras.Variable, tf.Tensor]]:
-        """Returns what layers and metrics wrote, by variable."""
+        """Returns what layers and metrics wrote, by variable.
+
+        Without what Keras itself adds to the means of losses that grow
+        otherwise.
+        """
         state = self._state
+        others = {id(variable) for variable, _ in grown}
         before = {id(variable): value for variable, value in given}
         seeds = {id(variable) for variable in state.seeds}
         writes = {}
         for variable in state.variables:
             if not (scope.is_written(variable) or state.is_metric(variable)):
+                continue
+            if id(variable) in others - scope.agreed:
                 continue
             value = scope.get_current_value(variable)
             base = before.get(id(variable))
@@ -287,36 +312,45 @@ class ReplicaStep:
                 self._state.agree(variable)
             elif id(variable) in scope.added:
                 value = share.select(value, variable if base is None else base)
+            elif id(variable) in scope.parts:
+                value = self._of_part(scope.parts[id(variable)], value, share)
             elif scope.is_written(variable):
                 value = self._by_rule(variable, value, base, reader, share)
             writes[id(variable)] = (variable, value)
         return writes
 
-    def _warn_of_own_state(self, scope: StepScope, y_pred: Any) -> None:
-        """Warns of outputs that depend on what this step has written.
+    def _write_directly(self, variable: keras.Variable, value: Any) -> bool:
+        """Writes to a variable in place, wherever in a step that is."""
+        if id(variable) not in self._direct:
+            return False
+        self._state.agree(variable)
+        self._state.write_in_place(variable, value)
+        return True
 
-        Such a layer reads what its replica's rows made of its state.
-        """
-        written = [
-            (variable, scope.value(variable))
-            for variable in self._state.layers
-            if scope.is_written(variable)
-            and self._state.rule(variable) is not Rule.AGREED
-        ]
+    def _check_direct(self, written: dict[int, keras.Variable]) -> None:
+        """Refuses writes in place where a step is computed in parts."""
+        shared = self._state.stored_once and self._replicas > 1
+        weights = set(map(id, self._model.trainable_variables))
+        if shared or not self._writes_directly or weights & written.keys():
+            raise ConfigurationError(
+                "Where weights are split, a batch is computed in parts or one "
+                "copy is for all replicas, a layer writes its state outside "
+                "of tf.function, tf.cond and loops of TensorFlow; a weight "
+                "everywhere. Received: "
+                f"{next(iter(written.values())).path}, which is written "
+                "within one. Write it in the call itself, or use 'mirrored'."
+            )
 
-        def reach(values: list[tf.Tensor]) -> bool:
-            reader = Reader(values, drawn=False)
-            leaves = tf.nest.flatten(y_pred, expand_composites=True)
-            return any(map(reader.depends, leaves))
-
-        # Nearly always none does, which one walk over the graph tells.
-        if written and reach([value for _, value in written]):
-            for variable, value in written:
-                if not reach([value]):
-                    continue
-                if self._calls.compute_whole(variable):
-                    raise TraceAgain
-                self._state.warn_of_own_rows(variable)
+    def _of_part(
+        self, part: Part, value: tf.Tensor, share: BatchShare
+    ) -> tf.Tensor:
+        """What a replica sends of state that a layer wrote of its rows."""
+        variable, before, kind = part
+        metric = self._state.is_metric(variable)
+        rule = rule_of_part(kind, value.dtype, of_metric=metric)
+        assert rule is not None
+        self._state.follow(variable, rule)
+        return share.select(sent_of_part(kind, before, value, share), before)
 
     def _by_rule(
         self,
@@ -556,9 +590,19 @@ def outputs_of_share(
         sharing(share, exchange=exchange),
         drawing(share, data, drawn),
         StepScope(model, [], None) as scope,
+        noting(scope.proof),
     ):
+        scope.share, scope.state = share, state
+        know_rows(scope, data, share)
         outputs = outputs_of(model, data, generator)
     seeds = set(map(id, state.seeds)) if eager else set()
+    if scope.within:
+        variable = next(iter(scope.within.values()))
+        raise ConfigurationError(
+            "On several replicas, predict writes no state within tf.function, "
+            f"tf.cond or loops of TensorFlow. Received: {variable.path}. "
+            "Write state with training=True alone, or use 'one_device'."
+        )
     reader = None if eager else Reader([data, share.local, share.low, drawn])
     writes = [
         (variable, scope.value(variable))
@@ -576,6 +620,26 @@ def outputs_of_share(
             )
     state.write(writes)
     return outputs
+
+
+def know_rows(scope: StepScope, data: Any, share: BatchShare) -> None:
+    """Lets proofs know what differs between replicas.
+
+    Args:
+        scope: The scope of a step.
+        data: The rows of this replica.
+        share: Its part of the global batch.
+    """
+    leaves = [
+        leaf
+        for leaf in tf.nest.flatten(data, expand_composites=True)
+        if tf.is_symbolic_tensor(leaf)
+    ]
+    rows = [leaf for leaf in leaves if leaf.shape.rank]
+    scope.proof.take(rows, Rows())
+    scope.proof.take([leaf for leaf in leaves if not leaf.shape.rank], UNPROVEN)
+    places = [share.local, share.low]
+    scope.proof.take([each for each in places if each is not None], UNPROVEN)
 
 
 def of_unknown_length(tensor: Any) -> Any:

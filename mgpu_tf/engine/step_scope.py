@@ -17,12 +17,17 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.random_rows import RowScope
 from mgpu_tf.engine.reading import Reader
-from mgpu_tf.engine.state import Writes
+from mgpu_tf.engine.row_proof import FIXED, RowProof, Rows
+from mgpu_tf.engine.state import ReplicaState, Writes
+from mgpu_tf.errors import ConfigurationError
 
 Gather = Callable[[keras.Variable], tf.Tensor | None]
+# A variable, what it held before the step, and the kind of what it holds now.
+Part = tuple[keras.Variable, tf.Tensor, Any]
 
 
 class Places(NamedTuple):
@@ -54,9 +59,15 @@ class StepScope(keras.StatelessScope):
         sources: See below.
         join: As `gather`, but the value is made of a source, which has its
             gradient.
+        direct: Takes what is written to variables that are written in place
+            wherever it is; returns whether it has.
 
     Attributes:
         reader: Reads the step, once its forward pass is traced.
+        state: What it may write.
+        proof: Knows what layers have made, for proofs that meet it.
+        read_aside: Called where something of all rows reads what is of the
+            rows of this replica, with its name and the tensors.
         draws: In which random numbers are drawn; None where replicas draw
             their own.
         sources: What gradients of weights are taken from, by the identity of
@@ -83,9 +94,17 @@ class StepScope(keras.StatelessScope):
         within_trusted: Whether a layer is that is known to keep rows apart.
         added: The variables of metrics to which replicas have added what adds
             up, by identity.
+        parts: The state that layers have written of the rows of this replica,
+            by identity, with what it was before and what is proven of what
+            it is now.
+        within: What was written within a function, a branch or a loop of
+            TensorFlow, where nothing can be kept; by identity.
+        written_in_place: How often something was written to a variable
+            itself, which cannot be undone.
     """
 
     reader: Reader
+    state: ReplicaState
     draws: RowScope | None = None
     share: BatchShare
 
@@ -97,8 +116,17 @@ class StepScope(keras.StatelessScope):
         gather: Gather | None = None,
         sources: dict[int, Any] | None = None,
         join: Gather | None = None,
+        direct: Callable[[keras.Variable, Any], bool] = lambda v, value: False,
     ) -> None:
         super().__init__(given, collect_losses=True)
+        self._direct = direct
+        self.proof = RowProof()
+        if not tf.executing_eagerly():
+            self.proof.skip(tf.compat.v1.get_default_graph())
+        self.read_aside: Callable[[str, list[tf.Tensor]], None] | None = None
+        self.parts: dict[int, Part] = {}
+        self.within: dict[int, keras.Variable] = {}
+        self.written_in_place = 0
         self.sources = sources or {}
         self._join = join
         self.order: Any = None
@@ -157,6 +185,42 @@ class StepScope(keras.StatelessScope):
             if read.is_floating and read.size > value.dtype.size:
                 self.narrow.append(variable)
 
+    def new_proof(self) -> RowProof:
+        """Returns a proof of what is traced from here on."""
+        proof = RowProof()
+        if not tf.executing_eagerly():
+            graph = tf.compat.v1.get_default_graph()
+            proof.skip(graph, self.proof.of)
+        return proof
+
+    @contextlib.contextmanager
+    def of_given(self, name: str) -> Iterator[None]:
+        """Says that what a block computes is the same on all replicas.
+
+        Args:
+            name: Of what is computed.
+
+        Raises:
+            ConfigurationError: It reads something that is not.
+            TraceAgain: It will be the same in another trace.
+        """
+        if tf.executing_eagerly():
+            yield
+            return
+        graph = tf.compat.v1.get_default_graph()
+        begin = len(graph.get_operations())
+        yield
+        made = set()
+        for op in graph.get_operations()[begin:]:
+            made |= {id(output) for output in op.outputs}
+            aside = [
+                each
+                for each in op.inputs
+                if id(each) not in made and self.proof.of(each) != FIXED
+            ]
+            if aside and self.read_aside is not None:
+                self.read_aside(name, aside)
+
     def lend(self, variables: list[keras.Variable], values: Any) -> None:
         """Sets the values of weights that a layer reads."""
         for variable, value in zip(variables, values, strict=True):
@@ -170,12 +234,26 @@ class StepScope(keras.StatelessScope):
             dict(self._written),
             assigned,
             len(self.losses),
+            dict(self.parts),
+            self.written_in_place,
         )
 
     def reset(self, mark: tuple[Any, ...]) -> None:
-        """Forgets what was written since a mark."""
-        mapping, written, assigned, losses = mark
+        """Forgets what was written since a mark.
+
+        Raises:
+            ConfigurationError: Something was written in place.
+        """
+        mapping, written, assigned, losses, parts, in_place = mark
+        if self.written_in_place > in_place:
+            raise ConfigurationError(
+                "What is written within tf.function, tf.cond or loops of "
+                "TensorFlow is written by a layer that is called once in a "
+                "step. Received: a step that calls it again with the rows of "
+                "all replicas. Write it outside of such functions."
+            )
         self.state_mapping, self._written = dict(mapping), dict(written)
+        self.parts = dict(parts)
         self._assigned = {key: list(each) for key, each in assigned.items()}
         del self.losses[losses:]
 
@@ -205,7 +283,7 @@ class StepScope(keras.StatelessScope):
 
     def has_added(self, mark: tuple[Any, ...]) -> bool:
         """Returns whether a loss was added, or a weight assigned, since."""
-        _, _, assigned, losses = mark
+        assigned, losses = mark[2:4]
         return len(self.losses) > losses or assigned != self._assigned
 
     def _watch(self, variable: keras.Variable, value: tf.Tensor) -> None:
@@ -225,7 +303,15 @@ class StepScope(keras.StatelessScope):
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Notes what is assigned to a variable."""
         variable, value = update
+        if self._direct(variable, value):
+            self.written_in_place += 1
+            return
+        here = tf.compat.v1.get_default_graph()
+        if here is not self.graph and not tf.executing_eagerly():
+            self.within[id(variable)] = variable
+            return
         self._written[id(variable)] = variable
+        self.agreed.discard(id(variable))
         if self._tape is not None:
             value = tf.stop_gradient(value)
             self._watch(variable, value)
@@ -269,3 +355,23 @@ def _total(gradients: list[Any]) -> Any:
     if len(present) < 2:
         return present[0] if present else None
     return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
+
+
+def leaves_of(structure: Any) -> list[tf.Tensor]:
+    """Returns the tensors of a structure, with their masks."""
+    leaves = [
+        leaf
+        for leaf in tf.nest.flatten(structure, expand_composites=True)
+        if isinstance(leaf, tf.Tensor)
+    ]
+    masks = map(keras_internals.mask_of, leaves)
+    return [*leaves, *(mask for mask in masks if mask is not None)]
+
+
+def proof_of(rows: Any) -> RowProof:
+    """Returns what proves things of values that are made of some rows."""
+    scope = keras_internals.stateless_scope()
+    assert isinstance(scope, StepScope)
+    proof = scope.new_proof()
+    proof.take([leaf for leaf in leaves_of(rows) if leaf.shape.rank], Rows())
+    return proof

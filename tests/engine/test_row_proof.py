@@ -8,7 +8,9 @@ from tensorflow.python.framework import op_def_registry
 from mgpu_tf.engine import row_proof
 from mgpu_tf.engine.row_proof import (
     FIXED,
+    LARGEST,
     MEAN,
+    SMALLEST,
     SUM,
     UNPROVEN,
     Held,
@@ -62,6 +64,9 @@ def check(function, *rows):
             np.testing.assert_array_equal(part, whole)
     elif kind == SUM:
         np.testing.assert_allclose(sum(cuts), whole, rtol=1e-12)
+    elif kind in (LARGEST, SMALLEST):
+        extreme = np.maximum if kind == LARGEST else np.minimum
+        np.testing.assert_array_equal(extreme(*cuts), whole)
     elif kind == MEAN:
         mean = (cuts[0] * HERE + cuts[1] * (ROWS - HERE)) / ROWS
         np.testing.assert_allclose(mean, whole, rtol=1e-12)
@@ -232,6 +237,10 @@ PROVEN = {
         tf.reduce_sum(a) / tf.cast(tf.size(a), a.dtype)
     ),
     "scaled": lambda a: -3.0 * tf.reduce_mean(a, [0, 1])[None] / W[0, 0],
+    "largest": lambda a: tf.reduce_max(a),
+    "largest of columns": lambda a: tf.squeeze(tf.reduce_max(a, 0, True), 0),
+    "largest of the largest": lambda a: tf.reduce_max(tf.reduce_max(a, 0)),
+    "smallest": lambda a: tf.reduce_min(a),
     "length of a row": lambda a: tf.range(tf.shape(a)[1]),
 }
 
@@ -306,7 +315,9 @@ UNPROVABLE = {
     "reversed": lambda a: tf.reverse(a, [0]),
     "number of a row": lambda a: tf.cast(tf.range(tf.shape(a)[0]), a.dtype),
     "divided by the number": lambda a: a / tf.cast(tf.shape(a)[0], a.dtype),
-    "largest": lambda a: tf.reduce_max(a),
+    "root of the largest": lambda a: tf.sqrt(tf.reduce_max(a)),
+    "largest and smallest": lambda a: tf.reduce_max(a) - tf.reduce_min(a),
+    "smallest of the largest": lambda a: tf.reduce_min(tf.reduce_max(a, 0)),
     "maximum of a mean": lambda a: tf.maximum(tf.reduce_mean(a), 0.4),
     "concat of rows": lambda a: tf.concat([a, a], 0),
     "shuffle": lambda a: tf.random.shuffle(a),
@@ -360,16 +371,86 @@ def test_what_is_added_to_a_variable():
         assert all(proof.of(v) == Held(added=k) for k, v in found.items())
         counted = before + tf.cast(tf.shape(x)[0], x.dtype)
         assert proof.of(counted) == Held(added=SUM)
+        largest = tf.maximum(before, tf.reduce_max(x))
+        assert proof.of(largest) == Held(added=LARGEST)
+        smallest = tf.minimum(tf.reduce_min(x), before)
+        assert proof.of(smallest) == Held(added=SMALLEST)
         for value in (
             before + tf.reduce_sum(x) / tf.reduce_sum(x),
             before * 0.9 + tf.reduce_mean(x),
-            tf.maximum(before, tf.reduce_max(x)),
+            tf.maximum(before, tf.reduce_mean(x)),
+            tf.maximum(before, tf.reduce_min(x)),
+            tf.maximum(before + 1.0, tf.reduce_sum(x)),
+            before + tf.reduce_max(x),
             before - tf.reduce_sum(x) + tf.reduce_mean(x),
         ):
             assert proof.of(value) == UNPROVEN
         return x
 
     step.get_concrete_function()
+
+
+def test_what_all_replicas_held():
+    """It is fixed, so what is made of it and of a mean is a mean."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float64)])
+    def step(x):
+        held = tf.identity(tf.zeros([], tf.float64))
+        proof = RowProof([x])
+        proof.take([held], Held(alike=True))
+        assert proof.of(held * 0.9 + tf.reduce_mean(x)) == MEAN
+        assert proof.of(tf.exp(held)) == FIXED
+        assert proof.of(x * held) == Rows()
+        added = held + tf.reduce_sum(x)
+        assert proof.of(added) == Held(added=SUM, alike=True)
+        for value in (added * 0.9, tf.exp(added), x * added):
+            assert proof.of(value) == UNPROVEN
+        return x
+
+    step.get_concrete_function()
+
+
+def writing(variable):
+    """Functions that write, and whether it is of the rows `x` that they do."""
+
+    @tf.function
+    def called(x, value):
+        variable.assign_add(tf.reduce_sum(value))
+
+    def chosen(x, value):
+        tf.cond(tf.reduce_mean(x) > 0, lambda: called(x, value), lambda: None)
+
+    def switched(x, value):
+        place = tf.cast(tf.reduce_sum(x), tf.int32)
+        tf.switch_case(place, [lambda: called(x, value), lambda: None])
+
+    def repeated(x, value):
+        tf.while_loop(
+            lambda n: tf.cast(n, x.dtype) < tf.reduce_sum(x),
+            lambda n: (called(x, value), n + 1)[1:],
+            [0],
+        )
+
+    one = tf.constant(1.0, tf.float64)
+    yield lambda x: called(x, x), True
+    yield lambda x: called(x, one), False
+    for function in (chosen, switched, repeated):
+        yield lambda x, function=function: function(x, one), True
+
+
+def test_what_is_written_in_functions():
+    variable = tf.Variable(0.0, dtype=tf.float64)
+    for function, of_rows in writing(variable):
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float64)])
+        def step(x, function=function, of_rows=of_rows):
+            proof = RowProof([x])
+            function(x)
+            proof.walk(tf.compat.v1.get_default_graph())
+            assert proof.writes_rows == of_rows
+            return x
+
+        step.get_concrete_function()
 
 
 def test_every_rule_is_tried():

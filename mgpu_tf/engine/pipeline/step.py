@@ -37,6 +37,7 @@ from mgpu_tf.engine.pipeline.schedule import Pass, in_turn, orders
 from mgpu_tf.engine.pipeline.split import Stage, Stages
 from mgpu_tf.engine.pipeline.state import PipelineState
 from mgpu_tf.engine.reading import Reader
+from mgpu_tf.engine.row_proof import noting
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.step import (
     Logs,
@@ -44,6 +45,7 @@ from mgpu_tf.engine.step import (
     batch_increments,
     check_gradients,
     drawing,
+    know_rows,
     mean_increments,
     of_unknown_length,
 )
@@ -287,6 +289,10 @@ class PipelineStep(ReplicaStep):
             rows = [t for t, _ in taken if t.shape.rank and not t.shape[0]]
             drawn: list[tf.Tensor] = []
             scope = stack.enter_context(StepScope(self._model, given, None))
+            scope.share, scope.state = share, self._state
+            scope.read_aside = self._calls.read_aside
+            know_rows(scope, [rows, data], share)
+            stack.enter_context(noting(scope.proof))
             with drawing(share, [rows, data], drawn):
                 made = self._outputs_of(stage, taken, kind == "train")
             y_pred: Any = None
@@ -314,10 +320,8 @@ class PipelineStep(ReplicaStep):
                 losses, increments = self._contributions(
                     scope, data, y_pred, share, trained, kind
                 )
-        if kind == "train" and parts > 1:
-            self._warn_of_own_state(scope, [t for t, _ in made.values()])
         self._check_scope(scope, trained)
-        writes = self._written(scope, given, reader, share)
+        writes = self._written(scope, given, reader, share, increments)
         before = {id(variable): value for variable, value in given}
         for variable, increment in increments:
             value = before[id(variable)] + increment

@@ -17,13 +17,17 @@ Calls, branches and loops of TensorFlow are walked with what goes into them.
     Sizes       numbers of rows, and lengths of other axes, as of `tf.shape`
     SUM         a sum over the rows: sums of cuts add up to it
     MEAN        a mean over the rows: its cuts weigh as many as they have rows
-    Held(k)     what a variable held, plus something of kind k
+    LARGEST     the largest of the rows, element by element; and SMALLEST
+    Held(k)     what a variable held, plus something of kind k, or the larger
+                of it and a LARGEST
     UNPROVEN    anything else
 """
 
 from mgpu_tf.engine.row_proof.kinds import (
     FIXED,
+    LARGEST,
     MEAN,
+    SMALLEST,
     SUM,
     UNPROVEN,
     Held,
@@ -31,14 +35,22 @@ from mgpu_tf.engine.row_proof.kinds import (
     Rows,
     Sizes,
 )
-from mgpu_tf.engine.row_proof.proof import RowProof, active, note, proving
+from mgpu_tf.engine.row_proof.proof import (
+    RowProof,
+    active,
+    note,
+    noting,
+    proving,
+)
 from mgpu_tf.engine.row_proof.rules import ELEMENTWISE, proven_operations
 from mgpu_tf.engine.row_proof.sums import SumProof
 
 __all__ = [
     "ELEMENTWISE",
     "FIXED",
+    "LARGEST",
     "MEAN",
+    "SMALLEST",
     "SUM",
     "UNPROVEN",
     "Held",
@@ -49,6 +61,7 @@ __all__ = [
     "SumProof",
     "active",
     "note",
+    "noting",
     "proven_operations",
     "proving",
 ]

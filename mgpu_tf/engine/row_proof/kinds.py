@@ -51,13 +51,16 @@ class Held(Kind):
     """What a variable held before a step, plus something.
 
     Attributes:
-        added: What was added to it.
+        added: What was added to it, or the extreme that it was compared with.
+        alike: Whether all replicas held the same.
     """
 
     name: str = "held"
     added: Kind = Kind("fixed")
+    alike: bool = False
 
 
 FIXED, SUM, MEAN = Kind("fixed"), Kind("sum"), Kind("mean")
+LARGEST, SMALLEST = Kind("largest"), Kind("smallest")
 UNPROVEN = Kind("unproven")
 ROWS, ANY = "rows", "any"

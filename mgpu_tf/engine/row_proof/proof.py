@@ -23,6 +23,8 @@ from mgpu_tf.engine.row_proof.rules import by_rule
 CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
 READS = frozenset(("ReadVariableOp", "VarHandleOp"))
 CHECKS = frozenset(("Assert", "NoOp", "PrintV2", "StringFormat"))
+BRANCHES = frozenset(("If", "StatelessIf"))
+LOOPS = frozenset(("While", "StatelessWhile"))
 
 
 class RowProof:
@@ -54,6 +56,7 @@ class RowProof:
         self._alive: list[Any] = []
         self._walked: dict[int, int] = {}
         self.unproven: list[tf.Operation] = []
+        self._unknown: Callable[[Any], Kind] = lambda tensor: FIXED
         self.writes_rows = False
         self.take(rows, Rows())
 
@@ -69,15 +72,26 @@ class RowProof:
                 self._kinds[id(tensor)] = self._taken[id(tensor)] = kind
                 self._alive.append(tensor)
 
-    def skip(self, graph: Any) -> None:
-        """Takes all that a graph has so far, and is not known, for fixed."""
+    def skip(
+        self,
+        graph: Any,
+        unknown: Callable[[Any], Kind] = lambda tensor: FIXED,
+    ) -> None:
+        """Does not look at what a graph has so far.
+
+        Args:
+            graph: The graph.
+            unknown: Returns what a tensor of it is that is not known here;
+                by default it is fixed.
+        """
+        self._unknown = unknown
         count = len(graph.get_operations())
         self._walked[id(graph)] = self._skipped[id(graph)] = count
         self._alive.append(graph)
 
     def begin_as(self, other: RowProof) -> None:
         """Takes for known what another proof was given as known."""
-        self.fixed, taken, skipped, alive = other.given
+        self.fixed, taken, skipped, alive, self._unknown = other.given
         self._kinds |= taken
         self._taken |= taken
         self._walked |= skipped
@@ -85,9 +99,12 @@ class RowProof:
         self._alive += alive
 
     @property
-    def given(self) -> tuple[Any, dict[int, Kind], dict[int, int], list[Any]]:
+    def given(self) -> tuple[Any, ...]:
         """What was given as known, and what keeps it alive."""
-        return self.fixed, self._taken, self._skipped, self._alive
+        return (
+            *(self.fixed, self._taken, self._skipped, self._alive),
+            self._unknown,
+        )
 
     def of(self, tensor: Any) -> Kind:
         """Returns what is proven of a tensor."""
@@ -96,10 +113,18 @@ class RowProof:
         known = id(tensor) in self._kinds
         # What is captured while a graph is walked stands before in it.
         if not known and id(tensor.graph) not in self._under_way:
-            self._walk(tensor.graph)
-        return self._kinds.get(id(tensor), FIXED)
+            self.walk(tensor.graph)
+        return self._kind(tensor)
 
-    def _walk(self, graph: Any) -> None:
+    def _kind(self, tensor: Any) -> Kind:
+        """What is known of a tensor that has been walked, or was skipped."""
+        known = self._kinds.get(id(tensor))
+        if known is None:
+            known = self._kinds[id(tensor)] = self._unknown(tensor)
+        return known
+
+    def walk(self, graph: Any) -> None:
+        """Looks at what a graph has got since it was last looked at."""
         operations = graph.get_operations()
         self._under_way.add(id(graph))
         for op in operations[self._walked.get(id(graph), 0) :]:
@@ -113,27 +138,36 @@ class RowProof:
     def _of(self, op: tf.Operation) -> Sequence[Kind]:
         """Returns the kinds of an operation's outputs."""
         count = len(op.outputs)
-        kinds = [self._kinds.get(id(each), FIXED) for each in op.inputs]
+        kinds = [self._kind(each) for each in op.inputs]
         if op.type == "Placeholder":
             kinds = [self._of_captured(op)]
             return kinds * count
         if op.type in READS or op.type in ("ResourceGather",):
             if not self.fixed(op.inputs[0] if op.inputs else op.outputs[0]):
                 return [UNPROVEN] * count
-        elif op.type.startswith("Assign") and op.type.endswith("VariableOp"):
+        elif _assigns(op):
             # What reads the variable later depends on the rows as well.
             self.writes_rows |= any(kind != FIXED for kind in kinds[1:])
             return [FIXED] * count
         elif op.op_def.is_stateful and op.type not in (
             *CALLS,
             *CHECKS,
-            *("CheckNumerics", "If", "While"),
+            *BRANCHES,
+            *LOOPS,
+            "CheckNumerics",
         ):
+            self.writes_rows |= _writes(op)
             self.unproven.append(op)
             return [UNPROVEN] * count
         if all(kind == FIXED for kind in kinds):
             return [FIXED] * count
-        if UNPROVEN in kinds and op.type not in (*CALLS, "While", "IdentityN"):
+        if UNPROVEN in kinds and op.type not in (
+            *CALLS,
+            *BRANCHES,
+            *LOOPS,
+            "IdentityN",
+        ):
+            self.writes_rows |= _writes(op)
             return [UNPROVEN] * count
         found = self._by_rule(op, kinds)
         if not isinstance(found, Kind):
@@ -153,9 +187,9 @@ class RowProof:
     ) -> Kind | list[Kind]:
         if op.type in CALLS:
             return self._called(op, op.get_attr("f"), kinds)
-        if op.type in ("If", "StatelessIf"):
+        if op.type in BRANCHES:
             return self._chosen(op, kinds)
-        if op.type in ("While", "StatelessWhile"):
+        if op.type in LOOPS:
             return self._repeated(op, kinds)
         if op.type == "IdentityN":
             return list(kinds)
@@ -170,10 +204,12 @@ class RowProof:
     ) -> Kind | list[Kind]:
         body = body_of(op, function)
         if body is None or len(body.inputs) != len(kinds):
+            self.writes_rows |= _writes(op)
             return UNPROVEN
         inner = RowProof(fixed=self.fixed, outer=self)
         for tensor, kind in zip(body.inputs, kinds, strict=True):
             inner.take([tensor], kind)
+        inner.walk(body)
         found = [inner.of(tensor) for tensor in body.outputs]
         self.unproven += inner.unproven
         self.writes_rows |= inner.writes_rows
@@ -181,6 +217,7 @@ class RowProof:
 
     def _chosen(self, op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
         if kinds[0] != FIXED:
+            self.writes_rows |= _writes(op)
             return UNPROVEN
         branches = [
             self._called(op, op.get_attr(name), kinds[1:])
@@ -212,10 +249,14 @@ class RowProof:
                 break
             held = joined
         else:
+            self.writes_rows |= _writes(op)
             return UNPROVEN
         body = body_of(op, op.get_attr("cond"))
         asked = self._called_outputs(body, held)
-        return held if asked == [FIXED] else UNPROVEN
+        if asked == [FIXED]:
+            return held
+        self.writes_rows |= _writes(op)
+        return UNPROVEN
 
     def _called_outputs(self, body: Any, kinds: list[Kind]) -> list[Kind]:
         if body is None or len(body.inputs) != len(kinds):
@@ -239,6 +280,26 @@ def _joined(before: Kind, after: Kind, output: tf.Tensor) -> Kind:
     return UNPROVEN
 
 
+def _assigns(op: tf.Operation) -> bool:
+    return op.type.startswith("Assign") and op.type.endswith("VariableOp")
+
+
+def _writes(op: tf.Operation) -> bool:
+    """Whether functions that an operation calls may write to a variable."""
+    functions = [
+        op.get_attr(attribute.name)
+        for attribute in op.op_def.attr
+        if attribute.type in ("func", "list(func)")
+    ]
+    for function in tf.nest.flatten(functions):
+        body = body_of(op, function)
+        if body is None or any(
+            _assigns(each) or _writes(each) for each in body.get_operations()
+        ):
+            return True
+    return False
+
+
 def body_of(op: tf.Operation, function: Any) -> Any:
     """Returns the graph of a function, None where it cannot be found."""
     graph = op.graph
@@ -255,6 +316,7 @@ class _Active(threading.local):
     """The proofs of what this thread is tracing."""
 
     proofs: list[RowProof] = dataclasses.field(default_factory=list)
+    step: RowProof | None = None
 
 
 _active = _Active()
@@ -275,8 +337,20 @@ def active() -> list[RowProof]:
     return list(_active.proofs)
 
 
+@contextlib.contextmanager
+def noting(proof: RowProof) -> Iterator[None]:
+    """Lets a proof of a whole step know what is noted in a block."""
+    before, _active.step = _active.step, proof
+    try:
+        yield
+    finally:
+        _active.step = before
+
+
 def note(tensor: tf.Tensor, kind: Kind) -> tf.Tensor:
     """Tells the proofs that are under way what a tensor is; returns it."""
+    if _active.step is not None:
+        _active.step.take([tensor], kind)
     for proof in _active.proofs:
         proof.take([tensor], kind)
     return tensor

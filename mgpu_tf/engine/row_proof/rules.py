@@ -12,8 +12,10 @@ import tensorflow as tf
 from mgpu_tf.engine.row_proof.kinds import (
     ANY,
     FIXED,
+    LARGEST,
     MEAN,
     ROWS,
+    SMALLEST,
     SUM,
     UNPROVEN,
     Held,
@@ -51,6 +53,10 @@ LINEAR = _words(
     """
 )
 _REDUCTIONS = _words("All Any EuclideanNorm Max Mean Min Prod Sum")
+# What is made over the rows themselves.
+_OVER_ROWS = {"Max": LARGEST, "Mean": MEAN, "Min": SMALLEST, "Sum": SUM}
+_LARGER_OF = {"Maximum": LARGEST, "Minimum": SMALLEST}
+_ALIKE = Held(alike=True)
 _ALONG = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1}
 # The last axes that an operation works over.
 _LAST_AXES = {
@@ -145,11 +151,26 @@ def _linear(op: tf.Operation, kinds: list[Kind]) -> Kind:
     return UNPROVEN
 
 
+def _extreme(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """The largest or the smallest of the rows, moved but not changed."""
+    again = op.type in _OVER_ROWS and _OVER_ROWS[op.type] == kinds[0]
+    moved = op.type in ("Identity", "StopGradient", "Squeeze", "Reshape")
+    others = set(kinds[1:]) <= {FIXED}
+    return kinds[0] if (again or moved) and others else UNPROVEN
+
+
 def _added(op: tf.Operation, kinds: list[Kind]) -> Kind:
     """What a variable holds after something was added to it."""
     if op.type in ("Identity", "StopGradient", "Cast"):
         same = op.inputs[0].dtype == op.outputs[0].dtype
         return kinds[0] if same else UNPROVEN
+    if op.type in _LARGER_OF and len(kinds) == 2:
+        extreme = _LARGER_OF[op.type]
+        held, other = kinds if isinstance(kinds[0], Held) else kinds[::-1]
+        assert isinstance(held, Held)
+        if other == extreme and held.added in (FIXED, extreme):
+            return dataclasses.replace(held, added=extreme)
+        return UNPROVEN
     if op.type not in ("Add", "AddV2", "Sub") or len(kinds) != 2:
         return UNPROVEN
     left, right = kinds
@@ -160,7 +181,7 @@ def _added(op: tf.Operation, kinds: list[Kind]) -> Kind:
     if not isinstance(left, Held) or right not in (FIXED, SUM, MEAN):
         return UNPROVEN
     if left.added in (FIXED, right):
-        return Held(added=right)
+        return dataclasses.replace(left, added=right)
     if right == FIXED and left.added == MEAN:
         return left
     return UNPROVEN
@@ -322,9 +343,7 @@ def _reduction(op: tf.Operation, kinds: list[Kind]) -> Kind:
     if not isinstance(kind, Rows) or axes is None:
         return UNPROVEN
     if kind.axis in axes:
-        if op.type == "Sum":
-            return SUM
-        return MEAN if op.type == "Mean" else UNPROVEN
+        return _OVER_ROWS.get(op.type, UNPROVEN)
     if op.get_attr("keep_dims"):
         return kind
     before = sum(axis < kind.axis for axis in axes)
@@ -779,7 +798,16 @@ def by_rule(op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
     if any(isinstance(kind, Rows) and kind.listed for kind in kinds):
         return _of_list(op, kinds)
     if any(isinstance(kind, Held) for kind in kinds):
-        return _added(op, kinds)
+        found = _added(op, kinds)
+        # What all replicas hold is fixed, unless they have added to it.
+        plain = [FIXED if kind == _ALIKE else kind for kind in kinds]
+        if found != UNPROVEN or plain == kinds:
+            return found
+        if all(kind == FIXED for kind in plain):
+            return FIXED
+        return by_rule(op, plain)
+    if any(kind in (LARGEST, SMALLEST) for kind in kinds):
+        return _extreme(op, kinds)
     if any(kind in (SUM, MEAN) for kind in kinds):
         return _linear(op, kinds)
     if op.type in ("Shape", "Size"):

@@ -72,7 +72,7 @@ class SumProof(RowProof):
         # What is known stays as it is, whatever sums it was made of.
         if all(id(each) in self._taken for each in op.outputs):
             return found
-        kinds = [self._kinds.get(id(each), FIXED) for each in op.inputs]
+        kinds = [self._kind(each) for each in op.inputs]
         if UNPROVEN in found and UNPROVEN not in kinds:
             places = tuple(
                 place
