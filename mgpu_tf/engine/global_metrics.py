@@ -97,10 +97,13 @@ class GlobalMetrics:
         mark = scope.mark()
         every = exchange.whole(given, share.fraction(tf.float64))
         scope.proof.take(leaves_of(every), FIXED)
-        with scope.of_given(name), scope.of_all_rows(), sharing(None):
+        begun = scope.known_operations()
+        with scope.of_all_rows(), sharing(None):
             found = compute(every)
+        written = list(map(scope.value, scope.written_since(mark)))
+        scope.check_given(name, begun, [found, written])
         for variable in scope.written_since(mark):
-            scope.agreed.add(id(variable))
+            scope.agree(variable)
         return found
 
     def _update(
@@ -176,7 +179,7 @@ class GlobalMetrics:
             return False
         for variable, value in zip(written, found.values, strict=True):
             scope.add_update((variable, value))
-            scope.agreed.add(id(variable))
+            scope.agree(variable)
         return True
 
 

@@ -133,12 +133,12 @@ class LayerCalls:
         )
         return True
 
-    def read_aside(self, name: str, tensors: list[tf.Tensor]) -> None:
+    def read_aside(self, name: str, tensor: tf.Tensor) -> None:
         """Called where something of all rows reads what a replica has alone.
 
         Args:
             name: Of what reads it.
-            tensors: What it reads.
+            tensor: What it reads.
 
         Raises:
             TraceAgain: It will be of all rows as well, in another trace.
@@ -146,16 +146,15 @@ class LayerCalls:
         """
         scope = keras_internals.stateless_scope()
         assert isinstance(scope, StepScope)
-        read = {id(tensor) for tensor in tensors}
         for key, (variable, _, _) in scope.parts.items():
-            if id(scope.state_mapping[key]) in read:
+            if scope.state_mapping[key] is tensor:
                 if self.compute_whole(variable):
                     raise TraceAgain
                 break
         if self._exchange is None or id(self._model) in self._whole:
             raise ConfigurationError(
                 "What is computed of the rows of all replicas reads what it "
-                f"is given. Received: {name}, which reads {tensors[0].name!r}, "
+                f"is given. Received: {name}, which reads {tensor.name!r}, "
                 "made of the rows of one replica elsewhere. Pass it as an "
                 "argument or an output of the model."
             )
@@ -433,7 +432,8 @@ class LayerCalls:
         leaves = tf.nest.flatten(outputs, expand_composites=True)
         made = [proof.of(leaf) for leaf in leaves]
         apart = not rows or all(map(_is_apart, made))
-        parts = parts_of(scope, proof, before, scope.written_since(called))
+        written = scope.written_since(called)
+        parts = parts_of(scope, proof, before, written, self._exchange)
         if added and apart and parts is not None:
             keep(scope, parts)
             for place, kind in enumerate(kinds, first):
@@ -450,8 +450,11 @@ class LayerCalls:
             and all(kind == FIXED or isinstance(kind, Rows) for kind in made)
         ):
             return outputs, False  # Its caller's proof goes on from there.
-        in_place = scope.written_in_place
-        if not in_place:
+        # What acts by itself would act here as well.
+        remains = scope.written_in_place or any(
+            op.op_def.is_stateful for op in proof.unproven
+        )
+        if not remains:
             scope.reset(mark)
         # Some of Keras's layers take the mask from what they are called with.
         for row, mask in masked:
@@ -463,8 +466,8 @@ class LayerCalls:
         if apart and added:
             unproven = "what it writes adds up over the rows"
         self._take_whole(layer, unproven)
-        if in_place:
-            raise TraceAgain  # Since it cannot be undone.
+        if remains:
+            raise TraceAgain
         return self._computed_whole(layer, own, given, scope, share), True
 
     def _note_loss(
@@ -520,8 +523,15 @@ class LayerCalls:
         mixes = not any(id(leaf) in scope.whole for leaf in leaves)
         arguments, named = _with(given, every)
         scope.proof.take(leaves_of(list(every.values())), FIXED)
-        with scope.of_given(layer.name):
-            outputs = self._of_all_rows(layer, own, arguments, named, scope)
+        begun, mark, first = (
+            scope.known_operations(),
+            scope.mark(),
+            len(scope.losses),
+        )
+        outputs = self._of_all_rows(layer, own, arguments, named, scope)
+        written = list(map(scope.value, scope.written_since(mark)))
+        made = [outputs, scope.losses[first:], written]
+        scope.check_given(layer.name, begun, made)
 
         def part(output: Any) -> Any:
             mine = mine_of(output)
@@ -573,8 +583,7 @@ class LayerCalls:
         ):
             outputs = own(*arguments, **named)
         for variable in scope.written_since(mark):
-            scope.parts.pop(id(variable), None)
-            scope.agreed.add(id(variable))
+            scope.agree(variable)
         for place in range(first, len(scope.losses)):
             self._replace_loss(
                 layer, scope, place, tf.identity(scope.losses[place])

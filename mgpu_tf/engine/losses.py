@@ -197,16 +197,14 @@ class GlobalLoss:
         for place, loss in enumerate(added):
             self._make_global(scope, place, loss)
         scope.proof.take([*leaves_of(every), *leaves_of(scope.losses)], FIXED)
-        with (
-            scope.of_given(name),
-            scope.of_all_rows(),
-            sharing(None),
-            self._plainly(),
-        ):
+        begun = scope.known_operations()
+        with scope.of_all_rows(), sharing(None), self._plainly():
             value = value_of(every)
+        written = list(map(scope.value, scope.written_since(mark)))
+        scope.check_given(name, begun, [value, current.terms, written])
         scope.losses[: len(added)] = added
         for variable in scope.written_since(mark):
-            scope.agreed.add(id(variable))
+            scope.agree(variable)
         current.terms[:] = [
             term * tf.cast(fraction, term.dtype) for term in current.terms
         ]
@@ -223,7 +221,8 @@ class GlobalLoss:
         with proving(current.proof):
             value = value_of(given)
         written = scope.written_since(mark)
-        parts = parts_of(scope, current.proof, before, written)
+        exchange = current_exchange()
+        parts = parts_of(scope, current.proof, before, written, exchange)
         if parts is None:
             return None
         part = additive(current.proof, value, current.share)
@@ -248,7 +247,7 @@ class GlobalLoss:
         with proving(current.proof), self._plainly():
             value = value_of(given)
         written = scope.written_since(mark)
-        parts = parts_of(scope, current.proof, before, written)
+        parts = parts_of(scope, current.proof, before, written, exchange)
         values = [value, *current.terms]
         found = of_sums(current.proof, values, share, exchange)
         if found is None or parts is None:
@@ -484,8 +483,10 @@ class _Term:
         assert isinstance(scope, StepScope)
         scope.proof.take(leaves_of(every), FIXED)
         name = f"the loss {self.loss.name!r}"
-        with scope.of_given(name), scope.of_all_rows(), sharing(None):
+        begun = scope.known_operations()
+        with scope.of_all_rows(), sharing(None):
             value = self.loss(*every)
+        scope.check_given(name, begun, value)
         return value * tf.cast(fraction, value.dtype)
 
     def _denominator(

@@ -7,9 +7,9 @@
     keep(scope, found)
 
 A replica writes its part only where it is proven how the parts of all replicas
-become the value of the global batch: a count, a sum, a mean, an extreme, or
-what was there times a constant plus one of these. The caller computes anything
-else of the rows of all.
+become the value of the global batch: a count, a sum, a mean or an extreme, or
+a moving average of means. What is made of sums, such as a deviation, is
+computed of the sums of all. The caller computes anything else of all rows.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
+from mgpu_tf.engine.exchange import Exchange
+from mgpu_tf.engine.global_sums import of_sums
 from mgpu_tf.engine.row_proof import FIXED, Held, RowProof
 from mgpu_tf.engine.rules import Rule, rule_of_part
 from mgpu_tf.engine.step_scope import Part, StepScope
 
+# What is the same on all replicas after a call.
+ALIKE = (FIXED, Held(alike=True))
 # By the identity of a variable; None for what all replicas write alike.
 Parts = dict[int, Part | None]
 
@@ -67,20 +71,26 @@ def parts_of(
     proof: RowProof,
     before: dict[int, tf.Tensor],
     written: list[keras.Variable],
+    exchange: Exchange | None = None,
 ) -> Parts | None:
     """Returns what is proven of what a call wrote.
+
+    What is made of sums over the rows is computed of the sums of all replicas,
+    and is the same on all of them then.
 
     Args:
         scope: The scope of the step.
         proof: Has looked at the call.
         before: From `held`.
         written: The variables that the call wrote to.
+        exchange: Of the replicas; None where they add up nothing in a call.
 
     Returns:
         The parts; None where something is written that replicas cannot bring
         together.
     """
     found: Parts = {}
+    of_sums_only = []
     proof.walk(tf.compat.v1.get_default_graph())
     if proof.writes_rows:
         return None
@@ -90,16 +100,27 @@ def parts_of(
             continue
         value = scope.value(variable)
         kind = proof.of(value)
-        if kind in (FIXED, Held(alike=True)):
+        if kind in ALIKE:
             found[key] = None
             continue
         metric = scope.state.is_metric(variable)
         if metric and scope.state.rule(variable) is Rule.AGREED:
             return None
         rule = rule_of_part(kind, value.dtype, of_metric=metric)
-        if rule is None or key not in before:
+        if rule is not None and key in before:
+            found[key] = (variable, before[key], kind)
+        elif metric:
             return None
-        found[key] = (variable, before[key], kind)
+        else:
+            of_sums_only.append(variable)
+    if of_sums_only:
+        values = list(map(scope.value, of_sums_only))
+        sums = of_sums(proof, values, scope.share, exchange)
+        if sums is None or not set(sums.kinds) <= set(ALIKE):
+            return None
+        for variable, value in zip(of_sums_only, sums.values, strict=True):
+            scope.add_update((variable, value))
+            found[id(variable)] = None
     return found
 
 
@@ -111,3 +132,5 @@ def keep(scope: StepScope, parts: Parts) -> None:
             scope.agreed.add(key)
         else:
             scope.parts[key] = part
+        kind = FIXED if part is None else part[2]
+        scope.proof.take([scope.state_mapping[key]], kind)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,7 +33,15 @@ from mgpu_tf.engine.random_rows import (
     seed_for_rows,
 )
 from mgpu_tf.engine.reading import Reader
-from mgpu_tf.engine.row_proof import UNPROVEN, Rows, note, noting
+from mgpu_tf.engine.row_proof import (
+    FIXED,
+    OTHERS,
+    UNPROVEN,
+    Kind,
+    Rows,
+    note,
+    noting,
+)
 from mgpu_tf.engine.rules import rule_of_part, sent_of_part
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.step_scope import Part, StepScope
@@ -112,6 +121,9 @@ class ReplicaStep:
         # State that is written within functions, branches and loops.
         self._direct: dict[int, keras.Variable] = {}
         self._writes_directly = layers is None and not in_parts
+        # The rows of all replicas, by the graph in which they step.
+        self._rows: weakref.WeakKeyDictionary[Any, set[int]]
+        self._rows = weakref.WeakKeyDictionary()
         self._own_logs = keras_internals.overrides(model, "compute_metrics")
         self.log_names: list[str] = []
         self.alike: list[bool] = []
@@ -157,6 +169,10 @@ class ReplicaStep:
         model = self._model
         if self._state.generator is not None:
             keras_internals.lend_global_seed(self._state.generator)
+        if self._replicas > 1 and not tf.executing_eagerly():
+            graph = tf.compat.v1.get_default_graph()
+            known = self._rows.setdefault(graph, set())
+            known |= {id(leaf) for leaf in tf.nest.flatten(data)}
         if self._replicas > 1 or self._state.reads_rules:
             data = tf.nest.map_structure(of_unknown_length, data)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -195,6 +211,7 @@ class ReplicaStep:
                     {id(v): source for v, source in sources},
                     join,
                     self._write_directly,
+                    self._of_replicas,
                 )
             )
             scope.share, scope.state = share, self._state
@@ -234,8 +251,8 @@ class ReplicaStep:
                 # Its results may be of these means as well.
                 self._write_grown(grown, scope)
             returned = self._metrics.computed((x, y, y_pred, sample_weight))
+        self._check_direct(scope.within)
         if scope.within:
-            self._check_direct(scope.within)
             self._direct |= scope.within
             raise TraceAgain
         if self._replicas > 1:
@@ -277,7 +294,7 @@ class ReplicaStep:
                 increment = total / same
             scope.add_update((variable, scope.hold(variable) + increment))
             if self._replicas > 1:
-                scope.agreed.add(id(variable))
+                scope.agree(variable)
 
     def _written(
         self,
@@ -319,6 +336,14 @@ class ReplicaStep:
             writes[id(variable)] = (variable, value)
         return writes
 
+    def _of_replicas(self, tensor: Any) -> Kind:
+        """What a tensor is that was made before the step of this replica.
+
+        What a layer keeps in an attribute may be that of another replica.
+        """
+        rows = self._rows.get(tensor.graph, ())
+        return OTHERS if id(tensor) in rows else FIXED
+
     def _write_directly(self, variable: keras.Variable, value: Any) -> bool:
         """Writes to a variable in place, wherever in a step that is."""
         if id(variable) not in self._direct:
@@ -331,7 +356,9 @@ class ReplicaStep:
         """Refuses writes in place where a step is computed in parts."""
         shared = self._state.stored_once and self._replicas > 1
         weights = set(map(id, self._model.trainable_variables))
-        if shared or not self._writes_directly or weights & written.keys():
+        if written and (
+            shared or not self._writes_directly or weights & written.keys()
+        ):
             raise ConfigurationError(
                 "Where weights are split, a batch is computed in parts or one "
                 "copy is for all replicas, a layer writes its state outside "

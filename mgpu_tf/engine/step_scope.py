@@ -21,7 +21,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.random_rows import RowScope
 from mgpu_tf.engine.reading import Reader
-from mgpu_tf.engine.row_proof import FIXED, RowProof, Rows
+from mgpu_tf.engine.row_proof import FIXED, Kind, RowProof, Rows
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.errors import ConfigurationError
 
@@ -61,13 +61,14 @@ class StepScope(keras.StatelessScope):
             gradient.
         direct: Takes what is written to variables that are written in place
             wherever it is; returns whether it has.
+        unknown: Returns what is known of a tensor that was there before.
 
     Attributes:
         reader: Reads the step, once its forward pass is traced.
         state: What it may write.
         proof: Knows what layers have made, for proofs that meet it.
         read_aside: Called where something of all rows reads what is of the
-            rows of this replica, with its name and the tensors.
+            rows of this replica, with its name and the tensor.
         draws: In which random numbers are drawn; None where replicas draw
             their own.
         sources: What gradients of weights are taken from, by the identity of
@@ -117,13 +118,14 @@ class StepScope(keras.StatelessScope):
         sources: dict[int, Any] | None = None,
         join: Gather | None = None,
         direct: Callable[[keras.Variable, Any], bool] = lambda v, value: False,
+        unknown: Callable[[Any], Kind] = lambda tensor: FIXED,
     ) -> None:
         super().__init__(given, collect_losses=True)
         self._direct = direct
         self.proof = RowProof()
         if not tf.executing_eagerly():
-            self.proof.skip(tf.compat.v1.get_default_graph())
-        self.read_aside: Callable[[str, list[tf.Tensor]], None] | None = None
+            self.proof.skip(tf.compat.v1.get_default_graph(), unknown)
+        self.read_aside: Callable[[str, tf.Tensor], None] | None = None
         self.parts: dict[int, Part] = {}
         self.within: dict[int, keras.Variable] = {}
         self.written_in_place = 0
@@ -190,36 +192,46 @@ class StepScope(keras.StatelessScope):
         proof = RowProof()
         if not tf.executing_eagerly():
             graph = tf.compat.v1.get_default_graph()
-            proof.skip(graph, self.proof.of)
+            proof.skip(graph, self.proof.of, _refuse_others)
         return proof
 
-    @contextlib.contextmanager
-    def of_given(self, name: str) -> Iterator[None]:
-        """Says that what a block computes is the same on all replicas.
+    def known_operations(self) -> int:
+        """Returns how many operations are traced so far."""
+        if tf.executing_eagerly():
+            return 0
+        return len(tf.compat.v1.get_default_graph().get_operations())
+
+    def check_given(self, name: str, since: int, made: Any) -> None:
+        """Refuses what is not the same on all replicas.
 
         Args:
-            name: Of what is computed.
+            name: Of what was computed.
+            since: From `known_operations`, before that.
+            made: A structure of what it made.
 
         Raises:
-            ConfigurationError: It reads something that is not.
-            TraceAgain: It will be the same in another trace.
+            ConfigurationError: It reads something of this replica's rows.
+            TraceAgain: It will not in another trace.
         """
-        if tf.executing_eagerly():
-            yield
+        if tf.executing_eagerly() or self.read_aside is None:
             return
         graph = tf.compat.v1.get_default_graph()
-        begin = len(graph.get_operations())
-        yield
-        made = set()
-        for op in graph.get_operations()[begin:]:
-            made |= {id(output) for output in op.outputs}
-            aside = [
-                each
-                for each in op.inputs
-                if id(each) not in made and self.proof.of(each) != FIXED
-            ]
-            if aside and self.read_aside is not None:
-                self.read_aside(name, aside)
+        new = {id(op) for op in graph.get_operations()[since:]}
+        left = [
+            leaf
+            for leaf in tf.nest.flatten(made, expand_composites=True)
+            if tf.is_symbolic_tensor(leaf)
+        ]
+        seen: set[int] = set()
+        while left:
+            tensor = left.pop()
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            if id(tensor.op) in new:
+                left += tensor.op.inputs
+            elif self.proof.of(tensor) != FIXED:
+                self.read_aside(name, tensor)
 
     def lend(self, variables: list[keras.Variable], values: Any) -> None:
         """Sets the values of weights that a layer reads."""
@@ -280,6 +292,12 @@ class StepScope(keras.StatelessScope):
         value = tf.identity(self.value(variable))
         self.state_mapping[id(variable)] = value
         return value
+
+    def agree(self, variable: keras.Variable) -> None:
+        """Notes that what all replicas have written is the same."""
+        self.parts.pop(id(variable), None)
+        self.agreed.add(id(variable))
+        self.proof.take([self.state_mapping[id(variable)]], FIXED)
 
     def has_added(self, mark: tuple[Any, ...]) -> bool:
         """Returns whether a loss was added, or a weight assigned, since."""
@@ -357,6 +375,15 @@ def _total(gradients: list[Any]) -> Any:
     return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
 
 
+def _refuse_others(tensor: tf.Tensor) -> None:
+    raise ConfigurationError(
+        "Between the parts of a step in which replicas exchange values, rows "
+        "go by arguments, outputs and add_loss, and not by attributes of a "
+        f"layer, which all replicas share. Received: {tensor.name!r}, made of "
+        "the rows of another replica. Return it from the call of the model."
+    )
+
+
 def leaves_of(structure: Any) -> list[tf.Tensor]:
     """Returns the tensors of a structure, with their masks."""
     leaves = [
@@ -371,7 +398,11 @@ def leaves_of(structure: Any) -> list[tf.Tensor]:
 def proof_of(rows: Any) -> RowProof:
     """Returns what proves things of values that are made of some rows."""
     scope = keras_internals.stateless_scope()
-    assert isinstance(scope, StepScope)
-    proof = scope.new_proof()
+    if isinstance(scope, StepScope):
+        proof = scope.new_proof()
+    else:
+        proof = RowProof()
+        if not tf.executing_eagerly():
+            proof.skip(tf.compat.v1.get_default_graph())
     proof.take([leaf for leaf in leaves_of(rows) if leaf.shape.rank], Rows())
     return proof

@@ -288,7 +288,9 @@ class PipelineStep(ReplicaStep):
             moments = stack.enter_context(self._moments.noted())
             rows = [t for t, _ in taken if t.shape.rank and not t.shape[0]]
             drawn: list[tf.Tensor] = []
-            scope = stack.enter_context(StepScope(self._model, given, None))
+            scope = stack.enter_context(
+                StepScope(self._model, given, None, self._refuse_other_stage)
+            )
             scope.share, scope.state = share, self._state
             scope.read_aside = self._calls.read_aside
             know_rows(scope, [rows, data], share)
@@ -320,6 +322,7 @@ class PipelineStep(ReplicaStep):
                 losses, increments = self._contributions(
                     scope, data, y_pred, share, trained, kind
                 )
+        self._check_direct(scope.within)
         self._check_scope(scope, trained)
         writes = self._written(scope, given, reader, share, increments)
         before = {id(variable): value for variable, value in given}
@@ -450,12 +453,7 @@ class PipelineStep(ReplicaStep):
         read = [v.path for v in scope.seen.values() if id(v) not in known]
         read += [v.name for v in getattr(graph, "variables", ())]
         if read:
-            raise ConfigurationError(
-                "A stage of a pipeline reads the weights of its own layers. "
-                f"Received: a layer that reads {read[0]} of another. Name "
-                "pipeline_stages so that both are in one stage, call the "
-                "layer in place of reading its weight, or use 'fsdp'."
-            )
+            raise _of_another_stage(read[0])
         for variable in trained:
             if scope.is_written(variable):
                 raise ConfigurationError(
@@ -463,6 +461,11 @@ class PipelineStep(ReplicaStep):
                     f"Received: an assignment to {variable.path}. Make it "
                     "trainable=False, or use 'mirrored'."
                 )
+
+    def _refuse_other_stage(self, variable: keras.Variable) -> None:
+        """Refuses what a stage reads of state that is not its own."""
+        if any(variable is each for each in self._state.layers):
+            raise _of_another_stage(variable.path)
 
     def variables_of(
         self, number: int
@@ -1010,6 +1013,15 @@ def _ends(tensors: list[tf.Tensor]) -> list[Any]:
     if tf.executing_eagerly():
         return []
     return [tf.group(*[tf.identity(tensor) for tensor in tensors])]
+
+
+def _of_another_stage(path: str) -> ConfigurationError:
+    return ConfigurationError(
+        "A stage of a pipeline reads the weights and the state of its own "
+        f"layers. Received: a layer that reads {path} of another. Name "
+        "pipeline_stages so that both are in one stage, call the "
+        "layer in place of reading its weight, or use 'fsdp'."
+    )
 
 
 def _looks_up_alike(reader: Reader, weight: tf.Tensor) -> bool:

@@ -20,6 +20,7 @@ Calls, branches and loops of TensorFlow are walked with what goes into them.
     LARGEST     the largest of the rows, element by element; and SMALLEST
     Held(k)     what a variable held, plus something of kind k, or the larger
                 of it and a LARGEST
+    OTHERS      made of the rows of another replica
     UNPROVEN    anything else
 """
 
@@ -27,6 +28,7 @@ from mgpu_tf.engine.row_proof.kinds import (
     FIXED,
     LARGEST,
     MEAN,
+    OTHERS,
     SMALLEST,
     SUM,
     UNPROVEN,
@@ -50,6 +52,7 @@ __all__ = [
     "FIXED",
     "LARGEST",
     "MEAN",
+    "OTHERS",
     "SMALLEST",
     "SUM",
     "UNPROVEN",

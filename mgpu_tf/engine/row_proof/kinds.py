@@ -62,5 +62,5 @@ class Held(Kind):
 
 FIXED, SUM, MEAN = Kind("fixed"), Kind("sum"), Kind("mean")
 LARGEST, SMALLEST = Kind("largest"), Kind("smallest")
-UNPROVEN = Kind("unproven")
+UNPROVEN, OTHERS = Kind("unproven"), Kind("of another replica")
 ROWS, ANY = "rows", "any"

@@ -13,6 +13,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.row_proof.kinds import (
     FIXED,
+    OTHERS,
     UNPROVEN,
     Kind,
     Rows,
@@ -57,6 +58,7 @@ class RowProof:
         self._walked: dict[int, int] = {}
         self.unproven: list[tf.Operation] = []
         self._unknown: Callable[[Any], Kind] = lambda tensor: FIXED
+        self._refuse: Callable[[Any], None] = lambda tensor: None
         self.writes_rows = False
         self.take(rows, Rows())
 
@@ -76,6 +78,7 @@ class RowProof:
         self,
         graph: Any,
         unknown: Callable[[Any], Kind] = lambda tensor: FIXED,
+        refuse: Callable[[Any], None] = lambda tensor: None,
     ) -> None:
         """Does not look at what a graph has so far.
 
@@ -83,15 +86,18 @@ class RowProof:
             graph: The graph.
             unknown: Returns what a tensor of it is that is not known here;
                 by default it is fixed.
+            refuse: Called with a tensor that is asked for and is made of the
+                rows of another replica.
         """
-        self._unknown = unknown
+        self._unknown, self._refuse = unknown, refuse
         count = len(graph.get_operations())
         self._walked[id(graph)] = self._skipped[id(graph)] = count
         self._alive.append(graph)
 
     def begin_as(self, other: RowProof) -> None:
         """Takes for known what another proof was given as known."""
-        self.fixed, taken, skipped, alive, self._unknown = other.given
+        self.fixed, taken, skipped, alive, *functions = other.given
+        self._unknown, self._refuse = functions
         self._kinds |= taken
         self._taken |= taken
         self._walked |= skipped
@@ -103,11 +109,17 @@ class RowProof:
         """What was given as known, and what keeps it alive."""
         return (
             *(self.fixed, self._taken, self._skipped, self._alive),
-            self._unknown,
+            *(self._unknown, self._refuse),
         )
 
     def of(self, tensor: Any) -> Kind:
         """Returns what is proven of a tensor."""
+        kind = self._found(tensor)
+        if kind == OTHERS:
+            self._refuse(tensor)
+        return kind
+
+    def _found(self, tensor: Any) -> Kind:
         if not tf.is_symbolic_tensor(tensor):
             return UNPROVEN if tf.executing_eagerly() else FIXED
         known = id(tensor) in self._kinds
@@ -161,6 +173,8 @@ class RowProof:
             return [UNPROVEN] * count
         if all(kind == FIXED for kind in kinds):
             return [FIXED] * count
+        if OTHERS in kinds:
+            return [OTHERS] * count
         if UNPROVEN in kinds and op.type not in (
             *CALLS,
             *BRANCHES,
@@ -179,7 +193,7 @@ class RowProof:
     def _of_captured(self, op: tf.Operation) -> Kind:
         for captured, inner in getattr(op.graph, "captures", ()):
             if inner is op.outputs[0] and tf.is_symbolic_tensor(captured):
-                return (self._outer or self).of(captured)
+                return (self._outer or self)._found(captured)
         return FIXED
 
     def _by_rule(
