@@ -356,21 +356,9 @@ class Exchange:
         if self._compiled:
             self.is_needed = True
             raise TraceAgain
-        kept = [(vars(layer), dict(vars(layer))) for layer in self._layers]
-        losses = [
-            (ids, set(ids))
-            for ids in map(keras_internals.loss_ids, self._layers)
-        ]
+        put_back = keras_internals.snapshot(self._layers)
         yield
-        for ids, known in losses:
-            ids.clear()
-            ids |= known
-        for now, before in kept:
-            if any(now.get(name) is not before[name] for name in before) or (
-                len(now) != len(before)
-            ):
-                now.clear()
-                now.update(before)
+        put_back()
 
 
 def _dense(gradient: Any) -> tf.Tensor:

@@ -96,7 +96,7 @@ class GlobalMetrics:
         assert isinstance(scope, StepScope) and share is not None
         mark = scope.mark()
         every = exchange.whole(given, share.fraction(tf.float64))
-        scope.proof.take(leaves_of(every), FIXED)
+        scope.take_alike(leaves_of(every))
         begun = scope.known_operations()
         with scope.of_all_rows(), sharing(None):
             found = compute(every)

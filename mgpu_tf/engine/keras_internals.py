@@ -1159,6 +1159,24 @@ def is_graph_of_layers(layer: keras.layers.Layer) -> bool:
     return isinstance(layer, keras.Model) and type(layer).call in own
 
 
+def snapshot(layers: list[keras.layers.Layer]) -> Callable[[], None]:
+    """Returns what puts back the attributes of layers as they are now."""
+    attributes = [(vars(layer), dict(vars(layer))) for layer in layers]
+    losses = [(ids, set(ids)) for ids in map(loss_ids, layers)]
+
+    def put_back() -> None:
+        for ids, known in losses:
+            ids.clear()
+            ids |= known
+        for now, before in attributes:
+            same = all(now.get(name) is before[name] for name in before)
+            if not same or len(now) != len(before):
+                now.clear()
+                now.update(before)
+
+    return put_back
+
+
 def mask_of(tensor: Any) -> Any | None:
     """Returns the mask that layers attached to a tensor, None without one."""
     return keras.src.backend.get_keras_mask(tensor)

@@ -522,7 +522,7 @@ class LayerCalls:
                 proof.take([every.get(id(leaf), leaf)], kind)
         mixes = not any(id(leaf) in scope.whole for leaf in leaves)
         arguments, named = _with(given, every)
-        scope.proof.take(leaves_of(list(every.values())), FIXED)
+        scope.take_alike(leaves_of(list(every.values())))
         begun, mark, first = (
             scope.known_operations(),
             scope.mark(),
@@ -536,8 +536,10 @@ class LayerCalls:
         def part(output: Any) -> Any:
             mine = mine_of(output)
             if not active() and isinstance(output, tf.Tensor):
-                same = mine is output
-                scope.proof.take([mine], FIXED if same else Rows())
+                if mine is output:
+                    scope.take_alike([mine])
+                else:
+                    scope.proof.take([mine], Rows())
             return mine
 
         def mine_of(output: Any) -> Any:

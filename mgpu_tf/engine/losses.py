@@ -196,7 +196,7 @@ class GlobalLoss:
         added = list(scope.losses)
         for place, loss in enumerate(added):
             self._make_global(scope, place, loss)
-        scope.proof.take([*leaves_of(every), *leaves_of(scope.losses)], FIXED)
+        scope.take_alike([*leaves_of(every), *leaves_of(scope.losses)])
         begun = scope.known_operations()
         with scope.of_all_rows(), sharing(None), self._plainly():
             value = value_of(every)
@@ -481,7 +481,7 @@ class _Term:
         every = exchange.whole(given, fraction)
         scope = keras_internals.stateless_scope()
         assert isinstance(scope, StepScope)
-        scope.proof.take(leaves_of(every), FIXED)
+        scope.take_alike(leaves_of(every))
         name = f"the loss {self.loss.name!r}"
         begun = scope.known_operations()
         with scope.of_all_rows(), sharing(None):

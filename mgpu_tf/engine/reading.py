@@ -382,12 +382,12 @@ class Reader:
         # What was assigned before in the same step comes through a stop.
         while state is not None and _type(value) == "StopGradient":
             value = value.op.inputs[0]
+        if state is not None and is_same(value, state):
+            return {1: value}
         degree = self._degree(value)
         if degree is not None:
             if state is None or not self._takes(value, state):
                 return {degree: value}
-            if is_same(value, state):
-                return {1: value}
             if _type(value) not in _SUMS:
                 raise Unreadable(value.op)
             return self._of_sum(value, state)

@@ -132,5 +132,8 @@ def keep(scope: StepScope, parts: Parts) -> None:
             scope.agreed.add(key)
         else:
             scope.parts[key] = part
-        kind = FIXED if part is None else part[2]
-        scope.proof.take([scope.state_mapping[key]], kind)
+        value = scope.state_mapping[key]
+        if part is None:
+            scope.take_alike([value])
+        else:
+            scope.proof.take([value], part[2])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,20 +34,19 @@ from mgpu_tf.engine.random_rows import (
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.row_proof import (
     FIXED,
-    OTHERS,
     UNPROVEN,
-    Kind,
     Rows,
     note,
     noting,
 )
 from mgpu_tf.engine.rules import rule_of_part, sent_of_part
 from mgpu_tf.engine.state import ReplicaState, Writes
-from mgpu_tf.engine.step_scope import Part, StepScope
+from mgpu_tf.engine.step_scope import Owners, Part, StepScope
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.engine.written import by_rule, check_plain_variables
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies import turns
 from mgpu_tf.strategies.mirrored import as_one_replica
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
@@ -121,9 +119,7 @@ class ReplicaStep:
         # State that is written within functions, branches and loops.
         self._direct: dict[int, keras.Variable] = {}
         self._writes_directly = layers is None and not in_parts
-        # The rows of all replicas, by the graph in which they step.
-        self._rows: weakref.WeakKeyDictionary[Any, set[int]]
-        self._rows = weakref.WeakKeyDictionary()
+        self._owners = Owners()
         self._own_logs = keras_internals.overrides(model, "compute_metrics")
         self.log_names: list[str] = []
         self.alike: list[bool] = []
@@ -169,12 +165,11 @@ class ReplicaStep:
         model = self._model
         if self._state.generator is not None:
             keras_internals.lend_global_seed(self._state.generator)
-        if self._replicas > 1 and not tf.executing_eagerly():
-            graph = tf.compat.v1.get_default_graph()
-            known = self._rows.setdefault(graph, set())
-            known |= {id(leaf) for leaf in tf.nest.flatten(data)}
         if self._replicas > 1 or self._state.reads_rules:
+            given_rows = data
             data = tf.nest.map_structure(of_unknown_length, data)
+            if self._replicas > 1:
+                self._owners.note([given_rows, data], self._place())
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         if given is None:
             given = [*self._state.replica_seeds(), *self._state.values()]
@@ -211,7 +206,8 @@ class ReplicaStep:
                     {id(v): source for v, source in sources},
                     join,
                     self._write_directly,
-                    self._of_replicas,
+                    self._owners,
+                    self._place() if self._replicas > 1 else 0,
                 )
             )
             scope.share, scope.state = share, self._state
@@ -336,13 +332,11 @@ class ReplicaStep:
             writes[id(variable)] = (variable, value)
         return writes
 
-    def _of_replicas(self, tensor: Any) -> Kind:
-        """What a tensor is that was made before the step of this replica.
-
-        What a layer keeps in an attribute may be that of another replica.
-        """
-        rows = self._rows.get(tensor.graph, ())
-        return OTHERS if id(tensor) in rows else FIXED
+    def _place(self) -> int:
+        """Which part of the global batch this replica has."""
+        context = tf.distribute.get_replica_context()
+        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+        return replica // self._same_rows
 
     def _write_directly(self, variable: keras.Variable, value: Any) -> bool:
         """Writes to a variable in place, wherever in a step that is."""
@@ -404,6 +398,10 @@ class ReplicaStep:
                 keras_internals.seeds_replaced(
                     self._model, self._state.generator, seed_for_rows
                 )
+            )
+            layers = keras_internals.layers_of(self._model)
+            stack.enter_context(
+                turns.kept(lambda: keras_internals.snapshot(layers))
             )
             stack.enter_context(self._loss.in_place())
             stack.enter_context(self._metrics.in_place())
@@ -667,6 +665,7 @@ def know_rows(scope: StepScope, data: Any, share: BatchShare) -> None:
     scope.proof.take([leaf for leaf in leaves if not leaf.shape.rank], UNPROVEN)
     places = [share.local, share.low]
     scope.proof.take([each for each in places if each is not None], UNPROVEN)
+    scope.proof.take([share.total], FIXED)
 
 
 def of_unknown_length(tensor: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,7 +22,14 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.random_rows import RowScope
 from mgpu_tf.engine.reading import Reader
-from mgpu_tf.engine.row_proof import FIXED, Kind, RowProof, Rows
+from mgpu_tf.engine.row_proof import (
+    FIXED,
+    OTHERS,
+    UNPROVEN,
+    Kind,
+    RowProof,
+    Rows,
+)
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.errors import ConfigurationError
 
@@ -61,7 +69,8 @@ class StepScope(keras.StatelessScope):
             gradient.
         direct: Takes what is written to variables that are written in place
             wherever it is; returns whether it has.
-        unknown: Returns what is known of a tensor that was there before.
+        owners: Know the rows of all replicas of this process.
+        place: Which part of the global batch this replica has.
 
     Attributes:
         reader: Reads the step, once its forward pass is traced.
@@ -118,13 +127,15 @@ class StepScope(keras.StatelessScope):
         sources: dict[int, Any] | None = None,
         join: Gather | None = None,
         direct: Callable[[keras.Variable, Any], bool] = lambda v, value: False,
-        unknown: Callable[[Any], Kind] = lambda tensor: FIXED,
+        owners: Owners | None = None,
+        place: int = 0,
     ) -> None:
         super().__init__(given, collect_losses=True)
         self._direct = direct
-        self.proof = RowProof()
-        if not tf.executing_eagerly():
-            self.proof.skip(tf.compat.v1.get_default_graph(), unknown)
+        self._owners = Owners() if owners is None else owners
+        self.proof = RowProof(
+            known=lambda tensor: self._owners.kind(tensor, place)
+        )
         self.read_aside: Callable[[str, tf.Tensor], None] | None = None
         self.parts: dict[int, Part] = {}
         self.within: dict[int, keras.Variable] = {}
@@ -293,11 +304,15 @@ class StepScope(keras.StatelessScope):
         self.state_mapping[id(variable)] = value
         return value
 
+    def take_alike(self, tensors: list[tf.Tensor]) -> None:
+        """Notes tensors that are the same on all replicas."""
+        self._owners.note(tensors, None)
+
     def agree(self, variable: keras.Variable) -> None:
         """Notes that what all replicas have written is the same."""
         self.parts.pop(id(variable), None)
         self.agreed.add(id(variable))
-        self.proof.take([self.state_mapping[id(variable)]], FIXED)
+        self.take_alike([self.state_mapping[id(variable)]])
 
     def has_added(self, mark: tuple[Any, ...]) -> bool:
         """Returns whether a loss was added, or a weight assigned, since."""
@@ -373,6 +388,45 @@ def _total(gradients: list[Any]) -> Any:
     if len(present) < 2:
         return present[0] if present else None
     return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
+
+
+class Owners:
+    """Knows what the replicas of a process have, who are traced in turns."""
+
+    def __init__(self) -> None:
+        # Ids of tensors do not come again while their graph lives.
+        self._places: weakref.WeakKeyDictionary[Any, dict[int, int | None]]
+        self._places = weakref.WeakKeyDictionary()
+
+    def note(self, tensors: Any, place: int | None) -> None:
+        """Notes what some tensors are.
+
+        Args:
+            tensors: A structure of tensors.
+            place: Of which part of the global batch they are the rows; None
+                for what is the same on all replicas.
+        """
+        for tensor in tf.nest.flatten(tensors, expand_composites=True):
+            if tf.is_symbolic_tensor(tensor):
+                known = self._places.setdefault(tensor.graph, {})
+                known[id(tensor)] = place
+
+    def kind(self, tensor: Any, place: int) -> Kind | None:
+        """Returns what a tensor is on a replica; None where it is not noted.
+
+        Args:
+            tensor: The tensor.
+            place: Which part of the global batch the replica has.
+        """
+        known = self._places.get(tensor.graph, {})
+        if id(tensor) not in known:
+            return None
+        owner = known[id(tensor)]
+        if owner is None:
+            return FIXED
+        if owner != place:
+            return OTHERS
+        return Rows() if tensor.shape.rank else UNPROVEN
 
 
 def _refuse_others(tensor: tf.Tensor) -> None:

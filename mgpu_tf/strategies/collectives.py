@@ -36,6 +36,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies import turns
 from mgpu_tf.strategies.own_gradient import own_gradient
 from mgpu_tf.strategies.topology import synchronous_topology
 
@@ -369,7 +370,8 @@ class Groups:
             )
 
         context = tf.distribute.get_replica_context()
-        return context.merge_call(merged, args=(value,))
+        with turns.taken():
+            return context.merge_call(merged, args=(value,))
 
     def _sums(self, group: dict[int, tf.Tensor]) -> dict[int, tf.Tensor]:
         first = next(iter(group))
@@ -468,7 +470,8 @@ def _trace_others_until_here() -> None:
     comes before it: then each would wait for the other.
     """
     context = tf.distribute.get_replica_context()
-    context.merge_call(lambda strategy: None)
+    with turns.taken():
+        context.merge_call(lambda strategy: None)
 
 
 def _this_replica() -> int:

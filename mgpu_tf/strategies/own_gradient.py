@@ -21,6 +21,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from mgpu_tf.strategies import turns
+
 _NAME = "MgpuTfOwnGradient"
 _FUNCTIONS = "mgpu_tf/own_gradients"
 
@@ -88,7 +90,8 @@ def sum_over_replicas(value: Any) -> Any:
 
     @own_gradient
     def summed(*values: tf.Tensor) -> Any:
-        found = context.merge_call(_summed, args=values)
+        with turns.taken():
+            found = context.merge_call(_summed, args=values)
         return found, lambda *upstream: sum_over_replicas(list(upstream))
 
     flat = summed(*tf.nest.flatten(value))

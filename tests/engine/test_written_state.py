@@ -189,7 +189,8 @@ def all_of(writes):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "column", ["mirrored_x3", "central_storage_x2", "fsdp_x3", "tensor_x3"]
+    "column",
+    ["mirrored_x3", "central_storage_x2", "fsdp_x3", "data_2_tensor_2"],
 )
 def test_every_way_to_write(column, strategies):
     build = all_of([*PARTS.items(), *SUMS.items(), *WHOLE.items()])
@@ -389,18 +390,13 @@ PASSED = {
 }
 
 
-# Replicas that exchange weights share what a layer keeps in an attribute.
-SHARED = {"rows, to a loss", "rows, to compute_loss"}
-
-
 @pytest.mark.parametrize(
     ("column", "name"),
     tiered(
         [
             (column, name)
-            for column in ("mirrored_x3", "fsdp_x3", "tensor_x3")
+            for column in ("mirrored_x3", "fsdp_x3", "data_2_tensor_2")
             for name in PASSED
-            if column != "fsdp_x3" or name not in SHARED
         ],
         [
             ("mirrored_x3", "state, to a layer"),
@@ -411,13 +407,6 @@ SHARED = {"rows, to a loss", "rows, to compute_loss"}
 )
 def test_what_passes_by_the_arguments(column, name, strategies):
     check(PASSED[name], strategies[column])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", sorted(SHARED))
-def test_rows_of_another_replica_are_refused(name, strategies):
-    with pytest.raises(mgpu_tf.ConfigurationError, match="another replica"):
-        fitted(PASSED[name], strategies["fsdp_x3"])
 
 
 @pytest.mark.full

@@ -35,6 +35,9 @@ class RowProof:
         rows: Tensors whose first axis is that of the rows.
         fixed: Returns whether a value that is read of a variable is the same
             for all cuts. Default: every variable's is.
+        outer: The proof of the graph around this one.
+        known: Returns what a tensor is, whatever made it; None where that is
+            not known.
 
     Attributes:
         unproven: The operations that no rule proves.
@@ -47,7 +50,9 @@ class RowProof:
         rows: Iterable[Any] = (),
         fixed: Callable[[Any], bool] = lambda handle: True,
         outer: RowProof | None = None,
+        known: Callable[[Any], Kind | None] = lambda tensor: None,
     ) -> None:
+        self._known = known
         self.fixed = fixed
         self._outer = outer
         self._under_way: set[int] = set()
@@ -130,10 +135,13 @@ class RowProof:
 
     def _kind(self, tensor: Any) -> Kind:
         """What is known of a tensor that has been walked, or was skipped."""
-        known = self._kinds.get(id(tensor))
-        if known is None:
-            known = self._kinds[id(tensor)] = self._unknown(tensor)
-        return known
+        known = self._known(tensor)
+        if known is not None:
+            return known
+        found = self._kinds.get(id(tensor))
+        if found is None:
+            found = self._kinds[id(tensor)] = self._unknown(tensor)
+        return found
 
     def walk(self, graph: Any) -> None:
         """Looks at what a graph has got since it was last looked at."""
@@ -175,6 +183,8 @@ class RowProof:
             return [FIXED] * count
         if OTHERS in kinds:
             return [OTHERS] * count
+        if op.type == "PlaceholderWithDefault":
+            return kinds
         if UNPROVEN in kinds and op.type not in (
             *CALLS,
             *BRANCHES,
