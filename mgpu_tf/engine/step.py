@@ -202,7 +202,7 @@ class ReplicaStep:
                         if id(variable) not in self._direct
                     ],
                     tape,
-                    None if self._layers is None else self._layers.read,
+                    self._read,
                     {id(v): source for v, source in sources},
                     join,
                     self._write_directly,
@@ -265,6 +265,10 @@ class ReplicaStep:
             logs = {name: tf.convert_to_tensor(v) for name, v in flat.items()}
         self.log_names = list(logs)
         return scope, loss, list(writes.values()), logs
+
+    def _read(self, variable: keras.Variable) -> tf.Tensor | None:
+        """Returns a value that a step is not given; None for the variable's."""
+        return None if self._layers is None else self._layers.read(variable)
 
     def _outputs_of_model(self, x: Any, training: bool) -> Any:
         if keras_internals.takes_training(self._model):

@@ -17,6 +17,7 @@ MODULES = [
     "engine/tensor_parallel/parts.py",
     "engine/tensor_parallel/structure.py",
     "engine/pipeline/engine.py",
+    "engine/pipeline/head.py",
     "engine/pipeline/step.py",
     "engine/pipeline/split.py",
 ]
@@ -96,9 +97,10 @@ LISTED = {
     "A layer of a pipeline cannot assign its own weights.": (
         "assign their own weights"
     ),
-    "A stage of a pipeline reads the weights of its own layers.": (
-        "a layer in another stage"
-    ),
+    "A stage of a pipeline reads the weights and the state of its own "
+    "layers.": ("of a layer in another stage"),
+    "On a pipeline, what a layer has made reaches a loss, a metric or another "
+    "stage by outputs, and not by an attribute.": "keeps in an attribute",
     "A trace goes with strategies whose replicas have one device.": (
         "`trainer.trace`"
     ),

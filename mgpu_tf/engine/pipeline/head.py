@@ -12,8 +12,9 @@ of any other strategy, and replicas exchange what they exchange there.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -25,6 +26,7 @@ from mgpu_tf.engine.exchange import Exchange
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.step import Logs, ReplicaStep
+from mgpu_tf.errors import ConfigurationError
 
 
 class Head(ReplicaStep):
@@ -83,14 +85,20 @@ class Head(ReplicaStep):
         """
         here = self._here
         here.outputs, here.added = outputs, list(added)
-        given = [*self._state.values(), *weights] if weights else None
+        metrics = [
+            (variable, value)
+            for variable, value in self._state.values()
+            if self._state.is_metric(variable)
+        ]
+        given = [*self._state.replica_seeds(), *metrics, *weights]
         values = [value for _, value in weights]
         watched = [each for each in outputs if each.dtype.is_floating]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*watched, *values])
-            loss, writes, logs = self.forward(
-                data, share, scale is not None, given
-            )
+            with reached():
+                loss, writes, logs = self.forward(
+                    data, share, scale is not None, given
+                )
             scaled = loss if scale is None else scale(loss)
         gradients: list[Any] = [None] * len(outputs)
         of_weights: list[Any] = [None] * len(values)
@@ -102,6 +110,11 @@ class Head(ReplicaStep):
                 for each in outputs
             ]
         return loss, gradients, of_weights, writes, logs
+
+    def _read(self, variable: keras.Variable) -> None:
+        """Refuses what only stages read, which write it after this."""
+        if any(variable is each for each in self._state.layers):
+            raise of_another_stage(variable.path)
 
     def _outputs_of_model(self, x: Any, training: bool) -> Any:
         """Returns what the stages have made."""
@@ -115,3 +128,34 @@ class Head(ReplicaStep):
         for part in self._here.added:
             loss = loss + tf.cast(part, loss.dtype)
         return super()._grown(loss, terms, share)
+
+
+def of_another_stage(path: str) -> ConfigurationError:
+    """Returns the refusal of what a stage reads of another."""
+    return ConfigurationError(
+        "A stage of a pipeline reads the weights and the state of its own "
+        f"layers. Received: a layer that reads {path} of another. Name "
+        "pipeline_stages so that both are in one stage, call the "
+        "layer in place of reading its weight, or use 'fsdp'."
+    )
+
+
+@contextlib.contextmanager
+def reached() -> Iterator[None]:
+    """Refuses tensors that were made in a graph of their own.
+
+    Raises:
+        ConfigurationError: What runs in the block reads one.
+    """
+    try:
+        yield
+    except Exception as error:
+        # A class that TensorFlow does not export.
+        if type(error).__name__ != "InaccessibleTensorError":
+            raise
+        raise ConfigurationError(
+            "On a pipeline, what a layer has made reaches a loss, a metric or "
+            "another stage by outputs, and not by an attribute. Received: a "
+            "tensor that a layer has kept. Return it from the call of the "
+            "model, or use 'fsdp'."
+        ) from None

@@ -32,7 +32,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare, sharing
 from mgpu_tf.engine.keras_internals import Key
 from mgpu_tf.engine.losses import GlobalLoss, NeedsAllRows
-from mgpu_tf.engine.pipeline.head import Head
+from mgpu_tf.engine.pipeline.head import Head, of_another_stage, reached
 from mgpu_tf.engine.pipeline.schedule import Pass, in_turn, orders
 from mgpu_tf.engine.pipeline.split import Stage, Stages
 from mgpu_tf.engine.pipeline.state import PipelineState
@@ -453,7 +453,7 @@ class PipelineStep(ReplicaStep):
         read = [v.path for v in scope.seen.values() if id(v) not in known]
         read += [v.name for v in getattr(graph, "variables", ())]
         if read:
-            raise _of_another_stage(read[0])
+            raise of_another_stage(read[0])
         for variable in trained:
             if scope.is_written(variable):
                 raise ConfigurationError(
@@ -465,7 +465,7 @@ class PipelineStep(ReplicaStep):
     def _refuse_other_stage(self, variable: keras.Variable) -> None:
         """Refuses what a stage reads of state that is not its own."""
         if any(variable is each for each in self._state.layers):
-            raise _of_another_stage(variable.path)
+            raise of_another_stage(variable.path)
 
     def variables_of(
         self, number: int
@@ -762,13 +762,14 @@ class _Run:
         function = self._step.stage_function(each.stage, self._kind)
         data, share = self._parts[each.micro]
         last = each.stage == self._count - 1 and self._kind != "predict"
-        return function(
-            taken,
-            weights,
-            self._state(each),
-            data if last else None,
-            *share.places,
-        )
+        with reached():
+            return function(
+                taken,
+                weights,
+                self._state(each),
+                data if last else None,
+                *share.places,
+            )
 
     def _forward(self, each: Pass) -> None:
         stage = self._step.stages.every[each.stage]
@@ -1013,15 +1014,6 @@ def _ends(tensors: list[tf.Tensor]) -> list[Any]:
     if tf.executing_eagerly():
         return []
     return [tf.group(*[tf.identity(tensor) for tensor in tensors])]
-
-
-def _of_another_stage(path: str) -> ConfigurationError:
-    return ConfigurationError(
-        "A stage of a pipeline reads the weights and the state of its own "
-        f"layers. Received: a layer that reads {path} of another. Name "
-        "pipeline_stages so that both are in one stage, call the "
-        "layer in place of reading its weight, or use 'fsdp'."
-    )
 
 
 def _looks_up_alike(reader: Reader, weight: tf.Tensor) -> bool:

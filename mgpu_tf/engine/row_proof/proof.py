@@ -119,12 +119,13 @@ class RowProof:
 
     def of(self, tensor: Any) -> Kind:
         """Returns what is proven of a tensor."""
-        kind = self._found(tensor)
+        kind = self.found(tensor)
         if kind == OTHERS:
             self._refuse(tensor)
         return kind
 
-    def _found(self, tensor: Any) -> Kind:
+    def found(self, tensor: Any) -> Kind:
+        """The same, of another replica's rows too."""
         if not tf.is_symbolic_tensor(tensor):
             return UNPROVEN if tf.executing_eagerly() else FIXED
         known = id(tensor) in self._kinds
@@ -203,7 +204,7 @@ class RowProof:
     def _of_captured(self, op: tf.Operation) -> Kind:
         for captured, inner in getattr(op.graph, "captures", ()):
             if inner is op.outputs[0] and tf.is_symbolic_tensor(captured):
-                return (self._outer or self)._found(captured)
+                return (self._outer or self).found(captured)
         return FIXED
 
     def _by_rule(

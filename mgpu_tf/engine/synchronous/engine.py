@@ -268,7 +268,7 @@ class SynchronousEngine(Engine):
         predict = self._function(
             "predict", source, lambda *args: self._predict_step(source, *args)
         )
-        outputs, total, ended = predict(iterator)
+        outputs, total, ended = _traced(predict, iterator)
         self._check_ended(ended, 0)
         if int(total) == 0:
             return None
@@ -516,12 +516,7 @@ class SynchronousEngine(Engine):
             tf.constant(notes),
             self._measured_bounds(),
         )
-        while True:
-            try:
-                results = run(*given)
-                break
-            except TraceAgain:
-                Groups.align()
+        results = _traced(run, *given)
         done, examples, spent, ended, logs, means, watched = results
         self._check_ended(ended, int(done))
         return Execution(
@@ -916,7 +911,8 @@ class SynchronousEngine(Engine):
         state = self._state if self._prepared else self._make_state()
         state.generator = keras_internals.global_seed_generator()
         exchange = self._exchange or self._make_exchange()
-        self._calls = LayerCalls(self._model, state, exchange)
+        if self._calls is None:
+            self._calls = LayerCalls(self._model, state, exchange)
 
         def on_replica(
             rows: Any, local: tf.Tensor, total: tf.Tensor, low: Any
@@ -1116,3 +1112,12 @@ def _traces(function: Any) -> int:
 def _number(value: tf.Tensor) -> Any:
     array = value.numpy()
     return float(array) if array.ndim == 0 else array
+
+
+def _traced(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function, which may have to be traced several times."""
+    while True:
+        try:
+            return function(*arguments)
+        except TraceAgain:
+            Groups.align()
