@@ -35,6 +35,8 @@ demo: $(VENV)/.base
 
 # More than cores, since some tests wait. What starts clusters comes early.
 THREE := --numprocesses=3 --no-loadscope-reorder --max-worker-restart=3
+# Most of the time these wait, for limits of a link or of a task that is lost.
+FOUR := --numprocesses=4 --no-loadscope-reorder --max-worker-restart=3
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(THREE) $(ARGS)
@@ -51,7 +53,7 @@ test-full: $(VENV)/.test slurm
 	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) $(ARGS)
 
 test-clusters: $(VENV)/.test slurm
-	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) tests/cluster tests/launch $(ARGS)
+	$(BIN)/python -m pytest -m 'full and not matrix' $(FOUR) tests/cluster tests/launch $(ARGS)
 
 test-engine: $(VENV)/.test
 	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) tests/engine tests/training $(ARGS)

@@ -81,7 +81,7 @@ def tier(name):
         name,
         RECORDS / f"{name}-again.json",
         f"@{again}",
-        settings=["THREE=--numprocesses=0"],
+        settings=["THREE=--numprocesses=0", "FOUR=--numprocesses=0"],
     )
     outcomes = seen.get("outcomes", {})
     flaky = [test for test in failed if outcomes.get(test) == "passed"]

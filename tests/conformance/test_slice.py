@@ -35,7 +35,6 @@ SLICE = [
 
 QUICK = [
     ("mirrored_x3", "of one's own: a maximum"),
-    ("mirrored_x3", "a transformer with clipping"),
     ("one_device", "Dropout"),
 ]
 

@@ -163,8 +163,8 @@ CASES = {
     ("column", "name"),
     tiered(
         list(itertools.product(["mirrored_x3", "central_storage_x2"], CASES)),
-        # That nothing of a frozen layer moves has a test of its own.
-        [("mirrored_x3", name) for name in CASES if name != "frozen"],
+        # test_written_state.py has the others.
+        [("mirrored_x3", "spectral")],
     ),
 )
 def test_as_keras(column, name, strategies):
@@ -177,6 +177,7 @@ def test_as_keras(column, name, strategies):
     assert result.score_difference(reference) < 1e-12
 
 
+@pytest.mark.full
 def test_state_that_is_read_by_the_step_that_writes_it(strategies):
     """The layer is computed whole, so what it reads is of all rows."""
     case = cases.Case(model_of(Moving), lambda: regression(34))
@@ -234,7 +235,8 @@ class Deviation(Stateful):
         return inputs
 
 
-@pytest.mark.parametrize("layer", tiered([Unreadable, Deviation], [Unreadable]))
+@pytest.mark.full
+@pytest.mark.parametrize("layer", [Unreadable, Deviation])
 def test_what_cannot_be_added_up_is_made_of_all_rows(layer, strategies):
     found = []
     for column in ("one_device", "mirrored_x3"):

@@ -31,6 +31,7 @@ LOSSES = "tests/engine/test_loss_parity.py"
 WORKERS = "tests/parity/test_two_workers.py"
 RESUME = "tests/checkpoints/test_resume.py"
 WHOLE = "tests/engine/test_whole_batch.py"
+WRITTEN = "tests/engine/test_written_state.py"
 
 
 def row(column, name):
@@ -266,15 +267,44 @@ ENGINE = (
     Fault(
         "layers that mix rows have those of one replica",
         "engine/layer_calls.py",
-        "if added and apart:",
-        "if added:",
+        "if added and apart and parts is not None:",
+        "if added and parts is not None:",
         (WHOLE,),
+    ),
+    Fault(
+        "what a layer adds to its state is a sum, whatever it is",
+        "engine/rules.py",
+        "if added == SUM and (isinstance(kind, Held) or dtype.is_floating):",
+        "if added != MEAN and dtype.is_floating:",
+        (WRITTEN,),
+    ),
+    Fault(
+        "what is computed of all rows reads what one replica has",
+        "engine/step_scope.py",
+        "elif self.proof.of(tensor) != FIXED:",
+        "elif False:",
+        (WRITTEN,),
+    ),
+    Fault(
+        "replicas find in a layer what another has left there",
+        "strategies/turns.py",
+        "        each()",
+        "        del each",
+        (WRITTEN,),
+    ),
+    Fault(
+        "what a function writes of its rows counts as alike",
+        "engine/row_proof/proof.py",
+        "self.writes_rows |= any(kind != FIXED for kind in kinds[1:])",
+        "pass",
+        ("tests/engine/test_row_proof.py", WRITTEN),
     ),
     Fault(
         "a metric of all rows is added up over replicas",
         "engine/global_metrics.py",
-        "            scope.agreed.add(id(variable))\n",
-        "            pass\n",
+        "        for variable in scope.written_since(mark):\n"
+        "            scope.agree(variable)\n",
+        "        pass\n",
         (WHOLE,),
     ),
     Fault(

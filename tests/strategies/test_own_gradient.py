@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.strategies.own_gradient import own_gradient, sum_over_replicas
+from tests.tiers import tiered
 
 
 @own_gradient
@@ -146,7 +147,8 @@ def graphs():
 
 
 @pytest.mark.parametrize(
-    "column", ["one_device", "mirrored_x3", "fsdp_x3", "tensor_x3"]
+    "column",
+    tiered(["one_device", "mirrored_x3", "fsdp_x3", "tensor_x3"], ["fsdp_x3"]),
 )
 def test_a_trainer_leaves_no_graphs(column, strategies):
     x = np.random.default_rng(0).normal(size=(24, 6)).astype("float32")

@@ -106,7 +106,7 @@ def test_difference_is_named_on_both(case, tmp_path):
         assert line.startswith(expected)
 
 
-@pytest.mark.parametrize("worker", tiered([0, 1], [1], []))
+@pytest.mark.parametrize("worker", tiered([0, 1], [], [1]))
 def test_exception_of_a_callback_ends_all_with_it(worker, tmp_path):
     lines = ended(f"callback_{worker}", tmp_path)
     own = f"ArithmeticError of worker {worker}"

@@ -52,15 +52,9 @@ def calls(trainer):
     return all_calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "name",
-    [
-        "mirrored_x3",
-        *(
-            pytest.param(name, marks=pytest.mark.full)
-            for name in ("one_device", "fsdp_x3", "data_2_pipeline_2")
-        ),
-    ],
+    "name", ["mirrored_x3", "one_device", "fsdp_x3", "data_2_pipeline_2"]
 )
 def test_calls_leave_nothing(name, strategies):
     call = calls(mgpu_tf.Trainer(build, strategies[name]))

@@ -78,6 +78,7 @@ def test_a_loss_of_all_rows_is_refused(name):
         trainer.fit(*data(), batch_size=12, verbose=0)
 
 
+@pytest.mark.full
 def test_a_batch_that_fits_is_left_whole():
     trainer = mgpu_tf.Trainer(build, "one_device", auto_micro_batch=True)
     trainer.fit(*data(), batch_size=12, verbose=0)
