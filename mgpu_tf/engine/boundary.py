@@ -163,7 +163,7 @@ class Boundary:
             _log.info(
                 "%s (%s) is computed whole by each replica: it is not proven "
                 "that it makes each row of its own row alone, or it adds a "
-                "loss or keeps state of the rows",
+                "loss or keeps something of the rows",
                 layer.name,
                 type(layer).__name__,
             )
@@ -246,6 +246,7 @@ class Boundary:
         before = here.scope.mark()
         losses = len(here.scope.losses)
         seeds = self._own_seeds()
+        left = keras_internals.tensors_left_in(layer)
         here.inside, here.inner = (
             dict(zip(map(id, trainable), lent, strict=True)),
             proof,
@@ -274,7 +275,9 @@ class Boundary:
                 "trainable=False)."
             )
         proven = (
-            len(here.scope.losses) == losses
+            # What a call leaves behind is read where all rows are.
+            keras_internals.tensors_left_in(layer) <= left
+            and len(here.scope.losses) == losses
             and all(kind == Rows() for kind in kinds)
             and all(self._may_write(v, value, proof) for v, value in written)
         )

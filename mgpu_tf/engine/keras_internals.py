@@ -1159,6 +1159,29 @@ def is_graph_of_layers(layer: keras.layers.Layer) -> bool:
     return isinstance(layer, keras.Model) and type(layer).call in own
 
 
+def tensors_left_in(layer: keras.layers.Layer) -> set[int]:
+    """Returns the ids of tensors of a graph in attributes, inner ones too.
+
+    A layer of Keras's own leaves none.
+    """
+    left = [
+        value
+        for each in layer._flatten_layers()
+        if not is_by_row(each)
+        for value in vars(each).values()
+    ]
+    found = set()
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, (list, tuple)):
+            left += value
+        elif tf.is_symbolic_tensor(value):
+            found.add(id(value))
+    return found
+
+
 def snapshot(layers: list[keras.layers.Layer]) -> Callable[[], None]:
     """Returns what puts back the attributes of layers as they are now."""
     attributes = [(vars(layer), dict(vars(layer))) for layer in layers]

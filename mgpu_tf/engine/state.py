@@ -56,6 +56,7 @@ class ReplicaState:
         draws_alike: Whether replicas draw from the same seeds, each its rows;
             otherwise each has seeds of its own.
         stored_once: Whether there is one copy for all replicas.
+        asynchronous: As given.
     """
 
     stored_once = False
@@ -71,7 +72,7 @@ class ReplicaState:
         self._replicas = replicas
         self._same_rows = same_rows
         self._total = replicas * same_rows
-        self._asynchronous = asynchronous
+        self.asynchronous = asynchronous
         self._several = replicas > 1 or asynchronous
         self.metrics = _unique(
             variable
@@ -186,10 +187,10 @@ class ReplicaState:
         """
         if not self._several or id(variable) in self._declared:
             return self.rule(variable)
-        adds_up = self._asynchronous or self.is_metric(variable)
+        adds_up = self.asynchronous or self.is_metric(variable)
         found = rule_of(written, before, reader, adds_up=adds_up)
         known = (Rule.AGREED, Rule.SUM) if adds_up else (Rule.AGREED,)
-        if found is None or not (self._asynchronous or found in known):
+        if found is None or not (self.asynchronous or found in known):
             raise ConfigurationError(
                 "What a step makes of its rows is written to state in the "
                 "call of a layer, where it can be proven how replicas bring "

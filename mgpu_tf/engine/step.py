@@ -352,14 +352,17 @@ class ReplicaStep:
 
     def _check_direct(self, written: dict[int, keras.Variable]) -> None:
         """Refuses writes in place where a step is computed in parts."""
-        shared = self._state.stored_once and self._replicas > 1
+        shared = self._state.asynchronous or (
+            self._state.stored_once and self._replicas > 1
+        )
         weights = set(map(id, self._model.trainable_variables))
         if written and (
             shared or not self._writes_directly or weights & written.keys()
         ):
             raise ConfigurationError(
-                "Where weights are split, a batch is computed in parts or one "
-                "copy is for all replicas, a layer writes its state outside "
+                "Where weights are split, a batch is computed in parts, one "
+                "copy is for all replicas or workers do not wait for each "
+                "other, a layer writes its state outside "
                 "of tf.function, tf.cond and loops of TensorFlow; a weight "
                 "everywhere. Received: "
                 f"{next(iter(written.values())).path}, which is written "
@@ -594,6 +597,7 @@ def outputs_of_share(
     state: ReplicaState,
     share: BatchShare,
     exchange: Exchange | None,
+    calls: LayerCalls,
 ) -> Any:
     """Returns what a model predicts for the rows of one replica of several.
 
@@ -603,9 +607,11 @@ def outputs_of_share(
         state: What the model may write.
         share: The part of the replica in the global batch.
         exchange: Gives replicas the rows of all.
+        calls: Computes layers whole that are not proven.
 
     Raises:
         ConfigurationError: The model writes what it makes of the rows.
+        TraceAgain: More is to be computed whole, in another trace.
     """
     generator = state.generator
     if share.replicas == 1:
@@ -622,6 +628,7 @@ def outputs_of_share(
         noting(scope.proof),
     ):
         scope.share, scope.state = share, state
+        scope.read_aside = calls.read_aside
         know_rows(scope, data, share)
         outputs = outputs_of(model, data, generator)
     seeds = set(map(id, state.seeds)) if eager else set()

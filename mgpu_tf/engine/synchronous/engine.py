@@ -74,6 +74,7 @@ from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.runtime import determinism
 from mgpu_tf.runtime.room import lacks_room
+from mgpu_tf.strategies import turns
 from mgpu_tf.strategies.balance import balanced
 from mgpu_tf.strategies.collectives import Groups
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
@@ -902,8 +903,11 @@ class SynchronousEngine(Engine):
         seeds = keras_internals.seeds_replaced(
             self._model, generator, seed_for_rows
         )
+        layers = keras_internals.layers_of(self._model)
+        apart = turns.kept(lambda: keras_internals.snapshot(layers))
         calls = self._calls
-        with seeds, calls.in_place() if calls else contextlib.nullcontext():
+        whole = calls.in_place() if calls else contextlib.nullcontext()
+        with seeds, apart, whole:
             yield
 
     def _predicting(self) -> Callable[..., Any]:
@@ -913,12 +917,13 @@ class SynchronousEngine(Engine):
         exchange = self._exchange or self._make_exchange()
         if self._calls is None:
             self._calls = LayerCalls(self._model, state, exchange)
+        calls = self._calls
 
         def on_replica(
             rows: Any, local: tf.Tensor, total: tf.Tensor, low: Any
         ) -> Any:
             share = self._share(local, total, low)
-            given = self._model, rows, state, share, exchange
+            given = self._model, rows, state, share, exchange, calls
             with state.replica_seeds_in_place():
                 return outputs_of_share(*given)
 
