@@ -46,13 +46,9 @@ class GlobalMetrics:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Lets metrics be updated so, while a step is traced."""
-        metrics = [
-            metric
-            for metric in keras_internals.single_metrics(
-                keras_internals.metrics_of(self._model)
-            )
-            if not keras_internals.adds_up(metric)
-        ]
+        metrics = keras_internals.single_metrics(
+            keras_internals.metrics_of(self._model)
+        )
         with keras_internals.metric_updates_replaced(metrics, self._update):
             yield
 
@@ -124,7 +120,16 @@ class GlobalMetrics:
             return own(*arguments, **named)
         # Of a number of the batch it is read what it is over the rows.
         if any(map(_is_number, tf.nest.flatten([arguments, named]))):
+            if any(id(v) in scope.added for v in metric.variables):
+                raise _in_two_ways(metric)
             return own(*arguments, **named)
+        if keras_internals.adds_up(metric):
+            written = set(map(id, filter(scope.is_written, metric.variables)))
+            if written - scope.added - scope.parts.keys():
+                raise _in_two_ways(metric)
+            found = own(*arguments, **named)
+            scope.added |= set(map(id, metric.variables))
+            return found
         held = [(v, scope.hold(v)) for v in metric.variables]
         mark = scope.mark()
         given = [arguments, named]
@@ -142,11 +147,7 @@ class GlobalMetrics:
             return found
         scope.reset(mark)
         if any(id(v) in scope.added for v in metric.variables):
-            raise ConfigurationError(
-                "A metric is updated in one way in a step. Received: "
-                f"{metric.name!r}, which is updated once with sums over the "
-                "rows and once with something else. Use two metrics."
-            )
+            raise _in_two_ways(metric)
         if self._of_sums(metric, own, given, scope, share):
             return None
         name = f"the metric {metric.name!r}"
@@ -181,6 +182,14 @@ class GlobalMetrics:
             scope.add_update((variable, value))
             scope.agree(variable)
         return True
+
+
+def _in_two_ways(metric: keras.metrics.Metric) -> ConfigurationError:
+    return ConfigurationError(
+        "A metric is updated in one way in a step. Received: "
+        f"{metric.name!r}, which is updated once with sums over the "
+        "rows and once with something else. Use two metrics."
+    )
 
 
 def _is_number(leaf: Any) -> bool:

@@ -203,12 +203,22 @@ class GlobalLoss:
         written = list(map(scope.value, scope.written_since(mark)))
         scope.check_given(name, begun, [value, current.terms, written])
         scope.losses[: len(added)] = added
-        for variable in scope.written_since(mark):
+        for variable in self._without_means(scope.written_since(mark)):
             scope.agree(variable)
         current.terms[:] = [
             term * tf.cast(fraction, term.dtype) for term in current.terms
         ]
         return value * tf.cast(fraction, value.dtype)
+
+    def _without_means(
+        self, variables: list[keras.Variable]
+    ) -> list[keras.Variable]:
+        """Returns variables without those of the means of single losses.
+
+        These grow by the terms.
+        """
+        means = {id(v) for mean in self.trackers for v in mean.variables}
+        return [each for each in variables if id(each) not in means]
 
     def _of_rows(
         self, given: Any, value_of: Callable[[Any], tf.Tensor], scope: StepScope
@@ -217,10 +227,11 @@ class GlobalLoss:
         current = self._current
         current.proof, current.whole = self._proof_of(given, scope), False
         state = [*scope.state.metrics, *scope.state.layers]
+        state = self._without_means(state)
         before, mark = held(scope, state, current.proof), scope.mark()
         with proving(current.proof):
             value = value_of(given)
-        written = scope.written_since(mark)
+        written = self._without_means(scope.written_since(mark))
         exchange = current_exchange()
         parts = parts_of(scope, current.proof, before, written, exchange)
         if parts is None:
@@ -243,10 +254,11 @@ class GlobalLoss:
         current, share = self._current, self._current.share
         current.proof = self._proof_of(given, scope)
         state = [*scope.state.metrics, *scope.state.layers]
+        state = self._without_means(state)
         before, mark = held(scope, state, current.proof), scope.mark()
         with proving(current.proof), self._plainly():
             value = value_of(given)
-        written = scope.written_since(mark)
+        written = self._without_means(scope.written_since(mark))
         parts = parts_of(scope, current.proof, before, written, exchange)
         values = [value, *current.terms]
         found = of_sums(current.proof, values, share, exchange)

@@ -133,9 +133,8 @@ class StepScope(keras.StatelessScope):
         super().__init__(given, collect_losses=True)
         self._direct = direct
         self._owners = Owners() if owners is None else owners
-        self.proof = RowProof(
-            known=lambda tensor: self._owners.kind(tensor, place)
-        )
+        self._known = lambda tensor: self._owners.kind(tensor, place)
+        self.proof = RowProof(known=self._known)
         self.read_aside: Callable[[str, tf.Tensor], None] | None = None
         self.parts: dict[int, Part] = {}
         self.within: dict[int, keras.Variable] = {}
@@ -200,7 +199,7 @@ class StepScope(keras.StatelessScope):
 
     def new_proof(self) -> RowProof:
         """Returns a proof of what is traced from here on."""
-        proof = RowProof()
+        proof = RowProof(known=self._known)
         if not tf.executing_eagerly():
             graph = tf.compat.v1.get_default_graph()
             proof.skip(graph, self.proof.of, _refuse_others)

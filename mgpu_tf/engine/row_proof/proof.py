@@ -102,7 +102,7 @@ class RowProof:
     def begin_as(self, other: RowProof) -> None:
         """Takes for known what another proof was given as known."""
         self.fixed, taken, skipped, alive, *functions = other.given
-        self._unknown, self._refuse = functions
+        self._known, self._unknown, self._refuse = functions
         self._kinds |= taken
         self._taken |= taken
         self._walked |= skipped
@@ -114,7 +114,7 @@ class RowProof:
         """What was given as known, and what keeps it alive."""
         return (
             *(self.fixed, self._taken, self._skipped, self._alive),
-            *(self._unknown, self._refuse),
+            *(self._known, self._unknown, self._refuse),
         )
 
     def of(self, tensor: Any) -> Kind:
@@ -136,9 +136,9 @@ class RowProof:
 
     def _kind(self, tensor: Any) -> Kind:
         """What is known of a tensor that has been walked, or was skipped."""
-        known = self._known(tensor)
-        if known is not None:
-            return known
+        found = self._taken.get(id(tensor)) or self._known(tensor)
+        if found is not None:
+            return found
         found = self._kinds.get(id(tensor))
         if found is None:
             found = self._kinds[id(tensor)] = self._unknown(tensor)
