@@ -34,6 +34,7 @@ SLICE = [
 
 
 QUICK = [
+    ("mirrored_x3", "AUC"),
     ("mirrored_x3", "of one's own: a maximum"),
     ("one_device", "Dropout"),
 ]

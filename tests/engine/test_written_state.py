@@ -409,6 +409,43 @@ def test_what_passes_by_the_arguments(column, name, strategies):
     check(PASSED[name], strategies[column])
 
 
+class KeptForTheStep(Own):
+    """A train_step reads rows that the call of the model has kept."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = ops.mean((y - y_pred) ** 2) + ops.mean(self.kept) ** 2
+            loss += ops.mean(self.kept[0])
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.tracker.update_state(loss)
+        return {"tracked": self.tracker.result()}
+
+
+@pytest.mark.parametrize(
+    "column", tiered(["mirrored_x3", "fsdp_x3"], ["mirrored_x3"])
+)
+def test_a_step_reads_what_a_call_has_kept(column, strategies):
+    check(lambda: KeptForTheStep(), strategies[column])
+
+
+def once_a_mean_and_once_rows():
+    class Twice(Own):
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            self.tracker.update_state(y_pred)
+            self.tracker.update_state(ops.abs(ops.mean(y_pred)))
+            return super().compute_metrics(x, y, y_pred, sample_weight)
+
+    return Twice()
+
+
+def test_a_metric_that_is_updated_in_two_ways(strategies):
+    """`compute_metrics` has the rows of all, so both are right."""
+    check(once_a_mean_and_once_rows, strategies["mirrored_x3"])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", list(PASSED)[:6])
 def test_a_pipeline_refuses_what_passes_by(name, strategies):
