@@ -1070,6 +1070,8 @@ def is_by_row(layer: keras.layers.Layer) -> bool:
     count as such: these are the replica's own, or are exchanged.
     """
     kind = type(layer)
+    if kind is ShardedEmbedding:
+        return True  # Though replicas may send each other what they look up.
     if kind is keras.layers.Bidirectional:
         inner = layer.forward_layer, layer.backward_layer
         return all(map(is_by_row, inner))

@@ -42,7 +42,7 @@ from mgpu_tf.engine.row_proof import (
 )
 from mgpu_tf.engine.state import ReplicaState
 from mgpu_tf.engine.state_parts import Parts, held, keep, parts_of
-from mgpu_tf.engine.step_scope import StepScope, leaves_of
+from mgpu_tf.engine.step_scope import Owners, StepScope, leaves_of
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
@@ -64,6 +64,9 @@ class LayerCalls:
         in_parts: Whether parts of a batch are computed one after another.
         plainly: Lets a layer be called once in a step and not layer by layer.
             Returns whether that changes anything. None where none is.
+
+    Attributes:
+        owners: Know whose rows are whose, of replicas that step together.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class LayerCalls:
             if keras_internals.is_graph_of_layers(layer)
         }
         self._whole: set[int] = set()
+        self.owners = Owners()
         # What a layer writes that runs eagerly, by what it is given; None
         # where it is not proven.
         self._eager: dict[Any, Parts | None] = {}
@@ -430,7 +434,8 @@ class LayerCalls:
             for loss, kind in zip(scope.losses[first:], kinds, strict=True)
         )
         leaves = tf.nest.flatten(outputs, expand_composites=True)
-        made = [proof.of(leaf) for leaf in leaves]
+        # Layers may exchange something themselves, and are computed whole then.
+        made = [proof.found(leaf) for leaf in leaves]
         apart = not rows or all(map(_is_apart, made))
         written = scope.written_since(called)
         parts = parts_of(scope, proof, before, written, self._exchange)

@@ -41,7 +41,7 @@ from mgpu_tf.engine.row_proof import (
 )
 from mgpu_tf.engine.rules import rule_of_part, sent_of_part
 from mgpu_tf.engine.state import ReplicaState, Writes
-from mgpu_tf.engine.step_scope import Owners, Part, StepScope
+from mgpu_tf.engine.step_scope import Part, StepScope
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.engine.written import by_rule, check_plain_variables
@@ -119,7 +119,6 @@ class ReplicaStep:
         # State that is written within functions, branches and loops.
         self._direct: dict[int, keras.Variable] = {}
         self._writes_directly = layers is None and not in_parts
-        self._owners = Owners()
         self._own_logs = keras_internals.overrides(model, "compute_metrics")
         self.log_names: list[str] = []
         self.alike: list[bool] = []
@@ -166,10 +165,10 @@ class ReplicaStep:
         if self._state.generator is not None:
             keras_internals.lend_global_seed(self._state.generator)
         if self._replicas > 1 or self._state.reads_rules:
-            given_rows = data
+            given_rows, owners = data, self._calls.owners
             data = tf.nest.map_structure(of_unknown_length, data)
             if self._replicas > 1:
-                self._owners.note([given_rows, data], self._place())
+                owners.note([given_rows, data], place_of(share))
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         if given is None:
             given = [*self._state.replica_seeds(), *self._state.values()]
@@ -206,8 +205,8 @@ class ReplicaStep:
                     {id(v): source for v, source in sources},
                     join,
                     self._write_directly,
-                    self._owners,
-                    self._place() if self._replicas > 1 else 0,
+                    self._calls.owners,
+                    place_of(share),
                 )
             )
             scope.share, scope.state = share, self._state
@@ -335,12 +334,6 @@ class ReplicaStep:
                 value = self._by_rule(variable, value, base, reader, share)
             writes[id(variable)] = (variable, value)
         return writes
-
-    def _place(self) -> int:
-        """Which part of the global batch this replica has."""
-        context = tf.distribute.get_replica_context()
-        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
-        return replica // self._same_rows
 
     def _write_directly(self, variable: keras.Variable, value: Any) -> bool:
         """Writes to a variable in place, wherever in a step that is."""
@@ -619,12 +612,16 @@ def outputs_of_share(
             return outputs_of(model, data, generator)
     eager = tf.executing_eagerly()
     if not eager:
+        given = data
         data = tf.nest.map_structure(of_unknown_length, data)
+        calls.owners.note([given, data], place_of(share))
     drawn: list[tf.Tensor] = []
     with (
         sharing(share, exchange=exchange),
         drawing(share, data, drawn),
-        StepScope(model, [], None) as scope,
+        StepScope(
+            model, [], None, owners=calls.owners, place=place_of(share)
+        ) as scope,
         noting(scope.proof),
     ):
         scope.share, scope.state = share, state
@@ -656,6 +653,13 @@ def outputs_of_share(
             )
     state.write(writes)
     return outputs
+
+
+def place_of(share: BatchShare) -> int:
+    """Returns which part of the global batch this replica has."""
+    context = tf.distribute.get_replica_context()
+    number = tf.get_static_value(context.replica_id_in_sync_group)
+    return 0 if number is None else int(number) // share.same_rows
 
 
 def know_rows(scope: StepScope, data: Any, share: BatchShare) -> None:
