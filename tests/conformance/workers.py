@@ -19,6 +19,10 @@ from tests.conformance.worker import outcome_file
 OF_THE_CHIEF = ("csv ", "file ")
 # Without a new outcome for so long a cluster hangs; the first takes longer.
 PATIENCE_SECONDS = 300
+# Rows of one cluster: what it has found is kept when it ends.
+ROWS_OF_A_CLUSTER = 100
+# The column of one machine that refusals are compared with.
+ONE_MACHINE = "mirrored_x3"
 
 
 def run(ledger, column, names, num_workers):
@@ -33,19 +37,20 @@ def run(ledger, column, names, num_workers):
             names.remove(name)
     names.sort(key=lambda name: _crashed(ledger, name))
     while names:
+        part = names[:ROWS_OF_A_CLUSTER]
         with tempfile.TemporaryDirectory() as folder:
-            done, ended = _cluster(names, folder, num_workers)
+            done, ended = _cluster(part, folder, num_workers)
             said = None
-            for name, outcomes in zip(names, done, strict=False):
+            for name, outcomes in zip(part, done, strict=False):
                 cell = _cell(name, column, outcomes)
-                if _is_stale(cell, said, ledger.cell(name, "mirrored_x2")):
+                if _is_stale(cell, said, ledger.cell(name, ONE_MACHINE)):
                     note = f"refused for the row before: {cell.note}"
                     cell = Cell("CRASH", np.inf, note)
                 else:
                     said = cell.note
                 ledger.note(name, column, cell)
-        if len(done) < len(names) and not _crashes(done):
-            name = names[len(done)]
+        if len(done) < len(part) and not _crashes(done):
+            name = part[len(done)]
             ledger.note(name, column, Cell("CRASH", np.inf, ended))
             done = [*done, None]
         names = names[len(done) :]
@@ -59,7 +64,7 @@ def _is_stale(cell, said, elsewhere):
 
 
 def _crashed(ledger, name):
-    found = ledger.cell(name, "mirrored_x2")
+    found = ledger.cell(name, ONE_MACHINE)
     return found is not None and found.verdict == "CRASH"
 
 
