@@ -327,7 +327,8 @@ def _filled(spec: Any, size: int) -> Any:
     if spec is None:
         return None
     if isinstance(spec, tf.RaggedTensorSpec):
-        flat = [size] + [1] * (spec.shape.rank - spec.ragged_rank - 1)
+        inner = spec.shape[spec.ragged_rank + 1 :]
+        flat = [size, *(length or 1 for length in inner)]
         values = _zeros(flat, spec.dtype)
         splits = tf.range(size + 1, dtype=spec.row_splits_dtype)
         return tf.RaggedTensor.from_nested_row_splits(

@@ -31,6 +31,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author_scope import AuthorScope, graph_here
+from mgpu_tf.engine.composites import composites_of
 from mgpu_tf.engine.contributions import BatchShare, sharing
 from mgpu_tf.engine.exchange import Cut, Exchange
 from mgpu_tf.engine.layer_calls import trust
@@ -143,7 +144,7 @@ class Boundary:
             return own(*arguments, **named)
         leaves = tf.nest.flatten((arguments, named))
         rows = [leaf for leaf in leaves if _has_axis(leaf)]
-        cut = self._cut_of(rows)
+        cut = None if composites_of(leaves) else self._cut_of(rows)
         if cut is None:
             return own(*arguments, **named)
         mark = here.scope.mark()

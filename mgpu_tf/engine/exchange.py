@@ -21,7 +21,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine import composites, keras_internals
 from mgpu_tf.engine.reduction import Reduction
 from mgpu_tf.engine.rows import RowGather
 from mgpu_tf.engine.trace_again import TraceAgain
@@ -205,7 +205,8 @@ class Exchange:
 
         Args:
             values: A structure of tensors, whose first axis is that of the
-                rows where the graph does not know its length.
+                rows where the graph does not know its length, or where they
+                are ragged or sparse.
             fraction: This replica's share of the rows, a float64 scalar.
         """
 
@@ -220,13 +221,18 @@ class Exchange:
 
             return same(value) if value.dtype.is_floating else value
 
+        def gathered(value: tf.Tensor, cut: Cut) -> tf.Tensor:
+            return self.all_rows(undivided(value), cut)
+
         def every(value: Any) -> Any:
+            if isinstance(value, composites.COMPOSITES):
+                return composites.joined(value, self.cut, gathered)
             if not isinstance(value, tf.Tensor) or not value.shape.rank:
                 return value
             if value.shape[0] is not None:
                 return value
             rows = tf.shape(value, out_type=tf.int64)[0]
-            whole = self.all_rows(undivided(value), self.cut(rows))
+            whole = gathered(value, self.cut(rows))
             mask = keras_internals.mask_of(value)
             if mask is not None:
                 keras_internals.set_mask(whole, every(mask))

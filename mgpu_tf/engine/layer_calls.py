@@ -23,7 +23,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from mgpu_tf.engine import keras_internals, throwaway
+from mgpu_tf.engine import composites, keras_internals, throwaway
+from mgpu_tf.engine.composites import COMPOSITES, composites_of
 from mgpu_tf.engine.contributions import (
     BatchShare,
     current_share,
@@ -35,6 +36,8 @@ from mgpu_tf.engine.row_proof import (
     FIXED,
     MEAN,
     SUM,
+    UNPROVEN,
+    Kind,
     RowProof,
     Rows,
     active,
@@ -218,6 +221,8 @@ class LayerCalls:
             return own(*arguments, **named)
         rows = _rows(given)
         kinds = {scope.kinds.get(id(row), (row, Rows()))[1] for row in rows}
+        if composites_of(given):
+            kinds.add(Rows())
         if any(id(leaf) in scope.whole for leaf in tf.nest.flatten(given)):
             if self._plainly is not None and self._plainly(layer):
                 raise TraceAgain
@@ -228,6 +233,7 @@ class LayerCalls:
             self._keep(scope, outputs, kind)
             if not proofs:
                 scope.proof.take(_rows(outputs), kind)
+                scope.proof.take(composites_of(outputs), UNPROVEN)
         elif id(layer) in self._whole:
             outputs = self._computed_whole(layer, own, given, scope, share)
             proven = True
@@ -236,6 +242,7 @@ class LayerCalls:
         if proven:
             for proof in proofs:
                 trust(proof, given, outputs)
+                proof.take(composites_of(outputs), UNPROVEN)
                 if id(layer) in self._whole:
                     leaves = tf.nest.flatten(outputs)
                     proof.take(
@@ -304,7 +311,11 @@ class LayerCalls:
             specs = tuple((t.dtype, *t.shape[1:]) for t in rows.values())
             key = id(layer), scope.trains, specs
             if key not in self._eager:
-                self._eager[key] = self._proven(layer, own, given, rows, scope)
+                self._eager[key] = (
+                    None
+                    if composites_of(given)
+                    else self._proven(layer, own, given, rows, scope)
+                )
                 if self._eager[key] is None:
                     _log.info(_WHOLE_EAGERLY, layer.name, type(layer).__name__)
             parts = self._eager[key]
@@ -328,11 +339,15 @@ class LayerCalls:
                 key: self._exchange.joined(row, cut)
                 for key, row in rows.items()
             }
+            for value in composites_of(given):
+                every[id(value)] = self._joined(value)
             arguments, named = _with(given, every)
             outputs = self._of_all_rows(layer, own, arguments, named, scope)
             total = int(cut.total)
 
             def part(leaf: Any) -> Any:
+                if isinstance(leaf, COMPOSITES):
+                    return _part(leaf, cut, layer.name)
                 if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
                     return leaf
                 several = leaf.shape[0] % total == 0
@@ -436,7 +451,9 @@ class LayerCalls:
         leaves = tf.nest.flatten(outputs, expand_composites=True)
         # Layers may exchange something themselves, and are computed whole then.
         made = [proof.found(leaf) for leaf in leaves]
-        apart = not rows or all(map(_is_apart, made))
+        apart = not composites_of((given, outputs)) and all(
+            map(_is_apart, made)
+        )
         written = scope.written_since(called)
         parts = parts_of(scope, proof, before, written, self._exchange)
         if added and apart and parts is not None:
@@ -516,14 +533,14 @@ class LayerCalls:
         leaves = tf.nest.flatten(given)
         every = {
             id(row): self._joined(row)
-            for row in _rows(given)
+            for row in [*_rows(given), *composites_of(given)]
             if id(row) not in scope.whole
         }
         proof = scope.new_proof()
         known = scope.whole | scope.kinds
         for leaf in leaves:
             if id(leaf) in every or id(leaf) in scope.whole:
-                _, kind = known.get(id(leaf), (leaf, Rows()))
+                _, kind = known.get(id(leaf), (leaf, _kind_of(leaf)))
                 proof.take([every.get(id(leaf), leaf)], kind)
         mixes = not any(id(leaf) in scope.whole for leaf in leaves)
         arguments, named = _with(given, every)
@@ -540,14 +557,16 @@ class LayerCalls:
 
         def part(output: Any) -> Any:
             mine = mine_of(output)
-            if not active() and isinstance(output, tf.Tensor):
+            if not active() and isinstance(output, (tf.Tensor, *COMPOSITES)):
                 if mine is output:
                     scope.take_alike([mine])
                 else:
-                    scope.proof.take([mine], Rows())
+                    scope.proof.take([mine], _kind_of(mine))
             return mine
 
         def mine_of(output: Any) -> Any:
+            if isinstance(output, COMPOSITES):
+                return _part(output, cut, layer.name)
             if not isinstance(output, tf.Tensor) or _is_same(output):
                 return output
             kind = proof.of(output)
@@ -597,9 +616,12 @@ class LayerCalls:
             )
         return outputs
 
-    def _joined(self, row: tf.Tensor) -> tf.Tensor:
+    def _joined(self, row: Any) -> Any:
         """Returns the rows of all replicas, with their mask."""
         assert self._exchange is not None
+        if isinstance(row, COMPOSITES):
+            exchange = self._exchange
+            return composites.joined(row, exchange.cut, exchange.joined)
         # An example may have several rows, as of flattened sequences.
         cut = self._exchange.cut(tf.shape(row, out_type=tf.int64)[0])
         every = self._exchange.joined(row, cut)
@@ -638,10 +660,14 @@ def trust(proof: RowProof, inputs: Any, outputs: Any) -> None:
         proof.take([*leaves, *_masks(leaves)], kind)
 
 
-def _part(output: tf.Tensor, cut: Cut, name: str) -> tf.Tensor:
+def _part(output: Any, cut: Cut, name: str) -> Any:
     """Returns a replica's rows of what was computed of the global batch."""
+    composite = isinstance(output, COMPOSITES)
+    if composite:
+        count = composites.number_of_rows(output)
+    else:
+        count = tf.shape(output, out_type=tf.int64)[0]
     # An example may have several rows, as of flattened sequences.
-    count = tf.shape(output, out_type=tf.int64)[0]
     several = count // cut.total
     check = tf.debugging.assert_equal(
         several * cut.total,
@@ -651,8 +677,15 @@ def _part(output: tf.Tensor, cut: Cut, name: str) -> tf.Tensor:
     )
     with tf.control_dependencies([check] if check is not None else []):
         low = several * cut.low
+    if composite:
+        return composites.part(output, low, several * cut.count)
     mine = output[low : low + several * cut.count]
     return tf.ensure_shape(mine, [None, *output.shape[1:]])
+
+
+def _kind_of(leaf: Any) -> Kind:
+    """Returns what is known of rows: nothing of ragged and sparse ones."""
+    return UNPROVEN if isinstance(leaf, COMPOSITES) else Rows()
 
 
 def _with(given: Any, every: dict[int, tf.Tensor]) -> Any:
@@ -667,6 +700,8 @@ def _is_apart(kind: Any) -> bool:
 
 def _in_rows(proof: RowProof, given: Any) -> bool:
     """Returns whether the first axis of what is given is that of the rows."""
+    if composites_of(given):
+        return False
     kinds = [proof.of(row) for row in _rows(given)]
     listed = any(isinstance(kind, Rows) and kind.listed for kind in kinds)
     return all(map(_is_apart, kinds)) and not listed

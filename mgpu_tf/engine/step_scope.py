@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.composites import composites_of
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.random_rows import RowScope
 from mgpu_tf.engine.reading import Reader
@@ -394,8 +395,9 @@ class Owners:
 
     def __init__(self) -> None:
         # Ids of tensors do not come again while their graph lives.
-        self._places: weakref.WeakKeyDictionary[Any, dict[int, int | None]]
-        self._places = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[
+            Any, dict[int, tuple[int | None, bool]]
+        ] = weakref.WeakKeyDictionary()
 
     def note(self, tensors: Any, place: int | None) -> None:
         """Notes what some tensors are.
@@ -405,10 +407,12 @@ class Owners:
             place: Of which part of the global batch they are the rows; None
                 for what is the same on all replicas.
         """
-        for tensor in tf.nest.flatten(tensors, expand_composites=True):
-            if tf.is_symbolic_tensor(tensor):
-                known = self._places.setdefault(tensor.graph, {})
-                known[id(tensor)] = place
+        for leaf in tf.nest.flatten(tensors):
+            dense = isinstance(leaf, tf.Tensor)
+            for tensor in tf.nest.flatten(leaf, expand_composites=True):
+                if tf.is_symbolic_tensor(tensor):
+                    known = self._places.setdefault(tensor.graph, {})
+                    known[id(tensor)] = place, dense
 
     def kind(self, tensor: Any, place: int) -> Kind | None:
         """Returns what a tensor is on a replica; None where it is not noted.
@@ -420,12 +424,12 @@ class Owners:
         known = self._places.get(tensor.graph, {})
         if id(tensor) not in known:
             return None
-        owner = known[id(tensor)]
+        owner, dense = known[id(tensor)]
         if owner is None:
             return FIXED
         if owner != place:
             return OTHERS
-        return Rows() if tensor.shape.rank else UNPROVEN
+        return Rows() if dense and tensor.shape.rank else UNPROVEN
 
 
 def _refuse_others(tensor: tf.Tensor) -> None:
@@ -458,4 +462,5 @@ def proof_of(rows: Any) -> RowProof:
         if not tf.executing_eagerly():
             proof.skip(tf.compat.v1.get_default_graph())
     proof.take([leaf for leaf in leaves_of(rows) if leaf.shape.rank], Rows())
+    proof.take(composites_of(rows), UNPROVEN)
     return proof

@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine import composites, keras_internals
 from mgpu_tf.engine.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.boundary import Boundary
 from mgpu_tf.engine.exchange import Cut, Exchange
@@ -207,7 +207,7 @@ class AuthorStep:
         parts = [
             part
             for part in tf.nest.flatten(data)
-            if part is not None and part.shape.rank
+            if isinstance(part, tf.Tensor) and part.shape.rank
         ]
         sizes = [tf.shape(part, out_type=tf.int64)[0] for part in parts]
         cuts = {
@@ -219,6 +219,8 @@ class AuthorStep:
         others: dict[int, Cut] = {}
 
         def whole(part: Any) -> Any:
+            if isinstance(part, composites.COMPOSITES):
+                return self._whole(part, cut)
             if id(part) not in cuts:
                 return part
             rows = self._whole(part, cuts[id(part)])
@@ -228,6 +230,9 @@ class AuthorStep:
         return tf.nest.map_structure(whole, data), others
 
     def _whole(self, part: Any, cut: Cut) -> Any:
+        if isinstance(part, composites.COMPOSITES):
+            gather = self._exchange.all_rows
+            return composites.joined(part, self._exchange.cut, gather)
         rows = self._exchange.all_rows(part, cut)
         return tf.ensure_shape(rows, [None, *part.shape[1:]])
 
