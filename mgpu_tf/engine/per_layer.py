@@ -36,7 +36,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import keras
@@ -46,6 +46,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.step_scope import Places, StepScope
+from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.strategies.own_gradient import own_gradient
 
 # What is gathered together and once is as much of a layer at most.
@@ -107,7 +108,7 @@ class LayerByLayer:
             or keras_internals.exchanges_statistics(layer)
         }
         split = [v for v in model.variables if keras_internals.is_split(v)]
-        # Those that are gathered once a step.
+        # Those that are gathered once a step, before all layers.
         self._together = self._small(split) if self.scatters else []
         once = {id(variable) for variable in self._together}
         self._split = {id(v) for v in split if id(v) not in once}
@@ -249,7 +250,26 @@ class LayerByLayer:
         """
         if not self.is_split(variable):
             return None
+        self._gather_before([variable])
         return self.gather([variable])[0]
+
+    def _gather_before(self, variables: Iterable[keras.Variable]) -> None:
+        """Lets weights be gathered once, before functions that read them.
+
+        Within functions, branches and loops of TensorFlow that the author
+        wrote, replicas exchange nothing.
+
+        Raises:
+            TraceAgain: They will be, in another trace.
+        """
+        scope = keras_internals.stateless_scope()
+        if not isinstance(scope, StepScope) or scope.is_here:
+            return
+        split = _unique(list(filter(self.is_split, variables)))
+        if split:
+            self._together += split
+            self._split -= set(map(id, split))
+            raise TraceAgain
 
     def scattered(
         self,
@@ -321,6 +341,9 @@ class LayerByLayer:
     ) -> Any:
         scope = keras_internals.stateless_scope()
         if not isinstance(scope, StepScope) or scope.busy:
+            return own(*args, **kwargs)
+        if not scope.is_here:
+            self._gather_before(layer.variables)
             return own(*args, **kwargs)
         inputs = tf.nest.flatten((args, kwargs))
         composite = any(

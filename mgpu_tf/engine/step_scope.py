@@ -164,6 +164,12 @@ class StepScope(keras.StatelessScope):
         self._written: dict[int, keras.Variable] = {}
 
     @property
+    def is_here(self) -> bool:
+        """Whether what runs is in the graph of the step itself."""
+        here = tf.compat.v1.get_default_graph()
+        return tf.executing_eagerly() or here is self.graph
+
+    @property
     def trains(self) -> bool:
         """Whether the step is one of training."""
         return self._tape is not None
@@ -339,8 +345,7 @@ class StepScope(keras.StatelessScope):
         if self._direct(variable, value):
             self.written_in_place += 1
             return
-        here = tf.compat.v1.get_default_graph()
-        if here is not self.graph and not tf.executing_eagerly():
+        if not self.is_here:
             self.within[id(variable)] = variable
             return
         self._written[id(variable)] = variable

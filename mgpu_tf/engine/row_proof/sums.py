@@ -35,7 +35,6 @@ from mgpu_tf.engine.row_proof.kinds import (
 from mgpu_tf.engine.row_proof.proof import (
     CALLS,
     CHECKS,
-    READS,
     RowProof,
     body_of,
 )
@@ -52,6 +51,7 @@ class SumProof(RowProof):
 
     Args:
         known: Whose rows and other known tensors are known here.
+        outer: The proof of the graph around this one.
 
     Attributes:
         places: By an operation, of which of its inputs it takes the sums of
@@ -60,8 +60,10 @@ class SumProof(RowProof):
         bodies: By a call, what is proven of the function.
     """
 
-    def __init__(self, known: RowProof) -> None:
-        super().__init__()
+    def __init__(
+        self, known: RowProof, outer: RowProof | None = None
+    ) -> None:
+        super().__init__(outer=outer)
         self.begin_as(known)
         self.places: dict[int, tuple[int, ...]] = {}
         self.moved: set[int] = set()
@@ -122,7 +124,7 @@ class SumProof(RowProof):
             return UNPROVEN
         if not _is_computable(op):
             return UNPROVEN
-        inner = SumProof(RowProof(fixed=self.fixed))
+        inner = SumProof(RowProof(fixed=self.fixed), outer=self)
         for tensor, kind in zip(graph.inputs, kinds, strict=True):
             inner.take([tensor], kind)
         found = [inner.of(tensor) for tensor in graph.outputs]
@@ -284,7 +286,8 @@ def _is_computable(op: tf.Operation) -> bool:
     if op.type in CALLS:
         graph = body_of(op, op.get_attr("f"))
         return graph is not None and all(
-            each.type in ("Placeholder", "Const", *CHECKS, *READS)
+            # What is read again of a variable has no gradient on its tape.
+            each.type in ("Placeholder", "Const", *CHECKS)
             or _is_computable(each)
             for each in graph.get_operations()
         )
