@@ -11,3 +11,13 @@ from mgpu_tf.errors import ConfigurationError
 
 class TraceAgain(ConfigurationError):
     """A step is to be traced once more, for what this trace has found."""
+
+
+def refusal_within(error: BaseException | None) -> ConfigurationError | None:
+    """Returns a refusal of which an error was made; None where there is none.
+
+    AutoGraph wraps what is raised in a `tf.function` of the author's.
+    """
+    while error is not None and not isinstance(error, ConfigurationError):
+        error = error.__cause__ or error.__context__
+    return error

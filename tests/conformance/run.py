@@ -20,8 +20,8 @@ starts anew. With --keep only cells that are neither equal nor refused nor
 documented are run again. At the end docs/conformance.md is written; with
 --ledger another file is kept, and its table is written beside it. There are
 more columns than docs/conformance.md has: mirrored_x2, 2_workers, fsdp_x3,
-tensor_x2. Hardware: any; on 2 CPU cores about 2 hours. Exits with status 1 where a
-cell is SILENT or CRASH.
+tensor_x2. Hardware: any; on 2 CPU cores about 2 hours. Exits with status 1
+where a cell is SILENT or CRASH.
 """
 
 import argparse

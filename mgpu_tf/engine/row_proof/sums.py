@@ -60,9 +60,7 @@ class SumProof(RowProof):
         bodies: By a call, what is proven of the function.
     """
 
-    def __init__(
-        self, known: RowProof, outer: RowProof | None = None
-    ) -> None:
+    def __init__(self, known: RowProof, outer: RowProof | None = None) -> None:
         super().__init__(outer=outer)
         self.begin_as(known)
         self.places: dict[int, tuple[int, ...]] = {}

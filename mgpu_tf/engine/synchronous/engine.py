@@ -54,7 +54,7 @@ from mgpu_tf.engine.synchronous.replica_check import ReplicaCheck
 from mgpu_tf.engine.synchronous.step_parts import in_parts
 from mgpu_tf.engine.synchronous.traced_replicas import TracedReplicas
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
-from mgpu_tf.engine.trace_again import TraceAgain
+from mgpu_tf.engine.trace_again import TraceAgain, refusal_within
 from mgpu_tf.engine.traced import (
     Watch,
     Weights,
@@ -1124,5 +1124,10 @@ def _traced(function: Callable[..., Any], *arguments: Any) -> Any:
     while True:
         try:
             return function(*arguments)
-        except TraceAgain:
+        except Exception as error:
+            refusal = refusal_within(error)
+            if not isinstance(refusal, TraceAgain):
+                if refusal in (None, error):
+                    raise
+                raise refusal from None
             Groups.align()

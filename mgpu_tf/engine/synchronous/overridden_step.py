@@ -28,7 +28,7 @@ from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.same_draws import SameDraws
 from mgpu_tf.engine.state import AgreedState, ReplicaState
 from mgpu_tf.engine.synchronous.whole_weights import WholeWeights
-from mgpu_tf.engine.trace_again import TraceAgain
+from mgpu_tf.engine.trace_again import TraceAgain, refusal_within
 from mgpu_tf.engine.update import Update, hand_over
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
@@ -240,8 +240,7 @@ class AuthorStep:
         try:
             return flat_logs(getattr(self._model, self._method)(data))
         except Exception as error:
-            # AutoGraph wraps what is raised in a tf.function of the author's.
-            refusal = _refusal_within(error)
+            refusal = refusal_within(error)
             if isinstance(error, tf.errors.OperatorNotAllowedInGraphError):
                 refusal = self._refusal
             if refusal is None:
@@ -348,9 +347,3 @@ def _inlined() -> Iterator[None]:
         yield
     finally:
         tf.config.run_functions_eagerly(before)
-
-
-def _refusal_within(error: BaseException | None) -> BaseException | None:
-    while error is not None and not isinstance(error, ConfigurationError):
-        error = error.__cause__ or error.__context__
-    return error

@@ -31,6 +31,7 @@ from mgpu_tf.engine.tensor_parallel import structure
 from mgpu_tf.engine.tensor_parallel.forms import Form, dropped
 from mgpu_tf.engine.tensor_parallel.layout import published_layout
 from mgpu_tf.engine.tensor_parallel.linear import Linear, linear_layers
+from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Split
 from mgpu_tf.strategies.collectives import Groups
@@ -489,6 +490,7 @@ class TensorParallel:
             split = held.split
             if split.over == "fsdp":
                 return part
+            self._join_before([variable])
             return _joined(variable, part, self._groups[split.over])
 
         return joined
@@ -499,6 +501,27 @@ class TensorParallel:
         """Returns the weights that are read whole, by layers not known."""
         return [(variable, join(variable)) for variable in self._read_whole]
 
+    def _join_before(self, variables: list[keras.Variable]) -> None:
+        """Lets weights be whole before functions that read them.
+
+        Within functions, branches and loops of TensorFlow that the author
+        wrote, replicas exchange nothing.
+
+        Raises:
+            TraceAgain: They will be, in another trace.
+        """
+        if _is_in_step():
+            return
+        known = {id(variable) for variable in self._read_whole}
+        missing = [
+            variable
+            for variable in variables
+            if keras_internals.is_split(variable) and id(variable) not in known
+        ]
+        if missing:
+            self._read_whole += missing
+            raise TraceAgain
+
     def _call(
         self,
         layer: keras.layers.Layer,
@@ -506,6 +529,9 @@ class TensorParallel:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if not _is_in_step():
+            self._join_before(layer.variables)
+            return own(*args, **kwargs)
         inputs = args[0] if args else kwargs.pop("inputs")
         return self.forms[id(layer)](
             self._part, _whole, _lent, own, inputs, *args[1:], **kwargs
@@ -527,6 +553,12 @@ class TensorParallel:
         **kwargs: Any,
     ) -> Any:
         return dropped(*self._dropouts[id(layer)], own, *args, **kwargs)
+
+
+def _is_in_step() -> bool:
+    """Whether no function, branch or loop of the author's is being traced."""
+    scope = keras_internals.stateless_scope()
+    return not isinstance(scope, StepScope) or scope.is_here
 
 
 def _joined(

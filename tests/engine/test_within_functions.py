@@ -1,0 +1,155 @@
+"""Layers in functions, branches and loops of TensorFlow, outside of calls.
+
+A loss, a metric or a step may call layers there: of a network that compares
+features, for one. Keras's own `fit` is the reference.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import mgpu_tf
+from tests.parity import cases
+from tests.tiers import tiered
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    cases.set_floatx("float64")
+    yield
+    cases.set_floatx("float32")
+
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(22, 6))
+Y = X[:, :1] ** 2
+
+
+class Centered(layers.Layer):
+    """Mixes the rows of the batch."""
+
+    def call(self, x):
+        return x - ops.mean(x, axis=0)
+
+
+def chain(last, make=keras.Sequential):
+    return make(
+        [
+            keras.Input((6,)),
+            layers.Dense(4, activation="tanh"),
+            Centered(),
+            layers.Dense(last),
+        ]
+    )
+
+
+class InFunction(keras.Model):
+    """Compares outputs with features, which it trains as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = chain(3)
+        self.dense = layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def distance(self, x, y_pred):
+        return tf.reduce_mean(tf.square(self.features(x) - y_pred))
+
+    @tf.function
+    def traced_distance(self, x, y_pred):
+        return self.distance(x, y_pred)
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return self.traced_distance(x, y_pred)
+
+
+class InLoop(InFunction):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        begin = tf.constant(0), tf.constant(0.0, y_pred.dtype)
+        return tf.while_loop(
+            lambda i, total: i < 2,
+            lambda i, total: (i + 1, total + self.distance(x, y_pred)),
+            begin,
+        )[1]
+
+
+class InBranch(InFunction):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return tf.cond(
+            self.optimizer.iterations < 2,
+            lambda: self.distance(x, y_pred),
+            lambda: tf.reduce_mean(tf.square(y - y_pred)),
+        )
+
+
+class FunctionAsCall(keras.Sequential):
+    @tf.function
+    def call(self, inputs, training=None, mask=None):
+        return super().call(inputs, training=training, mask=mask)
+
+
+class InStep(InFunction):
+    def __init__(self):
+        super().__init__()
+        self.centered = Centered()
+        self.centered.build((None, 6))
+
+    def train_step(self, data):
+        x, y = data
+        return super().train_step((tf.function(self.centered)(x), y))
+
+
+def subclassed(kind):
+    def build():
+        model = kind()
+        model(X)
+        return model
+
+    return build
+
+
+PROGRAMS = {
+    "a loss in a function": subclassed(InFunction),
+    "a loss in a loop": subclassed(InLoop),
+    "a loss in a branch": subclassed(InBranch),
+    "a call in a function": lambda: chain(1, FunctionAsCall),
+    "a layer in a step's function": subclassed(InStep),
+}
+COLUMNS = ("mirrored_x3", "fsdp_x3", "tensor_x3", "data_2_tensor_2")
+
+
+def fitted(program, strategy=None):
+    """Returns all weights and the losses of a short fit."""
+
+    def build():
+        model = PROGRAMS[program]()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    keras.utils.set_random_seed(1)
+    model = build() if strategy is None else mgpu_tf.Trainer(build, strategy)
+    history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    trained = model if strategy is None else model.model
+    weights = [np.array(v.numpy()) for v in trained.variables]
+    return [*weights, history.history["loss"]]
+
+
+@pytest.mark.parametrize(
+    ("program", "column"),
+    tiered(
+        [(program, column) for program in PROGRAMS for column in COLUMNS],
+        [
+            ("a loss in a function", "mirrored_x3"),
+            ("a loss in a loop", "fsdp_x3"),
+            ("a loss in a branch", "tensor_x3"),
+        ],
+    ),
+)
+def test_as_keras(program, column, strategies):
+    known, found = fitted(program), fitted(program, strategies[column])
+    for expected, value in zip(known, found, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-11)
