@@ -87,6 +87,8 @@ def test_terminal_is_quiet(name, output):
     told = "mgpu-tf: data: each worker reads its own rows\n"
     workers = 2 if name == "multi_worker_mirrored" else 1
     assert done.stderr == (told if workers > 1 else "")
+    assert "[worker 1]" not in done.stdout
+    assert done.stdout.count(f"mgpu_tf: {name} on ") == 1
     assert "Epoch 1/2" in done.stdout
     assert done.stdout.count("test accuracy") == 1
     assert "TensorFlow" not in done.stdout

@@ -74,10 +74,10 @@ def run(call: Call) -> int:
     values = call.values
     saved_config.apply(values)
     config = run_flags.config(values)
-    _show_log()
     asynchronous = config.num_ps > 0 or config.strategy == "parameter_server"
     ask_for_ps(config.num_ps)
     cluster = ClusterConfig.from_environment()
+    _show_log(cluster is None or cluster.is_chief)
     options = supervision(values, asynchronous=asynchronous)
     supervised = RESTARTS in os.environ
     again = options["policy"].restarts and not supervised
@@ -99,15 +99,20 @@ def run(call: Call) -> int:
     return _run(config)
 
 
-def _show_log() -> None:
-    """Prints the log of this package; other packages keep their own names."""
+def _show_log(is_chief: bool) -> None:
+    """Prints the log of this package; other packages keep their own names.
+
+    Args:
+        is_chief: Whether this process says what all of them do. The others
+            have warnings alone.
+    """
     if not _log.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("mgpu-tf: %(message)s"))
         _log.addHandler(handler)
         # Another package may give the root a handler: each line once.
         _log.propagate = False
-    _log.setLevel(logging.INFO)
+    _log.setLevel(logging.INFO if is_chief else logging.WARNING)
 
 
 def _run(config: RunConfig) -> int:

@@ -153,7 +153,7 @@ def create_strategy(
 ) -> tf.distribute.Strategy:
     """Creates a strategy by name.
 
-    `auto` logs one line with its choice and the reason. It chooses the first
+    `auto` logs the reason of its choice in one line. It chooses the first
     that fits:
 
     1. `parameter_server` if the cluster has ps tasks. A cluster is that of
@@ -265,7 +265,8 @@ def create_with(name: str, options: StrategyOptions) -> tf.distribute.Strategy:
     automatic = name == "auto"
     if automatic:
         name, reason = _choose(options)
-        _log.info("strategy %s: %s", name, reason)
+        # The training says which strategy runs.
+        _log.info("auto: %s", reason)
     row = KINDS.get(name)
     if row is None:
         raise ConfigurationError(
