@@ -2,13 +2,14 @@
 
     print(text(values))
 
-The flags of a run have the groups of their options. A command without such
-flags has one group.
+The flags of a run and of its processes have the groups of their options. A
+command that has none of these groups has one of its own.
 """
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable
 
 from absl import flags
 
@@ -33,32 +34,39 @@ _COMMON = (
     "precision",
     "strategy",
     "num_workers",
+    "num_ps",
+    "hosts",
+    "ssh",
     "num_virtual_devices",
     "checkpoint_dir",
+    "max_restarts",
+    "log_dir",
     "output_dir",
     "report",
     "log_with",
     "config",
 )
 _DATA = ("data_dir", "deterministic", "steps_per_epoch", "seed")
-_RESTARTS = (
-    "max_restarts",
+_MACHINES = ("print", "ssh_command", "port")
+_PROCESSES = (
+    "evaluator",
+    "startup_seconds",
     "min_workers",
     "max_workers",
     "spares",
     "backoff_seconds",
     "grace_seconds",
-    "log_dir",
     "isolate",
 )
 _GROUPS: dict[str, tuple[str, ...]] = {
     "Common": _COMMON,
     "Data and model": (*_DATA, "initial_model"),
-    "Strategy": ("num_ps", *names_of(StrategyOptions)),
+    "Strategy": tuple(names_of(StrategyOptions)),
     "Steps": (*names_of(StepOptions), "profile"),
     "Large batches": tuple(names_of(LargeBatchOptions)),
     "Checkpoints": tuple(names_of(SaveOptions)),
-    "Processes and restarts": (*_RESTARTS, *names_of(WatchOptions)),
+    "Other machines": _MACHINES,
+    "Processes and restarts": (*_PROCESSES, *names_of(WatchOptions)),
 }
 
 
@@ -69,20 +77,21 @@ def text(values: flags.FlagValues) -> str:
         values: The flags.
     """
     names = [n for n in values if n == values[n].name]
-    # Only the commands of a run have both.
-    if not {"model", "epochs"} <= set(names):
-        return "\n".join(["Flags:", *(_told(values[n]) for n in sorted(names))])
-    lines: list[str] = []
-    shown: set[str] = set()
+    left = sorted(names)
+    groups: dict[str, list[str]] = {"This command": []}
     for title, group in _GROUPS.items():
-        here = [n for n in group if n in names and n not in shown]
-        shown |= set(here)
-        if here:
-            lines += [f"{title}:", *(_told(values[n]) for n in here), ""]
-    rest = [n for n in sorted(names) if n not in shown]
-    if rest:
-        lines = ["This command:", *(_told(values[n]) for n in rest), "", *lines]
-    return "\n".join(lines).rstrip("\n")
+        groups[title] = [name for name in group if name in left]
+        left = [name for name in left if name not in group]
+    if not groups["Common"]:
+        return _block("Flags", sorted(names), values)
+    groups["This command"] = left
+    return "\n\n".join(
+        _block(title, group, values) for title, group in groups.items() if group
+    )
+
+
+def _block(title: str, names: Iterable[str], values: flags.FlagValues) -> str:
+    return "\n".join([f"{title}:", *(_told(values[name]) for name in names)])
 
 
 def _told(flag: flags.Flag) -> str:

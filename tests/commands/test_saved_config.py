@@ -6,7 +6,7 @@ import pytest
 from absl import flags
 
 from mgpu_tf import flags as run_flags
-from mgpu_tf.commands import help, saved_config, trace, train
+from mgpu_tf.commands import help, launch, saved_config, trace, train
 from mgpu_tf.config import RunConfig, changed_fields
 from mgpu_tf.errors import ConfigurationError
 
@@ -84,8 +84,15 @@ def test_what_is_no_configuration():
         parsed("--config=tests.commands.test_saved_config:of_nothing")
 
 
-@pytest.mark.parametrize("command", [train, trace])
-def test_help_has_each_flag_once(command):
+@pytest.mark.parametrize(
+    ("command", "later"),
+    [
+        (train, "Strategy:"),
+        (trace, "Strategy:"),
+        (launch, "Processes and restarts:"),
+    ],
+)
+def test_help_has_each_flag_once(command, later):
     values = flags.FlagValues()
     command.define(values)
     text = help.text(values)
@@ -97,4 +104,4 @@ def test_help_has_each_flag_once(command):
             == 1
         ), name
     assert max(map(len, text.splitlines())) <= 80
-    assert text.index("Common:") < text.index("Strategy:")
+    assert text.index("Common:") < text.index(later)
