@@ -43,7 +43,7 @@ from mgpu_tf.errors import (
     DivergedError,
     OutOfMemoryError,
     WorkerError,
-    nearest,
+    hint,
     unknown_name,
 )
 
@@ -185,18 +185,11 @@ def _run(name: str, given: list[str]) -> int:
     try:
         rest = values(["mgpu-tf", *own])[1:]
     except flags.UnrecognizedFlagError as error:
-        near = nearest(error.flagname, list(values)) or min(
-            (
-                f
-                for f in values
-                if len(error.flagname) > 2 and error.flagname in f
-            ),
-            key=len,
-            default="",
-        )
-        hint = f" Did you mean '--{near}'?" if near else ""
+        meant = hint(error.flagname, list(values), "--")
+        if not meant.startswith("Did") and "-- COMMAND" in command.USAGE:
+            meant += " Flags of the command go after --."
         raise ConfigurationError(
-            f"Unknown flag of {name}. Received: '--{error.flagname}'.{hint} "
+            f"Unknown flag of {name}. Received: '--{error.flagname}'. {meant} "
             f"mgpu-tf {name} --help lists them."
         ) from None
     except flags.Error:

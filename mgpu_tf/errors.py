@@ -26,9 +26,14 @@ import operator
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 
+from mgpu_tf.names import ELSEWHERE
+
 # The exit status of a process that has saved its state and can be started
 # again: EX_TEMPFAIL of sysexits.h.
 PREEMPTED = 75
+
+# The letters of a part of a name by which the whole is found.
+_LEAST_PART = 3
 
 
 class ConfigurationError(ValueError):
@@ -201,34 +206,6 @@ def installing(extra: str) -> str:
     return "pip install " + " ".join(f"'{one}'" for one in named)
 
 
-# What other tools call the same.
-_ELSEWHERE = {
-    "16-mixed": "mixed_float16",
-    "accelerator": "strategy",
-    "batch_size": "global_batch_size",
-    "bf16": "mixed_bfloat16",
-    "bf16-mixed": "mixed_bfloat16",
-    "data": "dataset",
-    "ddp": "mirrored",
-    "fp16": "mixed_float16",
-    "fp32": "float32",
-    "gpus": "devices",
-    "lr": "learning_rate",
-    "max_epochs": "epochs",
-    "n": "num_workers",
-    "nproc": "num_workers",
-    "nproc_per_node": "num_workers",
-    "np": "num_workers",
-    "num_epochs": "epochs",
-    "num_gpus": "devices",
-    "num_machines": "num_workers",
-    "num_nodes": "num_workers",
-    "num_processes": "num_workers",
-    "sync_batchnorm": "batch_normalization",
-    "workers": "num_workers",
-}
-
-
 def nearest(received: str, valid: Sequence[str]) -> str:
     """Returns the valid name that was meant, "" where none is near.
 
@@ -236,11 +213,32 @@ def nearest(received: str, valid: Sequence[str]) -> str:
         received: A name that is not valid.
         valid: The valid names.
     """
-    meant = _ELSEWHERE.get(received, "")
-    if meant in valid:
-        return meant
-    near = difflib.get_close_matches(received, valid, n=1, cutoff=0.5)
-    return near[0] if near else ""
+    meant = ELSEWHERE.get(received)
+    if meant is not None:
+        return next((name for name in meant.names if name in valid), "")
+    near = difflib.get_close_matches(received, valid, n=1, cutoff=0.6)
+    if near or len(received) < _LEAST_PART:
+        return near[0] if near else ""
+    return min((n for n in valid if received in n), key=len, default="")
+
+
+def hint(received: str, valid: Sequence[str], prefix: str = "") -> str:
+    """Returns a sentence on what was meant, "" where nothing is known.
+
+    Example:
+        >>> hint("lr", ["precision"])
+        'Use the optimizer in build_model (learning_rate=0.1).'
+
+    Args:
+        received: A name that is not valid.
+        valid: The valid names.
+        prefix: What stands before a name where it is written, such as "--".
+    """
+    near = nearest(received, valid)
+    if near:
+        return f"Did you mean {prefix + near!r}?"
+    meant = ELSEWHERE.get(received)
+    return f"Use {meant.place}." if meant is not None and meant.place else ""
 
 
 def unknown_name(kind: str, received: object, valid: Iterable[str]) -> str:
@@ -257,12 +255,13 @@ Valid: mirrored, tpu."
         valid: The valid names.
 
     Returns:
-        One line: the rule, what was received, the nearest valid name.
+        One line: the rule, what was received, the name or place that was
+        meant.
     """
     names = list(valid)
-    near = nearest(str(received), names)
-    hint = f" Did you mean {near!r}?" if near else ""
-    return (
-        f"Unknown {kind}. Received: {received!r}.{hint} "
-        f"Valid: {', '.join(names)}."
+    parts = (
+        f"Unknown {kind}. Received: {received!r}.",
+        hint(str(received), names),
+        f"Valid: {', '.join(names)}.",
     )
+    return " ".join(filter(None, parts))

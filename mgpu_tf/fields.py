@@ -188,10 +188,22 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         ConfigurationError: An argument has another type.
     """
     signature = inspect.signature(function)
+    takes_any = _VAR_KEYWORD in {
+        parameter.kind for parameter in signature.parameters.values()
+    }
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         hints = _annotations(function)
+        for name in kwargs:
+            if not takes_any and name not in signature.parameters:
+                raise ConfigurationError(
+                    unknown_name(
+                        f"argument of {function.__name__}",
+                        name,
+                        signature.parameters,
+                    )
+                )
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
