@@ -58,9 +58,7 @@ def main() -> int:
         wrong |= _run(benchmark, arguments, logs, command)
         with open(mark, "w", encoding="utf-8"):
             pass
-    held = results.read(arguments.output_dir)
-    if results.processor() in held:
-        results.draw(held[results.processor()], arguments.output_dir)
+    results.draw(results.read(arguments.output_dir), arguments.output_dir)
     return wrong
 
 

@@ -1,4 +1,4 @@
-"""What was measured, as `results.json`, `RESULTS.md` and a figure.
+"""What was measured, as `results.json`, `RESULTS.md` and pictures.
 
 `results.json` has, by processor:
 
@@ -14,43 +14,135 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import importlib.metadata
 import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from experiments.benchmarks.runner import Rates
 from experiments.benchmarks.table import Ratio
 
 JSON = "results.json"
 TEXT = "RESULTS.md"
-# What a picture answers, by the names of benchmarks.
-QUESTIONS = {
-    "one_device": "One device: steps per second of whole models",
-    "step_overhead": "What a step costs besides computing: a tiny model",
-    "compute_bound": "Two workers, most time is computing",
-    "communication_bound": "Two workers, most time is communication",
-    "asynchronous": "Parameter servers",
-    "model_parallel": "Split models",
-}
-# Baselines in words; others are in the tables alone.
-_WORDS = {
-    "coordinator_loop": "TensorFlow's coordinator loop",
+_WORKERS = {
     "ddp": "PyTorch DDP",
-    "hand_written": "a loop written by hand",
-    "keras_fit": "Keras 3 fit",
-    "keras_fit_50": "Keras 3 fit, 50 steps a call",
-    "keras_jax": "Keras 3 on JAX",
     "stock_loop": "a loop with TensorFlow's strategy",
-    "tf_keras_fit": "Keras 2 fit",
-    "tf_keras_fit_50": "Keras 2 fit, 50 steps a call",
-    "torch_compile": "PyTorch, compiled",
-    "torch_eager": "PyTorch",
-    "torch_fsdp2": "PyTorch FSDP2",
-    "torch_zero1": "PyTorch ZeRO-1",
+    "keras_jax": "Keras 3 on JAX",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """One question that bars answer: how many times as fast as others.
+
+    Attributes:
+        name: Of its file, after `results_`.
+        title: The question.
+        group: The first part of the names of its benchmarks.
+        others: The baselines, in words; "" where the title names it.
+    """
+
+    name: str
+    title: str
+    group: str
+    others: Mapping[str, str]
+
+    @property
+    def file(self) -> str:
+        """Returns the name of its file."""
+        return f"results_{self.name}.png"
+
+    def rows(self, value: Mapping) -> list[Mapping]:
+        """Returns what it shows of the set of a processor."""
+        return [
+            row
+            for row in value["results"]
+            if row["name"].partition("/")[0] == self.group
+            and row["contestant"] == "mgpu_tf"
+            and row["baseline"] in self.others
+        ]
+
+    def label(self, row: Mapping) -> str:
+        """Returns a row's name as a reader knows it."""
+        subject = row["name"].partition("/")[2]
+        words = (_SUBJECTS[subject], self.others[row["baseline"]])
+        return ", ".join(filter(None, words))
+
+
+PICTURES = (
+    Picture(
+        "one_device_keras_3",
+        "One device: how many times as fast as Keras 3's fit?",
+        "one_device",
+        {"keras_fit": ""},
+    ),
+    Picture(
+        "one_device_keras_2",
+        "One device: how many times as fast as Keras 2's fit?",
+        "one_device",
+        {"tf_keras_fit": ""},
+    ),
+    Picture(
+        "one_device_pytorch",
+        "One device: how many times as fast as PyTorch?",
+        "one_device",
+        {"torch_eager": "", "torch_compile": "torch.compile"},
+    ),
+    Picture(
+        "one_device_jax",
+        "One device: how many times as fast as Keras 3 on JAX?",
+        "one_device",
+        {"keras_jax": ""},
+    ),
+    Picture(
+        "step_overhead",
+        "A tiny model, of overhead alone: how many times as fast as ...?",
+        "step_overhead",
+        {
+            "hand_written": "a loop written by hand",
+            "keras_fit": "Keras 3's fit",
+            "keras_fit_50": "Keras 3's fit, 50 steps a call",
+        },
+    ),
+    Picture(
+        "compute_bound",
+        "A CNN, which mostly computes: how many times as fast as ...?",
+        "compute_bound",
+        _WORKERS,
+    ),
+    Picture(
+        "communication_bound",
+        "An MLP, which mostly communicates: how many times as fast as ...?",
+        "communication_bound",
+        _WORKERS,
+    ),
+    Picture(
+        "asynchronous",
+        "Parameter servers: how many times as fast as ...?",
+        "asynchronous",
+        {
+            "coordinator_loop": "TensorFlow's coordinator loop",
+            "tf_keras_fit_50": "Keras 2's fit, 50 steps a call",
+        },
+    ),
+)
+_SUBJECTS = {
+    "cnn": "CNN",
+    "lstm": "LSTM",
+    "mlp_adam": "MLP, Adam",
+    "mobilenetv2": "MobileNetV2",
+    "resnet20": "ResNet-20",
+    "transformer": "transformer",
+    "one_device": "one device",
+    "mirrored_x2": "two replicas",
+    "mirrored_x4": "four replicas",
+    "1_workers": "one worker",
+    "2_workers": "two workers",
+    "3_workers": "three workers",
 }
 _MEANING = {
     "input": "`reading` is the pipeline with no model behind it; rates are "
@@ -164,13 +256,29 @@ def text(sets: Mapping[str, Mapping], notes: str = "") -> str:
         "contestants of a benchmark start from the same weights, see the "
         "same batches and reach the same loss, which is checked before any "
         "rate is taken. The load average counts what the contestants run, "
-        "and any other work. Each processor has a set of its own.",
+        "and any other work. Each processor has a set of its own. A picture is "
+        "of the newest set that has its benchmarks.",
         "",
     ]
-    newest = sorted(sets, key=lambda name: sets[name]["date"], reverse=True)
-    for name in newest:
+    for picture, _ in _pictured(sets):
+        lines += [f"![{picture.title}]({picture.file})", ""]
+    for name in _newest(sets):
         lines += _set(name, sets[name])
     return "\n".join(lines) + ("\n" + notes if notes else "")
+
+
+def _newest(sets: Mapping[str, Mapping]) -> list[str]:
+    return sorted(sets, key=lambda name: sets[name]["date"], reverse=True)
+
+
+def _pictured(
+    sets: Mapping[str, Mapping],
+) -> Iterator[tuple[Picture, list[Mapping]]]:
+    """Yields each picture with its rows, of the newest set that has some."""
+    for picture in PICTURES:
+        found = (picture.rows(sets[name]) for name in _newest(sets))
+        if shown := next(filter(None, found), None):
+            yield picture, shown
 
 
 def _set(title: str, value: Mapping) -> list[str]:
@@ -276,11 +384,11 @@ def machine() -> str:
     )
 
 
-def draw(value: Mapping, folder: str) -> list[str]:
+def draw(sets: Mapping[str, Mapping], folder: str) -> list[str]:
     """Draws a picture for each question: bars with their least and greatest.
 
     Args:
-        value: The set of one processor.
+        sets: Those of the processors.
         folder: Gets the pictures.
 
     Returns:
@@ -292,17 +400,8 @@ def draw(value: Mapping, folder: str) -> list[str]:
     from matplotlib import pyplot
 
     paths = []
-    for question, title in QUESTIONS.items():
-        shown = [
-            row
-            for row in value["results"]
-            if row["name"].partition("/")[0] == question
-            and row["contestant"] == "mgpu_tf"
-            and row["baseline"] in _WORDS
-        ]
-        if not shown:
-            continue
-        figure, axes = pyplot.subplots(figsize=(7, 1.4 + 0.32 * len(shown)))
+    for picture, shown in _pictured(sets):
+        figure, axes = pyplot.subplots(figsize=(7, 1.2 + 0.32 * len(shown)))
         for place, row in enumerate(shown):
             middle = row["ratio_median"]
             spread = [
@@ -312,19 +411,16 @@ def draw(value: Mapping, folder: str) -> list[str]:
             color = "tab:blue" if middle >= 1 else "tab:orange"
             axes.barh(place, middle, xerr=spread, color=color, capsize=2)
             axes.text(row["ratio_max"], place, f"  {middle:.2f}", va="center")
-        labels = [
-            f"{row['name'].partition('/')[2].replace('_', ' ')}: "
-            f"{_WORDS[row['baseline']]}"
-            for row in shown
-        ]
-        axes.set_yticks(range(len(shown)), labels, fontsize=8)
+        labels = [picture.label(row) for row in shown]
+        axes.set_yticks(range(len(shown)), labels)
         axes.axvline(1.0, color="black", linewidth=0.8)
         axes.set_xlim(0, 1.15 * max(row["ratio_max"] for row in shown))
         axes.set_ylim(len(shown) - 0.4, -0.6)
-        axes.set_xlabel("times as fast as ... (1 = equal)", fontsize=8)
-        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("steps per second, as a multiple (1 = equal)")
+        # Over the whole figure, since labels take much of its width.
+        figure.suptitle(picture.title, fontsize=11)
         figure.tight_layout()
-        paths.append(os.path.join(folder, f"results_{question}.png"))
+        paths.append(os.path.join(folder, picture.file))
         figure.savefig(paths[-1], dpi=100)
         pyplot.close(figure)
     return paths

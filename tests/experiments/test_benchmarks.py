@@ -1,4 +1,6 @@
 import json
+import os
+import pathlib
 import re
 
 import keras
@@ -72,6 +74,22 @@ def test_each_processor_has_a_set(tmp_path, monkeypatch):
     text = (tmp_path / results.TEXT).read_text()
     titles = {"## one", "### speed", "## another", "### other"}
     assert titles <= set(text.splitlines())
+
+
+def test_a_picture_answers_one_question(tmp_path):
+    """Each is of the newest set that has it, and no name is of the code."""
+    folder = pathlib.Path(results.__file__).parent
+    sets = results.read(str(folder))
+    drawn = {os.path.basename(p) for p in results.draw(sets, str(tmp_path))}
+    assert drawn == {p.name for p in folder.glob("results_*.png")}
+    assert drawn == set(
+        re.findall(r"!\[.*\?\]\((.*)\)", (folder / results.TEXT).read_text())
+    )
+    for picture in results.PICTURES:
+        rows = [row for one in sets.values() for row in picture.rows(one)]
+        labels = {picture.label(row) for row in rows}
+        assert 1 < len(labels) <= 12
+        assert not any("_" in label for label in labels)
 
 
 def test_what_a_span_has_of_its_own():
