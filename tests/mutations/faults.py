@@ -68,7 +68,7 @@ ENGINE = (
         (row("mirrored_x3", "loss_scale_overflow"),),
     ),
     Fault(
-        "an overflow on one replica is not told to the others",
+        "an overflow on one replica is not sent to the others",
         "engine/update.py",
         "        if not self._are_alike:\n            count = sum",
         "        if False:\n            count = sum",
@@ -356,7 +356,7 @@ DATA = (
         ("tests/data/test_structures.py", "tests/data/test_kinds.py"),
     ),
     Fault(
-        "an order that depends on timing is not told",
+        "an order that depends on timing is not named",
         "data/order.py",
         "    if node.unordered:\n",
         "    if False:\n",

@@ -161,7 +161,7 @@ def table(ledger):
     done = [job for job in ledger["jobs"] if job["completed"]]
     struck = [fault["kind"] for job in done for fault in job["faults"]]
     kinds = [
-        f"| `{kind}` | {text} | {struck.count(kind) or 'none yet'} |"
+        f"| `{kind}` | {text} | {struck.count(kind)} |"
         for kind, text in MEANING.items()
     ]
     rows = [
@@ -174,18 +174,29 @@ def table(ledger):
         [
             "# Faults survived",
             "",
+            "A job with `--checkpoint_dir` and `--max_restarts` goes on after "
+            "these faults, by itself or when it is started again. A "
+            "synchronous job ends with the weights of a run without faults, "
+            "bit for bit. A job with parameter servers does all of its steps.",
+            "",
+            "## How to run it",
+            "",
             "`make soak` trains jobs, breaks them while they run, and compares "
-            "their weights with those of a run without faults.",
+            "their ends. `make soak FAULTS=100 SEED=3` strikes more faults, in "
+            "another order. It writes this page and [soak.json](soak.json), "
+            "which has each fault.",
+            "",
+            "## What was measured",
             "",
             f"**{last_line(ledger)}.** {_of_which_sources(ledger)}",
             "",
-            "## Kinds of faults",
+            "### By kind of fault",
             "",
             "| kind | what happens | struck |",
             "|---|---|---|",
             *kinds,
             "",
-            "## Jobs",
+            "### By job",
             "",
             "| job | faults | right ends | half-written checkpoints left | "
             "steps done again | cold start, s (median) | fault to new step, s "
@@ -202,8 +213,6 @@ def table(ledger):
             "other work.",
             "- Machines are network namespaces, reached by ssh.",
             *notes,
-            "",
-            "[soak.json](soak.json) has each fault.",
             "",
         ]
     )
