@@ -7,8 +7,8 @@
         ["python", "train.py"], 2, policy=RestartPolicy(max_restarts=3)
     )
 
-`job` is what every launcher receives: the command, its tasks, what they are
-told. `local` supervises them, `process` is one of them, `policy` says what is
+`job` is what every launcher receives: the command, its tasks, and their
+environment. `local` supervises them, `process` is one of them, `policy` says what is
 started again, and `guard` ends them if the supervisor dies. `machines` says
 where they run: on this machine, or by `ssh` or `ray` on others, where a
 `keeper` holds each. `notebook` starts them from a cell; there `called` is what

@@ -1,4 +1,4 @@
-"""What every launcher receives: a command, its tasks, what they are told.
+"""What every launcher receives: a command, its tasks, and their environment.
 
     job = LaunchJob(("python", "train.py"), num_workers=2, num_ps=1)
     job.num_tasks                               # 4: a chief as well
@@ -19,6 +19,7 @@ from mgpu_tf.cluster.place import Place
 from mgpu_tf.cluster.roles import Roles
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import check_types
+from mgpu_tf.launch import noise
 from mgpu_tf.launch.elastic import check_elastic
 from mgpu_tf.launch.policy import RestartPolicy
 from mgpu_tf.options import WatchOptions
@@ -142,7 +143,7 @@ class LaunchJob:
     def environment(
         self, cluster: ClusterConfig, restarts: int
     ) -> dict[str, str]:
-        """Returns what a task is told by environment variables.
+        """Returns the environment variables of a task.
 
         Args:
             cluster: The cluster as the task sees it.
@@ -152,6 +153,8 @@ class LaunchJob:
         if not self.alone:
             told[TF_CONFIG] = cluster.to_json()
         told[RESTARTS] = str(restarts)
+        if self.log_dir is not None:
+            told |= noise.kept()
         # Of a task that no supervisor watches, as one on another machine.
         told |= self.watch.to_environment()
         return told

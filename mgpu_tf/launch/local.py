@@ -69,7 +69,7 @@ def launch(
     Returns:
         0 when all succeeded; else the exit code of the first that failed,
         128 + signal for one ended by a signal, 1 for a start-up limit, 124
-        where tasks made no progress for too long, 75 where tasks were told to
+        where tasks made no progress for too long, 75 where tasks were asked to
         end and had time to save.
 
     Raises:

@@ -21,6 +21,7 @@ from mgpu_tf.cluster import ports
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.roles import Roles
 from mgpu_tf.errors import ClusterError
+from mgpu_tf.launch import noise
 from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.process import LocalTask, Task
 from mgpu_tf.launch.spares import Spares
@@ -116,7 +117,11 @@ class ThisMachine:
 
     def __init__(self, job: LaunchJob) -> None:
         self._command = job.command
-        self.spares = Spares(job.command, job.spares) if job.spares else None
+        # They import before they are told what a task is told.
+        first = noise.kept() if job.log_dir is not None else {}
+        self.spares = (
+            Spares(job.command, job.spares, first) if job.spares else None
+        )
 
     def room(self, most: int) -> int:
         """Returns the most that are wanted: this machine is there."""

@@ -2,9 +2,10 @@
 
     is_noise(b"I0000 00:00:17.28 87 cudart_stub.cc:31] Could not find cuda")
 
-A launcher leaves such lines out of its own output; `log_dir` has all of them.
-Errors are shown, but those of a machine without a GPU. With
-TF_CPP_MIN_LOG_LEVEL at 0, 1 or 2 nothing is left out.
+A launcher leaves such lines out of its own output. With `log_dir`, tasks are
+asked for all of them (`kept`), and their log files have them. Errors are shown,
+but those of a machine without a GPU. With TF_CPP_MIN_LOG_LEVEL at 0, 1 or 2
+nothing is left out.
 """
 
 from __future__ import annotations
@@ -51,3 +52,11 @@ def is_noise(line: bytes) -> bool:
 def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     """Returns whether the user asked for what TensorFlow prints."""
     return environ.get(LEVEL) in _LEVELS
+
+
+def kept(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variable with which a task prints all lines, for its log.
+
+    It is that of the user where there is one.
+    """
+    return {} if LEVEL in environ else {LEVEL: _LEVELS[0]}

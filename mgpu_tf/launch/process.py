@@ -313,7 +313,7 @@ def oom_kills(paths: Sequence[str] = _OOM_COUNTERS) -> int:
 
 
 class _Log:
-    """A log file. What it cannot take is lost, and told once.
+    """A log file. What it cannot take is lost, and a line says so once.
 
     Args:
         path: The file, None for none.

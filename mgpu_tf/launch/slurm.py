@@ -60,7 +60,7 @@ class SlurmJob:
         evaluator: Whether one more task evaluates the checkpoints.
         name: The name of the job.
         log_dir: The folder for a log file of each task.
-        signal_seconds: How long before its end the job is told to save.
+        signal_seconds: How long before its end the job gets the signal to save.
         max_restarts: How often the job is queued again when a task fails.
             Restarts after a signal or a preemption count too.
         container_image: The image that tasks run in, by pyxis; None for none.

@@ -36,14 +36,21 @@ class Spares:
     Args:
         command: What tasks run: Python with a script or a module.
         count: How many wait.
+        environment: Variables that they have before they are tasks.
 
     Raises:
         ConfigurationError: The command is another.
     """
 
-    def __init__(self, command: Sequence[str], count: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._command = waiting_command(command)
         self._count = count
+        self._environment = {"PYTHONUNBUFFERED": "1", **(environment or {})}
         self._waiting: list[subprocess.Popen[bytes]] = []
 
     def keep(self) -> None:
@@ -62,7 +69,7 @@ class Spares:
             self._waiting.append(
                 start_process(
                     self._command,
-                    os.environ | {"PYTHONUNBUFFERED": "1"},
+                    os.environ | self._environment,
                     has_input=True,
                     raw=False,
                 )

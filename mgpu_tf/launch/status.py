@@ -52,7 +52,7 @@ class JobStatus:
         supervisor: The process that watches the tasks.
         is_running: Whether that process is there.
         restarts: How often tasks were started again.
-        tasks: Those that have told anything.
+        tasks: Those that have a heartbeat.
     """
 
     supervisor: int

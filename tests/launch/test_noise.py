@@ -75,3 +75,33 @@ def test_the_log_has_all(tmp_path, capfd, monkeypatch):
 def test_the_hint_follows_errors_of_the_network(line, told, capsys):
     isolation.tell_of_failure(["before", line])
     assert ("--isolate=off" in capsys.readouterr().err) is told
+
+
+@pytest.mark.parametrize(
+    ("logged", "level", "seen"),
+    [(True, None, "0"), (True, "3", "3"), (False, None, "None")],
+)
+def test_a_task_with_a_log_prints_all(
+    logged, level, seen, tmp_path, capfd, monkeypatch
+):
+    if level is None:
+        monkeypatch.delenv(noise.LEVEL, raising=False)
+    else:
+        monkeypatch.setenv(noise.LEVEL, level)
+    body = f"import os; print(os.environ.get({noise.LEVEL!r}))"
+    log_dir = str(tmp_path) if logged else None
+    assert local.launch([sys.executable, "-c", body], 1, log_dir=log_dir) == 0
+    assert capfd.readouterr().out == f"[worker 0] {seen}\n"
+
+
+@pytest.mark.full
+def test_the_log_has_what_tensorflow_prints(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv(noise.LEVEL, raising=False)
+    body = (
+        "import mgpu_tf; mgpu_tf.import_tensorflow(); import tensorflow as tf;"
+        "print(int(tf.constant(7)))"
+    )
+    code = local.launch([sys.executable, "-c", body], 1, log_dir=str(tmp_path))
+    assert code == 0
+    assert capfd.readouterr().out == "[worker 0] 7\n"
+    assert ".cc:" in (tmp_path / "worker-0.log").read_text()
