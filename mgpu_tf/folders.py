@@ -175,7 +175,7 @@ def regular_size(path: str) -> int:
 
     Raises:
         NotRegularError: The path is a link, a FIFO, a device or a folder.
-        OSError: Its size cannot be told.
+        OSError: Its size is unknown.
     """
     found = os.lstat(path)
     _check_regular(path, found)

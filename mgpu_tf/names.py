@@ -4,7 +4,7 @@
     StepOptions(gradient_dtype="bfloat16")
     ELSEWHERE["max_epochs"].place      # "Trainer.fit(epochs=10)"
 
-No TensorFlow here, so that a wrong name is told at once.
+No TensorFlow here, so that a wrong name is refused at once.
 """
 
 from __future__ import annotations

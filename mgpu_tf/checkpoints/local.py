@@ -62,7 +62,7 @@ State = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The checkpoint of one process, as another is told of it.
+    """The checkpoint of one process, as it is sent to another.
 
     Attributes:
         step: The global step.

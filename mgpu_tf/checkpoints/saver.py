@@ -92,7 +92,7 @@ class Saver:
                 evaluation and callbacks done.
 
         Raises:
-            Preempted: The workers were told to end, and have saved.
+            Preempted: The workers got SIGTERM, and have saved.
         """
 
     def begin(self) -> None:

@@ -139,7 +139,7 @@ class Board:
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def read(self) -> Beat | None:
-        """Returns what the task has told; None where it has told nothing."""
+        """Returns the heartbeat of the task; None where there is none."""
         return read(self.descriptor)
 
     def close(self) -> None:
@@ -336,7 +336,7 @@ def recorded(beats: Mapping[str, Beat]) -> str:
     """Returns the last entries of tasks as lines, the newest last.
 
     Args:
-        beats: What each task has told, by its name.
+        beats: The last heartbeat of each task, by its name.
     """
     lines = []
     for name, beat in beats.items():
@@ -362,7 +362,7 @@ def recorded(beats: Mapping[str, Beat]) -> str:
 
 
 def read(descriptor: int) -> Beat | None:
-    """Returns what a task has told; None where it has told nothing.
+    """Returns the heartbeat of a task; None where there is none.
 
     Args:
         descriptor: Of its board.

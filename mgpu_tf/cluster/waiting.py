@@ -64,7 +64,7 @@ def told_of_missing(
     Ctrl-C and SIGTERM end the process at once while the block waits.
 
     Args:
-        cluster: The cluster; nothing is told where there is none.
+        cluster: The cluster; nothing is printed where there is none.
         first_seconds: When the first line comes; the others come after twice
             the time of the one before.
     """

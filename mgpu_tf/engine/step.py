@@ -684,7 +684,7 @@ def know_rows(scope: StepScope, data: Any, share: BatchShare) -> None:
 
 
 def of_unknown_length(tensor: Any) -> Any:
-    """The rows of a replica, whose number the graph is not told.
+    """The rows of a replica, whose number the graph does not know.
 
     The author's code takes it from the shape then, where a reader sees it,
     and not as a number that is another one on each replica.

@@ -1,4 +1,4 @@
-"""The loss of each step of an execution, told once when the execution ends.
+"""The loss of each step of an execution, sent once when the execution ends.
 
     rows = watch.begin()
     rows = watch.after(rows, step)        # in the loop over steps

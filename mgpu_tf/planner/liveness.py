@@ -9,8 +9,8 @@ operations make no buffer: they name their input anew (`ALIASES`), or write
 into an input that nobody takes after them (`IN_PLACE`), as TensorFlow's
 kernels do.
 
-What an operation needs while it runs, beside what it takes and makes, is told
-by `scratch.py`.
+What an operation needs while it runs, beside what it takes and makes, is in
+`scratch.py`.
 
 This module does not import TensorFlow.
 """

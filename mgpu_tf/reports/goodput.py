@@ -11,7 +11,7 @@ that goes on from a checkpoint goes on from what it tells, too: what a process
 did after it, and the pause until the next began, were for nothing.
 
 References: the goodput of MaxText's and Google Cloud's ML Goodput
-measurement; its complement is told by cause.
+measurement; the rest is listed by cause.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class ScalingPoint:
 
     @property
     def median(self) -> float:
-        """The throughput told."""
+        """The throughput that is shown."""
         return statistics.median(self.examples_per_second)
 
 

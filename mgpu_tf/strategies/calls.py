@@ -54,7 +54,7 @@ class Call:
 
 
 def described(worker: int, error: Exception) -> tuple[str, str]:
-    """Returns how a failure is told: its kind, and its message."""
+    """Returns a failure as others get it: its kind, and its message."""
     if isinstance(error, ConfigurationError):
         return "configuration", str(error)
     if isinstance(error, WorkerError):
@@ -65,7 +65,7 @@ def described(worker: int, error: Exception) -> tuple[str, str]:
 
 
 def error_of(kind: str, message: str) -> Exception:
-    """Returns what a worker raises that was told of a failure."""
+    """Returns what a worker raises that has heard of a failure."""
     if kind == "configuration":
         return ConfigurationError(message)
     if kind == "checkpoint":

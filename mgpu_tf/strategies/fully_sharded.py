@@ -221,7 +221,7 @@ class SplittingStrategy:
 
         Args:
             place: Its place; -1 where there is none. None in the processes
-                that are told.
+                that receive it.
         """
         if "asked" not in self._readers:
             self._readers["asked"] = tf.function(

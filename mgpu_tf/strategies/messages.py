@@ -6,8 +6,8 @@
 They go through the key-value store of TensorFlow's coordination service, a
 third of a millisecond each; 64 MB pass. A key is put once. The service
 reaches a worker that waits in a collective only by an error, which ends the
-collectives of the cluster for good; what such a worker waits in is told by a
-thread beside it (`Watch`).
+collectives of the cluster for good; a thread beside such a worker says what
+it waits in (`Watch`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Watch:
         """Marks what other workers have to take part in.
 
         Args:
-            key: Under which it is told.
+            key: Under which it is sent.
             text: The message.
         """
         before, self._here = self._here, (key, text)

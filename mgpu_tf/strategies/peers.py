@@ -70,7 +70,7 @@ class _Here:
         watch: Tells what it waits in, while it is in a call.
         lost: The call that the cluster has ended in, and why.
         parted: Whether the others know, or were waited for.
-        leaves: Whether the others will be told that this program ends.
+        leaves: Whether the others get a message that this program ends.
     """
 
     def __init__(self) -> None:
@@ -504,7 +504,7 @@ class Peers:
     def _part_together(self) -> None:
         """Lets no worker end before the others know why the cluster has.
 
-        The first worker holds what they are told; it waits until all have
+        The first worker holds their messages; it waits until all have
         heard it, once, and not for long, since some may be dead.
         """
         if _HERE.lost is None or _HERE.parted:

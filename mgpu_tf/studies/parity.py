@@ -6,7 +6,7 @@
 The model is trained for a few steps on one device and on each strategy, and
 the weights are compared after every step. All runs are in float64, where
 rounding is a billion times smaller than what a fault does. A model that
-computes in another type whatever Keras is told is compared in its own.
+computes in another type whatever Keras's float type is compared in its own.
 """
 
 from __future__ import annotations

@@ -94,9 +94,9 @@ def _machines(strategy: tf.distribute.Strategy, devices: int) -> Any:
 
 
 def _measured_bytes(strategy: tf.distribute.Strategy) -> int | None:
-    """Returns the most that a device has held; None where that is not told.
+    """Returns the most that a device has held; None where it is unknown.
 
-    Parts of a CPU have one allocator, so it is not told of one of them.
+    Parts of a CPU have one allocator, so it is unknown for one of them.
     """
     gpus = tf.config.list_logical_devices("GPU")
     if not gpus and strategy.extended.worker_devices[1:]:

@@ -5,7 +5,7 @@
 
 A mirrored variable begins with the value of the first worker; what the author
 does to it afterwards (`set_weights`, `adapt`, an assignment), and how layers,
-optimizer and loss are configured, is each worker's own. Facts are told by
+optimizer and loss are configured, is each worker's own. Facts are sent by
 name, one for each entry of a configuration and each variable, so that the
 first that differs can be named.
 """
@@ -33,7 +33,7 @@ def configuration(model: keras.Model) -> dict[str, str]:
     """Returns what a model, its optimizers and its loss are made of.
 
     Args:
-        model: A compiled model; what cannot be told of it is left out.
+        model: A compiled model; what cannot be compared is left out.
 
     Returns:
         Each entry of a configuration by the place where it stands.
@@ -100,7 +100,7 @@ def _last(path: str) -> str:
 
 
 def _config_of(thing: Any) -> Any:
-    """Returns the configuration of what has one that can be told."""
+    """Returns the configuration of what has one that can be compared."""
     try:
         with warnings.catch_warnings():
             # It is compared, and not saved.

@@ -200,7 +200,7 @@ class Bad:
 
     Attributes:
         data: An input or target and its row, "" if the batch is finite.
-        layer: The first layer, "" if that cannot be told.
+        layer: The first layer, "" if that is unknown.
     """
 
     data: str

@@ -94,7 +94,7 @@ class Run:
             self._engine.write_metrics(self._sums)
 
     def logs(self) -> Logs:
-        """Returns the metrics over the steps that were told."""
+        """Returns the metrics over the steps whose values have come."""
         if self._sums is None:
             return {}
         return self._engine.metrics(self._sums)

@@ -152,7 +152,7 @@ def traced(
         example: The specs of a batch.
         layers: The layers whose calls are noted.
         unknown: The axis, from the end, of the outputs of some layers whose
-            length is not told. Code that takes it from the shape does so in
+            length is unknown. Code that takes it from the shape does so in
             the graph then, where it is seen. Training only.
     """
     modes: tuple[bool | None, ...] = (None,)

@@ -51,7 +51,7 @@ class Gpu:
 
     Attributes:
         name: Such as "NVIDIA H100".
-        capability: Its compute capability, None where it is not told.
+        capability: Its compute capability, None where it is unknown.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Driver:
 
     Attributes:
         gpus: The GPUs; empty where nvidia-smi fails.
-        version: Of the driver, () where it is not told.
+        version: Of the driver, () where it is unknown.
         links: The links of each pair of GPUs, as `nvidia-smi topo` names
             them.
     """
