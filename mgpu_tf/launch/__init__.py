@@ -8,9 +8,9 @@
     )
 
 `job` is what every launcher receives: the command, its tasks, and their
-environment. `local` supervises them, `process` is one of them, `policy` says what is
-started again, and `guard` ends them if the supervisor dies. `machines` says
-where they run: on this machine, or by `ssh` or `ray` on others, where a
+environment. `local` supervises them, `process` is one of them, `policy` says
+what is started again, and `guard` ends them if the supervisor dies. `machines`
+says where they run: on this machine, or by `ssh` or `ray` on others, where a
 `keeper` holds each. `notebook` starts them from a cell; there `called` is what
 each of them runs.
 

@@ -16,8 +16,8 @@ replicas compute the same loss, each takes its share of it first.
 
 Members on CPUs of one process copy tensors between its devices and sum in the
 order of the group. All others use TensorFlow's collective operations, one for
-each member: ring on CPUs, NCCL on GPUs, which TensorFlow takes where it is named
-and nowhere else. TensorFlow has no reduce-scatter on CPUs; there it is an
+each member: ring on CPUs, NCCL on GPUs, which TensorFlow takes where it is
+named and nowhere else. TensorFlow has no reduce-scatter on CPUs; there it is an
 all-to-all of parts, summed in the order of the group, with the same bytes:
 (n - 1)/n of s.
 
