@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -44,14 +43,10 @@ def run(call: Call) -> int:
     """Runs both steps; returns 1 if one of them fails."""
     call.takes_flags_only()
     python = [sys.executable, "-P", "-m"]
+    here = {**os.environ, "PYTHONPATH": _import_path()}
+    # Two processes cannot share a GPU as replicas.
+    without_gpus = {**here, "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="mgpu_tf-") as folder:
-        here = {
-            **os.environ,
-            "PYTHONPATH": _import_path(),
-            **_bytecode(folder),
-        }
-        # Two processes cannot share a GPU as replicas.
-        without_gpus = {**here, "CUDA_VISIBLE_DEVICES": ""}
         stages = (
             ("replicas", [*python, _MODULE, "replicas", folder], here),
             (
@@ -106,23 +101,6 @@ def _line(stage: str, found: dict | None) -> str:
         f"two processes, one killed and resumed, {found['steps']} steps: "
         f"{difference}"
     )
-
-
-def _bytecode(folder: str) -> dict[str, str]:
-    """Returns where processes keep compiled modules that nobody keeps.
-
-    Five processes import TensorFlow. Where Python may not write bytecode and
-    none was installed, each would compile thousands of modules.
-    """
-    found = importlib.util.find_spec("tensorflow")
-    if not sys.dont_write_bytecode or found is None or found.origin is None:
-        return {}
-    if os.path.exists(importlib.util.cache_from_source(found.origin)):
-        return {}
-    return {
-        "PYTHONDONTWRITEBYTECODE": "",
-        "PYTHONPYCACHEPREFIX": os.path.join(folder, "bytecode"),
-    }
 
 
 def _import_path() -> str:
