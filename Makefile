@@ -24,6 +24,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 METADATA := setup.cfg pyproject.toml
 SHELL := /bin/bash
+# Else each process that imports TensorFlow compiles it, where Python writes no
+# bytecode (PYTHONDONTWRITEBYTECODE, as in many images): 19 s instead of 7.
+export UV_COMPILE_BYTECODE := 1
 .SHELLFLAGS := -eu -o pipefail -c
 
 .PHONY: coverage docs bench conformance growth setup demo test test-clusters test-engine test-full test-rest test-versions lint matrix mutations parity release-check slurm soak format clean
