@@ -64,7 +64,7 @@ from mgpu_tf.strategies.registry import (
 from mgpu_tf.studies.parity import ParityReport, check_parity, create_for_check
 from mgpu_tf.studies.pipeline_trace import trace_pipeline
 from mgpu_tf.studies.predicted import compared
-from mgpu_tf.training.opening import devices_here
+from mgpu_tf.training.opening import devices_here, tasks
 from mgpu_tf.training.trainer import Trainer
 from mgpu_tf.user_function import is_target, load_function
 
@@ -238,7 +238,10 @@ def _reported(
         mesh=_mesh_of(strategy),
         memory=[dataclasses.asdict(row) for row in trainer.memory().rows],
         step_times=trainer.step_times,
-        events=registry.of_last_run(config.checkpoint_dir)
+        time_line=_time_line(trainer),
+        distributions=trainer.distributions,
+        tasks=tasks(strategy),
+        events=registry.of_last_run(config.checkpoint_dir, trainer.meter.moment)
         if config.checkpoint_dir
         else [],
         warnings=warned,
@@ -252,6 +255,11 @@ def _reported(
             if config.report == "html":
                 page.write(config.output_dir)
     return result
+
+
+def _time_line(trainer: Trainer) -> dict[str, Any]:
+    faults = [{"at": at, "text": text} for at, text in trainer.meter.faults]
+    return trainer.meter.time_line().told() | {"faults": faults}
 
 
 def _mesh_of(strategy: tf.distribute.Strategy) -> dict[str, int] | None:

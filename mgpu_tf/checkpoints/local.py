@@ -51,7 +51,7 @@ from mgpu_tf.strategies.peers import Peers
 # The newest; beside it stays the newest that is whole on all processes.
 KEPT = 1
 # What of a run's state is that of the first worker, as in a shared checkpoint.
-_OF_FIRST = ("generators", "goodput", "saved_at")
+_OF_FIRST = ("generators", "goodput", "time_line", "saved_at")
 # Larger arrays of callbacks are not sent; each worker saves its own.
 _SENT_BYTES = 1 << 16
 

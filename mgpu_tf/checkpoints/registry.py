@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from mgpu_tf.folders import not_through_links
@@ -130,22 +131,24 @@ def read(folder: str) -> list[Event]:
     return events
 
 
-def of_last_run(folder: str) -> list[dict[str, Any]]:
+def of_last_run(
+    folder: str, moment: Callable[[float], float]
+) -> list[dict[str, Any]]:
     """Returns what a report has of the newest run: no deletions.
 
     Args:
         folder: The `checkpoint_dir`.
+        moment: Returns the seconds since the run began of a time.
 
     Returns:
-        Its events, with `at` in seconds since the first of them.
+        Its events, with `at` in seconds since the run began.
     """
     events = read(folder)
     first = max(
         (n for n, event in enumerate(events) if event.what == BEGAN), default=0
     )
     return [
-        dataclasses.asdict(event)
-        | {"at": round(event.at - events[first].at, 3)}
+        dataclasses.asdict(event) | {"at": round(moment(event.at), 3)}
         for event in events[first:]
         if event.what != DELETED
     ]

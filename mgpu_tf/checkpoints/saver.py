@@ -360,7 +360,12 @@ class CheckpointSaver(Saver):
             if progress.restarted:
                 since = max(since, progress.since)
             before = Goodput(**known(Goodput, state.get("goodput", {})))
-            self._meter.resume(before, since, restarted=progress.restarted)
+            self._meter.resume(
+                before,
+                since,
+                restarted=progress.restarted,
+                told=state.get("time_line"),
+            )
 
     def room(self, step: int, wanted: int) -> int:
         """Returns how many of the wanted steps may run before a save."""
@@ -497,6 +502,7 @@ class CheckpointSaver(Saver):
             step, state, pieces = self._capture()
             state["saved_at"] = time.time()
             state["goodput"] = dataclasses.asdict(self._meter.goodput())
+            state["time_line"] = self._meter.told()
             before = -1
             if shared or self._local is None:
                 self._local_saves = 0

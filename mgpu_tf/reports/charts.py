@@ -26,7 +26,8 @@ stroke-dasharray:4 3}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0 0;font-size:13px}
 .key{display:inline-block;width:10px;height:10px;border-radius:3px;
 margin-right:6px}.none{color:var(--soft)}
-.parts td:not(.none){white-space:nowrap}
+.parts :is(th,td):not(.none){white-space:nowrap}
+.note{color:var(--soft);font-size:12px;margin:6px 0}
 """ + "".join(
     f".sc{n}{{stroke:var(--c{n})}}.fc{n}{{fill:var(--c{n})}}"
     f".bc{n}{{background:var(--c{n})}}"
@@ -37,12 +38,6 @@ WIDTH, HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 38
 _TICKS = 4
 _COLORS = 8
-_UNITS = (
-    (86400.0, "days"),
-    (3600.0, "hours"),
-    (60.0, "minutes"),
-    (1.0, "seconds"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,55 +178,6 @@ def bar(
     )
 
 
-def timeline(rows: Mapping[str, Sequence[tuple[float, str]]]) -> str:
-    """Returns moments on an axis of time, a row for each kind.
-
-    Args:
-        rows: By kind, moments in seconds from the beginning, each with its
-            text.
-    """
-    known = {name: moments for name, moments in rows.items() if moments}
-    if not known:
-        return '<p class="none">No values.</p>'
-    last = max(at for moments in known.values() for at, _ in moments)
-    size, unit = next(
-        ((s, u) for s, u in _UNITS if last >= 2 * s), (_UNITS[-1])
-    )
-    step = _step(max(last / size, 1e-6) / 6)
-    left, top, row = 96, 10, 26
-    bottom = top + row * len(known)
-    room = WIDTH - left - _RIGHT
-    most = math.ceil(last / size / step - 1e-9) * step or step
-    parts = []
-    for number in range(round(most / step) + 1):
-        x = left + room * number * step / most
-        parts.append(
-            f'<path class="grid" d="M {x:.1f} {top} V {bottom}"/>'
-            f'<text class="tick" text-anchor="middle" x="{x:.1f}" '
-            f'y="{bottom + 16}">{number_text(round(number * step, 9))}</text>'
-        )
-    for place, (name, moments) in enumerate(known.items()):
-        y = top + row * (place + 0.5)
-        parts.append(
-            f'<text class="tick" text-anchor="end" x="{left - 10}" '
-            f'y="{y + 4:.1f}">{html.escape(name)}</text>'
-        )
-        parts += [
-            f'<circle class="fc{place % _COLORS}" r="5" '
-            f'cx="{left + room * at / size / most:.1f}" cy="{y:.1f}">'
-            f"<title>{html.escape(text)}</title></circle>"
-            for at, text in moments
-        ]
-    parts.append(
-        f'<text class="axis" text-anchor="middle" x="{left + room / 2:.1f}" '
-        f'y="{bottom + 32}">{unit} since the run began</text>'
-    )
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {bottom + 38}" role="img">'
-        f"{''.join(parts)}</svg>"
-    )
-
-
 def legend(names: Sequence[str]) -> str:
     """Returns what each colour stands for; nothing for a single one."""
     if len(names) < 2:
@@ -245,6 +191,11 @@ def legend(names: Sequence[str]) -> str:
         )
         + "</p>"
     )
+
+
+def color(place: int) -> str:
+    """Returns the class of a colour by its number, such as `c0`."""
+    return f"c{place % _COLORS}"
 
 
 def number_text(value: float) -> str:
@@ -273,7 +224,7 @@ class _Scale:
     def __init__(self, low: float, high: float, count: int) -> None:
         if high <= low:
             low, high = low - abs(low or 1.0) / 2, high + abs(high or 1.0) / 2
-        step = _step((high - low) / _TICKS)
+        step = round_step((high - low) / _TICKS)
         self._step = step
         self._low = math.floor(low / step + 1e-9) * step
         self._high = math.ceil(high / step - 1e-9) * step
@@ -320,7 +271,7 @@ class _Scale:
         return parts
 
 
-def _step(least: float) -> float:
+def round_step(least: float) -> float:
     """Returns the next of 1, 2, 5, 10, ... that is not below a number."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * n for n in (1, 2, 5, 10) if power * n >= least * 0.999)

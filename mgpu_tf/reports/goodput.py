@@ -23,10 +23,14 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
+
+from mgpu_tf.reports.time_line import TimeLine
 
 # Calls that tell how long a step takes.
 _RATES = 1000
-
+# Faults that are kept, the newest.
+_FAULTS = 100
 
 # When a process that had waited got its task.
 BEGAN = "MGPU_TF_BEGAN"
@@ -99,19 +103,32 @@ class Meter:
     def __init__(self, began: float | None = None) -> None:
         self.began = process_began() if began is None else began
         self._before: Goodput | None = None
+        # Of what a checkpoint tells, with the pause after it.
+        self._line_before = TimeLine()
+        # The clock where a process went on, and the run's seconds till there.
+        self._origins = [(self.began, 0.0)]
+        self._faults: list[tuple[float, str]] = []
         self._clear()
 
     def _clear(self) -> None:
         self._first: float | None = None
         self._plain = 0.0
-        self._traced: list[tuple[float, int]] = []
+        self._traced: list[_Traced] = []
+        self._line = TimeLine()
         self._rates: collections.deque[float]
         self._rates = collections.deque(maxlen=_RATES)
         self._input = 0.0
         self._phases: dict[str, float] = {}
         self._early = 0.0
 
-    def resume(self, before: Goodput, since: float, *, restarted: bool) -> None:
+    def resume(
+        self,
+        before: Goodput,
+        since: float,
+        *,
+        restarted: bool,
+        told: dict[str, Any] | None = None,
+    ) -> None:
         """Goes on from what a checkpoint tells.
 
         Args:
@@ -120,6 +137,7 @@ class Meter:
             restarted: Whether a process had failed, so that the time since
                 was for nothing. Otherwise the run had ended, and the time
                 since is none of its time.
+            told: What `told` returned when it was made.
         """
         again = self._first is not None or self._before is not None
         if again and not restarted:
@@ -134,6 +152,18 @@ class Meter:
             wall_seconds=before.wall_seconds + gap,
             restart_seconds=before.restart_seconds + gap,
         )
+        spent, told = before.wall_seconds, told or {}
+        self._line_before = TimeLine(**told.get("line", {}))
+        self._line_before.add(spent, spent + gap, {"restart": gap})
+        self._origins = [
+            (began, after)
+            for began, after in told.get("origins", [(since - spent, 0.0)])
+        ]
+        if not restarted:
+            self._origins.append((self.began, spent))
+        found = [(at, text) for at, text in told.get("faults", ())]
+        found += [fault for fault in self._faults if fault not in found]
+        self._faults = found[-_FAULTS:]
 
     def execution(
         self, seconds: float, steps: int, input_seconds: float, traced: bool
@@ -146,14 +176,19 @@ class Meter:
             input_seconds: What of it waited for data.
             traced: Whether the call traced or compiled.
         """
+        end = time.time() - self.began
+        begin = end - seconds
         if self._first is None:
-            self._first = time.time() - seconds
+            self._first = self.began + begin
             self._early = sum(self._phases.values())
+            self._line.fill("start", begin)
         busy = seconds - input_seconds
         if traced:
-            self._traced.append((busy, steps))
+            self._traced.append(_Traced(busy, steps, begin, end))
         else:
             self._plain += busy
+            parts = {"input": input_seconds, "step": busy}
+            self._line.add(begin, end, parts)
             if steps:
                 self._rates.append(busy / steps)
         self._input += input_seconds
@@ -167,6 +202,12 @@ class Meter:
         finally:
             passed = time.perf_counter() - started
             self._phases[name] = self._phases.get(name, 0.0) + passed
+            end = time.time() - self.began
+            self._line.add(end - passed, end, {name: passed})
+
+    def fault(self, text: str) -> None:
+        """Notes that something went wrong just now."""
+        self._faults = [*self._faults, (time.time(), text)][-_FAULTS:]
 
     def goodput(self) -> Goodput:
         """Returns where the time of the run has gone until now."""
@@ -176,11 +217,8 @@ class Meter:
             start = now - self.began - phases
         else:
             start = self._first - self.began - self._early
-        # A call that traced made its steps as fast as the others, or, where
-        # there were no others, its steps are not told apart.
-        usual = statistics.median(self._rates) if self._rates else 0.0
-        useful = sum(min(s, n * usual) for s, n in self._traced)
-        compiling = sum(s for s, _ in self._traced) - useful
+        useful = sum(self._useful(one) for one in self._traced)
+        compiling = sum(one.busy for one in self._traced) - useful
         step = self._plain + useful
         known = start + compiling + self._input + phases + step
         mine = Goodput(
@@ -194,6 +232,76 @@ class Meter:
             other_seconds=max(0.0, now - self.began - known),
         )
         return mine if self._before is None else _sum(self._before, mine)
+
+    def _useful(self, traced: _Traced) -> float:
+        """Returns what the steps of a call that traced took.
+
+        They were as fast as the others, or, where there were no others, are
+        not told apart.
+        """
+        usual = statistics.median(self._rates) if self._rates else 0.0
+        return min(traced.busy, traced.steps * usual)
+
+    def time_line(self) -> TimeLine:
+        """Returns what each stretch of the run's time went to until now.
+
+        The kinds are those of `Goodput`, and so are their sums.
+        """
+        now = time.time() - self.began
+        line = TimeLine(self._line.width, self._line.bins)
+        for one in self._traced:
+            step = self._useful(one)
+            input_seconds = one.end - one.begin - one.busy
+            parts = {"compile": one.busy - step, "input": input_seconds}
+            line.add(one.begin, one.end, {**parts, "step": step})
+        line.fill("start" if self._first is None else "other", now)
+        if self._before is None:
+            return line
+        whole = TimeLine(self._line_before.width, self._line_before.bins)
+        whole.join(line, self._before.wall_seconds)
+        return whole
+
+    def moment(self, at: float) -> float:
+        """Returns when something was, in seconds since the run began.
+
+        Args:
+            at: On the clock of `time.time`.
+        """
+        after = 0.0
+        for number, (began, before) in enumerate(self._origins):
+            if not number or at >= began:
+                after = before + max(0.0, at - began)
+        return after
+
+    @property
+    def faults(self) -> list[tuple[float, str]]:
+        """When something went wrong, in seconds since the run began."""
+        return [(self.moment(at), text) for at, text in self._faults]
+
+    def told(self) -> dict[str, Any]:
+        """Returns what `resume` goes on from, for JSON."""
+        return {
+            "line": self.time_line().told(),
+            "origins": self._origins,
+            "faults": self._faults,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A call that traced or compiled.
+
+    Attributes:
+        busy: Its seconds, less what it waited for data.
+        steps: Steps in it.
+        begin: When it began, in seconds since this process began.
+        end: When it ended.
+    """
+
+    busy: float
+    steps: int
+    begin: float
+    end: float
 
 
 def _sum(one: Goodput, other: Goodput) -> Goodput:

@@ -18,26 +18,13 @@ from typing import Any
 
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.folders import write_whole
-from mgpu_tf.reports import charts
+from mgpu_tf.reports import charts, placement, step_times, tracks, wall_time
 from mgpu_tf.reports.charts import number_text, rounded
 from mgpu_tf.reports.report import REPORT_FILE, Report
 
 PAGE_FILE = "report.html"
 
 _MIB = 1 << 20
-# Parts of the time, in the order of the bar and of its colours.
-_TIMES = {
-    "step": "training steps",
-    "start": "imports, the cluster, the model, the data",
-    "compile": "tracing and compiling steps",
-    "input": "steps that waited for data",
-    "evaluate": "evaluations",
-    "save": "steps that waited for a checkpoint",
-    "restart": "lost work, and pauses after failures",
-    "other": "callbacks, the progress bar, the end",
-}
-# Kinds of events of checkpoints that the time line has, in its order.
-_EVENTS = ("began", "saved", "resumed", "damaged", "moved aside")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +90,7 @@ def page(runs: Sequence[Run]) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{charts.STYLE}{_STYLE}</style></head>"
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>"
         f"<body><header><h1>{html.escape(title)}</h1></header>"
         f"<main>{body}</main></body></html>\n"
     )
@@ -166,23 +153,9 @@ def _summary(run: Run) -> str:
         f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
         for name, value in facts
     )
-    return _card(run.name, f"<dl>{tiles}</dl>{_machines(report)}", wide=True)
-
-
-def _machines(report: Report) -> str:
-    """Draws the devices of each worker."""
-    devices = report.devices or [["device"]] * report.num_workers
-    workers = []
-    for number, names in enumerate(devices):
-        boxes = "".join(
-            f'<span class="device">{html.escape(name)}</span>' for name in names
-        )
-        title = f"worker {number}" if len(devices) > 1 else "this machine"
-        workers.append(f'<div class="machine"><b>{title}</b>{boxes}</div>')
-    axes = report.mesh or {}
-    told = ", ".join(f"{n} {size}" for n, size in axes.items() if size > 1)
-    mesh = f"<p>Mesh: {html.escape(told)}.</p>" if told else ""
-    return f'<div class="machines">{"".join(workers)}</div>{mesh}'
+    return _card(
+        run.name, f"<dl>{tiles}</dl>{placement.draw(report)}", wide=True
+    )
 
 
 def _curves(runs: Sequence[Run], name: str) -> str:
@@ -237,7 +210,11 @@ def _throughput(runs: Sequence[Run]) -> str:
 
 def _of_each(runs: Sequence[Run]) -> list[str]:
     """Returns cards that are about one run, those of one kind in a row."""
-    found = [_of_one(run.report) for run in runs]
+    reports = [run.report for run in runs]
+    # The same for all runs, so that they can be compared.
+    time = tracks.time_axis(max(map(wall_time.length, reports)))
+    steps = step_times.between(reports)
+    found = [_of_one(report, time, steps) for report in reports]
     titles = dict.fromkeys(
         title for title in _ORDER if any(title in one for one in found)
     )
@@ -247,7 +224,7 @@ def _of_each(runs: Sequence[Run]) -> list[str]:
             _card(
                 f"{run.name}: {title}" if len(runs) > 1 else title,
                 one.get(title, '<p class="none">Not measured.</p>'),
-                wide=title == "Time line" and len(runs) == 1,
+                wide=title == _TIME and len(runs) == 1,
             )
             for run, one in zip(runs, found, strict=True)
         ]
@@ -259,9 +236,10 @@ def _of_each(runs: Sequence[Run]) -> list[str]:
     return cards
 
 
+_TIME = "Where the time went"
 _ORDER = (
-    "Where the time went",
-    "Time line",
+    _TIME,
+    "How long steps took",
     "A step on each worker",
     "Staleness, in updates",
     "Memory of variables",
@@ -270,13 +248,22 @@ _ORDER = (
 )
 
 
-def _of_one(report: Report) -> dict[str, str]:
+def _of_one(
+    report: Report,
+    time: tracks.Axis,
+    steps: tuple[float, float] | None,
+) -> dict[str, str]:
     found = {"What happened": _events(report)}
+    told = wall_time.draw(report, time) if wall_time.length(report) else ""
     if report.goodput:
-        parts = {name: report.goodput[f"{name}_seconds"] for name in _TIMES}
-        found["Where the time went"] = charts.bar(parts, "s", _TIMES)
-    if report.events:
-        found["Time line"] = _timeline(report)
+        names = wall_time.PARTS
+        parts = {name: report.goodput[f"{name}_seconds"] for name in names}
+        told += charts.bar(parts, "s", names)
+    if told:
+        found[_TIME] = told
+    if steps and report.distributions:
+        axis = tracks.log_axis(*steps)
+        found["How long steps took"] = step_times.draw(report, axis)
     if report.step_times:
         found["A step on each worker"] = _steps(report)
     staleness = [epoch.staleness for epoch in report.epochs]
@@ -293,20 +280,6 @@ def _of_one(report: Report) -> dict[str, str]:
     if report.predicted:
         found["Predicted and measured"] = _predicted(report.predicted)
     return found
-
-
-def _timeline(report: Report) -> str:
-    """Draws when checkpoints were saved, and where the run resumed."""
-    return charts.timeline(
-        {
-            kind: [
-                (event["at"], f"step {event['step']}: {event['why']}")
-                for event in report.events
-                if event["what"] == kind
-            ]
-            for kind in _EVENTS
-        }
-    )
 
 
 def _predicted(predicted: dict[str, Any]) -> str:
@@ -426,7 +399,9 @@ def _configuration(runs: Sequence[Run]) -> str:
     return _card("Configuration", f"{table}{again}", wide=True)
 
 
-_STYLE = """
+_STYLE = (
+    f"{charts.STYLE}{tracks.STYLE}{placement.STYLE}"
+    + """
 :root{color-scheme:light dark;--page:#f4f6f9;--card:#fff;--text:#1f2430;
 --soft:#5f6b7a;--rule:#dfe4ea}
 @media (prefers-color-scheme:dark){:root{--page:#15181e;--card:#1f242d;
@@ -441,7 +416,7 @@ grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr))}
 padding:14px 18px;min-width:0;overflow-x:auto}
 .wide{grid-column:1/-1}.pair{display:grid;gap:16px;
 grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr))}
-h2{font-size:15px;margin:0 0 10px}
+h2{font-size:15px;margin:0 0 10px}h3{font-size:13px;margin:12px 0 2px}
 dl{display:grid;gap:10px;margin:0 0 14px;
 grid-template-columns:repeat(auto-fill,minmax(118px,1fr))}
 dl div:first-child{grid-column:span 2}
@@ -451,9 +426,6 @@ table{border-collapse:collapse;width:100%;margin-top:10px;font-size:13px}
 td,th{padding:4px 8px;border-top:1px solid var(--rule);text-align:left;
 overflow-wrap:anywhere}td:not(:first-child){font-variant-numeric:tabular-nums}
 .differs td{font-weight:600}
-.machines{display:flex;flex-wrap:wrap;gap:10px}
-.machine{border:1px dashed var(--rule);border-radius:8px;padding:8px 10px;
-font-size:13px;display:flex;flex-wrap:wrap;gap:6px;align-items:center}
-.device{background:var(--page);border:1px solid var(--rule);border-radius:6px;
-padding:2px 8px}.events{margin:0;padding-left:20px}.events li{margin:4px 0}
+.events{margin:0;padding-left:20px}.events li{margin:4px 0}
 """
+)

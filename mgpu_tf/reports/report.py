@@ -55,6 +55,17 @@ removed:
     step_times          one object for each epoch in which steps were timed:
                         epoch (from 1) and workers, each with the medians of
                         input, compute and step in seconds, or null
+    distributions       how often a step took how long, one object for each
+                        worker: step, and with several workers compute (the
+                        gradients of its own rows), each null or with steps,
+                        executions (calls; the steps of one count with their
+                        mean), the seconds least, p50, p90, p99 and most, and
+                        bins (from, to, steps); since the run was resumed
+    time_line           what each stretch of the time went to: width (the
+                        seconds of a bin), bins (the seconds of each by the
+                        names of goodput) and faults (at, in seconds since the
+                        run began, and text)
+    tasks               the processes of the run: task and role
     events              of checkpoints, over all restarts: at (seconds since
                         the run began), what (began, saved, resumed, damaged,
                         moved aside), step and why; empty without
@@ -156,6 +167,11 @@ class Report:
     memory: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     step_times: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    distributions: list[dict[str, Any]] = dataclasses.field(
+        default_factory=list
+    )
+    time_line: dict[str, Any] | None = None
+    tasks: list[dict[str, str]] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
     configuration: dict[str, Any] = dataclasses.field(default_factory=dict)
     predicted: dict[str, Any] | None = None

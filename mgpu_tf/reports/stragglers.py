@@ -13,6 +13,9 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mgpu_tf.reports.distribution import Distribution
 
 # A worker is slow from these limits on, against the median of the others.
 _TIMES = 1.5
@@ -21,7 +24,7 @@ _SECONDS = 0.005
 # Executions that must have been timed in an epoch.
 _FEWEST = 5
 
-INPUT, COMPUTE = "input", "compute"
+INPUT, COMPUTE, STEP = "input", "compute", "step"
 SECTIONS = (INPUT, COMPUTE)
 _WORDS = {INPUT: "to get its rows", COMPUTE: "to compute its gradients"}
 
@@ -60,7 +63,7 @@ class Slow:
 
 
 class SectionTimes:
-    """The times of this worker, epoch by epoch.
+    """The times of this worker, epoch by epoch, and of all epochs.
 
     Attributes:
         best: The least time of each section in an epoch so far.
@@ -69,17 +72,29 @@ class SectionTimes:
     def __init__(self) -> None:
         self._timed: list[tuple[float, float]] = []
         self._steps: list[float] = []
+        self._every = {STEP: Distribution(), COMPUTE: Distribution()}
         self.best: dict[str, float] = {}
 
-    def note(self, sections: tuple[float, float], seconds: float) -> None:
+    def note(
+        self, sections: tuple[float, float] | None, seconds: float, steps: int
+    ) -> None:
         """Notes an execution.
 
         Args:
-            sections: The seconds of each section in one of its steps.
+            sections: The seconds of each section in one of its steps, where
+                they are measured.
             seconds: What a step took in all.
+            steps: How many steps it had.
         """
-        self._timed.append(sections)
-        self._steps.append(seconds)
+        self._every[STEP].note(seconds, steps)
+        if sections is not None:
+            self._every[COMPUTE].note(sections[1], steps)
+            self._timed.append(sections)
+            self._steps.append(seconds)
+
+    def told(self) -> dict[str, Any]:
+        """Returns the distributions of "step" and "compute" in all epochs."""
+        return {name: every.told() for name, every in self._every.items()}
 
     def epoch(self) -> dict[str, float] | None:
         """Returns the medians of an epoch that ends, and forgets its times.
@@ -100,7 +115,7 @@ class SectionTimes:
         for name, seconds in now.items():
             self.best[name] = min(seconds, self.best.get(name, seconds))
         best = {f"best {name}": value for name, value in self.best.items()}
-        return {**now, **best, "step": statistics.median(steps)}
+        return {**now, **best, STEP: statistics.median(steps)}
 
 
 def slow_workers(
@@ -119,7 +134,7 @@ def slow_workers(
     known = [one for one in times if one is not None]
     if len(known) < 2 or len(known) < len(times):
         return []
-    step = statistics.median(one["step"] for one in known)
+    step = statistics.median(one[STEP] for one in known)
     found = []
     for section in SECTIONS:
         for worker, mine in enumerate(known):

@@ -165,7 +165,7 @@ class Training:
             Keras's `History`; of the whole run where it was resumed.
         """
         numbers, run, hooks = self._numbers, self._run, self._hooks
-        totals = self._totals
+        totals, peers = self._totals, self._distributed.peers
         run.load(self._saver.find())
         self._tell()
         totals.left_out[:] = run.leave_out(totals.left_out)
@@ -191,6 +191,7 @@ class Training:
                 if self._ends_epoch(feed, is_last=epoch + 1 == last):
                     break
             self._saver.finish()
+        totals.distributions[:] = peers.of_all(self._times.told())
         self._profiler.close()
         if numbers.epochs > run.first_epoch:
             self._model.optimizer.finalize_variable_values(
@@ -278,6 +279,7 @@ class Training:
         for slow in slow_workers(times, epoch + 1):
             if (slow.worker, slow.section) not in named:
                 known.append(slow)
+                self._totals.meter.fault(str(slow))
                 if self._distributed.is_chief:
                     _log.warning("%s", slow)
 
@@ -352,8 +354,9 @@ class Training:
                 done.input_seconds,
                 done.traced,
             )
-            if done.sections is not None and not done.traced:
-                self._times.note(done.sections, passed / done.steps)
+            if done.steps and not done.traced:
+                each = passed / done.steps
+                self._times.note(done.sections, each, done.steps)
             return self._count(done)
 
         def room(wanted: int) -> int:
@@ -442,6 +445,7 @@ class Training:
         if options.on_nan == "restore":
             at = self._run.position
             batch = at.step + bad + 1
+            self._totals.meter.fault(f"loss {loss:.6g} in step {step}")
             raise BadStep(LeftOut(at.epoch + 1, batch, step, f"{loss:.6g}"))
         if np.isfinite(loss):
             raise _diverged(f"loss {loss:.6g} in step {step}", options.max_loss)

@@ -56,6 +56,28 @@ def devices_here(strategy: tf.distribute.Strategy) -> list[str]:
     return [name.rpartition("device:")[2].lstrip("/") for name in names]
 
 
+def tasks(strategy: tf.distribute.Strategy) -> list[dict[str, str]]:
+    """Returns the processes of a run: for each `task` and `role`."""
+    kind, topology = kind_of(strategy), topology_of(strategy)
+    workers = [f"worker {n}" for n in range(topology.num_workers)]
+    if kind.in_step:
+        chief = "trains, writes the files"
+        roles = [chief, *["trains"] * (len(workers) - 1)]
+        return [
+            {"task": task, "role": role}
+            for task, role in zip(workers, roles, strict=True)
+        ]
+    cluster = strategy.cluster
+    found = [("coordinator", "deals out steps, writes the files")]
+    found += [(name, "computes gradients") for name in workers]
+    found += [
+        (f"ps {n}", "stores and updates variables")
+        for n in range(len(cluster.ps))
+    ]
+    found += [("evaluator", "evaluates checkpoints")] * len(cluster.evaluator)
+    return [{"task": task, "role": role} for task, role in found]
+
+
 def batch_size_of(source: data_lib.Source) -> int | None:
     """Returns the global batch size, None where only the data knows it."""
     rows = source.rows()

@@ -28,6 +28,7 @@ class Totals:
         left_out: The batches that the last `fit` has left out.
         slow: The workers that the last `fit` has found slow.
         step_times: The times of all workers, epoch by epoch of the last `fit`.
+        distributions: Of each worker, how often a step took how long.
     """
 
     global_step: int = 0
@@ -38,3 +39,6 @@ class Totals:
     left_out: list[LeftOut] = dataclasses.field(default_factory=list)
     slow: list[Slow] = dataclasses.field(default_factory=list)
     step_times: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    distributions: list[dict[str, Any]] = dataclasses.field(
+        default_factory=list
+    )

@@ -35,7 +35,7 @@ from mgpu_tf.fields import made_of
 from mgpu_tf.folders import write_whole
 from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
 from mgpu_tf.reports import trackers
-from mgpu_tf.reports.goodput import Goodput
+from mgpu_tf.reports.goodput import Goodput, Meter
 from mgpu_tf.reports.memory import MemoryTable
 from mgpu_tf.reports.pipeline_plan import PipelinePlan
 from mgpu_tf.reports.pipeline_trace import (
@@ -274,9 +274,24 @@ class Trainer:
         return self._totals.step_times
 
     @property
+    def distributions(self) -> list[dict[str, Any]]:
+        """Returns how often a step took how long, for each worker.
+
+        Of the last `fit`, since it was resumed. Each worker has `step`, and
+        where there are several `compute`, the time for the gradients of its
+        own rows. `mgpu_tf.reports.distribution` has what each holds.
+        """
+        return self._totals.distributions
+
+    @property
     def goodput(self) -> Goodput:
         """Returns how the time of the run was spent, over restarts."""
         return self._totals.meter.goodput()
+
+    @property
+    def meter(self) -> Meter:
+        """Returns what measures the time of the run."""
+        return self._totals.meter
 
     def fit(
         self,
@@ -409,6 +424,7 @@ class Trainer:
             self._totals.left_out.clear()
             self._totals.slow.clear()
             self._totals.step_times.clear()
+            self._totals.distributions.clear()
 
             def training(
                 kind: Callable[..., loop.Training], source: data_lib.Source
@@ -895,5 +911,6 @@ class Trainer:
         _log.warning(
             "a parameter server was lost; going on from the last checkpoint"
         )
+        self._totals.meter.fault("a parameter server was lost")
         self._distributed = self._distributed.again()
         return dataclasses.replace(saving, resume="auto")

@@ -1,5 +1,9 @@
+import collections
 import dataclasses
+import json
 import time
+
+import pytest
 
 from mgpu_tf.reports.goodput import Goodput, Meter, process_began
 
@@ -16,6 +20,27 @@ def spend(meter, clock, name, seconds):
 def parts(found):
     values = dataclasses.asdict(found)
     return values.pop("wall_seconds"), sum(values.values())
+
+
+def on_the_line(meter):
+    """The sums of the time line, by the names of goodput."""
+    found = collections.Counter()
+    for one in meter.time_line().bins:
+        found.update(one)
+    return {f"{kind}_seconds": seconds for kind, seconds in found.items()}
+
+
+def of_goodput(meter):
+    found = dataclasses.asdict(meter.goodput())
+    del found["wall_seconds"]
+    return {name: pytest.approx(n) for name, n in found.items() if n > 1e-9}
+
+
+def first(meter, kind):
+    """Where the time line first has a kind, in seconds."""
+    line = meter.time_line()
+    place = [kind in one for one in line.bins].index(True)
+    return place * line.width
 
 
 def test_seconds_add_up_to_the_wall(clock):
@@ -111,3 +136,90 @@ def test_another_trainer_of_the_process_goes_on_from_the_checkpoint(clock):
 
 def test_process_began_before_now():
     assert 0.0 < time.time() - process_began() < 86_400.0
+
+
+def trained(clock, **resumed):
+    """A process of which all kinds of time are known."""
+    meter = Meter(began=clock.now)
+    clock.now += 7.0
+    if resumed:
+        meter.resume(**resumed)
+    spend(meter, clock, "evaluate", 2.0)
+    clock.now += 9.0
+    meter.execution(seconds=9.0, steps=1, input_seconds=1.0, traced=True)
+    for _ in range(3):
+        clock.now += 4.0
+        meter.execution(seconds=4.0, steps=4, input_seconds=1.0, traced=False)
+        spend(meter, clock, "save", 0.5)
+    clock.now += 3.0
+    return meter
+
+
+def test_the_time_line_has_the_sums_of_goodput(clock):
+    meter = trained(clock)
+    assert on_the_line(meter) == of_goodput(meter)
+    assert first(meter, "start") == 0.0
+    assert first(meter, "evaluate") == 7.0
+    assert first(meter, "compile") == 9.0
+    # 18.0 to 22.0, 22.5 to 26.5, 27.0 to 31.0 are steps.
+    assert first(meter, "save") == 22.0
+    assert first(meter, "other") == 31.5
+
+
+def test_the_time_line_goes_on_after_a_restart(clock):
+    began = clock.now
+    meter = trained(clock)
+    meter.fault("loss nan in step 3")
+    before = {"before": meter.goodput(), "since": clock.now, "restarted": True}
+    before["told"] = json.loads(json.dumps(meter.told()))
+    clock.now += 20.0
+    meter = trained(clock, **before)
+    assert on_the_line(meter) == of_goodput(meter)
+    assert first(meter, "restart") == 34.0
+    assert meter.goodput().restart_seconds == 20.0
+    # The second process began 54 s after the first, and trains 9 s later.
+    assert meter.moment(began + 54.0) == 54.0
+    meter.fault("worker 1 is slow")
+    assert meter.faults == [
+        (34.5, "loss nan in step 3"),
+        (pytest.approx(clock.now - began), "worker 1 is slow"),
+    ]
+
+
+def test_the_time_after_an_end_is_not_on_the_line(clock):
+    meter = trained(clock)
+    before = {"before": meter.goodput(), "since": clock.now, "restarted": False}
+    before["told"] = meter.told()
+    clock.now += 1000.0
+    again = clock.now
+    meter = trained(clock, **before)
+    assert on_the_line(meter) == of_goodput(meter)
+    assert meter.moment(again - 1000.5) == pytest.approx(34.0)
+    assert meter.moment(again + 1.0) == pytest.approx(35.5)
+
+
+def test_a_fault_outlives_going_back_to_a_checkpoint(clock):
+    meter = trained(clock)
+    told, saved = meter.told(), clock.now
+    goodput = meter.goodput()
+    clock.now += 5.0
+    meter.fault("loss inf in step 9")
+    meter.resume(goodput, saved, restarted=True, told=told)
+    assert meter.faults == [(39.5, "loss inf in step 9")]
+    assert meter.goodput().restart_seconds == 5.0
+
+
+def test_a_checkpoint_of_another_version_has_no_line(clock):
+    meter = Meter(began=clock.now)
+    meter.resume(BEFORE, clock.now - 20.0, restarted=True)
+    assert first(meter, "restart") == 100.0
+    assert meter.moment(clock.now) == 120.0
+
+
+def test_the_newest_faults_are_kept(clock):
+    meter = Meter(began=clock.now)
+    for number in range(500):
+        meter.fault(str(number))
+    assert [text for _, text in meter.faults] == [
+        str(number) for number in range(400, 500)
+    ]

@@ -58,12 +58,32 @@ def test_what_is_told():
 def test_the_medians_of_an_epoch():
     section = SectionTimes()
     for seconds in (0.2, 0.1, 9.0, 0.1, 0.2):
-        section.note((seconds, 2 * seconds), 3 * seconds)
+        section.note((seconds, 2 * seconds), 3 * seconds, 10)
     first = section.epoch()
     assert first == times(0.2, 0.4, pytest.approx(0.6))
     for _ in range(5):
-        section.note((1.0, 0.3), 2.0)
+        section.note((1.0, 0.3), 2.0, 10)
     best = {"input": 0.2, "compute": 0.3}
     assert section.epoch() == times(1.0, 0.3, 2.0, best)
-    section.note((1.0, 0.1), 2.0)
+    section.note((1.0, 0.1), 2.0, 10)
     assert section.epoch() is None
+
+
+def test_every_step_counts_over_epochs():
+    section = SectionTimes()
+    for _ in range(6):
+        section.note((0.1, 0.2), 0.4, steps=10)
+    section.epoch()
+    section.note(None, 0.8, steps=5)
+    told = section.told()
+    assert (told["step"]["steps"], told["step"]["most"]) == (65, 0.8)
+    assert (told["compute"]["steps"], told["compute"]["most"]) == (60, 0.2)
+
+
+def test_one_process_has_steps_and_no_sections():
+    section = SectionTimes()
+    for _ in range(6):
+        section.note(None, 0.5, steps=1)
+    assert section.epoch() is None
+    assert section.told()["step"]["p50"] == 0.5
+    assert section.told()["compute"] is None
