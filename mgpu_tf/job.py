@@ -312,7 +312,8 @@ def trace(
 
     Args:
         config: The configuration of the run. It does not save.
-        profile_folder: Gets a profile of some later steps.
+        profile_folder: Gets a profile of some later steps of this process;
+            all workers have one, or none.
 
     Returns:
         The trace; the same on every worker.
@@ -325,8 +326,7 @@ def trace(
     config, strategy, splits = _begun(config)
     profiler = None
     if profile_folder is not None:
-        folder = profile_folder if is_chief(strategy) else None
-        profiler = Profiler(*_PROFILED, folder)
+        profiler = Profiler(*_PROFILED, profile_folder)
     return trace_pipeline(
         _trainer(config, splits, strategy, profiler),
         splits.training(config.global_batch_size),

@@ -81,7 +81,8 @@ def run(call: Call) -> int:
     from mgpu_tf.reports import perfetto, terminal, trace_html
 
     with tempfile.TemporaryDirectory(prefix="mgpu_tf-") as folder:
-        found = trace(config, folder if values.perfetto else None)
+        profiled = values.perfetto or (values.html and not asynchronous)
+        found = trace(config, folder if profiled else None)
         is_chief = cluster is None or cluster.is_chief
         if is_chief and values.perfetto:
             perfetto.write(folder, values.perfetto)

@@ -151,6 +151,8 @@ class Engine(abc.ABC):
 
     Attributes:
         kernels: The fused forms of layers and optimizers.
+        step_graphs: The graphs that have the operations of a training step,
+            where the steps of this process are in its own graphs.
 
     Raises:
         ConfigurationError: The model is not compiled, or was made elsewhere.
@@ -178,6 +180,7 @@ class Engine(abc.ABC):
         self._compiled = keras_internals.compiled_state(model)
         self._jit_compile = bool(model.jit_compile)
         self.kernels = Kernels(model, strategy, options.kernels)
+        self.step_graphs: list[tf.Graph] = []
 
     def is_current(self) -> bool:
         """Returns whether the model is compiled as when this was made."""

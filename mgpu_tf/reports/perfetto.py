@@ -12,11 +12,10 @@ References: the Trace Event Format of Chrome.
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 from typing import Any
 
+from mgpu_tf.reports.profile_file import newest_profile
 from mgpu_tf.reports.profiling import PARTS
 
 # More make a browser slow.
@@ -40,13 +39,7 @@ def write(folder: str, path: str) -> int:
 
 
 def _events(folder: str) -> list[dict[str, Any]]:
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
-
-    pattern = os.path.join(folder, "**", "*.xplane.pb")
-    newest = max(glob.glob(pattern, recursive=True), key=os.path.getmtime)
-    space = xplane_pb2.XSpace()
-    with open(newest, "rb") as file:
-        space.ParseFromString(file.read())
+    space = newest_profile(folder)
     names: list[dict[str, Any]] = []
     timed: list[dict[str, Any]] = []
     for process, plane in enumerate(space.planes):

@@ -14,6 +14,8 @@ import json
 import math
 from typing import Any
 
+from mgpu_tf.reports.device_times import Profile
+
 ROWS, COLUMNS = 2, 6
 
 
@@ -190,6 +192,8 @@ class PipelineTrace:
         epochs: The epochs.
         prediction: A prediction after training.
         test: Loss and metrics on the test data.
+        profile: What each device did in some later steps; None where they
+            were not profiled.
     """
 
     strategy: str
@@ -205,6 +209,7 @@ class PipelineTrace:
     epochs: list[EpochTrace]
     prediction: PredictionTrace
     test: dict[str, float]
+    profile: Profile | None = None
 
     def json(self) -> str:
         """Returns the trace as JSON, with all digits."""

@@ -15,12 +15,12 @@ reduction.
 from __future__ import annotations
 
 import contextlib
-import glob
-import os
 import time
 from collections.abc import Iterator
 
 import tensorflow as tf
+
+from mgpu_tf.reports.profile_file import length_of_union, newest_profile
 
 # Name scopes of the engine, in the order of a step.
 PARTS = ("forward_backward", "reduce", "apply")
@@ -34,12 +34,15 @@ class Profiler:
         steps: How many to trace.
         folder: Gets what TensorBoard opens; None on workers that do not
             trace but have to take the same steps together.
+
+    Attributes:
+        folder: The same.
     """
 
     def __init__(self, start: int, steps: int, folder: str | None) -> None:
         self._start = start
         self._end = start + steps
-        self._folder = folder
+        self.folder = folder
         self._running = False
         self._traced_steps = 0
         self._wall = 0.0
@@ -64,11 +67,11 @@ class Profiler:
         Args:
             done: Steps done before it.
         """
-        if self._folder is None or not self._start <= done < self._end:
+        if self.folder is None or not self._start <= done < self._end:
             yield
             return
         if not self._running:
-            tf.profiler.experimental.start(self._folder)
+            tf.profiler.experimental.start(self.folder)
             self._running = True
         started = time.perf_counter()
         try:
@@ -91,6 +94,16 @@ class Profiler:
         if done >= self._end:
             self.close()
 
+    @property
+    def steps(self) -> int:
+        """The steps that were traced here."""
+        return self._traced_steps
+
+    @property
+    def seconds(self) -> float:
+        """What the traced steps took in all."""
+        return self._wall
+
     def close(self) -> None:
         """Ends the trace, where one is under way."""
         if self._running:
@@ -103,7 +116,7 @@ class Profiler:
             return (
                 f"profile: steps {self._start} to {self._end} were not reached"
             )
-        busy, union = _busy_seconds(str(self._folder))
+        busy, union = _busy_seconds(str(self.folder))
         per_step = 1e3 / self._traced_steps
         parts = [f"input {self._input * per_step:.2f}"]
         parts += [
@@ -115,19 +128,13 @@ class Profiler:
         return (
             f"profile of {self._traced_steps} steps, "
             f"{self._wall * per_step:.2f} ms each, of parts that overlap: "
-            f"{', '.join(parts)}; tensorboard --logdir {self._folder}"
+            f"{', '.join(parts)}; tensorboard --logdir {self.folder}"
         )
 
 
 def _busy_seconds(folder: str) -> tuple[dict[str, float], float]:
     """Returns the seconds in which operations ran, of each part and of any."""
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
-
-    pattern = os.path.join(folder, "**", "*.xplane.pb")
-    newest = max(glob.glob(pattern, recursive=True), key=os.path.getmtime)
-    space = xplane_pb2.XSpace()
-    with open(newest, "rb") as file:
-        space.ParseFromString(file.read())
+    space = newest_profile(folder)
     spans: dict[str, list[tuple[int, int]]] = {part: [] for part in PARTS}
     for plane in space.planes:
         parts = {
@@ -141,16 +148,6 @@ def _busy_seconds(folder: str) -> tuple[dict[str, float], float]:
                     continue
                 begin = line.timestamp_ns * 1000 + event.offset_ps
                 spans[part].append((begin, begin + event.duration_ps))
-    busy = {part: _length_of_union(spans[part]) / 1e12 for part in PARTS}
+    busy = {part: length_of_union(spans[part]) / 1e12 for part in PARTS}
     every = [span for part in PARTS for span in spans[part]]
-    return busy, _length_of_union(every) / 1e12
-
-
-def _length_of_union(spans: list[tuple[int, int]]) -> int:
-    total = reached = 0
-    for begin, end in sorted(spans):
-        begin = max(begin, reached)
-        if end > begin:
-            total += end - begin
-            reached = end
-    return total
+    return busy, length_of_union(every) / 1e12

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from mgpu_tf.reports import charts
+from mgpu_tf.reports import charts, tracks
 from mgpu_tf.reports.pipeline_trace import (
     Excerpt,
     PipelineTrace,
@@ -15,6 +15,9 @@ from mgpu_tf.reports.pipeline_trace import (
     numbers,
     short,
 )
+
+# What a device does, with its colour.
+_DOES = {"computing": 0, "communication": 1, "idle": 2}
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2430; --dim: #5b6675;
@@ -69,13 +72,14 @@ def page(trace: PipelineTrace) -> str:
         *_distribution(trace),
         *_training(trace),
         *_aggregation(trace),
+        *_profile(trace),
         *_epochs(trace),
         *_prediction(trace),
     ]
     return (
         "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
         '<meta name=viewport content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{charts.STYLE}{_STYLE}</style>\n</head>\n"
+        f"<title>{escape(title)}</title>\n<style>{charts.STYLE}{tracks.STYLE}{_STYLE}</style>\n</head>\n"
         "<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
     )
 
@@ -137,6 +141,48 @@ def _aggregation(trace: PipelineTrace) -> Iterable[str]:
             f"<div><div class=dim>after</div>{_values(weight.after)}</div>"
             "</div></div>"
         )
+    yield "</div>"
+
+
+def _profile(trace: PipelineTrace) -> Iterable[str]:
+    """Draws what each device did, and what it sent."""
+    profile = trace.profile
+    if profile is None:
+        return
+    yield "<h2>The time of each device</h2>"
+    yield (
+        f"<p class=dim>In a step, the mean of {profile.steps} later steps. "
+        "Communication is the time in which a device did nothing else; it "
+        "includes waiting for the other devices. Bytes are counted in the "
+        "graph: what other devices take, and of a collective operation what a "
+        "ring sends.</p>"
+    )
+    axis = tracks.axis_from_zero(profile.seconds / profile.steps, "ms", 1e-3)
+    rows = {}
+    for one in profile.devices:
+        left, boxes = 0.0, []
+        for name, place in _DOES.items():
+            seconds = getattr(one, name) / profile.steps
+            text = f"{name}: {charts.rounded(1e3 * seconds)} ms"
+            boxes.append((left, left + seconds, 0.2, 0.8, place, text))
+            left += seconds
+        rows[one.device] = tracks.boxes(boxes, axis)
+    yield '<div class="card">' + tracks.draw(rows, axis, tall=list(rows))
+    yield charts.legend(list(_DOES))
+    yield from _table(
+        ["device", *(f"{name}, ms" for name in _DOES), "sent, KiB"],
+        [
+            [
+                one.device,
+                *(
+                    charts.rounded(1e3 * getattr(one, name) / profile.steps)
+                    for name in _DOES
+                ),
+                charts.rounded(one.sent_bytes / 1024),
+            ]
+            for one in profile.devices
+        ],
+    )
     yield "</div>"
 
 

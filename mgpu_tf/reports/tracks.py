@@ -25,7 +25,8 @@ padding-right:16px}
 .track{position:relative;height:22px;background:
 linear-gradient(var(--rule),var(--rule)) center/100% 1px no-repeat}
 .track.tall{height:52px;background:none}
-.track svg{position:absolute;inset:0;width:100%;height:100%}
+.track svg{shape-rendering:crispEdges;position:absolute;inset:0;
+width:100%;height:100%}
 .track i{position:absolute;top:50%;width:11px;height:11px;border-radius:50%;
 margin:-5.5px;border:2px solid var(--card)}
 .track b{position:absolute;top:0;bottom:0;width:2px;margin-left:-1px;

@@ -99,6 +99,9 @@ def trace_pipeline(
         ],
         prediction=prediction,
         test=scores,
+        profile=trainer.profile(
+            max(share.after - share.first for share in step.shares)
+        ),
     )
 
 

@@ -35,6 +35,7 @@ from mgpu_tf.fields import made_of
 from mgpu_tf.folders import write_whole
 from mgpu_tf.options import SaveOptions, StepOptions, StrategyOptions
 from mgpu_tf.reports import trackers
+from mgpu_tf.reports.device_times import Profile
 from mgpu_tf.reports.goodput import Goodput, Meter
 from mgpu_tf.reports.memory import MemoryTable
 from mgpu_tf.reports.pipeline_plan import PipelinePlan
@@ -76,6 +77,7 @@ from mgpu_tf.training.data_errors import explained
 from mgpu_tf.training.distributed_model import BuildModel, DistributedModel
 from mgpu_tf.training.evaluator import follow
 from mgpu_tf.training.model_file import streamed
+from mgpu_tf.training.profiled import profile_of
 from mgpu_tf.training.replay import (
     FOUND,
     Replay,
@@ -635,6 +637,22 @@ class Trainer:
             [share_of(share) for worker in every for share in worker],
             excerpts(outputs, ("outputs", "", "")),
         )
+
+    def profile(self, rows: int) -> Profile | None:
+        """Returns what each device did in the steps of the profiler.
+
+        Every worker must call this method.
+
+        Args:
+            rows: The rows of a device.
+
+        Returns:
+            For each device of all workers the time of computing, of
+            communication and without either, and the bytes that it sent;
+            None where not every worker has profiled steps.
+        """
+        with self._distributed.peers.together("profile"):
+            return profile_of(self._distributed, self._profiler, rows)
 
     def summary(self, **options: Any) -> None:
         """Prints the layers of the model, on the chief alone.

@@ -7,7 +7,8 @@ import pytest
 
 import mgpu_tf
 from mgpu_tf.reports import perfetto
-from mgpu_tf.reports.profiling import Profiler, _length_of_union
+from mgpu_tf.reports.profile_file import length_of_union
+from mgpu_tf.reports.profiling import Profiler
 
 
 def test_room_ends_where_the_trace_begins_and_ends():
@@ -22,9 +23,9 @@ def test_room_ends_where_the_trace_begins_and_ends():
     assert Profiler(0, 0, None).room(0, 8) == 8
 
 
-def test_length_of_union():
-    assert _length_of_union([]) == 0
-    assert _length_of_union([(5, 9), (0, 2), (1, 3), (6, 7)]) == 7
+def testlength_of_union():
+    assert length_of_union([]) == 0
+    assert length_of_union([(5, 9), (0, 2), (1, 3), (6, 7)]) == 7
 
 
 def test_trace_of_a_run(tmp_path, caplog):

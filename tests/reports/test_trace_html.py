@@ -8,6 +8,7 @@ import numpy as np
 from rich.console import Console
 
 from mgpu_tf.reports import terminal, trace_html
+from mgpu_tf.reports.device_times import DeviceTimes, Profile
 from mgpu_tf.reports.pipeline_trace import (
     BatchTrace,
     EpochTrace,
@@ -135,6 +136,32 @@ def test_the_page_stands_alone():
         assert opened == page.count(f"</{tag}>"), tag
     assert "[7, 1, 5, 3]" in page
     assert "Device 1: CPU:1, rows 2 to 3" in page
+
+
+def test_bars_of_what_each_device_did():
+    devices = [
+        DeviceTimes("CPU:0", 0.2, 0.1, 0.1, 2048.0),
+        DeviceTimes("CPU:1", 0.1, 0.2, 0.1, 1024.0),
+    ]
+    profile = Profile(steps=4, seconds=0.4, devices=devices)
+    page = trace_html.page(dataclasses.replace(TRACE, profile=profile))
+    found = re.findall(
+        r'<rect class="fc(\d)" x="([\d.]+)" .*? width="([\d.]+)">', page
+    )
+    assert [tuple(map(float, one)) for one in found if one[0] in "012"][
+        -6:
+    ] == [
+        (0.0, 0.0, 50.0),
+        (1.0, 50.0, 25.0),
+        (2.0, 75.0, 25.0),
+        (0.0, 0.0, 25.0),
+        (1.0, 25.0, 50.0),
+        (2.0, 75.0, 25.0),
+    ]
+    assert "computing: 50 ms" in page
+    assert "<td>CPU:0</td><td>50</td><td>25</td><td>25</td><td>2</td>" in page
+    assert "mean of 4 later steps" in page
+    assert "time of each device" not in trace_html.page(TRACE)
 
 
 def test_the_terminal_has_the_same():

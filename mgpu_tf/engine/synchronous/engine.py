@@ -614,6 +614,9 @@ class SynchronousEngine(Engine):
         """Runs up to `steps` steps and sums the metrics over replicas."""
         authored = isinstance(step, AuthorStep)
         held = self._agreed if authored else self._state
+        trains = step == self._train_step and not tf.executing_eagerly()
+        if trains:
+            self.step_graphs.clear()
 
         def once(
             before_it: Any, number: tf.Tensor
@@ -645,6 +648,8 @@ class SynchronousEngine(Engine):
             waited = began - before
 
             def timed() -> tuple[Any, tf.Tensor]:
+                if trains:
+                    self.step_graphs.append(tf.compat.v1.get_default_graph())
                 self._computed, self._seconds = None, seconds
                 logs = step(data, local, total, low)
                 if self._computed is None:
