@@ -58,6 +58,18 @@ def test_report(name, output):
     assert set(report.test) == {"loss", "accuracy"}
     assert report.test["accuracy"] > 0.8
     assert report.fused == {"Adam": 1, "GELU": 2}
+    assert [task["task"] for task in report.tasks] == [
+        f"worker {number}" for number in range(report.num_workers)
+    ]
+    # The times of steps, but of those in calls that traced.
+    assert len(report.distributions) == report.num_workers
+    for worker in report.distributions:
+        assert 0 < worker["step"]["steps"] < report.global_step
+        assert (worker["compute"] is None) == (report.num_workers == 1)
+    for kind in ("start", "compile", "step", "evaluate"):
+        spent = sum(one.get(kind, 0.0) for one in report.time_line["bins"])
+        expected = report.goodput[f"{kind}_seconds"]
+        assert spent == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.parametrize("name", ROWS)

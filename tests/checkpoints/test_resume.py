@@ -174,6 +174,9 @@ def assert_same_bits(run, strategy, tmp_path, breaks, **kwargs):
     wall = spent.pop("wall_seconds")
     assert sum(spent.values()) == pytest.approx(wall, rel=0.01)
     assert (spent["restart_seconds"] > 0) == bool(breaks)
+    line = run.trainer.meter.time_line()
+    lost = sum(one.get("restart", 0.0) for one in line.bins)
+    assert lost == pytest.approx(spent["restart_seconds"], abs=0.01)
     return control
 
 

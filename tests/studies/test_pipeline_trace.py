@@ -317,6 +317,17 @@ def test_the_command(name, told):
     for share in step["shares"]:
         assert share["after"] - share["first"] == rows
         assert share["data"][0]["shape"] == [rows, 20]
+    profile = trace["profile"]
+    if name == "parameter servers":
+        assert profile is None
+    else:
+        assert len(profile["devices"]) == len(step["shares"])
+        for one in profile["devices"]:
+            assert one["computing"] > 0.0
+            # One device has nobody to send to.
+            alone = len(profile["devices"]) == 1
+            assert (one["sent_bytes"] == 0.0) == alone
+        assert "The time of each device" in page
     assert trace["num_examples"] == 8000
     assert trace["prediction"]["combined"][0]["shape"] == [100, 10]
     for stage in (
