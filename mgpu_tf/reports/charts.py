@@ -178,16 +178,23 @@ def bar(
     )
 
 
-def legend(names: Sequence[str]) -> str:
-    """Returns what each colour stands for; nothing for a single one."""
+def legend(names: Sequence[str], places: Sequence[int] = ()) -> str:
+    """Returns what each colour stands for; nothing for a single one.
+
+    Args:
+        names: What they stand for.
+        places: The numbers of the colours; 0, 1, 2, ... by default.
+    """
     if len(names) < 2:
         return ""
     return (
         '<p class="legend">'
         + "".join(
-            f'<span><span class="key bc{place % _COLORS}"></span>'
+            f'<span><span class="key b{color(place)}"></span>'
             f"{html.escape(name)}</span>"
-            for place, name in enumerate(names)
+            for place, name in zip(
+                places or range(len(names)), names, strict=True
+            )
         )
         + "</p>"
     )

@@ -17,7 +17,7 @@ from mgpu_tf.reports.pipeline_trace import (
 )
 
 # What a device does, with its colour.
-_DOES = {"computing": 0, "communication": 1, "idle": 2}
+_DOES = {"computing": 0, "communication": 1, "idle": 7}
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2430; --dim: #5b6675;
@@ -168,7 +168,7 @@ def _profile(trace: PipelineTrace) -> Iterable[str]:
             left += seconds
         rows[one.device] = tracks.boxes(boxes, axis)
     yield '<div class="card">' + tracks.draw(rows, axis, tall=list(rows))
-    yield charts.legend(list(_DOES))
+    yield charts.legend(list(_DOES), list(_DOES.values()))
     yield from _table(
         ["device", *(f"{name}, ms" for name in _DOES), "sent, KiB"],
         [
