@@ -105,6 +105,7 @@ def test_bytes_that_cross_from_device_to_device_count_once():
     with tf.Graph().as_default() as graph:
         with tf.device("/CPU:0"):
             made = tf.compat.v1.placeholder(tf.float32, [None, 5], name="made")
+            tf.square(made)  # Stays on the device.
         with tf.device("/CPU:1"):
             tf.abs(made)
             tf.negative(made, name="negative")
