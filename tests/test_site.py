@@ -6,6 +6,7 @@ import inspect
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -103,12 +104,13 @@ def test_pictures_are_those_of_the_script():
         assert f"{name}-light.svg" in (DOCS / "strategies.md").read_text()
 
 
-@pytest.mark.full
-def test_it_builds_without_a_warning(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [
             *(clusters.PYTHON, "-m", "mkdocs", "build", "--strict"),
-            f"--site-dir={tmp_path}",
+            f"--site-dir={folder}",
         ],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
@@ -117,7 +119,40 @@ def test_it_builds_without_a_warning(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    text = (tmp_path / "reference" / "training.html").read_text()
+    return folder
+
+
+@pytest.mark.full
+def test_it_builds_without_a_warning(site):
+    text = (site / "reference" / "training.html").read_text()
     assert "Trains a Keras 3 model on a strategy" in text
-    text = (tmp_path / "reference" / "options.html").read_text()
+    text = (site / "reference" / "options.html").read_text()
     assert "keep_checkpoints" in text
+
+
+@pytest.mark.full
+def test_no_page_takes_a_script_or_a_style_from_the_network(site):
+    taken = re.compile(r'<(?:script[^>]* src|link[^>]* href)="?(?:https?:)?//')
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 30
+    assert not [path for path in pages if taken.search(path.read_text())]
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+@pytest.mark.full
+@pytest.mark.parametrize("page", ["index.html", "reference/training.html"])
+def test_a_page_opened_from_a_file_can_be_searched(page, site):
+    done = subprocess.run(
+        [
+            *("chromium", "--headless=new", "--no-sandbox", "--disable-gpu"),
+            *("--virtual-time-budget=60000", "--dump-dom"),
+            f"file://{site / page}?q=checkpoint",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    [found] = re.findall(r"(\d+) matching documents", done.stdout)
+    assert int(found) > 10
+    assert f'href="file://{site}/checkpoints.html?h=checkpoint"' in done.stdout
