@@ -9,7 +9,9 @@ import pytest
 import mgpu_tf
 from experiments.tutorials import lora
 from tests.parity import cases
-from tests.tiers import tiered
+from tests.tiers import full
+
+pytestmark = full
 
 EXAMPLES = 29  # Three replicas of 8 rows have 3, 3 and 2, and at last 2, 2, 1.
 OPTIONS = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
@@ -60,9 +62,7 @@ def of_keras():
     return before, history, model.get_weights()
 
 
-@pytest.mark.parametrize(
-    "column", tiered(["mirrored_x3", "fsdp_x3"], ["mirrored_x3"])
-)
+@pytest.mark.parametrize("column", ["mirrored_x3", "fsdp_x3"])
 def test_the_numbers_of_keras(column, strategies, float64):
     before, history, weights = of_keras()
     trainer = mgpu_tf.Trainer(build_model, strategies[column])
@@ -80,9 +80,7 @@ def test_the_numbers_of_keras(column, strategies, float64):
         np.testing.assert_allclose(value, expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "column", tiered(["mirrored_x3", "fsdp_x3"], ["mirrored_x3"])
-)
+@pytest.mark.parametrize("column", ["mirrored_x3", "fsdp_x3"])
 def test_adapters_are_saved_and_merged(column, strategies, tmp_path):
     base, merged = (
         str(tmp_path / f"{name}.weights.h5") for name in ("base", "merged")
