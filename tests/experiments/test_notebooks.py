@@ -114,7 +114,7 @@ def test_sync_and_async(tmp_path):
     assert len(outputs(book, "image/png")) == 2
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_scaling_and_report(tmp_path):
     book = executed(FOLDER / "04_scaling_report.ipynb", tmp_path)
     assert outputs(book, "image/png")
@@ -144,7 +144,7 @@ def test_a_crash_is_survived(tmp_path):
     assert outputs(book, "text/plain") == ["1", "True"]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_large_batches(tmp_path):
     book = executed(FOLDER / "07_large_batches.ipynb", tmp_path)
     [last] = [
@@ -154,7 +154,7 @@ def test_large_batches(tmp_path):
     assert scaled < 2 * small < same
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_plan(tmp_path):
     book = executed(FOLDER / "08_plan.ipynb", tmp_path)
     [gibibytes] = [
