@@ -1,6 +1,5 @@
 """Every command that README, pages and help show: its flags exist, it runs."""
 
-import os
 import pathlib
 import re
 import shlex
@@ -102,20 +101,6 @@ def test_the_commands_of_the_readme(tmp_path):
         assert ".cc:" not in done.stdout + done.stderr, words
     assert (tmp_path / "trace.html").exists()
     assert (tmp_path / "runs" / "a" / "report.html").exists()
-
-
-@pytest.mark.full
-def test_a_trial_of_a_tuner_is_a_launch(monkeypatch):
-    [code] = [
-        text
-        for text in blocks(ROOT / "docs/reports.md", "python")
-        if "def objective" in text
-    ]
-    programs = os.path.dirname(clusters.PYTHON)
-    monkeypatch.setenv("PATH", programs + os.pathsep + os.environ["PATH"])
-    values = {}
-    exec(code, values)
-    assert 0 < values["objective"](0.01) < 2.5
 
 
 def test_a_shell_completes_commands_and_flags():
