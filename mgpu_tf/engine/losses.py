@@ -562,7 +562,11 @@ def _for_author(
         return part
     if current.whole:
         total = sum_over_replicas(part)
-        return total / tf.cast(share.same_rows, total.dtype)
+        total /= tf.cast(share.same_rows, total.dtype)
+        scope = keras_internals.stateless_scope()
+        assert isinstance(scope, StepScope)
+        scope.take_alike([total])
+        return total
     mean = tf.identity(part / share.fraction(part.dtype))
     current.proof.take([mean], MEAN if proven else UNPROVEN)
     if proven:

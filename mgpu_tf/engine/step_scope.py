@@ -245,6 +245,8 @@ class StepScope(keras.StatelessScope):
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
+            if self._known(tensor) == FIXED:
+                continue
             if id(tensor.op) in new:
                 left += tensor.op.inputs
             elif self.proof.of(tensor) != FIXED:

@@ -40,6 +40,7 @@ from mgpu_tf.engine.row_proof.kinds import (
 from mgpu_tf.engine.row_proof.proof import (
     RowProof,
     active,
+    leave_others,
     note,
     noting,
     proving,
@@ -63,6 +64,7 @@ __all__ = [
     "Sizes",
     "SumProof",
     "active",
+    "leave_others",
     "note",
     "noting",
     "proven_operations",

@@ -65,6 +65,8 @@ class RowProof:
         self._unknown: Callable[[Any], Kind] = lambda tensor: FIXED
         self._refuse: Callable[[Any], None] = lambda tensor: None
         self.writes_rows = False
+        # By a graph, the operations of other replicas: first and end.
+        self._of_others: dict[int, list[tuple[int, int]]] = {}
         self.take(rows, Rows())
 
     def take(self, tensors: Iterable[Any], kind: Kind) -> None:
@@ -147,14 +149,29 @@ class RowProof:
     def walk(self, graph: Any) -> None:
         """Looks at what a graph has got since it was last looked at."""
         operations = graph.get_operations()
+        others = self._of_others.get(id(graph), [])
         self._under_way.add(id(graph))
-        for op in operations[self._walked.get(id(graph), 0) :]:
+        first = self._walked.get(id(graph), 0)
+        for place, op in enumerate(operations[first:], first):
+            before = self.writes_rows
             kinds = self._of(op)
+            if any(begin <= place < end for begin, end in others):
+                self.writes_rows = before
             for output, kind in zip(op.outputs, kinds, strict=True):
                 self._kinds.setdefault(id(output), kind)
         self._under_way.discard(id(graph))
         self._walked[id(graph)] = len(operations)
         self._alive.append(graph)
+
+    def leave_out(self, graph: Any, begin: int, end: int) -> None:
+        """Does not look at what other replicas write.
+
+        Args:
+            graph: The graph of the step.
+            begin: The first of their operations, by its number in the graph.
+            end: The number after the last.
+        """
+        self._of_others.setdefault(id(graph), []).append((begin, end))
 
     def _of(self, op: tf.Operation) -> Sequence[Kind]:
         """Returns the kinds of an operation's outputs."""
@@ -163,6 +180,9 @@ class RowProof:
         if op.type == "Placeholder":
             kinds = [self._of_captured(op)]
             return kinds * count
+        if OTHERS in kinds:
+            # Another replica's, traced where it had its turn.
+            return [OTHERS] * count
         if op.type in READS or op.type in ("ResourceGather",):
             if not self.fixed(op.inputs[0] if op.inputs else op.outputs[0]):
                 return [UNPROVEN] * count
@@ -182,8 +202,6 @@ class RowProof:
             return [UNPROVEN] * count
         if all(kind == FIXED for kind in kinds):
             return [FIXED] * count
-        if OTHERS in kinds:
-            return [OTHERS] * count
         if op.type == "PlaceholderWithDefault":
             return kinds
         if UNPROVEN in kinds and op.type not in (
@@ -360,6 +378,24 @@ def proving(proof: RowProof) -> Iterator[None]:
 def active() -> list[RowProof]:
     """Returns the proofs of what is being traced, the innermost last."""
     return list(_active.proofs)
+
+
+def leave_others() -> Callable[[], None]:
+    """Lets proofs that are under way leave out what other replicas write.
+
+    Call it where others have their turn, and what it returns afterwards.
+    """
+    if tf.executing_eagerly():
+        return lambda: None
+    graph, proofs = tf.compat.v1.get_default_graph(), active()
+    begin = len(graph.get_operations())
+
+    def back() -> None:
+        end = len(graph.get_operations())
+        for proof in proofs:
+            proof.leave_out(graph, begin, end)
+
+    return back
 
 
 @contextlib.contextmanager
