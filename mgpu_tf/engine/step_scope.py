@@ -233,22 +233,28 @@ class StepScope(keras.StatelessScope):
         if tf.executing_eagerly() or self.read_aside is None:
             return
         graph = tf.compat.v1.get_default_graph()
-        new = {id(op) for op in graph.get_operations()[since:]}
+        operations = graph.get_operations()[since:]
+        new = {id(op): place for place, op in enumerate(operations, since)}
+        # Each with whether what makes it was computed in the turn of others.
         left = [
-            leaf
+            (leaf, False)
             for leaf in tf.nest.flatten(made, expand_composites=True)
             if tf.is_symbolic_tensor(leaf)
         ]
-        seen: set[int] = set()
+        seen: set[tuple[int, bool]] = set()
         while left:
-            tensor = left.pop()
-            if id(tensor) in seen:
+            tensor, joined = left.pop()
+            if (id(tensor), joined) in seen:
                 continue
-            seen.add(id(tensor))
+            seen.add((id(tensor), joined))
             if self._known(tensor) == FIXED:
                 continue
-            if id(tensor.op) in new:
-                left += tensor.op.inputs
+            place = new.get(id(tensor.op))
+            if place is not None:
+                joined |= self.proof.is_of_others(graph, place)
+                left += [(each, joined) for each in tensor.op.inputs]
+            elif joined and self.proof.found(tensor) == OTHERS:
+                continue  # Of what another replica has checked itself.
             elif self.proof.of(tensor) != FIXED:
                 self.read_aside(name, tensor)
 

@@ -149,13 +149,12 @@ class RowProof:
     def walk(self, graph: Any) -> None:
         """Looks at what a graph has got since it was last looked at."""
         operations = graph.get_operations()
-        others = self._of_others.get(id(graph), [])
         self._under_way.add(id(graph))
         first = self._walked.get(id(graph), 0)
         for place, op in enumerate(operations[first:], first):
             before = self.writes_rows
             kinds = self._of(op)
-            if any(begin <= place < end for begin, end in others):
+            if self.is_of_others(graph, place):
                 self.writes_rows = before
             for output, kind in zip(op.outputs, kinds, strict=True):
                 self._kinds.setdefault(id(output), kind)
@@ -172,6 +171,16 @@ class RowProof:
             end: The number after the last.
         """
         self._of_others.setdefault(id(graph), []).append((begin, end))
+
+    def is_of_others(self, graph: Any, place: int) -> bool:
+        """Returns whether an operation was made in the turn of others.
+
+        Args:
+            graph: Its graph.
+            place: Its number there.
+        """
+        spans = self._of_others.get(id(graph), [])
+        return any(begin <= place < end for begin, end in spans)
 
     def _of(self, op: tf.Operation) -> Sequence[Kind]:
         """Returns the kinds of an operation's outputs."""
@@ -388,6 +397,7 @@ def leave_others() -> Callable[[], None]:
     if tf.executing_eagerly():
         return lambda: None
     graph, proofs = tf.compat.v1.get_default_graph(), active()
+    proofs += [_active.step] if _active.step is not None else []
     begin = len(graph.get_operations())
 
     def back() -> None:
