@@ -55,8 +55,9 @@ coverage: $(VENV)/.test
 test-full: $(VENV)/.test slurm
 	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) $(ARGS)
 
+FOLDERS ?= tests/cluster tests/launch
 test-clusters: $(VENV)/.test slurm
-	$(BIN)/python -m pytest -m 'full and not matrix' $(FOUR) tests/cluster tests/launch $(ARGS)
+	$(BIN)/python -m pytest -m 'full and not matrix' $(FOUR) $(FOLDERS) $(ARGS)
 
 test-engine: $(VENV)/.test
 	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) tests/engine tests/training $(ARGS)

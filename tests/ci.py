@@ -81,7 +81,11 @@ def tier(name):
         name,
         RECORDS / f"{name}-again.json",
         f"@{again}",
-        settings=["THREE=--numprocesses=0", "FOUR=--numprocesses=0"],
+        settings=[
+            "THREE=--numprocesses=0",
+            "FOUR=--numprocesses=0",
+            "FOLDERS=",
+        ],
     )
     outcomes = seen.get("outcomes", {})
     flaky = [test for test in failed if outcomes.get(test) == "passed"]

@@ -76,8 +76,11 @@ def run(call: Call) -> int:
     config = run_flags.config(values)
     asynchronous = config.num_ps > 0 or config.strategy == "parameter_server"
     ask_for_ps(config.num_ps)
+    _show_log()
+    # What a scheduler has made of this process, each says by itself.
     cluster = ClusterConfig.from_environment()
-    _show_log(cluster is None or cluster.is_chief)
+    if cluster is not None and not cluster.is_chief:
+        _log.setLevel(logging.WARNING)
     options = supervision(values, asynchronous=asynchronous)
     supervised = RESTARTS in os.environ
     again = options["policy"].restarts and not supervised
@@ -99,20 +102,15 @@ def run(call: Call) -> int:
     return _run(config)
 
 
-def _show_log(is_chief: bool) -> None:
-    """Prints the log of this package; other packages keep their own names.
-
-    Args:
-        is_chief: Whether this process says what all of them do. The others
-            have warnings alone.
-    """
+def _show_log() -> None:
+    """Prints the log of this package; other packages keep their own names."""
     if not _log.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("mgpu-tf: %(message)s"))
         _log.addHandler(handler)
         # Another package may give the root a handler: each line once.
         _log.propagate = False
-    _log.setLevel(logging.INFO if is_chief else logging.WARNING)
+    _log.setLevel(logging.INFO)
 
 
 def _run(config: RunConfig) -> int:

@@ -19,9 +19,9 @@ was stopped goes on; a change of the package, of the rows or of the versions
 starts anew. With --keep only cells that are neither equal nor refused nor
 documented are run again. At the end docs/conformance.md is written; with
 --ledger another file is kept, and its table is written beside it. There are
-more columns than docs/conformance.md has: mirrored_x2, 2_workers, fsdp_x3,
-tensor_x2. Hardware: any; on 2 CPU cores about 2 hours. Exits with status 1
-where a cell is SILENT or CRASH.
+more columns than docs/conformance.md has: one_device, mirrored_x2, 2_workers,
+fsdp_x3, tensor_x2. Hardware: any; on 2 CPU cores three hours. Exits with
+status 1 where a cell is SILENT or CRASH.
 """
 
 import argparse
@@ -33,7 +33,7 @@ import mgpu_tf
 from mgpu_tf.runtime import quiet_import
 from tests.conformance.ledger import FILE, Ledger
 
-COLUMNS = ("one_device", "mirrored_x3", "3_workers")
+COLUMNS = ("mirrored_x3", "3_workers")
 NUM_WORKERS = {"2_workers": 2, "3_workers": 3}
 
 

@@ -191,7 +191,9 @@ def test_the_commands_of_the_page(ray, tmp_path):
     blocks = pages.blocks("ray.md", "sh")
     [script] = pages.blocks("ray.md", "python")
     readme = (pathlib.Path(clusters.ROOT) / "README.md").read_text()
-    digits = re.search(r"```python\n(.*?)```", readme, re.S)[1]
+    digits = re.search(r"```python\n(import mgpu_tf\n\n.*?)```", readme, re.S)[
+        1
+    ]
     (tmp_path / "digits.py").write_text(digits)
     own = ray.network.address(NODES[0])
     # Ray does not find by itself which node a namespace is.

@@ -174,7 +174,7 @@ def test_the_commands_of_the_page(hosts, tmp_path):
     """And that of the README; the ssh on the path has the key of the hosts."""
     page = (pathlib.Path(clusters.ROOT) / "README.md").read_text()
     [line] = re.findall(r"^mgpu-tf launch .*--ssh.*\n", page, re.M)
-    script = re.search(r"```python\n(.*?)```", page, re.S)[1]
+    script = re.search(r"```python\n(import mgpu_tf\n\n.*?)```", page, re.S)[1]
     (tmp_path / "digits.py").write_text(script)
     folder = tmp_path / "bin"
     folder.mkdir()

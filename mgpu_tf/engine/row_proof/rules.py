@@ -84,6 +84,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "Mul": np.multiply,
     "Pack": lambda *values: np.stack(values),
     "Prod": lambda values, axes: np.prod(values, axis=tuple(axes.flat)),
+    "Reshape": np.reshape,
     "Sub": np.subtract,
 }
 _DRAWS = ("StatelessRandom", "StatelessTruncated")
