@@ -194,6 +194,7 @@ PROVEN = {
     "pad": lambda a: tf.pad(a, [[0, 0], [1, 2], [0, 0]], constant_values=0.5),
     "mirror": lambda a: tf.pad(a, [[0, 0], [1, 1], [0, 0]], "REFLECT"),
     "tile": lambda a: tf.tile(a, [1, 2, 1]),
+    "repeat": lambda a: tf.repeat(a, 2, axis=1),
     "tile for rows": lambda a: tf.tile(
         tf.constant(W)[None], [tf.shape(a)[0], 1, 1]
     ),
