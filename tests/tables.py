@@ -77,7 +77,8 @@ def stated(values):
     if "sources" not in values:
         return "The sources have changed since then."
     kept = " Some results are of older sources." if values.get("kept") else ""
-    return f"Digest of the sources: {values['sources'][:SHOWN]}.{kept}"
+    part = " Not all of its cells were run." if values.get("part") else ""
+    return f"Digest of the sources: {values['sources'][:SHOWN]}.{kept}{part}"
 
 
 PARITY = Table("parity", "make parity")
