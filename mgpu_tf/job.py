@@ -259,7 +259,7 @@ def _reported(
 
 def _time_line(trainer: Trainer) -> dict[str, Any]:
     faults = [{"at": at, "text": text} for at, text in trainer.meter.faults]
-    return trainer.meter.time_line().told() | {"faults": faults}
+    return trainer.meter.time_line().as_json() | {"faults": faults}
 
 
 def _mesh_of(strategy: tf.distribute.Strategy) -> dict[str, int] | None:

@@ -66,6 +66,16 @@ def floatx_of():
     cases.set_floatx("float32")
 
 
+@pytest.fixture
+def float64():
+    """Lets Keras make float64 weights, for the length of a test."""
+    from tests.parity import cases
+
+    cases.set_floatx("float64")
+    yield
+    cases.set_floatx("float32")
+
+
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
     """A folder for prepared data sets, new in each session."""

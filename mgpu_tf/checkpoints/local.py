@@ -126,10 +126,10 @@ class Local:
                 "local_checkpoint_dir must be a folder that can be written. "
                 f"Received: {self._folder!r} ({error.strerror})."
             )
-        for worker, told in enumerate(self._peers.of_all(wrong)):
-            if told:
+        for worker, why in enumerate(self._peers.of_all(wrong)):
+            if why:
                 where = "" if self._peers.alone else f"worker {worker}: "
-                raise ConfigurationError(where + told)
+                raise ConfigurationError(where + why)
         self.writer = Writer(
             self._mine, token, in_memory=in_memory, check=owner.check
         )
@@ -155,7 +155,7 @@ class Local:
             whole.to_bytes(8, "big", signed=True)
             + (_sent(state) if self._peers.worker == 0 else b"")
         )
-        told = every[0][8:]
+        shared = every[0][8:]
         whole = min(
             int.from_bytes(each[:8], "big", signed=True) for each in every
         )
@@ -165,7 +165,7 @@ class Local:
             "of": self._peers.num_workers,
             "layout": self._layout.digest,
         }
-        state = _received(state, told) | {"part": part}
+        state = _received(state, shared) | {"part": part}
         pieces = self._snapshot.everything(self._peers.bytes_of_all)
         return state, pieces, whole
 
@@ -203,8 +203,8 @@ class Local:
         mine = self._found(above)
         while True:
             every = [
-                [_Part(*values) for values in told]
-                for told in self._peers.of_all(
+                [_Part(*values) for values in parts]
+                for parts in self._peers.of_all(
                     [dataclasses.astuple(part) for part in mine]
                 )
             ]
@@ -340,12 +340,12 @@ class Local:
                     wrong = getattr(error, "strerror", None) or str(error)
             for _ in incoming:
                 pass
-        for worker, told in enumerate(self._peers.of_all(wrong)):
-            if told:
+        for worker, why in enumerate(self._peers.of_all(wrong)):
+            if why:
                 raise ConfigurationError(
                     "local_checkpoint_dir must have room for a checkpoint. "
                     f"Received: {self._folder!r} on worker {worker}, where "
-                    f"one of another worker could not be written ({told})."
+                    f"one of another worker could not be written ({why})."
                 )
         assert stored is not None
         self._whole = stored.step
@@ -433,18 +433,18 @@ def _sent(state: State) -> bytes:
             del arrays[before:]
             plain = None
         callbacks.append([name, plain])
-    told = {name: state[name] for name in _OF_FIRST}
-    told = without_arrays(told, keep_apart) | {"callbacks": callbacks}
+    shared = {name: state[name] for name in _OF_FIRST}
+    shared = without_arrays(shared, keep_apart) | {"callbacks": callbacks}
     flat = [
         (array.dtype.name, array.shape, array.tobytes().hex())
         for array in arrays
     ]
-    return zlib.compress(json.dumps([told, flat]).encode())
+    return zlib.compress(json.dumps([shared, flat]).encode())
 
 
-def _received(state: State, told: bytes) -> State:
+def _received(state: State, shared: bytes) -> State:
     """Puts what the first worker has sent into the state of this one."""
-    values, flat = json.loads(zlib.decompress(told))
+    values, flat = json.loads(zlib.decompress(shared))
     arrays = {
         str(number): np.frombuffer(
             bytes.fromhex(text), tf.as_dtype(dtype).as_numpy_dtype

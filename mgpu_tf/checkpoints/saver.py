@@ -364,7 +364,7 @@ class CheckpointSaver(Saver):
                 before,
                 since,
                 restarted=progress.restarted,
-                told=state.get("time_line"),
+                saved=state.get("time_line"),
             )
 
     def room(self, step: int, wanted: int) -> int:
@@ -502,7 +502,7 @@ class CheckpointSaver(Saver):
             step, state, pieces = self._capture()
             state["saved_at"] = time.time()
             state["goodput"] = dataclasses.asdict(self._meter.goodput())
-            state["time_line"] = self._meter.told()
+            state["time_line"] = self._meter.as_json()
             before = -1
             if shared or self._local is None:
                 self._local_saves = 0

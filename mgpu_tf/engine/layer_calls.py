@@ -50,6 +50,7 @@ from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
+_APART = "each row of its outputs comes of its own row"
 _WHOLE_EAGERLY = (
     "%s (%s) is computed whole by each replica, of the inputs that replicas "
     "send each other: it runs eagerly, and it is not proven that each row of "
@@ -234,7 +235,9 @@ class LayerCalls:
             if not proofs:
                 scope.proof.take(_rows(outputs), kind)
                 scope.proof.take(composites_of(outputs), UNPROVEN)
-        elif id(layer) in self._whole:
+        elif id(layer) in self._whole or composites_of(given):
+            if id(layer) not in self._whole:
+                self._take_whole(layer, _APART)
             outputs = self._computed_whole(layer, own, given, scope, share)
             proven = True
         else:
@@ -309,11 +312,12 @@ class LayerCalls:
         scope.within_graph = True
         try:
             specs = tuple((t.dtype, *t.shape[1:]) for t in rows.values())
-            key = id(layer), scope.trains, specs
+            composite = bool(composites_of(given))
+            key = id(layer), scope.trains, composite, specs
             if key not in self._eager:
                 self._eager[key] = (
                     None
-                    if composites_of(given)
+                    if composite
                     else self._proven(layer, own, given, rows, scope)
                 )
                 if self._eager[key] is None:
@@ -451,9 +455,7 @@ class LayerCalls:
         leaves = tf.nest.flatten(outputs, expand_composites=True)
         # Layers may exchange something themselves, and are computed whole then.
         made = [proof.found(leaf) for leaf in leaves]
-        apart = not composites_of((given, outputs)) and all(
-            map(_is_apart, made)
-        )
+        apart = not composites_of(outputs) and all(map(_is_apart, made))
         written = scope.written_since(called)
         parts = parts_of(scope, proof, before, written, self._exchange)
         if added and apart and parts is not None:
@@ -484,7 +486,7 @@ class LayerCalls:
                 keras_internals.set_mask(row, mask)
         unproven = "what it adds to the loss is a sum or a mean over the rows"
         if added:
-            unproven = "each row of its outputs comes of its own row"
+            unproven = _APART
         if apart and added:
             unproven = "what it writes adds up over the rows"
         self._take_whole(layer, unproven)

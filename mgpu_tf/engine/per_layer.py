@@ -45,7 +45,11 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare
 from mgpu_tf.engine.state import Writes
-from mgpu_tf.engine.step_scope import Places, StepScope
+from mgpu_tf.engine.step_scope import (
+    Places,
+    StepScope,
+    is_within_function,
+)
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.strategies.own_gradient import own_gradient
 
@@ -262,8 +266,7 @@ class LayerByLayer:
         Raises:
             TraceAgain: They will be, in another trace.
         """
-        scope = keras_internals.stateless_scope()
-        if not isinstance(scope, StepScope) or scope.is_here:
+        if not is_within_function():
             return
         split = _unique(list(filter(self.is_split, variables)))
         if split:

@@ -36,7 +36,6 @@ from mgpu_tf.engine.row_proof import (
     FIXED,
     UNPROVEN,
     Rows,
-    leave_others,
     note,
     noting,
 )
@@ -404,7 +403,6 @@ class ReplicaStep:
             stack.enter_context(
                 turns.kept(lambda: keras_internals.snapshot(layers))
             )
-            stack.enter_context(turns.kept(leave_others))
             stack.enter_context(self._loss.in_place())
             stack.enter_context(self._metrics.in_place())
             stack.enter_context(self._calls.in_place())

@@ -454,6 +454,12 @@ def _refuse_others(tensor: tf.Tensor) -> None:
     )
 
 
+def is_within_function() -> bool:
+    """Returns whether a step traces a function, a branch or a loop inside."""
+    scope = keras_internals.stateless_scope()
+    return isinstance(scope, StepScope) and not scope.is_here
+
+
 def leaves_of(structure: Any) -> list[tf.Tensor]:
     """Returns the tensors of a structure, with their masks."""
     leaves = [

@@ -117,7 +117,7 @@ class ThisMachine:
 
     def __init__(self, job: LaunchJob) -> None:
         self._command = job.command
-        # They import before they are told what a task is told.
+        # They import before they receive the environment of their task.
         first = noise.kept() if job.log_dir is not None else {}
         self.spares = (
             Spares(job.command, job.spares, first) if job.spares else None

@@ -4,8 +4,8 @@
     device_times(space.planes, operations, seconds=0.5)[1].computing
 
 A profile names operations and says when each ran. The graph of the step says
-on which device, and what it sends to others. Kernels of a GPU are told by the
-GPU itself.
+on which device, and what it sends to others. The plane of a GPU has
+its kernels.
 """
 
 from __future__ import annotations

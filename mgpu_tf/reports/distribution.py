@@ -2,7 +2,7 @@
 
     times = Distribution()
     times.note(0.012, steps=10)
-    times.told()["p99"]
+    times.as_json()["p99"]
 
 A bin ends 4.4% above its beginning, so that a percentile is known that well,
 whatever the steps take. There are at most some hundred bins.
@@ -41,7 +41,7 @@ class Distribution:
         self._most = max(self._most, bounded)
         self._executions += 1
 
-    def told(self) -> dict[str, Any] | None:
+    def as_json(self) -> dict[str, Any] | None:
         """Returns the counts for JSON; None where there are none.
 
         The result has `steps`, `executions`, the seconds `least`, `p50`,

@@ -127,7 +127,7 @@ class Meter:
         since: float,
         *,
         restarted: bool,
-        told: dict[str, Any] | None = None,
+        saved: dict[str, Any] | None = None,
     ) -> None:
         """Goes on from what a checkpoint tells.
 
@@ -137,7 +137,7 @@ class Meter:
             restarted: Whether a process had failed, so that the time since
                 was for nothing. Otherwise the run had ended, and the time
                 since is none of its time.
-            told: What `told` returned when it was made.
+            saved: What `as_json` returned when it was made.
         """
         again = self._first is not None or self._before is not None
         if again and not restarted:
@@ -152,16 +152,16 @@ class Meter:
             wall_seconds=before.wall_seconds + gap,
             restart_seconds=before.restart_seconds + gap,
         )
-        spent, told = before.wall_seconds, told or {}
-        self._line_before = TimeLine(**told.get("line", {}))
+        spent, saved = before.wall_seconds, saved or {}
+        self._line_before = TimeLine(**saved.get("line", {}))
         self._line_before.add(spent, spent + gap, {"restart": gap})
         self._origins = [
             (began, after)
-            for began, after in told.get("origins", [(since - spent, 0.0)])
+            for began, after in saved.get("origins", [(since - spent, 0.0)])
         ]
         if not restarted:
             self._origins.append((self.began, spent))
-        found = [(at, text) for at, text in told.get("faults", ())]
+        found = [(at, text) for at, text in saved.get("faults", ())]
         found += [fault for fault in self._faults if fault not in found]
         self._faults = found[-_FAULTS:]
 
@@ -237,7 +237,7 @@ class Meter:
         """Returns what the steps of a call that traced took.
 
         They were as fast as the others, or, where there were no others, are
-        not told apart.
+        not separable.
         """
         usual = statistics.median(self._rates) if self._rates else 0.0
         return min(traced.busy, traced.steps * usual)
@@ -278,10 +278,10 @@ class Meter:
         """When something went wrong, in seconds since the run began."""
         return [(self.moment(at), text) for at, text in self._faults]
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Returns what `resume` goes on from, for JSON."""
         return {
-            "line": self.time_line().told(),
+            "line": self.time_line().as_json(),
             "origins": self._origins,
             "faults": self._faults,
         }

@@ -97,25 +97,25 @@ def _place(place: int, mesh: Mesh) -> str:
         return "1 replica"
     if mesh.data == mesh.size:
         return f"replica {replica}"
-    told = [
+    parts = [
         f"{axis} {mesh.rank(axis, replica)}"
         for axis in REPLICA_AXES[1:]
         if mesh.length(axis) > 1
     ]
-    told += [f"stage {stage}"] * (mesh.pipeline > 1)
-    return " · ".join(told)
+    parts += [f"stage {stage}"] * (mesh.pipeline > 1)
+    return " · ".join(parts)
 
 
 def _axes(report: Report, mesh: Mesh) -> str:
-    told = [
+    parts = [
         f"<b>{axis} {mesh.length(axis)}</b>: {meaning}"
         for axis, meaning in _MEANING.items()
         if report.mesh and mesh.length(axis) > 1
     ]
     if report.pipeline:
         begins = report.pipeline["stages"]
-        told += [
+        parts += [
             f"stage {n} begins with <b>{html.escape(str(layer))}</b>"
             for n, layer in enumerate(begins)
         ]
-    return f"<p>Mesh: {'; '.join(told)}.</p>" if told else ""
+    return f"<p>Mesh: {'; '.join(parts)}.</p>" if parts else ""

@@ -82,9 +82,9 @@ def _table(found: dict[str, dict[str, Any]]) -> str:
         for name, one in found.items()
     )
     each = [one["steps"] / one["executions"] for one in found.values()]
-    told = "Lines: median, 90%, 99%."
+    note = "Lines: median, 90%, 99%."
     if max(each) > 1:
-        told += (
+        note += (
             " The steps of one call count with their mean: "
             f"{rounded(max(each))} steps a call."
         )
@@ -92,5 +92,5 @@ def _table(found: dict[str, dict[str, Any]]) -> str:
     head = "".join(f"<th>{name}</th>" for name in heads)
     return (
         f'<table class="parts"><tr>{head}</tr>{rows}</table>'
-        f'<p class="note">{told}</p>'
+        f'<p class="note">{note}</p>'
     )

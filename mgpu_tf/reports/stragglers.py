@@ -92,9 +92,9 @@ class SectionTimes:
             self._timed.append(sections)
             self._steps.append(seconds)
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Returns the distributions of "step" and "compute" in all epochs."""
-        return {name: every.told() for name, every in self._every.items()}
+        return {name: every.as_json() for name, every in self._every.items()}
 
     def epoch(self) -> dict[str, float] | None:
         """Returns the medians of an epoch that ends, and forgets its times.

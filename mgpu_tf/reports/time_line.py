@@ -35,7 +35,7 @@ class TimeLine:
         self.width = width
         self.bins = [dict(one) for one in bins]
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Returns the time line for JSON, as this class takes it."""
         return {
             "width": self.width,

@@ -67,10 +67,10 @@ def _bar(width: float, bins: list[dict[str, float]], axis: tracks.Axis) -> str:
     for number, one in enumerate(bins):
         whole = sum(one.values())
         begin = number * width
-        told = ", ".join(
+        parts = ", ".join(
             f"{name} {one[name] / whole:.0%}" for name in PARTS if one.get(name)
         )
-        text = f"{rounded(begin)} to {rounded(begin + whole)} s: {told}"
+        text = f"{rounded(begin)} to {rounded(begin + whole)} s: {parts}"
         height = 0.0
         for name, place in _PLACES.items():
             if seconds := one.get(name):

@@ -191,7 +191,7 @@ class Training:
                 if self._ends_epoch(feed, is_last=epoch + 1 == last):
                     break
             self._saver.finish()
-        totals.distributions[:] = peers.of_all(self._times.told())
+        totals.distributions[:] = peers.of_all(self._times.as_json())
         self._profiler.close()
         if numbers.epochs > run.first_epoch:
             self._model.optimizer.finalize_variable_values(

@@ -20,18 +20,10 @@ from tests import clusters
 from tests.data.test_global_batches import parts, passes
 from tests.jobs import own_rows
 from tests.jobs.own_rows import Counting, InBatches, build
-from tests.parity import cases
 
 # Batches that are begun before a step wants them: two are read at a time,
 # and tf.data holds some more.
 AHEAD = 12
-
-
-@pytest.fixture
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
 
 
 @pytest.mark.parametrize("kind", [Counting, InBatches])

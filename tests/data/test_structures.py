@@ -12,11 +12,13 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf import data
-from tests.parity import cases
 from tests.tiers import tiered
 
 # What Keras says at the end of data whose length it does not know.
-pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Your input ran out of data"),
+    pytest.mark.usefixtures("float64"),
+]
 
 NAMES = ["one_device", "mirrored_x3"]
 ROWS = 22  # In batches of 8: the last is smaller, and 3 divides none.
@@ -28,13 +30,6 @@ A, B = _RANDOM.normal(size=(ROWS, 3)), _RANDOM.normal(size=(ROWS, 2))
 Y, Z = A.sum(1, keepdims=True), 2 * B.sum(1, keepdims=True)
 LABELS = _RANDOM.integers(0, 5, ROWS)
 WEIGHTS = np.linspace(0.0, 2.0, ROWS)
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
 
 
 def reference(build):

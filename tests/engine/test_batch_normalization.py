@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import mgpu_tf
-from tests.parity import cases
 from tests.tiers import full
 
 pytestmark = full
@@ -24,13 +23,6 @@ def build():
     )
     model.compile(keras.optimizers.SGD(0.1), "mse")
     return model
-
-
-@pytest.fixture
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
 
 
 def weights(trained):

@@ -31,11 +31,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.mark.parametrize(

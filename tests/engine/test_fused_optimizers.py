@@ -69,13 +69,6 @@ def floatx(request):
     cases.set_floatx("float32")
 
 
-@pytest.fixture
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
-
-
 def updated(strategy, make, kernels):
     """Applies the same gradients; returns paths and values, and counts."""
     with strategy.scope():

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
-from tests.parity import cases
 from tests.tiers import sampled
 
 hub = pytest.importorskip("keras_hub")
@@ -113,11 +112,7 @@ def stock(name):
     return _stock[name]
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def tensor_x2():

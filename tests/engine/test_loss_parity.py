@@ -12,7 +12,6 @@ from keras import layers, ops
 
 import mgpu_tf
 from tests import columns
-from tests.parity import cases
 from tests.tiers import tiered
 
 ROWS = 18
@@ -21,11 +20,7 @@ STEPS = 4
 COLUMNS = columns.EVERY
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def points():

@@ -15,14 +15,7 @@ from tests.tiers import tiered
 ops = keras.ops
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx(before[0])
-    keras.config.set_dtype_policy(before[1])
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def network(inputs, outputs):

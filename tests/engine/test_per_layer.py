@@ -236,13 +236,7 @@ COLUMNS = ["one_device", "mirrored_x3", "fsdp_x3", "data_2_fsdp_2"]
 ALONE = {"penalized": ("one_device", "fsdp_x1")}
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("float32")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def train(build, data, strategy=None, **options):

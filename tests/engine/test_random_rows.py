@@ -16,7 +16,6 @@ from mgpu_tf.engine.random_rows import (
     seed_for_rows,
 )
 from mgpu_tf.engine.random_rows.dimensions import OTHER, ROWS, RowDimensions
-from tests.parity import cases
 from tests.tiers import full, tiered
 
 B = 13
@@ -280,13 +279,6 @@ def trained(fit, **options):
     x, y = examples()
     options = {"batch_size": 13, "epochs": 2, **options}
     return fit(x, y, shuffle=False, verbose=0, **options)
-
-
-@pytest.fixture
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
 
 
 @functools.cache

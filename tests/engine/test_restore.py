@@ -7,7 +7,6 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.data import order
-from tests.parity import cases
 from tests.tiers import tiered
 
 ROWS, SIZE = 96, 8
@@ -44,13 +43,6 @@ def alone(order):
         rows = slice(SIZE * batch, SIZE * (batch + 1))
         model.train_on_batch(x[rows], y[rows])
     return model
-
-
-@pytest.fixture
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
 
 
 def fit(strategy, folder, data=None, epochs=1, every=4, **options):

@@ -20,12 +20,7 @@ from tests.conformance.layers import Moving
 from tests.parity import cases
 from tests.tiers import tiered
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Stateful(layers.Layer):

@@ -9,18 +9,13 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from tests.parity import cases
 from tests.tiers import tiered
 
 STRATEGIES = tiered(["mirrored_x2", "mirrored_x3"], ["mirrored_x3"])
 WEIGHTS = np.random.default_rng(1).normal(size=(4, 3))
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def data(examples):

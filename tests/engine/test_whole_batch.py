@@ -13,7 +13,6 @@ from keras import layers, ops
 
 import mgpu_tf
 from tests import columns
-from tests.parity import cases
 from tests.tiers import tiered
 
 COLUMNS = [
@@ -24,11 +23,7 @@ COLUMNS = [
 ROWS, STEPS, CLASSES = 31, 4, 3
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def data():

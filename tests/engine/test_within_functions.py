@@ -11,15 +11,9 @@ import tensorflow as tf
 from keras import layers, ops
 
 import mgpu_tf
-from tests.parity import cases
 from tests.tiers import tiered
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 RANDOM = np.random.default_rng(0)
@@ -123,7 +117,7 @@ COLUMNS = ("mirrored_x3", "fsdp_x3", "tensor_x3", "data_2_tensor_2")
 
 
 def fitted(program, strategy=None):
-    """Returns all weights and the losses of a short fit."""
+    """Returns all weights, the losses, a score and the predictions of a fit."""
 
     def build():
         model = PROGRAMS[program]()
@@ -135,7 +129,9 @@ def fitted(program, strategy=None):
     history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     trained = model if strategy is None else model.model
     weights = [np.array(v.numpy()) for v in trained.variables]
-    return [*weights, history.history["loss"]]
+    score = model.evaluate(X, Y, batch_size=8, verbose=0)
+    predicted = model.predict(X, batch_size=8, verbose=0)
+    return [*weights, history.history["loss"], score, predicted]
 
 
 @pytest.mark.parametrize(
@@ -153,3 +149,39 @@ def test_as_keras(program, column, strategies):
     known, found = fitted(program), fitted(program, strategies[column])
     for expected, value in zip(known, found, strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-11)
+
+
+class Refused(InFunction):
+    """Gives a number where one for each row is asked for."""
+
+    @tf.function
+    def traced_distance(self, x, y_pred):
+        return mgpu_tf.mean_over_batch(tf.reduce_mean(y_pred))
+
+
+class RefusedAndHandled(InFunction):
+    """Has an error of its own, where it handles a refusal."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        try:
+            return mgpu_tf.mean_over_batch(tf.reduce_mean(y_pred))
+        except mgpu_tf.ConfigurationError:
+            raise ValueError("of the author's") from None
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        (Refused, mgpu_tf.ConfigurationError, "^mean_over_batch"),
+        (RefusedAndHandled, ValueError, "of the author's"),
+    ],
+)
+def test_an_error_in_a_loss_stands_for_itself(kind, error, text, strategies):
+    def build():
+        model = subclassed(kind)()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    with pytest.raises(error, match=text):
+        trainer.fit(X, Y, batch_size=8, verbose=0)

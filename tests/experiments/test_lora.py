@@ -8,7 +8,6 @@ import pytest
 
 import mgpu_tf
 from experiments.tutorials import lora
-from tests.parity import cases
 from tests.tiers import full
 
 pytestmark = full
@@ -44,13 +43,6 @@ def build_model():
 def data():
     x, y = lora.digits(turned=True)
     return x[:EXAMPLES], y[:EXAMPLES]
-
-
-@pytest.fixture
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
 
 
 @functools.cache

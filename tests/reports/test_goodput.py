@@ -171,7 +171,7 @@ def test_the_time_line_goes_on_after_a_restart(clock):
     meter = trained(clock)
     meter.fault("loss nan in step 3")
     before = {"before": meter.goodput(), "since": clock.now, "restarted": True}
-    before["told"] = json.loads(json.dumps(meter.told()))
+    before["saved"] = json.loads(json.dumps(meter.as_json()))
     clock.now += 20.0
     meter = trained(clock, **before)
     assert on_the_line(meter) == of_goodput(meter)
@@ -189,7 +189,7 @@ def test_the_time_line_goes_on_after_a_restart(clock):
 def test_the_time_after_an_end_is_not_on_the_line(clock):
     meter = trained(clock)
     before = {"before": meter.goodput(), "since": clock.now, "restarted": False}
-    before["told"] = meter.told()
+    before["saved"] = meter.as_json()
     clock.now += 1000.0
     again = clock.now
     meter = trained(clock, **before)
@@ -200,7 +200,7 @@ def test_the_time_after_an_end_is_not_on_the_line(clock):
 
 def test_a_fault_outlives_going_back_to_a_checkpoint(clock):
     meter = trained(clock)
-    told, saved = meter.told(), clock.now
+    told, saved = meter.as_json(), clock.now
     goodput = meter.goodput()
     clock.now += 5.0
     meter.fault("loss inf in step 9")

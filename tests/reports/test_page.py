@@ -28,7 +28,7 @@ def _distribution(worker):
     times = Distribution()
     times.note(0.01 * worker, steps=9)
     times.note(0.1 * worker, steps=1)
-    return times.told()
+    return times.as_json()
 
 
 REPORT = Report(

@@ -75,7 +75,7 @@ def test_every_step_counts_over_epochs():
         section.note((0.1, 0.2), 0.4, steps=10)
     section.epoch()
     section.note(None, 0.8, steps=5)
-    told = section.told()
+    told = section.as_json()
     assert (told["step"]["steps"], told["step"]["most"]) == (65, 0.8)
     assert (told["compute"]["steps"], told["compute"]["most"]) == (60, 0.2)
 
@@ -85,5 +85,5 @@ def test_one_process_has_steps_and_no_sections():
     for _ in range(6):
         section.note(None, 0.5, steps=1)
     assert section.epoch() is None
-    assert section.told()["step"]["p50"] == 0.5
-    assert section.told()["compute"] is None
+    assert section.as_json()["step"]["p50"] == 0.5
+    assert section.as_json()["compute"] is None

@@ -65,4 +65,4 @@ def test_one_line_goes_on_after_another():
         {"start": 1.0},
         {"start": 0.5},
     ]
-    assert TimeLine(**line.told()).bins == line.bins
+    assert TimeLine(**line.as_json()).bins == line.bins

@@ -16,7 +16,6 @@ import tensorflow as tf
 from keras import layers, ops
 
 import mgpu_tf
-from tests.parity import cases
 from tests.tiers import tiered
 
 PAGE = pathlib.Path(mgpu_tf.__file__).parents[1] / "docs" / "layouts.md"
@@ -179,11 +178,7 @@ YES = [cell for cell, says in CELLS.items() if says == "yes"]
 NO = [cell for cell, says in CELLS.items() if says != "yes"]
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def program(feature):

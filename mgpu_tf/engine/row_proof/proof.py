@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import threading
@@ -65,8 +66,9 @@ class RowProof:
         self._unknown: Callable[[Any], Kind] = lambda tensor: FIXED
         self._refuse: Callable[[Any], None] = lambda tensor: None
         self.writes_rows = False
-        # By a graph, the operations of other replicas: first and end.
-        self._of_others: dict[int, list[tuple[int, int]]] = {}
+        # By a graph, where the operations of other replicas begin and end, in
+        # turn.
+        self._of_others: dict[int, list[int]] = {}
         self.take(rows, Rows())
 
     def take(self, tensors: Iterable[Any], kind: Kind) -> None:
@@ -170,7 +172,10 @@ class RowProof:
             begin: The first of their operations, by its number in the graph.
             end: The number after the last.
         """
-        self._of_others.setdefault(id(graph), []).append((begin, end))
+        bounds = self._of_others.setdefault(id(graph), [])
+        while bounds and bounds[-2] >= begin:
+            del bounds[-2:]  # Within this one.
+        bounds += [begin, end]
 
     def is_of_others(self, graph: Any, place: int) -> bool:
         """Returns whether an operation was made in the turn of others.
@@ -179,8 +184,8 @@ class RowProof:
             graph: Its graph.
             place: Its number there.
         """
-        spans = self._of_others.get(id(graph), [])
-        return any(begin <= place < end for begin, end in spans)
+        bounds = self._of_others.get(id(graph), [])
+        return bisect.bisect_right(bounds, place) % 2 == 1
 
     def _of(self, op: tf.Operation) -> Sequence[Kind]:
         """Returns the kinds of an operation's outputs."""

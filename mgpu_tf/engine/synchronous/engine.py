@@ -36,6 +36,7 @@ from mgpu_tf.engine.moments import normalizations
 from mgpu_tf.engine.noise_scale import NoiseScale
 from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.random_rows import seed_for_rows
+from mgpu_tf.engine.row_proof import leave_others
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.engine.state import (
@@ -1128,11 +1129,12 @@ def _traced(function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a function, which may have to be traced several times."""
     while True:
         try:
-            return function(*arguments)
+            with turns.kept(leave_others):
+                return function(*arguments)
         except Exception as error:
             refusal = refusal_within(error)
             if not isinstance(refusal, TraceAgain):
-                if refusal in (None, error):
+                if refusal is None:
                     raise
                 raise refusal from None
             Groups.align()

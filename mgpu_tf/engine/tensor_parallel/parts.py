@@ -27,7 +27,7 @@ from mgpu_tf.engine.layer_calls import trust
 from mgpu_tf.engine.row_proof import active
 from mgpu_tf.engine.rows import own_rows
 from mgpu_tf.engine.state import Writes
-from mgpu_tf.engine.step_scope import StepScope
+from mgpu_tf.engine.step_scope import StepScope, is_within_function
 from mgpu_tf.engine.synchronous.parts import computed
 from mgpu_tf.engine.tensor_parallel import structure
 from mgpu_tf.engine.tensor_parallel.forms import Form, dropped
@@ -512,7 +512,7 @@ class TensorParallel:
         Raises:
             TraceAgain: They will be, in another trace.
         """
-        if _is_in_step():
+        if not is_within_function():
             return
         known = {id(variable) for variable in self._read_whole}
         missing = [
@@ -531,7 +531,7 @@ class TensorParallel:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not _is_in_step():
+        if is_within_function():
             self._join_before(layer.variables)
             return own(*args, **kwargs)
         inputs = args[0] if args else kwargs.pop("inputs")
@@ -559,12 +559,6 @@ class TensorParallel:
         **kwargs: Any,
     ) -> Any:
         return dropped(*self._dropouts[id(layer)], own, *args, **kwargs)
-
-
-def _is_in_step() -> bool:
-    """Whether no function, branch or loop of the author's is being traced."""
-    scope = keras_internals.stateless_scope()
-    return not isinstance(scope, StepScope) or scope.is_here
 
 
 def _joined(

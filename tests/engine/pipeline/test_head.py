@@ -7,15 +7,9 @@ import tensorflow as tf
 from keras import layers, ops
 
 import mgpu_tf
-from tests.parity import cases
 from tests.tiers import tiered
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class OwnLoss(keras.Model):

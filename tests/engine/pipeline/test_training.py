@@ -8,7 +8,6 @@ import pytest
 
 import mgpu_tf
 from tests.engine.pipeline import models
-from tests.parity import cases
 from tests.tiers import covering, tiered
 
 # 16 steps in 2 epochs; the last batch of each has 5 rows.
@@ -51,11 +50,7 @@ FULL = [(*program, *mesh, *order) for *program, mesh, order in FULL]
 SHARED = [models.drops, models.normalizes]
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    cases.set_floatx("float64")
-    yield
-    cases.set_floatx("float32")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def fit(build, strategy, **options):
