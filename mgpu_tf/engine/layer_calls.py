@@ -31,6 +31,7 @@ from mgpu_tf.engine.contributions import (
     sharing,
 )
 from mgpu_tf.engine.exchange import Cut, Exchange
+from mgpu_tf.engine.inlined import inlined, refused
 from mgpu_tf.engine.random_rows import entered_again
 from mgpu_tf.engine.row_proof import (
     FIXED,
@@ -103,18 +104,47 @@ class LayerCalls:
         }
         self._whole: set[int] = set()
         self.owners = Owners()
+        # Raised where functions of the author's cannot be inlined.
+        self._refusal: ConfigurationError | None = None
         # What a layer writes that runs eagerly, by what it is given; None
         # where it is not proven.
         self._eager: dict[Any, Parts | None] = {}
 
+    @property
+    def inlines(self) -> bool:
+        """Whether functions of the author's are traced with the step."""
+        return self._refusal is not None
+
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Lets layers be called so, while a step is traced."""
-        if self._exchange is None and not self._in_parts:
-            yield
-            return
-        with keras_internals.calls_replaced(self._every, self._called):
-            yield
+        with contextlib.ExitStack() as stack:
+            if self.inlines:
+                stack.enter_context(inlined())
+            if self._exchange is not None or self._in_parts:
+                stack.enter_context(
+                    keras_internals.calls_replaced(self._every, self._called)
+                )
+            try:
+                yield
+            except tf.errors.OperatorNotAllowedInGraphError as error:
+                if self._refusal is None:
+                    raise
+                raise self._refusal from error
+
+    def inline(self, variable: keras.Variable) -> None:
+        """Lets functions of the author's be traced with the step.
+
+        Args:
+            variable: What one of them reads that the step lends to it.
+
+        Raises:
+            TraceAgain: They will be, in another trace.
+            ConfigurationError: They cannot be.
+        """
+        again = not tf.config.functions_run_eagerly()
+        self._refusal = refused(variable)
+        raise TraceAgain if again else self._refusal
 
     def compute_whole(self, variable: keras.Variable) -> bool:
         """Lets the layer that writes a variable be computed whole.

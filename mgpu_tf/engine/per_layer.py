@@ -48,7 +48,7 @@ from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.step_scope import (
     Places,
     StepScope,
-    is_within_function,
+    is_read_inside,
 )
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.strategies.own_gradient import own_gradient
@@ -258,18 +258,15 @@ class LayerByLayer:
         return self.gather([variable])[0]
 
     def _gather_before(self, variables: Iterable[keras.Variable]) -> None:
-        """Lets weights be gathered once, before functions that read them.
+        """Lets weights be gathered once, before branches and loops read them.
 
-        Within functions, branches and loops of TensorFlow that the author
-        wrote, replicas exchange nothing.
+        Within these, replicas exchange nothing.
 
         Raises:
             TraceAgain: They will be, in another trace.
         """
-        if not is_within_function():
-            return
         split = _unique(list(filter(self.is_split, variables)))
-        if split:
+        if split and is_read_inside(split):
             self._together += split
             self._split -= set(map(id, split))
             raise TraceAgain

@@ -211,6 +211,7 @@ class ReplicaStep:
             )
             scope.share, scope.state = share, self._state
             scope.read_aside = self._calls.read_aside
+            scope.inline = self._calls.inline
             know_rows(scope, data, share)
             stack.enter_context(noting(scope.proof))
             drawn: list[tf.Tensor] = []
@@ -519,6 +520,7 @@ class ReplicaStep:
             or (self._exchange is not None and self._exchange.is_needed)
         )
         whole = self._layers is None and self._tensor is None
+        whole &= not self._calls.inlines
         return apart and whole and not self._state.stored_once
 
     def _compiled_by_xla(self) -> bool:
@@ -626,6 +628,7 @@ def outputs_of_share(
     ):
         scope.share, scope.state = share, state
         scope.read_aside = calls.read_aside
+        scope.inline = calls.inline
         know_rows(scope, data, share)
         outputs = outputs_of(model, data, generator)
     seeds = set(map(id, state.seeds)) if eager else set()

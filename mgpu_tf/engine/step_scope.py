@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -21,6 +21,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.composites import composites_of
 from mgpu_tf.engine.contributions import BatchShare
+from mgpu_tf.engine.inlined import is_within_function
 from mgpu_tf.engine.random_rows import RowScope
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.row_proof import (
@@ -79,6 +80,8 @@ class StepScope(keras.StatelessScope):
         proof: Knows what layers have made, for proofs that meet it.
         read_aside: Called where something of all rows reads what is of the
             rows of this replica, with its name and the tensor.
+        inline: Called with what a `tf.function` of the author's reads of the
+            graph of the step, and would keep.
         draws: In which random numbers are drawn; None where replicas draw
             their own.
         sources: What gradients of weights are taken from, by the identity of
@@ -137,6 +140,7 @@ class StepScope(keras.StatelessScope):
         self._known = lambda tensor: self._owners.kind(tensor, place)
         self.proof = RowProof(known=self._known)
         self.read_aside: Callable[[str, tf.Tensor], None] | None = None
+        self.inline: Callable[[keras.Variable], None] = lambda variable: None
         self.parts: dict[int, Part] = {}
         self.within: dict[int, keras.Variable] = {}
         self.written_in_place = 0
@@ -188,6 +192,8 @@ class StepScope(keras.StatelessScope):
             if value is not None:
                 self._watch(variable, value)
                 self.state_mapping[id(variable)] = value
+        if value is not None and is_within_function(self.graph):
+            self.inline(variable)
         return value
 
     def _note_read(
@@ -454,10 +460,23 @@ def _refuse_others(tensor: tf.Tensor) -> None:
     )
 
 
-def is_within_function() -> bool:
-    """Returns whether a step traces a function, a branch or a loop inside."""
+def is_read_inside(variables: Iterable[keras.Variable]) -> bool:
+    """Returns whether a step reads weights within a branch or a loop.
+
+    Args:
+        variables: The weights.
+
+    Raises:
+        TraceAgain: It reads them within a `tf.function` of the author's, which
+            is inlined in another trace.
+    """
     scope = keras_internals.stateless_scope()
-    return isinstance(scope, StepScope) and not scope.is_here
+    if not isinstance(scope, StepScope) or scope.is_here:
+        return False
+    if is_within_function(scope.graph):
+        for variable in variables:
+            scope.inline(variable)
+    return True
 
 
 def leaves_of(structure: Any) -> list[tf.Tensor]:

@@ -1134,7 +1134,7 @@ def _traced(function: Callable[..., Any], *arguments: Any) -> Any:
         except Exception as error:
             refusal = refusal_within(error)
             if not isinstance(refusal, TraceAgain):
-                if refusal is None:
+                if refusal is None or refusal is error:
                     raise
-                raise refusal from None
+                raise refusal from error
             Groups.align()

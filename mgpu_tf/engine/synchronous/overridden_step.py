@@ -23,6 +23,7 @@ from mgpu_tf.engine import composites, keras_internals
 from mgpu_tf.engine.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.boundary import Boundary
 from mgpu_tf.engine.exchange import Cut, Exchange
+from mgpu_tf.engine.inlined import inlined, refused
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.same_draws import SameDraws
@@ -182,6 +183,7 @@ class AuthorStep:
             self._weights.begun(),
             self._boundary.entered(scope, cut, data, others),
         ):
+            scope.inline = self._inline
             values = self._returned(data)
             writes = [(v, scope.value(v)) for v in scope.written.values()]
         if scope.within:
@@ -257,6 +259,12 @@ class AuthorStep:
             keras_internals.write_here(variable, value)
         self._weights.forget([variable])
 
+    def _inline(self, variable: keras.Variable) -> None:
+        """Lets functions of the author's be traced with the step."""
+        again = not tf.config.functions_run_eagerly()
+        self._refusal = refused(variable)
+        raise TraceAgain if again else self._refusal
+
     def _check_in_step(self, variable: keras.Variable) -> None:
         if self._boundary.is_in_call:
             raise ConfigurationError(
@@ -285,7 +293,7 @@ class AuthorStep:
                 stack.enter_context(self._boundary.around())
                 stack.enter_context(self._weights.around())
                 if self._refusal is not None:
-                    stack.enter_context(_inlined())
+                    stack.enter_context(inlined())
             yield
 
     def _apply(
@@ -336,14 +344,3 @@ class AuthorStep:
         with self._exchange.apart():
             context.merge_call(apply, args=(given,))
         self._weights.forget(variables)
-
-
-@contextlib.contextmanager
-def _inlined() -> Iterator[None]:
-    """Lets a `tf.function` be the Python function that it was made of."""
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)

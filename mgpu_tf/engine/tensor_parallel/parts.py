@@ -27,7 +27,7 @@ from mgpu_tf.engine.layer_calls import trust
 from mgpu_tf.engine.row_proof import active
 from mgpu_tf.engine.rows import own_rows
 from mgpu_tf.engine.state import Writes
-from mgpu_tf.engine.step_scope import StepScope, is_within_function
+from mgpu_tf.engine.step_scope import StepScope, is_read_inside
 from mgpu_tf.engine.synchronous.parts import computed
 from mgpu_tf.engine.tensor_parallel import structure
 from mgpu_tf.engine.tensor_parallel.forms import Form, dropped
@@ -504,23 +504,20 @@ class TensorParallel:
         return [(variable, join(variable)) for variable in self._read_whole]
 
     def _join_before(self, variables: list[keras.Variable]) -> None:
-        """Lets weights be whole before functions that read them.
+        """Lets weights be whole before branches and loops read them.
 
-        Within functions, branches and loops of TensorFlow that the author
-        wrote, replicas exchange nothing.
+        Within these, replicas exchange nothing.
 
         Raises:
             TraceAgain: They will be, in another trace.
         """
-        if not is_within_function():
-            return
         known = {id(variable) for variable in self._read_whole}
         missing = [
             variable
             for variable in variables
             if keras_internals.is_split(variable) and id(variable) not in known
         ]
-        if missing:
+        if missing and is_read_inside(missing):
             self._read_whole += missing
             raise TraceAgain
 
@@ -531,8 +528,8 @@ class TensorParallel:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if is_within_function():
-            self._join_before(layer.variables)
+        self._join_before(layer.variables)
+        if is_read_inside(()):
             return own(*args, **kwargs)
         inputs = args[0] if args else kwargs.pop("inputs")
         outputs = self.forms[id(layer)](

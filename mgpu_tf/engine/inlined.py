@@ -1,0 +1,56 @@
+"""Functions of the author's that are traced in the graph of a step.
+
+A `tf.function` keeps what it has captured of the graph in which it was traced.
+What a step lends to layers is in its own graph, so a function that reads it is
+computed as the Python function that it was made of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.errors import ConfigurationError
+
+
+@contextlib.contextmanager
+def inlined() -> Iterator[None]:
+    """Lets each `tf.function` be the Python function that it was made of."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
+def refused(variable: keras.Variable) -> ConfigurationError:
+    """Returns what to raise where functions cannot be inlined.
+
+    Args:
+        variable: What one of them reads.
+    """
+    return ConfigurationError(
+        "A tf.function that reads what a step lends to layers is traced as "
+        "plain Python, without AutoGraph. Received: one that reads "
+        f"{variable.path!r}, and code that needs AutoGraph. Write tf.cond and "
+        "tf.while_loop there, or leave tf.function out."
+    )
+
+
+def is_within_function(graph: Any) -> bool:
+    """Returns whether a `tf.function` is traced inside of a graph.
+
+    Args:
+        graph: That of a step. Branches and loops in it are traced with it.
+    """
+    here = tf.compat.v1.get_default_graph()
+    while here is not None and here is not graph:
+        if type(here) is tf.__internal__.FuncGraph:
+            return True
+        here = getattr(here, "outer_graph", None)
+    return False
