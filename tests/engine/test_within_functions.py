@@ -55,9 +55,11 @@ def chain(last, *more, make=keras.Sequential):
 class InFunction(keras.Model):
     """Compares outputs with features, which it trains as well."""
 
+    more = (Scaled,)
+
     def __init__(self):
         super().__init__()
-        self.features = chain(3, Scaled())
+        self.features = chain(3, *(make() for make in self.more))
         self.dense = layers.Dense(1)
 
     def call(self, x):
@@ -102,9 +104,7 @@ class FunctionAsCall(keras.Sequential):
 class NeedsAutoGraph(InFunction):
     """Has a branch of Python's, which AutoGraph makes one of TensorFlow's."""
 
-    def __init__(self):
-        super().__init__()
-        self.features = chain(3)
+    more = ()
 
     @tf.function
     def traced_distance(self, x, y_pred):
