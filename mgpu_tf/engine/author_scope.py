@@ -35,8 +35,8 @@ class AuthorScope(keras.StatelessScope):
             TensorFlow, where nothing can be kept.
         lent: Returns the value of a weight in the call that is under way, None
             where it is read as it is.
-        inline: Called with what a `tf.function` of the author's reads of the
-            graph of the step, and would keep.
+        read_within: Called with what a `tf.function` of the author's reads of
+            the graph of the step, and would keep.
     """
 
     def __init__(
@@ -48,7 +48,9 @@ class AuthorScope(keras.StatelessScope):
         self.written: dict[int, keras.Variable] = {}
         self.within: dict[int, keras.Variable] = {}
         self.lent: Callable[[keras.Variable], Any] = lambda variable: None
-        self.inline: Callable[[keras.Variable], None] = lambda variable: None
+        self.read_within: Callable[[keras.Variable], None] = lambda variable: (
+            None
+        )
         self._write = write
         self._kept = set(self.state_mapping)
         self._graph = graph_here()
@@ -56,10 +58,10 @@ class AuthorScope(keras.StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> Any:
         """Returns the value that is kept, or TensorFlow's own variable."""
         value = super().get_current_value(variable)
+        if value is not None and is_within_function(self._graph):
+            self.read_within(variable)
         if value is None:
             value = self.lent(variable)
-        if value is not None and is_within_function(self._graph):
-            self.inline(variable)
         return keras_internals.stored(variable) if value is None else value
 
     def value(self, variable: keras.Variable) -> tf.Tensor:

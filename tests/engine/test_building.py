@@ -18,15 +18,15 @@ from tests.data.test_structures import (
     Y,
     check_same,
     dataset,
-    float64,
     reference,
 )
 from tests.tiers import tiered
 
-__all__ = ["float64"]
-
-# What Keras says at the end of data whose length it does not know.
-pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    # What Keras says at the end of data whose length it does not know.
+    pytest.mark.filterwarnings("ignore:Your input ran out of data"),
+]
 
 EVEN = {**OPTIONS, "batch_size": 11}
 

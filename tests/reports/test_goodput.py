@@ -200,11 +200,11 @@ def test_the_time_after_an_end_is_not_on_the_line(clock):
 
 def test_a_fault_outlives_going_back_to_a_checkpoint(clock):
     meter = trained(clock)
-    told, saved = meter.as_json(), clock.now
+    saved, since = meter.as_json(), clock.now
     goodput = meter.goodput()
     clock.now += 5.0
     meter.fault("loss inf in step 9")
-    meter.resume(goodput, saved, restarted=True, told=told)
+    meter.resume(goodput, since, restarted=True, saved=saved)
     assert meter.faults == [(39.5, "loss inf in step 9")]
     assert meter.goodput().restart_seconds == 5.0
 

@@ -13,9 +13,11 @@ from mgpu_tf.checkpoints import store
 from mgpu_tf.checkpoints.recovery import Owner
 from tests import clusters, columns
 from tests.engine import test_overridden_step
-from tests.engine.test_overridden_step import arrays, float64, network  # noqa: F401
+from tests.engine.test_overridden_step import arrays, network
 from tests.jobs import own_steps
 from tests.training import test_on_batch
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 ops = keras.ops
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "custom_training.md"

@@ -6,7 +6,9 @@ import pytest
 
 import mgpu_tf
 from tests import columns
-from tests.engine.test_overridden_step import arrays, float64, network  # noqa: F401
+from tests.engine.test_overridden_step import arrays, network
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 BATCHES = (8, 7, 8, 5)
 

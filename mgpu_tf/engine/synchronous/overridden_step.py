@@ -23,7 +23,7 @@ from mgpu_tf.engine import composites, keras_internals
 from mgpu_tf.engine.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.boundary import Boundary
 from mgpu_tf.engine.exchange import Cut, Exchange
-from mgpu_tf.engine.inlined import inlined, refused
+from mgpu_tf.engine.inlined import inlined
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.same_draws import SameDraws
@@ -103,7 +103,8 @@ class AuthorStep:
         self._optimizers = keras_internals.optimizers_of(model)
         self._names: list[str] = []
         self._generator: Any = None
-        # State that is written within functions, branches and loops.
+        # State that is written within functions, branches and loops, or read
+        # within functions.
         self._direct: dict[int, keras.Variable] = {}
         self.cuts_each = False
         # Raised where an optimizer applies there though the author's functions
@@ -183,7 +184,7 @@ class AuthorStep:
             self._weights.begun(),
             self._boundary.entered(scope, cut, data, others),
         ):
-            scope.inline = self._inline
+            scope.read_within = self._read_directly
             values = self._returned(data)
             writes = [(v, scope.value(v)) for v in scope.written.values()]
         if scope.within:
@@ -259,11 +260,10 @@ class AuthorStep:
             keras_internals.write_here(variable, value)
         self._weights.forget([variable])
 
-    def _inline(self, variable: keras.Variable) -> None:
-        """Lets functions of the author's be traced with the step."""
-        again = not tf.config.functions_run_eagerly()
-        self._refusal = refused(variable)
-        raise TraceAgain if again else self._refusal
+    def _read_directly(self, variable: keras.Variable) -> None:
+        """Lets a step read and write a variable itself, in another trace."""
+        self._direct[id(variable)] = variable
+        raise TraceAgain
 
     def _check_in_step(self, variable: keras.Variable) -> None:
         if self._boundary.is_in_call:

@@ -7,7 +7,9 @@ import tensorflow as tf
 from keras import layers, ops
 
 import mgpu_tf
-from tests.engine.pipeline.test_head import arrays, float64, pairs  # noqa: F401
+from tests.engine.pipeline.test_head import arrays, pairs
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Seen(layers.Layer):
