@@ -101,7 +101,6 @@ def measure(case: tuple[Any, ...]) -> dict[str, Any]:
     """Trains a case, in this process; returns the peaks of its steps."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import keras
-    import numpy as np
     import tensorflow as tf
 
     import mgpu_tf
@@ -118,15 +117,8 @@ def measure(case: tuple[Any, ...]) -> dict[str, Any]:
     def used(what: str) -> int:
         return int(tf.config.experimental.get_memory_info("CPU:0")[what])
 
-    shape, dtype, outputs = _shapes(models.MODELS[name]())
+    x, y = models.batch(name, batch)
     keras.backend.clear_session()
-    generator = np.random.default_rng(0)
-    x: Any = generator.random((batch, *shape), dtype="float32")
-    if "int" in dtype:
-        x = generator.integers(0, 1000, (batch, *shape)).astype("int32")
-    y = x
-    if name != "autoencoder":
-        y = generator.integers(0, 4, (batch, *outputs[:-1])).astype("int32")
     before = used("current")
     trainer = mgpu_tf.Trainer(
         lambda: models.build(name, optimizer, precision),
@@ -153,11 +145,6 @@ def measure(case: tuple[Any, ...]) -> dict[str, Any]:
         shuffle=False,
     )
     return {"case": list(case), "peaks": peaks}
-
-
-def _shapes(model: Any) -> tuple[Any, str, Any]:
-    spec = model.inputs[0]
-    return spec.shape[1:], str(spec.dtype), model.outputs[0].shape[1:]
 
 
 def measured(path: str) -> list[dict[str, Any]]:

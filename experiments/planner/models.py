@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import keras
+import numpy as np
 from keras import layers
 
 
@@ -223,3 +224,53 @@ def build(
         loss = keras.losses.MeanSquaredError()
     model.compile(_OPTIMIZERS[optimizer](), loss)
     return model
+
+
+def transformer_8b() -> keras.Model:
+    """A compiled causal transformer of 8 billion parameters, for plans alone.
+
+    The sizes are those of Llama 3 8B (Grattafiori et al., "The Llama 3 Herd of
+    Models", arXiv 2407.21783, table 3), over 2,048 tokens.
+    """
+    inputs = keras.Input((2048,), dtype="int32")
+    hidden = layers.Embedding(128_256, 4096)(inputs)
+    for _ in range(32):
+        query = layers.RMSNormalization()(hidden)
+        attention = layers.GroupQueryAttention(128, 32, 8, use_bias=False)(
+            query, query, use_causal_mask=True
+        )
+        hidden = layers.Add()([hidden, attention])
+        wide = layers.RMSNormalization()(hidden)
+        gate = layers.Dense(14_336, activation="silu", use_bias=False)(wide)
+        up = layers.Dense(14_336, use_bias=False)(wide)
+        wide = layers.Multiply()([gate, up])
+        hidden = layers.Add()(
+            [hidden, layers.Dense(4096, use_bias=False)(wide)]
+        )
+    hidden = layers.RMSNormalization()(hidden)
+    model = keras.Model(inputs, layers.Dense(128_256, use_bias=False)(hidden))
+    model.compile(
+        keras.optimizers.AdamW(0.0001),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return model
+
+
+def batch(name: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns inputs and targets of a model, of random numbers.
+
+    Args:
+        name: One of `MODELS`.
+        rows: How many.
+    """
+    model = MODELS[name]()
+    taken, made = model.inputs[0], model.outputs[0]
+    generator = np.random.default_rng(0)
+    x = generator.random((rows, *taken.shape[1:]), dtype="float32")
+    if "int" in str(taken.dtype):
+        x = generator.integers(0, 1000, x.shape).astype("int32")
+    if name == "autoencoder":
+        return x, x
+    return x, generator.integers(0, 4, (rows, *made.shape[1:-1])).astype(
+        "int32"
+    )

@@ -1,11 +1,11 @@
 """The planner's step time on real clusters of slow links. Needs root, quiet.
 
-    python -m experiments.planner.step_time --output=runs/step_time.json
+    python -m experiments.planner.step_time --output_dir=docs
 
-Workers are processes in network namespaces of their own, whose links are
-limited to a rate, as on two or three machines. Each model trains alone and on
-2 and 3 workers at each rate, `_STEPS` steps after `_WARM` of warming up; the
-median step counts. About 40 s for each of 28 runs on two cores.
+Each of four models trains on one machine of one core, and on 2 and 3 of them
+at each of three rates of links. The median step counts. About 30 s for each of
+28 runs on two cores. Three machines share two cores, so two of them compute
+half as fast; the prediction knows that.
 
 Three constants stand for the machine: what of the rate of products models
 reach, what of a link's rate sums reach, and how much of a sum hides behind
@@ -20,12 +20,11 @@ import dataclasses
 import itertools
 import json
 import os
+import pathlib
 import statistics
-import subprocess
-import sys
-import time
 from typing import Any
 
+from experiments.planner import machines as on_machines
 from mgpu_tf.planner.costs import step_operations
 from mgpu_tf.planner.devices import DEVICES, Device, Efficiencies, link
 from mgpu_tf.planner.graph import Graph
@@ -37,8 +36,6 @@ MODELS = {"0.1M": (256, 2), "1M": (512, 4), "5M": (1024, 5), "20M": (2048, 5)}
 RATES = ("50mbit", "100mbit", "200mbit")
 WORKERS = (2, 3)
 ROWS = 64
-_STEPS, _WARM = 12, 4
-_PORT = 12345
 
 
 def build(name: str) -> Any:
@@ -60,54 +57,24 @@ def build(name: str) -> Any:
 
 def worker(name: str) -> None:
     """Trains in this process, and prints the seconds of its steps."""
-    import keras
     import numpy as np
 
     import mgpu_tf
 
-    alone = "TF_CONFIG" not in os.environ
-    workers = 1 if alone else len(_cluster()["cluster"]["worker"])
-    strategy = mgpu_tf.create_strategy(
-        "one_device" if alone else "multi_worker_mirrored"
-    )
-    trainer = mgpu_tf.Trainer(
-        lambda: build(name), strategy, steps_per_execution=1
-    )
-    seconds: list[float] = []
-
-    class Clock(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            self.begin = time.perf_counter()
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            seconds.append(time.perf_counter() - self.begin)
-
+    several = "TF_CONFIG" in os.environ
+    workers = 1
+    if several:
+        workers = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
     rows = ROWS * workers
-    trainer.fit(
+    on_machines.time_steps(
+        lambda: build(name),
+        mgpu_tf.create_strategy(
+            "multi_worker_mirrored" if several else "one_device"
+        ),
         np.random.default_rng(0).random((rows, 256), dtype="float32"),
         np.zeros(rows, "int32"),
-        batch_size=rows,
-        steps_per_epoch=_STEPS + _WARM,
-        verbose=0,
-        shuffle=False,
-        callbacks=[Clock()],
+        rows,
     )
-    print(json.dumps(seconds[_WARM:]))
-
-
-def _cluster() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(os.environ["TF_CONFIG"])
-    return found
-
-
-def _command(name: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "experiments.planner.step_time",
-        "--worker",
-        name,
-    ]
 
 
 def measure(name: str, workers: int, rate: str | None) -> float:
@@ -118,38 +85,8 @@ def measure(name: str, workers: int, rate: str | None) -> float:
         workers: How many.
         rate: Of the link of each; None for one worker.
     """
-    if workers == 1:
-        done = subprocess.run(
-            _command(name), check=True, capture_output=True, text=True
-        )
-        return statistics.median(json.loads(done.stdout.splitlines()[-1]))
-    from tests.network import Network
-
-    hosts = [f"n{index}" for index in range(workers)]
-    with Network(hosts) as network:
-        processes = []
-        for host in hosts:
-            network.limit(host, rate)
-        addresses = [f"{network.address(host)}:{_PORT}" for host in hosts]
-        for index, host in enumerate(hosts):
-            config = {
-                "cluster": {"worker": addresses},
-                "task": {"type": "worker", "index": index},
-            }
-            processes.append(
-                network.popen(
-                    host,
-                    _command(name),
-                    env=os.environ | {"TF_CONFIG": json.dumps(config)},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        outputs = [process.communicate(timeout=900) for process in processes]
-        if processes[0].returncode:
-            raise RuntimeError(outputs[0][1][-2000:])
-        return statistics.median(json.loads(outputs[0][0].splitlines()[-1]))
+    command = ["-m", "experiments.planner.step_time", "--worker", name]
+    return on_machines.median_seconds(on_machines.run(command, workers, rate))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +113,7 @@ def predicted(run: Run, graph: Graph, device: Device) -> float:
         1,
         run.workers,
         link(run.rate) if run.rate else link("25gbe"),
+        sharing=on_machines.sharing(run.workers),
     )
     layout = Layout(run.workers)
     return step_time(graph, layout, ROWS * run.workers, machines).seconds
@@ -226,41 +164,63 @@ def table(runs: list[Run], graphs: dict[str, Graph]) -> dict[str, Any]:
         )
     errors = sorted(abs(row["error"]) for row in rows)
     return {
+        "alone": {run.model: run.seconds for run in runs if run.workers == 1},
         "median_error": statistics.median(errors),
         "worst_error": errors[-1],
         "rows": rows,
     }
 
 
+def markdown(value: dict[str, Any]) -> str:
+    """Returns the page of a table."""
+    lines = [
+        "# Step time, predicted and measured",
+        "",
+        "Made by `python -m experiments.planner.step_time` on "
+        f"{value['processor']}: workers on machines of one core each, with "
+        "links of a limited rate. Each row is predicted with constants that "
+        "were fitted on the runs of other models at other rates.",
+        "",
+        f"{len(value['rows'])} runs: median error "
+        f"{value['median_error']:.1%}, worst {value['worst_error']:.1%}.",
+        "",
+        "| parameters | workers | link | predicted ms | measured ms | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in value["rows"]:
+        lines.append(
+            f"| {row['model']} | {row['workers']} | {row['rate']} | "
+            f"{row['predicted'] * 1e3:,.0f} | {row['seconds'] * 1e3:,.0f} | "
+            f"{row['error']:+.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Measures, predicts, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", default="step_time.json")
+    parser.add_argument("--output_dir", default="runs")
     parser.add_argument("--worker", help="Train a model here, and print times.")
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--rates", default=",".join(RATES))
-    parser.add_argument("--workers", default=",".join(map(str, WORKERS)))
     given = parser.parse_args()
     if given.worker:
         worker(given.worker)
         return
     from mgpu_tf.planner.tracing import trace
 
-    names = given.models.split(",")
     runs = []
-    for name in names:
+    for name in MODELS:
         runs.append(Run(name, 1, None, measure(name, 1, None)))
-        for workers, rate in itertools.product(
-            map(int, given.workers.split(",")), given.rates.split(",")
-        ):
-            seconds = measure(name, workers, rate)
-            runs.append(Run(name, workers, rate, seconds))
+        print(runs[-1], flush=True)
+        for workers, rate in itertools.product(WORKERS, RATES):
+            runs.append(Run(name, workers, rate, measure(name, workers, rate)))
             print(runs[-1], flush=True)
-    graphs = {name: trace(lambda name=name: build(name)) for name in names}
-    value = table(runs, graphs) if len(names) > 1 else {"rows": []}
-    value["runs"] = [dataclasses.asdict(run) for run in runs]
-    with open(given.output, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
+    graphs = {name: trace(lambda name=name: build(name)) for name in MODELS}
+    value = table(runs, graphs) | {"processor": on_machines.processor()}
+    folder = pathlib.Path(given.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(value, indent=1) + "\n"
+    (folder / "planner_time.json").write_text(text, encoding="utf-8")
+    (folder / "planner_time.md").write_text(markdown(value), encoding="utf-8")
     print({k: v for k, v in value.items() if k.endswith("error")})
 
 

@@ -67,7 +67,8 @@ def _axes(devices: int, machines: Machines, layers: int) -> Iterator[Layout]:
     """Yields the axes whose product is a number of devices."""
     several = devices > machines.per_node
     for tensor in _divisors(devices):
-        if tensor > machines.per_node:
+        # Sums between layers stay within a machine that has several devices.
+        if 1 < machines.per_node < tensor:
             continue
         for pipeline in _divisors(devices // tensor):
             if pipeline > 1 and (several or pipeline > layers):

@@ -13,6 +13,7 @@ This module does not import TensorFlow.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -131,7 +132,7 @@ class Layer:
     again: bool = True
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Graph:
     """Forward pass, loss and gradients of one device.
 
@@ -185,6 +186,15 @@ class Graph:
         """Returns the bytes of a tensor for a number of rows."""
         return self.tensors[tensor].bytes(rows)
 
+    def sizes(self, rows: float) -> tuple[float, ...]:
+        """Returns the bytes of all tensors for a number of rows."""
+        return _sizes(self, rows)
+
     def forward(self) -> Iterator[Operation]:
         """Yields the operations of the forward pass and the loss."""
         return (each for each in self.operations if not each.backward)
+
+
+@functools.lru_cache(maxsize=16)
+def _sizes(graph: Graph, rows: float) -> tuple[float, ...]:
+    return tuple(tensor.bytes(rows) for tensor in graph.tensors)

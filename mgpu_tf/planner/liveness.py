@@ -17,6 +17,7 @@ This module does not import TensorFlow.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -203,33 +204,40 @@ class Schedule:
                 last[owner.get(buffer, buffer)] = place
         for buffer in kept:
             last[owner.get(buffer, buffer)] = len(self._steps)
-        ending: dict[int, list[int]] = collections.defaultdict(list)
+        free_after = self._free_after()
+        ending: list[list[int]] = [[] for _ in self._steps]
         for buffer, place in last.items():
-            ending[self._free_after(place)].append(buffer)
+            if place < len(self._steps):
+                ending[free_after[place]].append(buffer)
         live: dict[int, float] = {}
+        by_kind: dict[str, float] = collections.defaultdict(float)
         held = most = 0.0
         found = Peak({})
-        where = -1
-        snapshot: dict[int, float] = {}
         for place, step in enumerate(self._steps):
             for buffer in step.outputs:
-                root = owner.get(buffer, buffer)
-                if root != buffer or buffer in live:
+                if buffer in owner or buffer in live:
                     continue
                 size = self._sizes[buffer]
-                reused = self._reused(step, size, owner, last, place, live)
-                if reused is not None:
-                    held -= live.pop(reused)
+                if step.type in IN_PLACE and size:
+                    reused = self._reused(step, size, owner, last, place, live)
+                    if reused is not None:
+                        freed = live.pop(reused)
+                        held -= freed
+                        by_kind[self._kinds[reused]] -= freed
                 live[buffer] = size
                 held += size
+                by_kind[self._kinds[buffer]] += size
             now = held + step.scratch
             if now > most:
-                most, where = now, place
-                snapshot = dict(live)
+                most = now
+                kinds = dict(by_kind)
+                kinds["temporary"] = kinds.get("temporary", 0.0) + step.scratch
+                found = Peak(kinds, place, step.type)
             for buffer in ending[place]:
-                held -= live.pop(buffer, 0.0)
-        if where >= 0:
-            found = self._peak(snapshot, where)
+                if buffer in live:
+                    freed = live.pop(buffer)
+                    held -= freed
+                    by_kind[self._kinds[buffer]] -= freed
         return found
 
     def _reused(
@@ -242,24 +250,32 @@ class Schedule:
         live: dict[int, float],
     ) -> int | None:
         """Returns the input into whose buffer an operation may write."""
-        if step.type not in IN_PLACE or not size:
-            return None
         for buffer in step.inputs:
             root = owner.get(buffer, buffer)
             if last[root] == place and live.get(root, -1.0) == size:
                 return root
         return None
 
-    def _free_after(self, place: int) -> int:
-        """Returns the operation at whose end a buffer is free.
+    def _free_after(self) -> list[int]:
+        """Returns for each operation the one at whose end its buffers are free.
 
-        Operations that take it last may run beside the ones after them.
+        Operations that take a buffer last may run beside the ones after them.
         """
-        left = self._beside
-        while left and place + 1 < len(self._steps):
-            place += 1
-            left -= self._steps[place].type not in ALIASES
-        return place
+        count = len(self._steps)
+        if not self._beside:
+            return list(range(count))
+        counted = [
+            place
+            for place, step in enumerate(self._steps)
+            if step.type not in ALIASES
+        ]
+        counted += [count - 1] * self._beside
+        return [
+            counted[bisect.bisect(counted, place) + self._beside - 1]
+            if place < count - 1
+            else place
+            for place in range(count)
+        ]
 
     def _owners(self) -> dict[int, int]:
         """Returns for each buffer that is another's the one that it is."""
@@ -270,11 +286,3 @@ class Schedule:
             for made, taken in zip(step.outputs, step.inputs, strict=False):
                 owner[made] = owner.get(taken, taken)
         return owner
-
-    def _peak(self, live: dict[int, float], place: int) -> Peak:
-        by_kind: dict[str, float] = collections.defaultdict(float)
-        for buffer, size in live.items():
-            by_kind[self._kinds.get(buffer, "activations")] += size
-        step = self._steps[place]
-        by_kind["temporary"] += step.scratch
-        return Peak(dict(by_kind), place, step.type)

@@ -17,6 +17,7 @@ al.: PipeDream-Flush, ICML 2021, for micro-batches in flight.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from mgpu_tf.planner.layout import Layout, layout_of
 from mgpu_tf.planner.liveness import KINDS, Peak
 from mgpu_tf.planner.program import Program
 from mgpu_tf.planner.rules import RULES, Rules
-from mgpu_tf.planner.scratch import FITTED, wasted_bytes
+from mgpu_tf.planner.scratch import FITTED, STORED, wasted_bytes
 from mgpu_tf.reports.scaling import aligned
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ class DeviceMemory:
     def total(self) -> float:
         """Returns all bytes."""
         return sum(self.by_kind.values())
+
+    @property
+    def stored(self) -> float:
+        """Returns the bytes that stay between steps, whatever the batch."""
+        return sum(self.by_kind.get(kind, 0.0) for kind in STORED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +238,7 @@ def _in_order(kinds: Mapping[str, float]) -> dict[str, float]:
     return {kind: kinds.get(kind, 0.0) for kind in KINDS}
 
 
+@functools.lru_cache(maxsize=16)
 def stages_of(graph: Graph, count: int) -> list[range]:
     """Returns the layers of each stage, as the engine cuts them.
 

@@ -213,17 +213,22 @@ class _Comparison:
     def candidates(self, all_devices: bool) -> Iterator[Candidate]:
         """Yields what is worth a look: options only where they are needed."""
         fitting: set[tuple[int, ...]] = set()
+        # What stays between steps is too large, whatever the batch.
+        too_large: set[tuple[object, ...]] = set()
         every = layouts(
             self.machines, self.batch, self.graph, all_devices=all_devices
         )
         for layout in every:
             axes = (layout.data, layout.fsdp, layout.tensor, layout.pipeline)
             plain = layout.accumulation == 1 and layout.recompute is None
-            if axes in fitting and not plain:
+            stored = (*axes, layout.shard)
+            if not plain and (axes in fitting or stored in too_large):
                 continue
             candidate = self.look(layout)
             if candidate.fits:
                 fitting.add(axes)
+            elif max(d.stored for d in candidate.memory.devices) > self.room:
+                too_large.add(stored)
             if candidate.fits or plain:
                 yield candidate
 

@@ -17,7 +17,7 @@ from mgpu_tf.planner.graph import Graph, Operation, Weight
 from mgpu_tf.planner.layout import Layout
 from mgpu_tf.planner.liveness import ALIASES, Peak, Schedule
 from mgpu_tf.planner.rules import RULES, Rules
-from mgpu_tf.planner.scratch import FITTED, scratch_bytes
+from mgpu_tf.planner.scratch import FITTED, scratch_of
 
 
 class Program:
@@ -50,10 +50,9 @@ class Program:
         self._is_first = self._layers.start == 0
         divided = splits.divided_tensors(graph, layout.tensor)
         self._weights = splits.weights_with_parts(graph, layout.tensor)
-        sizes = [
-            tensor.bytes(rows) / (layout.tensor if i in divided else 1)
-            for i, tensor in enumerate(graph.tensors)
-        ]
+        sizes = list(graph.sizes(rows))
+        for number in divided:
+            sizes[number] /= layout.tensor
         for weight in graph.weights:
             sizes[weight.tensor] = 0.0
         for number in graph.inputs:
@@ -238,9 +237,9 @@ class Program:
     ) -> None:
         taken = [self._here.get(t, t) for t in each.inputs]
         made = list(outputs or each.outputs)
-        size = self._schedule.size
-        touched = sum(map(size, taken)) + sum(map(size, made))
-        scratch = scratch_bytes(each, touched, self._fitted)
+        scratch = scratch_of(each, self._fitted)
+        if scratch:
+            scratch *= sum(map(self._schedule.size, [*taken, *made]))
         inside = each.attributes.get("inside")
         if inside:
             scratch += self._inside(inside)

@@ -83,16 +83,16 @@ def wasted_bytes(
     )
 
 
-def scratch_bytes(
-    operation: Operation,
-    touched: float,
-    fitted: Mapping[str, float] = FITTED,
+def scratch_of(
+    operation: Operation, fitted: Mapping[str, float] = FITTED
 ) -> float:
     """Returns what an operation needs beside its arguments and results.
 
     Args:
         operation: The operation.
-        touched: Bytes of its arguments and results.
         fitted: Bytes for each byte, by kind.
+
+    Returns:
+        Bytes for each byte of its arguments and results.
     """
-    return fitted[kind_of(operation)] * touched
+    return fitted[kind_of(operation)]

@@ -42,27 +42,9 @@ class Parts:
     gathered: dict[int, int]
 
 
+@functools.lru_cache(maxsize=8)
 def parts_of(graph: Graph) -> Parts:
     """Returns what a tensor axis of any length above 1 divides."""
-    return _parts(_Key(graph))
-
-
-class _Key:
-    """A graph as a key: by identity."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-
-    def __hash__(self) -> int:
-        return id(self.graph)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and other.graph is self.graph
-
-
-@functools.lru_cache(maxsize=8)
-def _parts(key: _Key) -> Parts:
-    graph = key.graph
     follows = _followers(graph)
     made = outputs_of(graph)
     weights: set[int] = set()

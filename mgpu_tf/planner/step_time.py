@@ -16,6 +16,7 @@ operations; Huang et al., "GPipe", NeurIPS 2019, for the bubble.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from mgpu_tf.mesh import bubble
@@ -238,6 +239,7 @@ def _layers_in_parts(graph: Graph, length: int) -> frozenset[int]:
     )
 
 
+@functools.lru_cache(maxsize=16)
 def _costs(graph: Graph, rows: float) -> list[tuple[Operation, Cost]]:
     return [(each, cost_of(graph, each, rows)) for each in graph.operations]
 

@@ -60,8 +60,7 @@ def trace(build_model: Callable[[], keras.Model], data: Any = None) -> Graph:
     import keras
     import tensorflow as tf
 
-    graph = tf.Graph()
-    with graph.as_default():
+    with tf.Graph().as_default(), tf.variable_creator_scope(_declared):
         model = build_model()
         if not isinstance(model, keras.Model) or not model.compiled:
             raise ConfigurationError(
@@ -69,6 +68,26 @@ def trace(build_model: Callable[[], keras.Model], data: Any = None) -> Graph:
                 f"Received: {type(model).__name__}. Call model.compile in it."
             )
         return _Tracing(model, data).graph()
+
+
+def _declared(_: Callable[..., Any], **options: Any) -> Any:
+    """Returns a variable with a shape and a type, which nothing initializes.
+
+    That takes half as many operations as TensorFlow's own way.
+    """
+    import tensorflow as tf
+    from tensorflow.python.ops import resource_variable_ops
+
+    value = options["initial_value"]
+    value = tf.convert_to_tensor(
+        value() if callable(value) else value, options["dtype"]
+    )
+    return resource_variable_ops.UninitializedVariable(
+        options["trainable"],
+        name=options["name"],
+        shape=value.shape,
+        dtype=value.dtype,
+    )
 
 
 class _Tracing:

@@ -1,9 +1,13 @@
 """The committed tables of the planner are those that the experiments make."""
 
+import itertools
 import json
 import pathlib
+import statistics
 
-from experiments.planner import memory, published
+import pytest
+
+from experiments.planner import jobs, memory, published, step_time
 from mgpu_tf.planner.scratch import FITTED
 from tests import clusters
 
@@ -41,3 +45,34 @@ def test_memory_is_as_near_as_the_table_says():
     assert summary["median_error"] <= 0.07
     assert summary["worst_error"] <= 0.2
     assert {tuple(row["case"]) for row in told["rows"]} <= set(memory.CASES)
+
+
+def test_step_times_are_as_near_as_the_table_says():
+    saved = json.loads((DOCS / "planner_time.json").read_text())
+    assert (DOCS / "planner_time.md").read_text() == step_time.markdown(saved)
+    cases = {
+        (row["model"], row["workers"], row["rate"]) for row in saved["rows"]
+    }
+    assert cases == set(
+        itertools.product(step_time.MODELS, step_time.WORKERS, step_time.RATES)
+    )
+    errors = [
+        abs(row["predicted"] / row["seconds"] - 1) for row in saved["rows"]
+    ]
+    assert statistics.median(errors) == pytest.approx(saved["median_error"])
+    assert saved["median_error"] <= 0.15
+    assert saved["worst_error"] == pytest.approx(max(errors))
+    assert saved["worst_error"] <= 0.3
+
+
+def test_the_planned_layout_is_the_best_or_near_it():
+    saved = json.loads((DOCS / "planner_jobs.json").read_text())
+    assert (DOCS / "planner_jobs.md").read_text() == jobs.markdown(saved)
+    again = [
+        jobs.row(jobs.Job(**row["job"]), row["predicted"], row["seconds"])
+        for row in saved["rows"]
+    ]
+    assert again == saved["rows"]
+    assert {jobs.Job(**row["job"]) for row in again} == set(jobs.JOBS)
+    assert sum(row["behind"] <= jobs.CLOSE for row in again) >= 6
+    assert len({row["best"] for row in again}) >= 3

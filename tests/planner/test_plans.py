@@ -37,6 +37,12 @@ def test_several_machines_have_no_pipeline_and_no_wide_tensor_axis():
     assert max(layout.tensor for layout in found) == 2
 
 
+def test_machines_of_one_device_divide_layers_between_them():
+    found = list(layouts(machines(1, 2), 64, GRAPH))
+    axes = {(x.data, x.fsdp, x.tensor) for x in found}
+    assert axes == {(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
+
+
 def test_every_replica_gets_a_row():
     assert {x.replicas for x in layouts(machines(8), 2, GRAPH)} == {1, 2}
     with pytest.raises(ConfigurationError, match="global_batch_size"):
