@@ -1,4 +1,4 @@
-"""Which axes the devices of a strategy form, and how a variable is split.
+"""Which axes the devices of a strategy form, what is split, what is summed.
 
     mesh = Mesh(data=2, fsdp=4)          # 8 devices
     mesh.rank("fsdp", 5)                 # 1
@@ -512,4 +512,48 @@ def shares(regions: Sequence[tuple[Region, int]], count: int) -> list[Shares]:
                 own = region.cut(first, after)
                 found[process].append((number, first, own))
         before += region.size * itemsize
+    return found
+
+
+# What a reduction costs anyway is worth about this number of bytes more in one.
+PACK_BYTES = 1 << 20
+
+
+def packs(
+    sizes: Sequence[int], pack_bytes: int = PACK_BYTES
+) -> list[list[int]]:
+    """Returns which gradients replicas sum together, in the order of readiness.
+
+    A pack is one reduction. Large gradients go alone, so that none of them is
+    copied to lie beside another, and as soon as the backward pass has made
+    them; small ones go together, for a reduction takes milliseconds whatever
+    its size.
+
+    Example:
+        >>> packs([4, 90, 3, 2, 5], pack_bytes=10)
+        [[1], [4, 3, 2], [0]]
+
+    Args:
+        sizes: Bytes of each gradient, in the order of the variables; the
+            backward pass makes the last first.
+        pack_bytes: What is as large goes alone; what is smaller goes with
+            its neighbours until there are that many.
+
+    Returns:
+        Indices; each once.
+    """
+    found: list[list[int]] = []
+    small: list[int] = []
+    held = 0
+    for index in reversed(range(len(sizes))):
+        if sizes[index] >= pack_bytes:
+            found.append([index])
+            continue
+        small.append(index)
+        held += sizes[index]
+        if held >= pack_bytes:
+            found.append(small)
+            small, held = [], 0
+    if small:
+        found.append(small)
     return found

@@ -6,9 +6,14 @@ import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import hypothesis
 import pytest
 
 from tests import clusters, columns, leftovers
+
+# Other work may take the processor for seconds.
+hypothesis.settings.register_profile("shared machine", deadline=None)
+hypothesis.settings.load_profile("shared machine")
 
 # Here the tests of one row share what Keras computes, and nothing else.
 BY_ROW = "tests/parity/test_one_machine.py"

@@ -5,12 +5,14 @@
 Two machines of one core each are joined by a link of a limited rate. For each
 rate `mgpu-tf calibrate` measures them. Each job is planned with what was
 measured; then every layout that the plan compares trains, and the median step
-counts. Needs root and a quiet machine; about 15 minutes on two cores.
+counts. Needs root and a quiet machine; half an hour on two cores. What was
+measured is kept in the output and not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -94,8 +96,8 @@ def measure(job: Job) -> dict[str, float]:
     return found
 
 
-def calibrated(rate: str) -> Machines:
-    """Returns two machines as `mgpu-tf calibrate` measures them.
+def calibrated(rate: str) -> Calibration:
+    """Returns what `mgpu-tf calibrate` measures of two machines.
 
     Args:
         rate: Of the link of each.
@@ -105,9 +107,13 @@ def calibrated(rate: str) -> Machines:
         on_machines.run(
             ["-m", "mgpu_tf", "calibrate"], 2, rate, {VARIABLE: path}
         )
-        found = Calibration.read(path)
-    if found.link is None:
-        raise RuntimeError(f"calibrate measured no link of {rate}")
+        return Calibration.read(path)
+
+
+def machines(calibration: dict[str, Any]) -> Machines:
+    """Returns two machines of a calibration."""
+    found = Calibration.from_dict(calibration)
+    assert found.link is not None
     return Machines(found.device, 1, 2, found.link)
 
 
@@ -193,19 +199,27 @@ def main() -> None:
     if given.job:
         worker(Job(*json.loads(given.job)), LAYOUTS[given.layout])
         return
-    machines = {rate: calibrated(rate) for rate in {job.rate for job in JOBS}}
+    folder = pathlib.Path(given.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "planner_jobs.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    found = known.get("calibrations", {})
+    for rate in {job.rate for job in JOBS} - set(found):
+        found[rate] = dataclasses.asdict(calibrated(rate))
+    seconds = {Job(**r["job"]): r["seconds"] for r in known.get("rows", ())}
     rows = []
     for job in JOBS:
         # The plan is made before anything is measured.
-        predicted = predict(job, machines[job.rate])
+        predicted = predict(job, machines(found[job.rate]))
         print(job, predicted, flush=True)
-        rows.append(row(job, predicted, measure(job)))
+        rows.append(row(job, predicted, seconds.get(job) or measure(job)))
         print(rows[-1], flush=True)
-    value = {"processor": on_machines.processor(), "rows": rows}
-    folder = pathlib.Path(given.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(value, indent=1) + "\n"
-    (folder / "planner_jobs.json").write_text(text, encoding="utf-8")
+    value = {
+        "processor": known.get("processor", on_machines.processor()),
+        "calibrations": found,
+        "rows": rows,
+    }
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     (folder / "planner_jobs.md").write_text(markdown(value), encoding="utf-8")
 
 

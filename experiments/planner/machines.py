@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _PORT = 12345
-_STEPS, _WARM = 12, 4
+_STEPS, _WARM = 8, 3
 _LIMIT_SECONDS = 900
 
 

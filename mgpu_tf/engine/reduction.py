@@ -1,57 +1,19 @@
 """The sum of gradients over replicas, in packs: by one rule everywhere.
 
-A pack is one reduction. Large gradients go alone, so that none of them is
-copied to lie beside another, and as soon as the backward pass has made them;
-small ones go together, for a reduction takes milliseconds whatever its size.
+A pack (`packs` in `mgpu_tf/mesh.py`) is one reduction. It begins as soon as the
+backward pass has made its gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import tensorflow as tf
 
+from mgpu_tf.mesh import packs
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.collectives import Groups
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
-
-# What a reduction costs anyway is worth about this number of bytes more in one.
-PACK_BYTES = 1 << 20
-
-
-def packs(
-    sizes: Sequence[int], pack_bytes: int = PACK_BYTES
-) -> list[list[int]]:
-    """Returns which gradients are reduced together, in the order of readiness.
-
-    Example:
-        >>> packs([4, 90, 3, 2, 5], pack_bytes=10)
-        [[1], [4, 3, 2], [0]]
-
-    Args:
-        sizes: Bytes of each gradient, in the order of the variables; the
-            backward pass makes the last first.
-        pack_bytes: What is as large goes alone; what is smaller goes with
-            its neighbours until there are that many.
-
-    Returns:
-        Indices; each once.
-    """
-    found: list[list[int]] = []
-    small: list[int] = []
-    held = 0
-    for index in reversed(range(len(sizes))):
-        if sizes[index] >= pack_bytes:
-            found.append([index])
-            continue
-        small.append(index)
-        held += sizes[index]
-        if held >= pack_bytes:
-            found.append(small)
-            small, held = [], 0
-    if small:
-        found.append(small)
-    return found
 
 
 class Reduction:

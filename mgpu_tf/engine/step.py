@@ -404,14 +404,15 @@ class ReplicaStep:
             stack.enter_context(
                 turns.kept(lambda: keras_internals.snapshot(layers))
             )
+            if self._tensor is not None:
+                # Within calls of layers: it computes activations itself.
+                stack.enter_context(self._tensor.in_place())
             stack.enter_context(self._loss.in_place())
             stack.enter_context(self._metrics.in_place())
             stack.enter_context(self._calls.in_place())
             stack.enter_context(self._moments.in_place())
             if self._layers is not None:
                 stack.enter_context(self._layers.in_place())
-            if self._tensor is not None:
-                stack.enter_context(self._tensor.in_place())
             yield
 
     def gradients(

@@ -63,12 +63,41 @@ class Calibration:
         try:
             with open(path, encoding="utf-8") as file:
                 value = json.load(file)
-            return _from_dict(value)
+            return cls.from_dict(value)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
                 "calibration must be a file that mgpu-tf calibrate wrote. "
                 f"Received: calibration={path!r} ({type(error).__name__})."
             ) from None
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Calibration:
+        """Returns what `dataclasses.asdict` has made a dict of.
+
+        Raises:
+            ValueError: A number in it is none that a machine can have.
+        """
+        device = dict(value["device"])
+        good = Efficiencies(**device.pop("efficiencies"))
+        link = value.get("link")
+        found = cls(
+            Device(**device, efficiencies=good),
+            None if link is None else Link(**link),
+            int(value["workers"]),
+        )
+        numbers = [
+            found.device.memory_bytes,
+            found.device.bytes_per_second,
+            *found.device.rates.values(),
+            good.products,
+            good.memory,
+        ]
+        if not all(
+            isinstance(number, int | float) and 0 < number < math.inf
+            for number in numbers
+        ):
+            raise ValueError(value)
+        return found
 
     def text(self) -> str:
         """Returns the figures, for a terminal."""
@@ -94,27 +123,3 @@ class Calibration:
                 f"{self.workers} workers"
             )
         return "\n".join(lines)
-
-
-def _from_dict(value: dict[str, Any]) -> Calibration:
-    device = dict(value["device"])
-    good = Efficiencies(**device.pop("efficiencies"))
-    link = value.get("link")
-    found = Calibration(
-        Device(**device, efficiencies=good),
-        None if link is None else Link(**link),
-        int(value["workers"]),
-    )
-    numbers = [
-        found.device.memory_bytes,
-        found.device.bytes_per_second,
-        *found.device.rates.values(),
-        good.products,
-        good.memory,
-    ]
-    if not all(
-        isinstance(number, int | float) and 0 < number < math.inf
-        for number in numbers
-    ):
-        raise ValueError(value)
-    return found

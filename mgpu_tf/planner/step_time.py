@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 
-from mgpu_tf.mesh import bubble
+from mgpu_tf.mesh import bubble, packs
 from mgpu_tf.planner import splits
 from mgpu_tf.planner.communication import Network
 from mgpu_tf.planner.costs import Cost, cost_of
@@ -266,18 +266,19 @@ def _exchanged(
 ) -> tuple[float, float]:
     """Returns seconds of exchange: what computing can hide, and the rest."""
     network = machines.network
-    dense = sum(
-        float(w.bytes)
+    within = layout.tensor * layout.pipeline
+    sizes = [
+        w.bytes // within
         for w in graph.trainable
         if w.gradient is not None and not w.sparse
-    )
+    ]
+    dense = float(sum(sizes))
+    together = packs(sizes)
     sparse = sum(
         graph.tensors[w.gradient].bytes(rows)
         for w in graph.trainable
         if w.gradient is not None and w.sparse
     )
-    within = layout.tensor * layout.pipeline
-    dense /= within
     if layout.num_ps:
         return 0.0, _with_servers(dense + sparse, layout, machines)
     hidden = free = 0.0
@@ -290,28 +291,27 @@ def _exchanged(
         shared = dense / layout.fsdp
         hidden += network.all_reduce(shared, layout.data, stride * layout.fsdp)
     else:
-        hidden += network.all_reduce(dense, layout.data, stride)
+        # Nothing is left to compute when the last pack is there.
+        seconds = network.all_reduce(dense, layout.data, stride)
+        last = sum(sizes[place] for place in together[-1]) if together else 0.0
+        free += seconds * last / max(dense, 1.0)
+        hidden += seconds * (1 - last / max(dense, 1.0))
     if sparse and layout.replicas > 1:
         free += network.all_gather(
             sparse * layout.replicas, layout.replicas, stride
         )
-    messages = max(1, len(graph.trainable) * _PACKED)
     if layout.replicas > 1:
         slower = (
             network.between
             if network.crosses(layout.replicas, stride)
             else network.inside
         )
-        free += messages * slower.latency_seconds
+        free += len(together) * slower.latency_seconds
     if layout.tensor > 1:
         free += _tensor_seconds(graph, layout, rows, network)
     if layout.pipeline > 1:
         free += _pipeline_seconds(graph, layout, rows, network)
     return hidden, free
-
-
-# Packs of gradients for each weight: small ones go together.
-_PACKED = 0.2
 
 
 def _with_servers(size: float, layout: Layout, machines: Machines) -> float:

@@ -42,7 +42,7 @@ def test_bounds_cover_every_row_once(size, total):
     assert max(lengths) - min(lengths) <= 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     examples=st.integers(1, 40),
     batch_size=st.integers(1, 12),

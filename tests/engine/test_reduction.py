@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 import mgpu_tf
-from mgpu_tf.engine.reduction import packs
+from mgpu_tf.mesh import packs
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,10 @@ def test_as_keras(name, column, strategies):
     )
 
 
+def test_an_activation_that_mixes_rows_after_a_sum_over_tensor(strategies):
+    test_as_keras("an activation", "data_2_tensor_2", strategies)
+
+
 @pytest.mark.parametrize("name", ["functions", "within a function"])
 def test_without_xla_where_rows_are_exchanged(name, strategies, caplog):
     def build():

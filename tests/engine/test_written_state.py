@@ -212,8 +212,21 @@ def test_what_is_written_within_a_function(column, strategies):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("column", ["fsdp_x3", "pipeline_x2"])
-@pytest.mark.parametrize("name", WITHIN)
+@pytest.mark.parametrize(
+    "name", ["of the rows in a function", "a count in a function"]
+)
+def test_a_function_that_reads_its_state_is_traced_with_fsdp(name, strategies):
+    check(all_of([(name, WITHIN[name])]), strategies["fsdp_x3"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("column", "name"),
+    [
+        ("fsdp_x3", "of the rows in a branch"),
+        *(("pipeline_x2", name) for name in WITHIN),
+    ],
+)
 def test_where_nothing_can_be_written_in_place(column, name, strategies):
     build = all_of([(name, WITHIN[name])])
     with pytest.raises(mgpu_tf.ConfigurationError) as error:

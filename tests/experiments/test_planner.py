@@ -2,14 +2,18 @@
 
 import itertools
 import json
+import os
 import pathlib
 import statistics
+import subprocess
+import sys
 
 import pytest
 
 from experiments.planner import jobs, memory, published, step_time
 from mgpu_tf.planner.scratch import FITTED
 from tests import clusters
+from tests.tiers import full
 
 DOCS = pathlib.Path(clusters.ROOT) / "docs"
 
@@ -76,3 +80,26 @@ def test_the_planned_layout_is_the_best_or_near_it():
     assert {jobs.Job(**row["job"]) for row in again} == set(jobs.JOBS)
     assert sum(row["behind"] <= jobs.CLOSE for row in again) >= 6
     assert len({row["best"] for row in again}) >= 3
+
+
+@full
+def test_a_model_larger_than_memory_is_planned():
+    """8 billion parameters: 30 GB of weights, and 2 GB for the plan."""
+    command = [
+        *(sys.executable, "-m", "mgpu_tf", "plan", "--json"),
+        "--model=experiments.planner.models:transformer_8b",
+        *("--global_batch_size=64", "--devices=8", "--nodes=4"),
+        *("--device=h100-80gb", "--interconnect=ndr"),
+        "--precision=mixed_bfloat16",
+    ]
+    with subprocess.Popen(
+        command, cwd=clusters.ROOT, stdout=subprocess.PIPE
+    ) as process:
+        found = json.loads(process.stdout.read())
+        # Of this process alone, in KiB.
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert found["parameters"] == 8_030_261_248
+    assert found["candidates"][0]["fits"]
+    assert used.ru_maxrss < 2 << 20

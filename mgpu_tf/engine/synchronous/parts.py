@@ -26,8 +26,8 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.reduction import of_one_type, packs
-from mgpu_tf.mesh import Split, others_than
+from mgpu_tf.engine.reduction import of_one_type
+from mgpu_tf.mesh import Split, others_than, packs
 from mgpu_tf.strategies.collectives import Groups
 from mgpu_tf.strategies.sharded_variable import ShardedVariable, part_of
 

@@ -407,6 +407,10 @@ class TensorParallel:
                 by_rows=_is_read_by_rows(linear, found.dims[key]),
             )
         self._layers = [linear.layer for linear in plan.linear]
+        # Before the parts of layers are replaced for a trace.
+        self._apart = set(
+            map(id, filter(keras_internals.is_by_row, self._layers))
+        )
         self._dropouts = {
             id(layer): (axis, length, self._groups[over])
             for layer, axis, length, over in plan.dropouts
@@ -535,9 +539,10 @@ class TensorParallel:
         outputs = self.forms[id(layer)](
             self._part, _whole, _lent, own, inputs, *args[1:], **kwargs
         )
-        for proof in active():
+        if id(layer) in self._apart:
             # A proof around this call cannot look into what is exchanged.
-            trust(proof, inputs, outputs)
+            for proof in active():
+                trust(proof, inputs, outputs)
         return outputs
 
     def _part(self, variable: keras.Variable) -> Any:
