@@ -235,8 +235,9 @@ class Program:
     def _run(
         self, each: Operation, outputs: Sequence[int] | None = None
     ) -> None:
-        taken = [self._here.get(t, t) for t in each.inputs]
-        made = list(outputs or each.outputs)
+        here = self._here
+        taken = [here.get(t, t) for t in each.inputs] if here else each.inputs
+        made = outputs or each.outputs
         scratch = scratch_of(each, self._fitted)
         if scratch:
             scratch *= sum(map(self._schedule.size, [*taken, *made]))

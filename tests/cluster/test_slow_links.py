@@ -81,7 +81,7 @@ def assert_named(log, worker, others):
 
 
 def test_a_cut_link_and_the_losses_of_one_device(hosts, one_device, tmp_path):
-    """The supervisor names the lost task; all tasks end, and resume."""
+    """The supervisor or a task names the lost one; all end, and resume."""
     control, cut = tmp_path / "control", tmp_path / "cut"
     status, output = clusters.finish(start(hosts, control))
     assert status == 0, output + log_of(control, HOSTS[0])[-4000:]
@@ -111,8 +111,13 @@ def test_a_cut_link_and_the_losses_of_one_device(hosts, one_device, tmp_path):
     finally:
         launcher.kill()
         hosts.network.mend(HOSTS[2])
-    assert status == 255, output
-    assert "worker 2 failed with exit code 255 (ssh failed)" in output
+    # Whichever sees it first: ssh, or TensorFlow in a task that waits.
+    lost = {
+        255: "worker 2 failed with exit code 255 (ssh failed)",
+        1: "failed with exit code 1; ended worker",
+    }
+    assert status in lost, output
+    assert lost[status] in output
     assert not (cut / "report.json").exists()
     for waits, others in ((0, (2,)), (1, (2,)), (2, (0, 1))):
         assert_named(log_of(cut, HOSTS[waits]), waits, others)

@@ -193,6 +193,17 @@ class MixingCell(layers.Layer):
         return outputs, [outputs]
 
 
+class HoldsOne(layers.Layer):
+    """The layer inside of it mixes rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(5, activation=over_rows)
+
+    def call(self, x):
+        return 2 * self.inner(x)
+
+
 class MixesTwice(layers.Layer):
     """It mixes what a layer inside of it has mixed."""
 
@@ -224,6 +235,7 @@ OF_KERAS = {
         lambda: lambda x: x + ops.einsum("bth,cth,csh->bsh", x, x, x) / 99
     ),
     "an activation": network(lambda: layers.Dense(5, activation=over_rows)),
+    "an activation within a layer": network(HoldsOne),
     "an axis of rows": network(lambda: layers.Softmax(axis=0)),
     "a cell": network(lambda: layers.RNN(MixingCell(), return_sequences=True)),
     "a wrapper": network(
