@@ -48,9 +48,7 @@ class AuthorScope(keras.StatelessScope):
         self.written: dict[int, keras.Variable] = {}
         self.within: dict[int, keras.Variable] = {}
         self.lent: Callable[[keras.Variable], Any] = lambda variable: None
-        self.read_within: Callable[[keras.Variable], None] = lambda variable: (
-            None
-        )
+        self.read_within: Callable[[keras.Variable], None] = lambda _: None
         self._write = write
         self._kept = set(self.state_mapping)
         self._graph = graph_here()

@@ -20,6 +20,7 @@ import tensorflow as tf
 from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals, throwaway
 from mgpu_tf.engine.author_scope import AuthorScope
+from mgpu_tf.engine.trace_again import refusal_within
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.registry import topology_of
 
@@ -123,8 +124,14 @@ def _build_from_call(model: keras.Model, example: Any) -> None:
     batch = keras.utils.unpack_x_y_sample_weight(example)
     if model.run_eagerly:
         keras_internals.build_eagerly(model, structures.zeros(batch))
-    else:
+        return
+    try:
         keras_internals.build(model, batch)
+    except Exception as error:
+        refusal = refusal_within(error)
+        if refusal is None or refusal is error:
+            raise
+        raise refusal from error
 
 
 def _build_evaluation(model: keras.Model, example: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.engine.trace_again import ReadRefused
 
 
 @contextlib.contextmanager
@@ -28,13 +28,13 @@ def inlined() -> Iterator[None]:
         tf.config.run_functions_eagerly(before)
 
 
-def refused(variable: keras.Variable) -> ConfigurationError:
+def refused(variable: keras.Variable) -> ReadRefused:
     """Returns what to raise where functions cannot be inlined.
 
     Args:
         variable: What one of them reads.
     """
-    return ConfigurationError(
+    return ReadRefused(
         "A tf.function that reads what a step lends to layers is traced as "
         "plain Python, without AutoGraph. Received: one that reads "
         f"{variable.path!r}, and code that needs AutoGraph. Write tf.cond and "

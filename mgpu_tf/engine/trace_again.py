@@ -8,17 +8,30 @@ from __future__ import annotations
 
 from mgpu_tf.errors import ConfigurationError
 
+# What AutoGraph notes on an error that it raises again as another.
+_WRAPPED = "ag_error_metadata"
+
 
 class TraceAgain(ConfigurationError):
     """A step is to be traced once more, for what this trace has found."""
 
 
-def refusal_within(error: BaseException | None) -> ConfigurationError | None:
-    """Returns the refusal that led to an error; None where none did.
+class ReadRefused(ConfigurationError):
+    """What a step lends to layers is read where that cannot be."""
 
-    AutoGraph and conversions to tensors make other errors of what is raised in
-    a `tf.function` of the author's, or where a variable is read.
+
+def refusal_within(error: BaseException | None) -> ConfigurationError | None:
+    """Returns the refusal that an error stands for; None where there is none.
+
+    That is the error itself, or what another was made of: AutoGraph makes
+    other errors of what is raised in a `tf.function` of the author's, and
+    conversions to tensors of what is raised where a variable is read. An error
+    of the author's that was raised while a refusal was handled stands for
+    itself.
     """
-    while error is not None and not isinstance(error, ConfigurationError):
-        error = error.__cause__ or error.__context__
-    return error
+    found = error
+    while found is not None and not isinstance(found, ConfigurationError):
+        found = found.__cause__ or found.__context__
+    made = isinstance(found, TraceAgain | ReadRefused)
+    made |= hasattr(found, _WRAPPED)
+    return found if found is error or made else None

@@ -293,9 +293,10 @@ def _exchanged(
     else:
         # Nothing is left to compute when the last pack is there.
         seconds = network.all_reduce(dense, layout.data, stride)
-        last = sum(sizes[place] for place in together[-1]) if together else 0.0
-        free += seconds * last / max(dense, 1.0)
-        hidden += seconds * (1 - last / max(dense, 1.0))
+        last = sum(sizes[place] for place in together[-1]) if together else 0
+        exposed = seconds * last / max(dense, 1.0)
+        free += exposed
+        hidden += seconds - exposed
     if sparse and layout.replicas > 1:
         free += network.all_gather(
             sparse * layout.replicas, layout.replicas, stride

@@ -195,3 +195,39 @@ def test_what_needs_autograph_is_refused(strategies):
     trainer = mgpu_tf.Trainer(build, strategies["fsdp_x3"])
     with pytest.raises(mgpu_tf.ConfigurationError, match="AutoGraph"):
         trainer.fit(X, Y, batch_size=8, verbose=0)
+
+
+class Refused(InFunction):
+    """Gives a number where one for each row is asked for."""
+
+    @tf.function
+    def traced_distance(self, x, y_pred):
+        return mgpu_tf.mean_over_batch(tf.reduce_mean(y_pred))
+
+
+class RefusedAndHandled(InFunction):
+    """Has an error of its own, where it handles a refusal."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        try:
+            return mgpu_tf.mean_over_batch(tf.reduce_mean(y_pred))
+        except mgpu_tf.ConfigurationError:
+            raise ValueError("of the author's") from None
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        (Refused, mgpu_tf.ConfigurationError, "^mean_over_batch"),
+        (RefusedAndHandled, ValueError, "of the author's"),
+    ],
+)
+def test_an_error_in_a_loss_stands_for_itself(kind, error, text, strategies):
+    def build():
+        model = subclassed(kind)()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    with pytest.raises(error, match=text):
+        trainer.fit(X, Y, batch_size=8, verbose=0)
