@@ -177,6 +177,8 @@ class Engine(abc.ABC):
         self._model = model
         self._strategy = strategy
         self._applied: keras_internals.Applied = ()
+        # Compiled metrics were made here, and nothing was evaluated since.
+        self._as_made = False
         self._compiled = keras_internals.compiled_state(model)
         self._jit_compile = bool(model.jit_compile)
         self.kernels = Kernels(model, strategy, options.kernels)
@@ -194,9 +196,17 @@ class Engine(abc.ABC):
             source: Tells the shapes and types of a batch.
         """
 
-    @abc.abstractmethod
-    def reset_metrics(self) -> None:
-        """Sets every metric of the model to its beginning."""
+    def reset_metrics(self, *, first: bool = False) -> None:
+        """Sets every metric of the model to its beginning.
+
+        Args:
+            first: Whether no step was trained before. Then compiled metrics
+                keep the values that they were made with, as in Keras, until
+                something is evaluated.
+        """
+        keras_internals.reset_metrics(
+            self._model, as_made=first and self._as_made
+        )
 
     @abc.abstractmethod
     def feed(
@@ -392,6 +402,8 @@ class Engine(abc.ABC):
 
     def build(self, source: Source) -> None:
         """Creates the variables of the model, its metrics and optimizers."""
+        if not keras_internals.compiled_parts_are_built(self._model):
+            self._as_made = True
         with self._strategy.scope():
             building.build(self._model, source.example(), self._applied)
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.data import structures
@@ -74,7 +73,6 @@ def build(
         except Exception as error:
             _build_otherwise(model, example, error)
         _build_evaluation(model, example)
-    _warn_of_resets(model)
 
 
 def build_layers(
@@ -144,25 +142,6 @@ def _build_evaluation(model: keras.Model, example: Any) -> None:
         _run_once(model, model.test_step, example)
     except Exception as error:
         _log.debug("%s is not evaluated on such batches: %s", model.name, error)
-
-
-def _warn_of_resets(model: keras.Model) -> None:
-    """Warns of metrics that a reset leaves with other values than at first.
-
-    Keras makes compiled metrics after the first reset, and so resets them
-    from the second epoch on.
-    """
-    for metric in keras_internals.single_metrics(model.metrics):
-        reset = type(metric).reset_state
-        if reset is keras.Metric.reset_state and any(
-            np.any(variable.numpy()) for variable in metric.variables
-        ):
-            _log.warning(
-                "The metric %r begins with other values than zeros and is set "
-                "to zeros before every epoch, also the first, where Keras "
-                "keeps them. Define reset_state() to set them.",
-                metric.name,
-            )
 
 
 def _build_otherwise(

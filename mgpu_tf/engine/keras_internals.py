@@ -94,6 +94,25 @@ def compiled_parts_are_built(model: keras.Model) -> bool:
     return all(part.built for part in parts if part is not None)
 
 
+def reset_metrics(model: keras.Model, *, as_made: bool) -> None:
+    """Resets the metrics of a model, as `fit` does before an epoch.
+
+    Args:
+        model: A compiled model.
+        as_made: Whether compiled metrics keep the values that they were made
+            with: Keras makes them after its first reset.
+    """
+    compiled = model._compile_metrics
+    if compiled is None or not (as_made and compiled.built):
+        model.reset_metrics()
+        return
+    compiled.built = False
+    try:
+        model.reset_metrics()
+    finally:
+        compiled.built = True
+
+
 def build_layers(model: keras.Model, x: Any) -> None:
     """Creates the variables of a model's layers, and nothing else.
 

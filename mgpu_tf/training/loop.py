@@ -325,7 +325,7 @@ class Training:
         if not self._run.begin_epoch():
             # TensorFlow reads over all replicas what it overwrites.
             with self._distributed.peers.inside():
-                engine.reset_metrics()
+                engine.reset_metrics(first=self._totals.global_step == 0)
 
         def train(wanted: int) -> Execution:
             step = self._totals.global_step
@@ -485,6 +485,8 @@ def evaluate(
     feed: DataFeed,
     steps: int | None,
     hooks: keras.callbacks.CallbackList,
+    *,
+    first: bool = False,
 ) -> Logs:
     """Evaluates a model.
 
@@ -493,6 +495,7 @@ def evaluate(
         feed: Where batches come from.
         steps: How many; all by default.
         hooks: The callbacks.
+        first: Whether no step was trained before.
 
     Returns:
         Loss and metrics by name.
@@ -504,7 +507,7 @@ def evaluate(
     check_finite("evaluate", source, steps)
     engine = distributed.prepare(source)
     with distributed.peers.inside():
-        engine.reset_metrics()
+        engine.reset_metrics(first=first)
     pace = Pace(distributed.fixed_steps)
     limit = steps or source.steps
     iterator = feed.iterator(0, limit)

@@ -524,7 +524,13 @@ class Trainer:
             )
             feed = distributed.feed_once(source, steps)
             with explained(source), self._totals.meter.phase("evaluate"):
-                scores = loop.evaluate(distributed, feed, steps, hooks)
+                scores = loop.evaluate(
+                    distributed,
+                    feed,
+                    steps,
+                    hooks,
+                    first=self._totals.global_step == 0,
+                )
         if check_flag("return_dict", return_dict):
             return scores
         return keras_internals.in_order(distributed.model, scores)
@@ -754,7 +760,7 @@ class Trainer:
             if class_weight is not None:
                 source = data_lib.with_class_weight(source, class_weight)
             engine = distributed.prepare(source)
-            engine.reset_metrics()
+            engine.reset_metrics(first=self._totals.global_step == 0)
             feed = engine.feed(source, chain=True, training=True)
             try:
                 with explained(source):
@@ -792,7 +798,7 @@ class Trainer:
         with distributed.peers.together("test_on_batch"):
             source = self._one_batch("test_on_batch", x, y, sample_weight)
             engine = distributed.prepare(source)
-            engine.reset_metrics()
+            engine.reset_metrics(first=self._totals.global_step == 0)
             feed = engine.feed(source, chain=True, training=False)
             with explained(source):
                 done = engine.evaluate(feed.iterator(0, 1), 1, source)
@@ -851,7 +857,9 @@ class Trainer:
             hooks = distributed.hooks([], 0, 1, None)
 
             def evaluate() -> Logs:
-                return loop.evaluate(distributed, feed, steps, hooks)
+                return loop.evaluate(
+                    distributed, feed, steps, hooks, first=True
+                )
 
         return follow(engine, saving, evaluate, numbers.epochs)
 

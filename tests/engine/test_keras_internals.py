@@ -556,3 +556,15 @@ def test_what_layers_have_added():
     loss = tf.constant(1.0)
     keras_internals.own_loss(layer, loss)
     assert keras_internals.loss_ids(layer) == {id(loss)}
+
+
+def test_compiled_metrics_are_reset_once_they_are_built():
+    model = build()
+    keras_internals.build(model, SPEC)
+    compiled = model.metrics[1]
+    (total, count) = compiled.variables
+    count.assign(3.0)
+    keras_internals.reset_metrics(model, as_made=True)
+    assert (compiled.built, float(count)) == (True, 3.0)
+    keras_internals.reset_metrics(model, as_made=False)
+    assert float(count) == 0.0

@@ -173,10 +173,6 @@ class AsynchronousEngine(Engine):
         """Returns how late gradients were in the last epoch; as in `Engine`."""
         return self.current.staleness.values if self.current else []
 
-    def reset_metrics(self) -> None:
-        """Sets every metric of the model to its beginning."""
-        self._model.reset_metrics()
-
     def feed(
         self, source: Source, first: int = 0, *, chain: bool, training: bool
     ) -> AsynchronousFeed:
@@ -211,6 +207,7 @@ class AsynchronousEngine(Engine):
         self, iterator: Any, steps: int, source: Source, seconds: float = 0.0
     ) -> Execution:
         """Runs evaluation steps; as in `Engine`."""
+        self._as_made = False
         self.prepare(source)
         done, examples = iterator.advance("evaluate", steps)
         return Execution(done, examples, iterator.logs(), seconds)

@@ -259,6 +259,7 @@ class SynchronousEngine(Engine):
         self, iterator: Any, steps: int, source: Source, seconds: float = 0.0
     ) -> Execution:
         """Runs evaluation steps; as in `Engine`."""
+        self._as_made = False
         return self._execute("evaluate", iterator, steps, source, seconds)
 
     def predict(self, iterator: Any, source: Source) -> Any | None:
@@ -487,10 +488,6 @@ class SynchronousEngine(Engine):
         state.add_global_seed(self._strategy, create=True)
         state.draws_alike = self._options.random == "equal"
         return state
-
-    def reset_metrics(self) -> None:
-        """Sets every metric of the model to its beginning."""
-        self._model.reset_metrics()
 
     def _execute(
         self,
