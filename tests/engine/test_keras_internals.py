@@ -562,7 +562,7 @@ def test_compiled_metrics_are_reset_once_they_are_built():
     model = build()
     keras_internals.build(model, SPEC)
     compiled = model.metrics[1]
-    (total, count) = compiled.variables
+    (_, count) = compiled.variables
     count.assign(3.0)
     keras_internals.reset_metrics(model, as_made=True)
     assert (compiled.built, float(count)) == (True, 3.0)
