@@ -127,9 +127,16 @@ def _build_from_call(model: keras.Model, example: Any) -> None:
         keras_internals.build(model, batch)
     except Exception as error:
         refusal = refusal_within(error)
-        if refusal is None or refusal is error:
+        if refusal is not None and refusal is not error:
+            raise refusal from error
+        if refusal or not keras_internals.overrides(model, "compute_loss"):
             raise
-        raise refusal from error
+        # Keras builds it without the losses that layers have added.
+        try:
+            _run_once(model, model.test_step, example)
+        except Exception:
+            raise error from None
+        model.optimizer.build(model.trainable_variables)
 
 
 def _build_evaluation(model: keras.Model, example: Any) -> None:

@@ -64,11 +64,12 @@ def build_eagerly(model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
     """
     x, y, sample_weight = batch
     training = {"training": False} if takes_training(model) else {}
-    with keras.StatelessScope():
+    with keras.StatelessScope(collect_losses=True) as called:
         y_pred = model(x, **training)
     # A regularizer asks the scope for the value of its variable.
     values = [(v, v.value) for v in model.trainable_variables]
-    with keras.StatelessScope(state_mapping=values):
+    with keras.StatelessScope(values, collect_losses=True) as scope:
+        scope.losses += called.losses
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         model._compute_loss(x, y, y_pred, sample_weight, False)
     if not model.optimizer.built:
@@ -444,6 +445,60 @@ def calls_replaced(
 
 
 @contextlib.contextmanager
+def regularizers_replaced(
+    layers: list[keras.layers.Layer],
+    regularize: Callable[[keras.layers.Layer, tf.Tensor], None],
+) -> Iterator[None]:
+    """Lets layers regularize their outputs in another way, while traced.
+
+    Args:
+        layers: The layers, each with an `activity_regularizer`.
+        regularize: Called with a layer and an output, after the layer's
+            `call`. It adds to the loss what Keras would have added.
+    """
+
+    def instructions(layer: Any) -> dict[str, Any]:
+        own, added = layer.add_loss, []
+
+        def regularizer(output: tf.Tensor) -> tf.Tensor:
+            regularize(layer, output)
+            added.append(output)
+            return tf.zeros([], output.dtype)
+
+        def add_loss(loss: Any) -> None:
+            # What Keras adds of a regularizer has been added by then.
+            if added:
+                added.pop()
+            else:
+                own(loss)
+
+        return {"activity_regularizer": regularizer, "add_loss": add_loss}
+
+    with _replaced(layers, instructions):
+        yield
+
+
+def regularization_of(layer: keras.layers.Layer) -> keras.layers.Layer:
+    """Returns a layer that adds to the loss what another adds of its outputs.
+
+    Keras takes the value of an `activity_regularizer` after `call`, divided
+    by the number of rows. This layer returns what it is called with, has the
+    regularizer of the other, and its losses are the other's.
+
+    Args:
+        layer: With an `activity_regularizer`.
+    """
+    made = keras.layers.Identity(
+        activity_regularizer=layer.activity_regularizer,
+        autocast=False,
+        name=f"activity_regularizer_of_{layer.name}",
+    )
+    # Keras would set a copy.
+    object.__setattr__(made, "_loss_ids", layer._loss_ids)
+    return made
+
+
+@contextlib.contextmanager
 def activations_replaced(
     layers: list[keras.layers.Layer], activate: Callable[..., Any]
 ) -> Iterator[None]:
@@ -550,6 +605,12 @@ def call_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
                 state.set_global_attribute(name, value)
 
     return restored
+
+
+def is_in_call() -> bool:
+    """Returns whether a layer is being called."""
+    state = keras.src.backend.common.global_state
+    return state.get_global_attribute("current_call_ctx") is not None
 
 
 def stateless_scope() -> keras.StatelessScope | None:
@@ -1123,9 +1184,19 @@ def is_by_row(layer: keras.layers.Layer) -> bool:
     )
 
 
-def own_loss(layer: keras.layers.Layer, loss: tf.Tensor) -> None:
-    """Counts a value of a scope among the losses that a layer has added."""
-    layer._loss_ids.add(id(loss))
+def own_loss_instead(
+    layer: keras.layers.Layer, before: tf.Tensor, loss: tf.Tensor
+) -> None:
+    """Counts a value among the losses of those that have added another.
+
+    Args:
+        layer: It has added the other, or a layer inside of it has.
+        before: A loss in a scope.
+        loss: What takes its place there.
+    """
+    for each in (layer, *inner_layers(layer)):
+        if id(before) in each._loss_ids:
+            each._loss_ids.add(id(loss))
 
 
 def loss_ids(layer: keras.layers.Layer) -> set[int]:

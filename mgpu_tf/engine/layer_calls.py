@@ -103,6 +103,15 @@ class LayerCalls:
             for layer in self._layers
             if keras_internals.is_graph_of_layers(layer)
         }
+        self._regularized = [
+            layer
+            for layer in self._layers
+            if layer.activity_regularizer is not None
+        ]
+        self._regularizations = {
+            id(layer): keras_internals.regularization_of(layer)
+            for layer in self._regularized
+        }
         self._whole: set[int] = set()
         self.owners = Owners()
         # Raised where functions of the author's cannot be inlined.
@@ -127,6 +136,11 @@ class LayerCalls:
             if self._exchange is not None or self._in_parts:
                 stack.enter_context(
                     keras_internals.calls_replaced(self._every, self._called)
+                )
+                stack.enter_context(
+                    keras_internals.regularizers_replaced(
+                        self._regularized, self._regularize
+                    )
                 )
             try:
                 yield
@@ -287,6 +301,25 @@ class LayerCalls:
                         [leaf for leaf in leaves if is_same(leaf)], FIXED
                     )
         return outputs
+
+    def _regularize(
+        self, layer: keras.layers.Layer, output: tf.Tensor
+    ) -> None:
+        """Adds to the loss what a regularizer makes of an output."""
+        regularization = self._regularizations[id(layer)]
+        scope = keras_internals.stateless_scope()
+        if (
+            not isinstance(scope, StepScope)
+            or tf.compat.v1.get_default_graph() is not scope.graph
+        ):
+            regularization(output)
+            return
+        # What is trusted are the outputs of Keras's layers.
+        within, scope.within_trusted = scope.within_trusted, False
+        try:
+            self._called(regularization, regularization, output)
+        finally:
+            scope.within_trusted = within
 
     @staticmethod
     def _trusted(own: Callable[..., Any], given: Any, scope: StepScope) -> Any:

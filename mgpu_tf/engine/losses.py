@@ -297,9 +297,7 @@ class GlobalLoss:
         total = total / tf.cast(same_rows, part.dtype)
         scope.losses[place] = total
         scope.global_losses[id(total)] = total
-        for layer in keras_internals.layers_of(self._model):
-            if id(loss) in keras_internals.loss_ids(layer):
-                keras_internals.own_loss(layer, total)
+        keras_internals.own_loss_instead(self._model, loss, total)
 
     def of_layers(
         self,

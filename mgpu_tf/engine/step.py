@@ -251,6 +251,7 @@ class ReplicaStep:
         if scope.within:
             self._direct |= scope.within
             raise TraceAgain
+        scope.check_known(self._state.variables)
         if self._replicas > 1:
             check_plain_variables(self._state.variables, reader)
         # By variable, since Keras writes to some of these means as well.
@@ -633,6 +634,7 @@ def outputs_of_share(
         know_rows(scope, data, share)
         outputs = outputs_of(model, data, generator)
     seeds = set(map(id, state.seeds)) if eager else set()
+    scope.check_known(state.variables)
     if scope.within:
         variable = next(iter(scope.within.values()))
         raise ConfigurationError(

@@ -101,6 +101,7 @@ class StepScope(keras.StatelessScope):
         global_losses: The same, where they are of the rows of all.
         has_all_rows: Whether what runs has the rows of all replicas.
         graph: In which the step is traced.
+        is_over: Whether its forward pass is traced.
         kinds: What tensors are that layers have made, where it is not one row
             for each example; by identity, with the tensor.
         whole: The same of tensors that are made of the rows of all replicas.
@@ -155,6 +156,7 @@ class StepScope(keras.StatelessScope):
         self.added: set[int] = set()
         self.has_all_rows = False
         self.graph = tf.compat.v1.get_default_graph()
+        self.is_over = False
         self.kinds: dict[int, tuple[tf.Tensor, Any]] = {}
         self.whole: dict[int, tuple[tf.Tensor, Any]] = {}
         self.within_graph = False
@@ -166,6 +168,11 @@ class StepScope(keras.StatelessScope):
         self._tape = tape
         self._assigned: dict[int, list[tf.Tensor]] = {}
         self._written: dict[int, keras.Variable] = {}
+
+    def __exit__(self, *arguments: Any) -> None:
+        """Ends the forward pass."""
+        self.is_over = True
+        super().__exit__(*arguments)
 
     @property
     def is_here(self) -> bool:
@@ -347,6 +354,26 @@ class StepScope(keras.StatelessScope):
     def is_written(self, variable: keras.Variable) -> bool:
         """Returns whether the step has assigned something to a variable."""
         return id(variable) in self._written
+
+    def check_known(self, variables: Iterable[keras.Variable]) -> None:
+        """Refuses writes to variables that nobody would keep.
+
+        Args:
+            variables: Those of the model and of its metrics.
+
+        Raises:
+            ConfigurationError: The step writes to another.
+        """
+        known = set(map(id, variables))
+        for variable in [*self._written.values(), *self.within.values()]:
+            if id(variable) not in known:
+                raise ConfigurationError(
+                    "A variable that a step writes belongs to the model, "
+                    "which saves and restores it. Received: "
+                    f"{variable.path!r}, which no layer and no metric of the "
+                    "model has, as of an own loss. Make it an attribute of "
+                    "the model or of a layer as well."
+                )
 
     def value(self, variable: keras.Variable) -> tf.Tensor:
         """Returns what a variable holds at the end of the step."""

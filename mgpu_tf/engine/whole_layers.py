@@ -209,9 +209,9 @@ def replace_loss(
     layer: keras.layers.Layer, scope: StepScope, place: int, loss: tf.Tensor
 ) -> None:
     """Puts another loss in the place of one that a layer has added."""
+    keras_internals.own_loss_instead(layer, scope.losses[place], loss)
     scope.losses[place] = loss
     scope.known_losses[id(loss)] = loss
-    keras_internals.own_loss(layer, loss)
 
 
 def part_of(output: Any, cut: Cut, name: str) -> Any:

@@ -29,12 +29,28 @@ SLICE = [
     ("mirrored_x3", "ReduceLROnPlateau"),
     ("mirrored_x3", "a transformer with clipping"),
     ("one_device", "Dropout"),
+    ("mirrored_x3", "a sparse autoencoder"),
+    ("fsdp_x3", "attention with sparse projections"),
+    ("data_2_tensor_2", "a sparse autoencoder"),
+    ("mirrored_x3", "each step of time, which Keras does not regularize"),
+    ("mirrored_x3", "losses weighed by their place"),
+    ("fsdp_x3", "the root of a loss added to Keras's"),
+    ("one_device", "a loss that keeps a variable"),
+    ("data_2_tensor_2", "forces"),
+    ("data_2_tensor_2", "a penalty on the gradient in compute_loss"),
+    ("data_2_tensor_2", "a penalty in the call of a training step"),
+    ("tensor_x3", "saliency of words"),
+    ("mirrored_x3", "of one's own: a minimum that a reset sets to zero"),
     ("one_device", "own: a moving mean, not synchronized"),
 ]
 
 
 QUICK = [
     ("mirrored_x3", "AUC"),
+    ("mirrored_x3", "a sparse autoencoder"),
+    ("mirrored_x3", "losses weighed by their place"),
+    ("one_device", "a loss that keeps a variable"),
+    ("data_2_tensor_2", "forces"),
     ("mirrored_x3", "of one's own: a maximum"),
     ("one_device", "Dropout"),
 ]

@@ -552,10 +552,49 @@ def test_what_tensorflow_keeps_of_functions_and_operations():
 
 
 def test_what_layers_have_added():
-    layer = keras.layers.Dense(1)
-    loss = tf.constant(1.0)
-    keras_internals.own_loss(layer, loss)
-    assert keras_internals.loss_ids(layer) == {id(loss)}
+    inner = keras.layers.Dense(1, activity_regularizer="l2")
+    model = keras.Sequential([keras.Input((2,)), inner])
+    with keras.StatelessScope(collect_losses=True) as scope:
+        model(tf.ones([3, 2]))
+        [before], loss = scope.losses, tf.constant(1.0)
+        keras_internals.own_loss_instead(model, before, loss)
+        scope.losses[:] = [loss]
+        assert inner.losses[0] is model.losses[0] is loss
+    assert keras_internals.loss_ids(inner) == {id(before), id(loss)}
+
+
+def test_layers_regularize_in_another_way():
+    layer = keras.layers.Dense(1, activity_regularizer="l2")
+    other = keras_internals.regularization_of(layer)
+    own, seen = layer.activity_regularizer, []
+
+    def regularize(layer, output):
+        seen.append(output.shape)
+        other(output)
+
+    with keras.StatelessScope(collect_losses=True) as scope:
+        layer.add_loss(tf.constant(2.0))
+        with keras_internals.regularizers_replaced([layer], regularize):
+            output = layer(tf.ones([3, 2]))
+            layer.add_loss(tf.constant(3.0))
+        assert len(layer.losses) == 2  # A call forgets those before.
+    assert seen == [(3, 1)]
+    expected = float(own(output)) / 3
+    np.testing.assert_allclose(float(scope.losses[0]), expected, rtol=1e-6)
+    assert layer.activity_regularizer is own
+    assert "add_loss" not in vars(layer)
+
+
+def test_a_layer_is_being_called():
+    class Says(keras.layers.Layer):
+        def call(self, x):
+            self.said = keras_internals.is_in_call()
+            return x
+
+    layer = Says()
+    layer(tf.ones([1, 1]))
+    assert layer.said
+    assert not keras_internals.is_in_call()
 
 
 def test_compiled_metrics_are_reset_once_they_are_built():

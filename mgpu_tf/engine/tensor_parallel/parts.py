@@ -7,6 +7,11 @@
 
 A weight that is read outside of its layer, or by a layer that is not known, is
 gathered. Its gradient goes to the parts as well.
+
+What flows back into a layer in parts is right in sum over the devices that
+have the parts, and so are the gradients of a step. A gradient that a model
+takes in its own call, as of its inputs, is one that each device needs whole:
+there the layers are computed with whole weights.
 """
 
 from __future__ import annotations
@@ -434,6 +439,8 @@ class TensorParallel:
             for form in self.forms.values()
             if form.by_rows
         }
+        # Whether layers are computed with whole weights.
+        self._whole = False
 
     @property
     def tables(self) -> list[str]:
@@ -533,17 +540,42 @@ class TensorParallel:
         **kwargs: Any,
     ) -> Any:
         self._join_before(layer.variables)
-        if is_read_inside(()):
+        if self._whole or is_read_inside(()):
             return own(*args, **kwargs)
         inputs = args[0] if args else kwargs.pop("inputs")
         outputs = self.forms[id(layer)](
             self._part, _whole, _lent, own, inputs, *args[1:], **kwargs
         )
+        outputs = self._watched(outputs)
         if id(layer) in self._apart:
             # A proof around this call cannot look into what is exchanged.
             for proof in active():
                 trust(proof, inputs, outputs)
         return outputs
+
+    def _watched(self, outputs: tf.Tensor) -> tf.Tensor:
+        """Returns outputs whose gradient a model does not take itself."""
+        scope = keras_internals.stateless_scope()
+
+        @own_gradient
+        def watched(outputs: tf.Tensor) -> Any:
+            def gradient(up: Any) -> Any:
+                within = isinstance(scope, StepScope) and not scope.is_over
+                if within or keras_internals.is_in_call():
+                    self._take_whole()
+                return up
+
+            return tf.identity(outputs), gradient
+
+        return watched(outputs)
+
+    def _take_whole(self) -> None:
+        self._whole = True
+        _log.info(
+            "a gradient is taken within the call of the model: its layers are "
+            "computed with whole weights, which stay stored in parts"
+        )
+        raise TraceAgain
 
     def _part(self, variable: keras.Variable) -> Any:
         if id(variable) in self._by_rows:
@@ -560,6 +592,8 @@ class TensorParallel:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if self._whole:
+            return own(*args, **kwargs)
         return dropped(*self._dropouts[id(layer)], own, *args, **kwargs)
 
 
