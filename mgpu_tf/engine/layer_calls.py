@@ -302,9 +302,7 @@ class LayerCalls:
                     )
         return outputs
 
-    def _regularize(
-        self, layer: keras.layers.Layer, output: tf.Tensor
-    ) -> None:
+    def _regularize(self, layer: keras.layers.Layer, output: tf.Tensor) -> None:
         """Adds to the loss what a regularizer makes of an output."""
         regularization = self._regularizations[id(layer)]
         scope = keras_internals.stateless_scope()
