@@ -24,6 +24,7 @@ from mgpu_tf.engine.kernels import Kernels
 from mgpu_tf.engine.moments import normalizations
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.engine.step_watch import Watched
+from mgpu_tf.engine.untracked import untracked_variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_plan import PipelinePlan
@@ -291,6 +292,7 @@ class Engine(abc.ABC):
             *self._model.variables,
             *(v for optimizer in optimizers for v in optimizer.variables),
             *(v for metric in self._model.metrics for v in metric.variables),
+            *untracked_variables(self._model),
         ]
         variables = Variables.of(every)
         return Snapshot(variables, self._strategy, stored_once=True)

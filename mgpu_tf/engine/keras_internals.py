@@ -174,6 +174,12 @@ def compiled_loss(model: keras.Model) -> Any | None:
     return model._compile_loss
 
 
+def losses_of(model: keras.Model) -> list[Any]:
+    """Returns the compiled losses, once they are built."""
+    terms = getattr(model._compile_loss, "_flat_losses", None) or ()
+    return [term.loss for term in terms]
+
+
 def compiled_state(model: keras.Model) -> tuple[Any, ...]:
     """Returns a value that changes when a model is compiled or quantized."""
     parts = (model.optimizer, model._compile_loss, model._compile_metrics)

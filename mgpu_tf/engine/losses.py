@@ -451,11 +451,17 @@ class _Term:
         given = (y_true, y_pred, sample_weight)
         if not keras_internals.calls_loss(self.loss):
             return self._of_batch(*given, share)
+        scope = keras_internals.stateless_scope()
+        assert isinstance(scope, StepScope)
+        mark = scope.mark()
         values, raw = keras_internals.unreduced(self.loss, *given)
         proof = proof_of(given)
         known = keras_internals.is_known_by_example(self.loss)
         by_row = known and bool(raw.shape.rank)
-        if not by_row and not _is_by_row(proof.of(raw)):
+        if scope.written_since(mark) or not (
+            by_row or _is_by_row(proof.of(raw))
+        ):
+            scope.reset(mark)
             return self._of_batch(*given, share)
         mask = keras_internals.mask_of_loss(y_pred, raw)
         weights = keras_internals.merged_weights(values, sample_weight, mask)
@@ -474,14 +480,18 @@ class _Term:
     ) -> tf.Tensor:
         """The contribution of a loss that was reduced over the rows."""
         given = (y_true, y_pred, sample_weight)
-        proof = proof_of(given)
+        scope = keras_internals.stateless_scope()
+        assert isinstance(scope, StepScope)
+        proof, mark = proof_of(given), scope.mark()
         value = self.loss(*given)
         exchange = current_exchange()
-        part = additive(proof, value, share)
-        if part is None:
-            part = of_added_sums(proof, value, share, exchange)
-        if part is not None:
-            return share.select(part, 0)
+        if not scope.written_since(mark):
+            part = additive(proof, value, share)
+            if part is None:
+                part = of_added_sums(proof, value, share, exchange)
+            if part is not None:
+                return share.select(part, 0)
+        scope.reset(mark)
         if exchange is None:
             raise _needs_whole_batch(f"the loss {self.loss.name!r}")
         fraction = share.fraction(tf.float64)
@@ -489,14 +499,15 @@ class _Term:
             say_gathered(f"the loss {self.loss.name!r}", given)
         self._said = True
         every = exchange.whole(given, fraction)
-        scope = keras_internals.stateless_scope()
-        assert isinstance(scope, StepScope)
         scope.take_alike(leaves_of(every))
         name = f"the loss {self.loss.name!r}"
         begun = scope.known_operations()
         with scope.of_all_rows(), sharing(None):
             value = self.loss(*every)
-        scope.check_given(name, begun, value)
+        written = scope.written_since(mark)
+        scope.check_given(name, begun, [value, *map(scope.value, written)])
+        for variable in written:
+            scope.agree(variable)
         return value * tf.cast(fraction, value.dtype)
 
     def _denominator(

@@ -27,6 +27,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.rules import DECLARED, Rule, rule_of
+from mgpu_tf.engine.untracked import untracked_variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import kind_of, topology_of
@@ -87,6 +88,12 @@ class ReplicaState:
                     model.non_trainable_variables, [*self.seeds, *frozen]
                 ),
                 *keras_internals.row_states(model),
+                *(
+                    variable
+                    for variable in untracked_variables(model)
+                    if isinstance(variable, keras.Variable)
+                    and not variable.trainable
+                ),
             ]
         )
         self.variables = _unique(

@@ -368,11 +368,10 @@ class StepScope(keras.StatelessScope):
         for variable in [*self._written.values(), *self.within.values()]:
             if id(variable) not in known:
                 raise ConfigurationError(
-                    "A variable that a step writes belongs to the model, "
-                    "which saves and restores it. Received: "
-                    f"{variable.path!r}, which no layer and no metric of the "
-                    "model has, as of an own loss. Make it an attribute of "
-                    "the model or of a layer as well."
+                    "A variable that a step writes belongs to the model, so "
+                    "that a run can resume. Received: "
+                    f"{variable.path!r}, which no layer, metric or loss of "
+                    "the model has as an attribute. Make it one."
                 )
 
     def value(self, variable: keras.Variable) -> tf.Tensor:

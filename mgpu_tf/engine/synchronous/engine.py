@@ -64,6 +64,7 @@ from mgpu_tf.engine.traced import (
     refuse_accumulation,
     undone,
 )
+from mgpu_tf.engine.untracked import untracked_variables
 from mgpu_tf.engine.update import (
     Update,
     accumulated,
@@ -172,6 +173,7 @@ class SynchronousEngine(Engine):
                 *self._state.layers,
                 *(v for optimizer in optimizers for v in optimizer.variables),
                 *(() if self._noise is None else self._noise.variables),
+                *untracked_variables(self._model),
             ],
             own=[*self._state.metrics, *self._local_sums(optimizers)],
             is_sum=self._is_sum,
