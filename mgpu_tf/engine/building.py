@@ -129,14 +129,17 @@ def _build_from_call(model: keras.Model, example: Any) -> None:
         refusal = refusal_within(error)
         if refusal is not None and refusal is not error:
             raise refusal from error
-        if refusal or not keras_internals.overrides(model, "compute_loss"):
+        own = keras_internals.overrides(model, "compute_loss")
+        if refusal or not (own or model.built):
             raise
-        # Keras builds it without the losses that layers have added.
+        # Keras builds without the losses that layers have added, and by
+        # shapes which some of its layers have in training only.
         try:
-            _run_once(model, model.test_step, example)
+            _train_once(model, example)
         except Exception:
             raise error from None
-        model.optimizer.build(model.trainable_variables)
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
 
 
 def _build_evaluation(model: keras.Model, example: Any) -> None:

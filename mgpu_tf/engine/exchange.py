@@ -377,8 +377,10 @@ def _carrier(dtype: tf.DType) -> tf.DType:
         return tf.int32
     if dtype == tf.string:
         raise ConfigurationError(
-            "A step of one's own on several workers takes numbers, which "
-            "workers send each other. Received: a batch with text. Turn text "
-            "into numbers in the data set."
+            "Rows that several workers send each other are numbers, in a "
+            "step of one's own and where a layer or a loss is computed of the "
+            "rows of all. Received: text. Turn it into numbers in the data "
+            "set, or by Keras's StringLookup or TextVectorization with "
+            "output_sequence_length."
         )
     return dtype

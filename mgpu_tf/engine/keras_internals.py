@@ -1161,6 +1161,8 @@ def is_by_row(layer: keras.layers.Layer) -> bool:
     if kind is keras.layers.Bidirectional:
         inner = layer.forward_layer, layer.backward_layer
         return all(map(is_by_row, inner))
+    if kind is keras.layers.TextVectorization:
+        return _is_text_by_row(layer.get_config())
     parts = kind.__module__.split(".")
     known = parts[:3] == ["keras", "src", "layers"] and (
         parts[3] in _BY_ROW
@@ -1188,6 +1190,15 @@ def is_by_row(layer: keras.layers.Layer) -> bool:
             for function in functions
         )
     )
+
+
+def _is_text_by_row(config: dict[str, Any]) -> bool:
+    """Returns whether texts become rows of a length that they do not set."""
+    own = any(map(callable, (config["standardize"], config["split"])))
+    longest = config["output_mode"] == "int" and (
+        config["output_sequence_length"] is None
+    )
+    return not (own or longest or config["ragged"])
 
 
 def own_loss_instead(

@@ -563,6 +563,18 @@ def test_what_layers_have_added():
     assert keras_internals.loss_ids(inner) == {id(before), id(loss)}
 
 
+def test_texts_of_a_known_length_are_rows():
+    def is_by_row(**options):
+        layer = keras.layers.TextVectorization(**options)
+        return keras_internals.is_by_row(layer)
+
+    assert is_by_row(output_sequence_length=3)
+    assert is_by_row(output_mode="multi_hot")
+    assert not is_by_row()
+    assert not is_by_row(output_sequence_length=3, ragged=True)
+    assert not is_by_row(output_sequence_length=3, split=tf.strings.split)
+
+
 def test_layers_regularize_in_another_way():
     layer = keras.layers.Dense(1, activity_regularizer="l2")
     other = keras_internals.regularization_of(layer)
