@@ -451,17 +451,12 @@ class _Term:
         given = (y_true, y_pred, sample_weight)
         if not keras_internals.calls_loss(self.loss):
             return self._of_batch(*given, share)
-        scope = keras_internals.stateless_scope()
-        assert isinstance(scope, StepScope)
-        mark = scope.mark()
+        undo = _undo()
         values, raw = keras_internals.unreduced(self.loss, *given)
         proof = proof_of(given)
         known = keras_internals.is_known_by_example(self.loss)
         by_row = known and bool(raw.shape.rank)
-        if scope.written_since(mark) or not (
-            by_row or _is_by_row(proof.of(raw))
-        ):
-            scope.reset(mark)
+        if undo() or not (by_row or _is_by_row(proof.of(raw))):
             return self._of_batch(*given, share)
         mask = keras_internals.mask_of_loss(y_pred, raw)
         weights = keras_internals.merged_weights(values, sample_weight, mask)
@@ -480,18 +475,15 @@ class _Term:
     ) -> tf.Tensor:
         """The contribution of a loss that was reduced over the rows."""
         given = (y_true, y_pred, sample_weight)
-        scope = keras_internals.stateless_scope()
-        assert isinstance(scope, StepScope)
-        proof, mark = proof_of(given), scope.mark()
+        proof, undo = proof_of(given), _undo()
         value = self.loss(*given)
         exchange = current_exchange()
-        if not scope.written_since(mark):
+        if not undo():
             part = additive(proof, value, share)
             if part is None:
                 part = of_added_sums(proof, value, share, exchange)
             if part is not None:
                 return share.select(part, 0)
-        scope.reset(mark)
         if exchange is None:
             raise _needs_whole_batch(f"the loss {self.loss.name!r}")
         fraction = share.fraction(tf.float64)
@@ -499,6 +491,9 @@ class _Term:
             say_gathered(f"the loss {self.loss.name!r}", given)
         self._said = True
         every = exchange.whole(given, fraction)
+        scope = keras_internals.stateless_scope()
+        assert isinstance(scope, StepScope)
+        mark = scope.mark()
         scope.take_alike(leaves_of(every))
         name = f"the loss {self.loss.name!r}"
         begun = scope.known_operations()
@@ -531,6 +526,25 @@ class _Term:
             * per_example
             / _elements(tf.cast(mask, values.dtype), share)
         )
+
+
+def _undo() -> Callable[[], bool]:
+    """Returns what undoes the writes of a step from here on.
+
+    It returns whether there were any.
+    """
+    scope = keras_internals.stateless_scope()
+    if not isinstance(scope, StepScope):
+        return lambda: False
+    mark = scope.mark()
+
+    def undo() -> bool:
+        written = bool(scope.written_since(mark))
+        if written:
+            scope.reset(mark)
+        return written
+
+    return undo
 
 
 class _BoundTerm:
