@@ -176,8 +176,10 @@ def compiled_loss(model: keras.Model) -> Any | None:
 
 def losses_of(model: keras.Model) -> list[Any]:
     """Returns the compiled losses, once they are built."""
-    terms = getattr(model._compile_loss, "_flat_losses", None) or ()
-    return [term.loss for term in terms]
+    container = model._compile_loss
+    if container is None or not container.built:
+        return []
+    return [term.loss for term in container._flat_losses]
 
 
 def compiled_state(model: keras.Model) -> tuple[Any, ...]:

@@ -451,12 +451,13 @@ class _Term:
         given = (y_true, y_pred, sample_weight)
         if not keras_internals.calls_loss(self.loss):
             return self._of_batch(*given, share)
-        undo = _undo()
+        written = _Writes()
         values, raw = keras_internals.unreduced(self.loss, *given)
         proof = proof_of(given)
         known = keras_internals.is_known_by_example(self.loss)
         by_row = known and bool(raw.shape.rank)
-        if undo() or not (by_row or _is_by_row(proof.of(raw))):
+        if not (by_row or _is_by_row(proof.of(raw))) or written.has_state:
+            written.undo()
             return self._of_batch(*given, share)
         mask = keras_internals.mask_of_loss(y_pred, raw)
         weights = keras_internals.merged_weights(values, sample_weight, mask)
@@ -475,15 +476,16 @@ class _Term:
     ) -> tf.Tensor:
         """The contribution of a loss that was reduced over the rows."""
         given = (y_true, y_pred, sample_weight)
-        proof, undo = proof_of(given), _undo()
+        proof, written = proof_of(given), _Writes()
         value = self.loss(*given)
         exchange = current_exchange()
-        if not undo():
+        if not written.has_state:
             part = additive(proof, value, share)
             if part is None:
                 part = of_added_sums(proof, value, share, exchange)
             if part is not None:
                 return share.select(part, 0)
+        written.undo()
         if exchange is None:
             raise _needs_whole_batch(f"the loss {self.loss.name!r}")
         fraction = share.fraction(tf.float64)
@@ -493,15 +495,14 @@ class _Term:
         every = exchange.whole(given, fraction)
         scope = keras_internals.stateless_scope()
         assert isinstance(scope, StepScope)
-        mark = scope.mark()
         scope.take_alike(leaves_of(every))
         name = f"the loss {self.loss.name!r}"
         begun = scope.known_operations()
         with scope.of_all_rows(), sharing(None):
             value = self.loss(*every)
-        written = scope.written_since(mark)
-        scope.check_given(name, begun, [value, *map(scope.value, written)])
-        for variable in written:
+        state = written.variables
+        scope.check_given(name, begun, [value, *map(scope.value, state)])
+        for variable in state:
             scope.agree(variable)
         return value * tf.cast(fraction, value.dtype)
 
@@ -528,23 +529,34 @@ class _Term:
         )
 
 
-def _undo() -> Callable[[], bool]:
-    """Returns what undoes the writes of a step from here on.
+class _Writes:
+    """What a step writes from here on; nothing outside of a step."""
 
-    It returns whether there were any.
-    """
-    scope = keras_internals.stateless_scope()
-    if not isinstance(scope, StepScope):
-        return lambda: False
-    mark = scope.mark()
+    def __init__(self) -> None:
+        scope = keras_internals.stateless_scope()
+        self._scope = scope if isinstance(scope, StepScope) else None
+        self._mark = () if self._scope is None else self._scope.mark()
 
-    def undo() -> bool:
-        written = bool(scope.written_since(mark))
-        if written:
-            scope.reset(mark)
-        return written
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The variables that were written."""
+        if self._scope is None:
+            return []
+        return self._scope.written_since(self._mark)
 
-    return undo
+    @property
+    def has_state(self) -> bool:
+        """Whether more than the seeds of draws was written."""
+        written = self.variables
+        if self._scope is None or not written:
+            return False
+        seeds = set(map(id, self._scope.state.seeds))
+        return any(id(variable) not in seeds for variable in written)
+
+    def undo(self) -> None:
+        """Forgets what was written."""
+        if self._scope is not None:
+            self._scope.reset(self._mark)
 
 
 class _BoundTerm:

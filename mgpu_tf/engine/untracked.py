@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 
-# What has attributes of the author's is of a class of nobody here.
+# Objects of their classes, but for layers, hold no variable of the author's.
 _LIBRARIES = {"builtins", "keras", "mgpu_tf", "numpy", "tensorflow"}
 _NO_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType)
 
@@ -49,8 +49,8 @@ def untracked_variables(model: keras.Model) -> list[Any]:
         model: A built and compiled model.
 
     Returns:
-        Each once: variables of Keras's as they are, and a `PlainVariable` for
-        each `tf.Variable` of numbers.
+        Keras's variables, and a `PlainVariable` for each `tf.Variable` of
+        numbers. No variable comes twice.
     """
     optimizers = keras_internals.optimizers_of(model)
     tracked = [
@@ -65,7 +65,7 @@ def untracked_variables(model: keras.Model) -> list[Any]:
     for path, variable in _variables(*roots):
         plain = isinstance(variable, tf.Variable)
         held = variable if plain else keras_internals.stored(variable)
-        if id(held) in seen or not _is_of_numbers(held):
+        if id(held) in seen or held.dtype == "string":
             continue
         seen.add(id(held))
         found.append(PlainVariable(held, path) if plain else variable)
@@ -94,20 +94,8 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, list | tuple):
         return list(enumerate(value))
     library = type(value).__module__.partition(".")[0] in _LIBRARIES
-    if isinstance(value, keras.layers.Layer):
-        library = False
-    if (
-        library
-        or isinstance(value, _NO_STATE)
-        or not hasattr(value, "__dict__")
-    ):
+    if library and not isinstance(value, keras.layers.Layer):
+        return ()
+    if isinstance(value, _NO_STATE) or not hasattr(value, "__dict__"):
         return ()
     return list(vars(value).items())
-
-
-def _is_of_numbers(variable: Any) -> bool:
-    return (
-        variable.dtype.is_floating
-        or variable.dtype.is_integer
-        or (variable.dtype.is_bool)
-    )

@@ -597,6 +597,14 @@ def test_layers_regularize_in_another_way():
     assert "add_loss" not in vars(layer)
 
 
+def test_compiled_losses():
+    model = build()
+    assert keras_internals.losses_of(model) == []
+    keras_internals.build(model, SPEC)
+    [loss] = keras_internals.losses_of(model)
+    assert loss(tf.zeros([1, 2]), 2.0 * tf.ones([1, 2])) == 4.0
+
+
 def test_a_layer_is_being_called():
     class Says(keras.layers.Layer):
         def call(self, x):

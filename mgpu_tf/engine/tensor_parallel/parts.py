@@ -8,10 +8,9 @@
 A weight that is read outside of its layer, or by a layer that is not known, is
 gathered. Its gradient goes to the parts as well.
 
-What flows back into a layer in parts is right in sum over the devices that
-have the parts, and so are the gradients of a step. A gradient that a model
-takes in its own call, as of its inputs, is one that each device needs whole:
-there the layers are computed with whole weights.
+In the backward pass a device has a part of each gradient, and the parts are
+summed at its end. A model that takes a gradient in its own call, as of its
+inputs, needs all of it there: its layers are computed with whole weights.
 """
 
 from __future__ import annotations
