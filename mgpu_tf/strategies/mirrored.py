@@ -12,6 +12,7 @@ Code that was written for one device then computes what it would there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Iterator
@@ -61,6 +62,24 @@ class OneReplicaView:
         if getattr(_view, "is_one", False):
             return 1
         return super().num_replicas_in_sync  # type: ignore[misc]
+
+
+def heed_one_replica(strategy: tf.distribute.Strategy) -> None:
+    """Lets a strategy of TensorFlow's own heed `as_one_replica`.
+
+    The object gets a class of its own, derived from the class that it has.
+    That of TensorFlow is not changed.
+
+    Args:
+        strategy: A strategy whose replicas are on CPUs and GPUs.
+    """
+    if not isinstance(strategy, OneReplicaView):
+        strategy.__class__ = _heeding(type(strategy))
+
+
+@functools.cache
+def _heeding(kind: type) -> type:
+    return type(kind.__name__, (OneReplicaView, kind), {})
 
 
 class MirroredStrategy(OneReplicaView, tf.distribute.MirroredStrategy):

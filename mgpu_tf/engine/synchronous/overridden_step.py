@@ -77,9 +77,6 @@ class AuthorStep:
     Attributes:
         state: As given.
         cuts_each: Whether arrays of a batch have numbers of rows of their own.
-
-    Raises:
-        ConfigurationError: The strategy is none of `create_strategy`.
     """
 
     def __init__(
@@ -118,12 +115,6 @@ class AuthorStep:
         )
         if self._replicas == 1:
             return
-        if not isinstance(strategy, OneReplicaView):
-            raise ConfigurationError(
-                f"A {method} of one's own goes with the strategies of "
-                "mgpu_tf.create_strategy that train in step. Received: "
-                f"{type(strategy).__name__}. Make it with create_strategy."
-            )
         self._exchange = Exchange(model, strategy, options)
         self._boundary = Boundary(model, state, self._exchange)
         self._weights = WholeWeights(model)
