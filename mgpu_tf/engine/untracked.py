@@ -37,6 +37,11 @@ class PlainVariable:
         self.shape = tuple(variable.shape)
         self.dtype = variable.dtype.name
 
+    @property
+    def value(self) -> tf.Variable:
+        """What it holds."""
+        return self._value
+
     def assign(self, value: Any) -> None:
         """Writes to the variable."""
         self._value.assign(value)

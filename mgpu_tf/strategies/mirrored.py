@@ -78,7 +78,7 @@ def heed_one_replica(strategy: tf.distribute.Strategy) -> None:
 
 
 @functools.cache
-def _heeding(kind: type) -> type:
+def _heeding(kind: Any) -> Any:
     return type(kind.__name__, (OneReplicaView, kind), {})
 
 
