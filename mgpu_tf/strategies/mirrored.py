@@ -12,7 +12,6 @@ Code that was written for one device then computes what it would there.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 from collections.abc import Iterator
@@ -73,13 +72,9 @@ def heed_one_replica(strategy: tf.distribute.Strategy) -> None:
     Args:
         strategy: A strategy whose replicas are on CPUs and GPUs.
     """
+    kind = type(strategy)
     if not isinstance(strategy, OneReplicaView):
-        strategy.__class__ = _heeding(type(strategy))
-
-
-@functools.cache
-def _heeding(kind: Any) -> Any:
-    return type(kind.__name__, (OneReplicaView, kind), {})
+        strategy.__class__ = type(kind.__name__, (OneReplicaView, kind), {})
 
 
 class MirroredStrategy(OneReplicaView, tf.distribute.MirroredStrategy):
