@@ -4,9 +4,9 @@
     mgpu-tf launch --num_workers=2 --max_restarts=1 -- \
         python -m mgpu_tf.studies.setup_check workers FOLDER
 
-Both train one small model on the same numbers. `replicas` compares several
-replicas with one device, `workers` compares a cluster whose second worker is
-killed once. Each leaves a JSON file that says what was found.
+Both train one small model on the same numbers. `replicas` also trains it on one
+device. `workers` is a cluster whose second worker is killed once. Each leaves
+its weights, and a JSON file that says how it went.
 """
 
 from __future__ import annotations
@@ -21,23 +21,60 @@ from typing import Any
 from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.runtime import quiet_import
 
+REPLICAS, WORKERS = "replicas", "workers"
+_ONE_DEVICE = "one_device"
 _ROWS, _COLUMNS, _BATCH, _EPOCHS = 96, 8, 18, 4
-_WEIGHTS = "weights.npz"
 
 
 def main(stage: str, folder: str) -> int:
     """Runs a stage; returns the status of the process."""
     quiet_import.import_tensorflow()
-    found = {"replicas": _replicas, "workers": _workers}[stage](folder)
+    found = {REPLICAS: _replicas, WORKERS: _workers}[stage](folder)
     if found is not None:
-        path = pathlib.Path(folder, f"{stage}.json")
-        path.write_text(json.dumps(found), encoding="utf-8")
+        _report(stage, folder).write_text(json.dumps(found), encoding="utf-8")
     return 0
 
 
-def _replicas(folder: str) -> dict[str, Any]:
-    """Trains on one device and on replicas, and keeps the weights."""
+def found(stage: str, folder: str) -> dict[str, Any] | None:
+    """Returns how a stage went; None where it did not come to its end."""
+    path = _report(stage, folder)
+    return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+
+def difference(stage: str, folder: str) -> float | None:
+    """Returns the largest difference of a weight from one device.
+
+    Args:
+        stage: A stage that is done.
+        folder: Where the stages left their weights.
+
+    Returns:
+        The difference; None where one device has left no weights.
+    """
     import numpy as np
+
+    one_device = os.path.join(folder, f"{_ONE_DEVICE}.npz")
+    if not os.path.exists(one_device):
+        return None
+    with (
+        np.load(one_device) as one,
+        np.load(os.path.join(folder, f"{stage}.npz")) as other,
+    ):
+        return float(np.max([abs(one[k] - other[k]).max() for k in one.files]))
+
+
+def _report(stage: str, folder: str) -> pathlib.Path:
+    return pathlib.Path(folder, f"{stage}.json")
+
+
+def _keep(model: Any, name: str, folder: str) -> None:
+    import numpy as np
+
+    np.savez(os.path.join(folder, f"{name}.npz"), *model.get_weights())
+
+
+def _replicas(folder: str) -> dict[str, Any]:
+    """Trains on one device and on replicas."""
     import tensorflow as tf
 
     from mgpu_tf.strategies.synchronous import (
@@ -48,19 +85,14 @@ def _replicas(folder: str) -> dict[str, Any]:
     gpus = len(tf.config.list_physical_devices("GPU"))
     split = None if gpus > 1 else 2
     strategy = create_mirrored_strategy(num_virtual_devices=split)
-    one = _trained(create_one_device_strategy()).get_weights()
-    several = _trained(strategy).get_weights()
-    np.savez(os.path.join(folder, _WEIGHTS), *one)
-    return {
-        "devices": f"{gpus} GPUs" if gpus > 1 else "2 parts of the CPU",
-        "difference": _difference(one, several),
-    }
+    _keep(_trained(create_one_device_strategy()), _ONE_DEVICE, folder)
+    _keep(_trained(strategy), REPLICAS, folder)
+    return {"devices": f"{gpus} GPUs" if gpus > 1 else "2 parts of the CPU"}
 
 
 def _workers(folder: str) -> dict[str, Any] | None:
     """Trains as a worker of a cluster; the second is killed once."""
     import keras
-    import numpy as np
 
     from mgpu_tf.strategies.registry import create_strategy, is_chief
 
@@ -85,13 +117,10 @@ def _workers(folder: str) -> dict[str, Any] | None:
     )
     if not chief:
         return None
-    with np.load(os.path.join(folder, _WEIGHTS)) as kept:
-        one = [kept[name] for name in kept.files]
+    _keep(trainer.model, WORKERS, folder)
     return {
-        "difference": _difference(one, trainer.model.get_weights()),
         "restarts": trainer.recovery.restarts,
         "steps": trainer.global_step,
-        "lost_steps": trainer.recovery.lost_steps,
     }
 
 
@@ -126,10 +155,6 @@ def _numbers() -> tuple[Any, Any]:
 
     x = np.random.default_rng(0).normal(size=(_ROWS, _COLUMNS))
     return x.astype("float32"), x.sum(1, keepdims=True).astype("float32")
-
-
-def _difference(one: Any, other: Any) -> float:
-    return max(float(abs(a - b).max()) for a, b in zip(one, other, strict=True))
 
 
 if __name__ == "__main__":
