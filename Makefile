@@ -17,6 +17,7 @@
 # make matrix  the tests that no tier has; writes its table
 # make mutations  faults that are planted, and which tier sees them
 # make test-versions  the default tests with the oldest and newest versions
+# make commands  runs the commands of the README; writes their seconds into it
 # make release-check  whether the tables are of these sources
 
 PYTHON ?= python3
@@ -29,7 +30,7 @@ SHELL := /bin/bash
 export UV_COMPILE_BYTECODE := 1
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: coverage docs bench conformance growth setup demo test test-clusters test-engine test-full test-rest test-versions lint matrix mutations parity release-check slurm soak format clean
+.PHONY: commands coverage docs bench conformance growth setup demo test test-clusters test-engine test-full test-rest test-versions lint matrix mutations parity release-check slurm soak format clean
 
 setup: $(VENV)/.base
 
@@ -70,6 +71,9 @@ matrix: $(VENV)/.test
 
 mutations: $(VENV)/.test
 	$(BIN)/python -m tests.mutations.run $(ARGS)
+
+commands: $(VENV)/.test
+	$(BIN)/python -m tests.readme
 
 ENDS ?= oldest,newest
 

@@ -186,10 +186,12 @@ def _run(name: str, given: list[str]) -> int:
         rest = values(["mgpu-tf", *own])[1:]
     except flags.UnrecognizedFlagError as error:
         meant = hint(error.flagname, list(values), "--")
+        dashes = "-" if f"-{error.flagname}" in own else "--"
         if not meant.startswith("Did") and "-- COMMAND" in command.USAGE:
             meant += " Flags of the command go after --."
         raise ConfigurationError(
-            f"Unknown flag of {name}. Received: '--{error.flagname}'. {meant} "
+            f"Unknown flag of {name}. Received: "
+            f"'{dashes}{error.flagname}'. {meant} "
             f"mgpu-tf {name} --help lists them."
         ) from None
     except flags.Error:

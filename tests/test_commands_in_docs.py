@@ -1,5 +1,6 @@
 """Every command that README, pages and help show: its flags exist, it runs."""
 
+import json
 import pathlib
 import re
 import shlex
@@ -10,7 +11,7 @@ from absl import flags
 
 from mgpu_tf import cli
 from mgpu_tf.commands import completion
-from tests import clusters
+from tests import clusters, readme
 
 ROOT = pathlib.Path(clusters.ROOT)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -88,19 +89,18 @@ def test_the_page_of_reports(tmp_path):
 @pytest.mark.matrix
 def test_the_commands_of_the_readme(tmp_path):
     """Ten trainings, of which the full tier has each kind elsewhere."""
-    [text] = [
-        text
-        for text in blocks(ROOT / "README.md", "sh")
-        if "mgpu-tf benchmark" in text
-    ]
-    for words in commands_in(text):
-        if words[0] == "launch":  # A script: see test_readme.
-            continue
-        done = clusters.mgpu_tf(*words, cwd=tmp_path)
-        assert done.returncode == 0, (words, done.stdout, done.stderr)
-        assert ".cc:" not in done.stdout + done.stderr, words
+    rows = list(readme.run_all(tmp_path))
+    assert [row["command"] for row in rows] == readme.commands()
     assert (tmp_path / "trace.html").exists()
     assert (tmp_path / "runs" / "a" / "report.html").exists()
+
+
+def test_the_readme_has_the_seconds_of_each_of_its_commands():
+    values = json.loads(readme.RESULTS.read_text())
+    assert [row["command"] for row in values["rows"]] == readme.commands()
+    assert "\n".join(
+        [readme.MARKS[0], readme.table(values), readme.MARKS[1]]
+    ) in (readme.README.read_text())
 
 
 def test_a_shell_completes_commands_and_flags():

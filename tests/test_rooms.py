@@ -107,6 +107,7 @@ LIGHT_MODULES = {
     "mgpu_tf.studies.doctor.machine",
     "mgpu_tf.studies.doctor.network",
     "mgpu_tf.studies.doctor.tensorflow_sees",
+    "mgpu_tf.studies.setup_check",
 }
 LIGHT = sorted(
     m for m in MODULES if room(m) in LIGHT_ROOMS or m in LIGHT_MODULES

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 USAGE = """mgpu-tf benchmark [--flags]
 
 Trains a model on 1, 2, 4 and 8 devices. Prints throughput, speed-up and
-efficiency, and published curves for comparison. A device is a GPU. On a machine
+efficiency, for GPUs beside published curves. A device is a GPU. On a machine
 without GPUs it is a part of the CPU, which shows the overhead but no speed-up.
 With --kind=processes a device is a process on its own core.
 

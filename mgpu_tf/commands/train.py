@@ -20,6 +20,7 @@ from mgpu_tf.commands.arguments import (
     supervision,
 )
 from mgpu_tf.config import RunConfig
+from mgpu_tf.launch import noise
 from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.runtime import quiet_import
 
@@ -80,7 +81,7 @@ def run(call: Call) -> int:
     # What a scheduler has made of this process, each says by itself.
     cluster = ClusterConfig.from_environment()
     if cluster is not None and not cluster.is_chief:
-        _log.setLevel(logging.WARNING)
+        _log.addFilter(_for_the_log_file)
     options = supervision(values, asynchronous=asynchronous)
     supervised = RESTARTS in os.environ
     again = options["policy"].restarts and not supervised
@@ -111,6 +112,14 @@ def _show_log() -> None:
         # Another package may give the root a handler: each line once.
         _log.propagate = False
     _log.setLevel(logging.INFO)
+
+
+def _for_the_log_file(record: logging.LogRecord) -> bool:
+    """Leaves out what the chief says for all; the log of a task has it."""
+    if record.levelno < logging.WARNING:
+        noise.print_to_log(f"mgpu-tf: {record.getMessage()}")
+        return False
+    return True
 
 
 def _run(config: RunConfig) -> int:

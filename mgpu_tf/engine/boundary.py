@@ -217,7 +217,7 @@ class Boundary:
         here = self._here
         proof = RowProof()
         proof.skip(here.graph)
-        # What cannot be computed of no row gets one, whose result is left out.
+        # What cannot be computed without a row gets one; its result is unused.
         spare = tf.cast(tf.equal(cut.count, 0), tf.int64)
         given: dict[int, tf.Tensor] = {}
         for row in rows:

@@ -2,7 +2,7 @@
 
 The outermost such layer is traced once for each kind of input, and looked at
 (`row_proof.py`). If it is not proven, or cannot be traced, each replica
-computes it of the rows of all.
+computes it from the rows of all.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class EagerLayers:
         """Calls a layer that runs eagerly; the outermost one is proven.
 
         It is traced for that. If it is not proven, or cannot be traced, it is
-        computed of the rows of all.
+        computed from the rows of all.
         """
         if scope.within_graph:
             return own(*given[0], **given[1])

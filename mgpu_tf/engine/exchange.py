@@ -200,8 +200,8 @@ class Exchange:
     def whole(self, values: Any, fraction: tf.Tensor) -> Any:
         """Returns values of all rows, for what is added up over replicas.
 
-        What is computed of them is the same on all replicas, and each adds its
-        fraction of it. So what flows back is divided by the fraction.
+        What is computed from them is the same on all replicas, and each adds
+        its fraction of it. So what flows back is divided by the fraction.
 
         Args:
             values: A structure of tensors, whose first axis is that of the
@@ -378,9 +378,9 @@ def _carrier(dtype: tf.DType) -> tf.DType:
     if dtype == tf.string:
         raise ConfigurationError(
             "Rows that several workers send each other are numbers, in a "
-            "step of one's own and where a layer or a loss is computed of the "
-            "rows of all. Received: text. Turn it into numbers in the data "
-            "set, or by Keras's StringLookup or TextVectorization with "
+            "train_step of your own and where a layer or a loss is computed "
+            "from the rows of all. Received: text. Turn it into numbers in the "
+            "data set, or by Keras's StringLookup or TextVectorization with "
             "output_sequence_length."
         )
     return dtype

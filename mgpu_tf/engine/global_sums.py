@@ -21,7 +21,7 @@ from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 
 class OfSums(NamedTuple):
-    """Values that were computed of sums of all replicas.
+    """Values that were computed from sums of all replicas.
 
     Attributes:
         kinds: What each is over the rows: FIXED is the same on all replicas.
@@ -42,7 +42,7 @@ def of_sums(
 
     Args:
         proof: Knows the rows.
-        values: What was computed of the rows of this replica.
+        values: What was computed from the rows of this replica.
         share: This replica's part of the global batch.
         exchange: Of the replicas; None where they never step at once.
 

@@ -208,7 +208,7 @@ class LayerCalls:
                 break
         if self._exchange is None or id(self._model) in self._whole:
             raise ConfigurationError(
-                "What is computed of the rows of all replicas reads what it "
+                "What is computed from the rows of all replicas reads what it "
                 f"is given. Received: {name}, which reads {tensor.name!r}, "
                 "made of the rows of one replica elsewhere. Pass it as an "
                 "argument or an output of the model."

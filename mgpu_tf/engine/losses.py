@@ -160,9 +160,10 @@ class GlobalLoss:
     def _of_author(self, given: Any, training: bool) -> tf.Tensor:
         """The contribution of a `compute_loss` that the author wrote.
 
-        It is computed of the rows of this replica, with means of them for what
-        Keras's own `compute_loss` and layers add. If it is not proven that the
-        value is a mean or a sum of these, it is computed anew of all rows.
+        It is computed from the rows of this replica, with means of them for
+        what Keras's own `compute_loss` and layers add. If it is not proven that
+        the value is a mean or a sum of these, it is computed again from all
+        rows.
         """
         current, share = self._current, self._current.share
         name = f"{type(self._model).__name__}.compute_loss"
@@ -644,7 +645,7 @@ class _Unbuilt:
         if self._current.share.replicas == 1:
             return self._container(*arguments)
         raise ConfigurationError(
-            "A compute_loss of one's own must call Keras's in training and "
+            "A compute_loss of your own must call Keras's in training and "
             f"in evaluation, or in neither. Received: {self._name}, which "
             "does in training only. Call it in both, or leave out the loss "
             "in `compile()`."

@@ -555,7 +555,7 @@ class Reader:
     def _degree(self, value: tf.Tensor) -> int | None:
         """The degree of what is known without a value of any row.
 
-        Constants and weights, and what is computed of how many rows there
+        Constants and weights, and what is computed from how many rows there
         are.
 
         Returns:

@@ -67,7 +67,7 @@ class SameDraws:
                 continue
             if op.type in _GENERATORS:
                 raise ConfigurationError(
-                    "On several replicas a step of one's own draws by "
+                    "On several replicas a step of your own draws by "
                     "keras.random with a keras.random.SeedGenerator, by "
                     "tf.random.stateless_*, or by functions such as "
                     "tf.random.normal. Received: a tf.random.Generator, in "

@@ -9,7 +9,7 @@
 A replica writes its part only where it is proven how the parts of all replicas
 become the value of the global batch: a count, a sum, a mean or an extreme, or
 a moving average of means. What is made of sums, such as a deviation, is
-computed of the sums of all. The caller computes anything else of all rows.
+computed from the sums of all. The caller computes anything else of all rows.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def parts_of(
 ) -> Parts | None:
     """Returns what is proven of what a call wrote.
 
-    What is made of sums over the rows is computed of the sums of all replicas,
-    and is the same on all of them then.
+    What is made of sums over the rows is computed from the sums of all
+    replicas, and is the same on all of them then.
 
     Args:
         scope: The scope of the step.

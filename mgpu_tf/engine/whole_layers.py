@@ -1,4 +1,4 @@
-"""Layers that each replica computes of the rows of all.
+"""Layers that each replica computes from the rows of all.
 
 Replicas send each other the inputs of such a layer, with their masks. Each
 computes it as one device does, with the same draws, and goes on with its rows
@@ -160,7 +160,7 @@ class WholeLayers:
                 if self._compute_whole(variable):
                     raise TraceAgain
                 raise ConfigurationError(
-                    "State that a layer computes of all rows is not written "
+                    "State that a layer computes from all rows is not written "
                     "of the rows of one replica before that. Received: "
                     f"{variable.path}, which {layer.name!r} reads. Give each "
                     "of the two layers a variable of its own."
@@ -215,7 +215,7 @@ def replace_loss(
 
 
 def part_of(output: Any, cut: Cut, name: str) -> Any:
-    """Returns a replica's rows of what was computed of the global batch."""
+    """Returns a replica's rows of what was computed from the global batch."""
     composite = isinstance(output, COMPOSITES)
     if composite:
         count = composites.number_of_rows(output)
@@ -226,7 +226,7 @@ def part_of(output: Any, cut: Cut, name: str) -> Any:
     check = tf.debugging.assert_equal(
         several * cut.total,
         count,
-        f"{name}: what a layer returns that is computed of the global batch "
+        f"{name}: what a layer returns that is computed from the global batch "
         "has as many rows for each example.",
     )
     with tf.control_dependencies([check] if check is not None else []):

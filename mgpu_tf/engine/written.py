@@ -41,7 +41,7 @@ def by_rule(
         before: What it held; None where the rule is known.
         reader: Reads the step.
         share: This replica's part of the global batch.
-        otherwise: Lets what has written a variable be computed of the rows of
+        otherwise: Lets what has written a variable be computed from the rows of
             all replicas; returns whether it will.
 
     Raises:

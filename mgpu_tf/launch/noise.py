@@ -1,11 +1,15 @@
-"""What TensorFlow prints of itself, which nobody reads a job for.
+"""What only the log file of a task has, and not the output of the launcher.
 
-    is_noise(b"I0000 00:00:17.28 87 cudart_stub.cc:31] Could not find cuda")
+    noise = Noise()    # of one task
+    noise.has(b"I0000 00:00:17.28 87 cudart_stub.cc:31] Could not find cuda")
+    print_to_log("mgpu_tf: resumed after epoch 3")    # in any task
 
-A launcher leaves such lines out of its own output. With `log_dir`, tasks are
-asked for all of them (`kept`), and their log files have them. Errors are shown,
-but those of a machine without a GPU. With TF_CPP_MIN_LOG_LEVEL at 0, 1 or 2
-nothing is left out.
+A launcher leaves out of its own output what TensorFlow prints of itself. With
+`log_dir`, tasks are asked for all of it (`kept`), and their log files have it.
+Errors are shown, but those of a machine without a GPU. With
+TF_CPP_MIN_LOG_LEVEL at 0, 1 or 2 nothing is left out.
+
+What the chief prints for all, the other tasks print for their logs alone.
 """
 
 from __future__ import annotations
@@ -17,6 +21,10 @@ from collections.abc import Mapping
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # Those at which it prints: 3 is silence.
 _LEVELS = ("0", "1", "2")
+# Set for a task whose output goes to a log file as well.
+LOGGED = "MGPU_TF_LOGGED"
+# How a line begins that only the log file gets; it has the rest of the line.
+_LOG_ONLY = "for the log: "
 
 # Severity, date, time, thread, file: as absl's and TensorFlow's logs begin.
 _LOGGED = re.compile(
@@ -28,6 +36,9 @@ _TASKS = re.compile(rb"/job:\w+/replica:\d+/task:\d+\s*$")
 _WITHOUT_GPU = re.compile(
     rb"E\d{4} .*\.cc:\d+\] (?:failed call to cuInit|Unable to register cu)"
 )
+# The message of a protocol buffer, which goes on until an empty line.
+_MESSAGE = re.compile(rb".*goo\.gle/debug\w+\s*$")
+_FIELD = re.compile(rb"\s*(?:\w+ \{|\}|\w+: .*)\s*$")
 _LINES = (
     b"WARNING: All log messages before absl::InitializeLog() is called",
     b"To enable the following instructions: ",
@@ -35,18 +46,30 @@ _LINES = (
 )
 
 
-def is_noise(line: bytes) -> bool:
-    """Returns whether TensorFlow's C++ side says a line of itself.
+class Noise:
+    """Finds what TensorFlow says of itself in the lines of a task."""
 
-    Args:
-        line: A line of a task.
-    """
-    return bool(
-        _LOGGED.match(line)
-        or _TASKS.match(line)
-        or _WITHOUT_GPU.match(line)
-        or line.startswith(_LINES)
-    )
+    def __init__(self) -> None:
+        self._in_message = False
+
+    def has(self, line: bytes) -> bool:
+        """Returns whether the next line of the task is of TensorFlow.
+
+        Args:
+            line: The line.
+        """
+        if self._in_message:
+            self._in_message = bool(_FIELD.match(line))
+            if self._in_message or not line.strip():
+                return True
+        found = bool(
+            _LOGGED.match(line)
+            or _TASKS.match(line)
+            or _WITHOUT_GPU.match(line)
+            or line.startswith(_LINES)
+        )
+        self._in_message = found and bool(_MESSAGE.match(line))
+        return found
 
 
 def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
@@ -54,9 +77,30 @@ def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get(LEVEL) in _LEVELS
 
 
-def kept(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variable with which a task prints all lines, for its log.
+def print_to_log(line: str) -> None:
+    """Prints a line for the log file of this task, where it has one.
 
-    It is that of the user where there is one.
+    Args:
+        line: The line, without its end.
     """
-    return {} if LEVEL in environ else {LEVEL: _LEVELS[0]}
+    if LOGGED in os.environ:
+        print(f"{_LOG_ONLY}{line}", flush=True)
+
+
+def log_only(line: bytes) -> bytes | None:
+    """Returns what the log gets of a line that is for it alone, else None.
+
+    Args:
+        line: A line of a task.
+    """
+    mark = _LOG_ONLY.encode()
+    return line.removeprefix(mark) if line.startswith(mark) else None
+
+
+def kept(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variables with which a task prints all lines, for its log.
+
+    The level of TensorFlow is that of the user where there is one.
+    """
+    level = {} if LEVEL in environ else {LEVEL: _LEVELS[0]}
+    return {LOGGED: "1", **level}

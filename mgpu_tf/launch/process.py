@@ -146,13 +146,16 @@ class Task(abc.ABC):
     def _copy_lines(self, lines: Iterable[bytes], label: str) -> None:
         """Copies whole lines to this process's output, the task in front."""
         prefix = f"[{self.name}] ".encode()
-        quiet = not noise.is_wanted()
+        quiet, lines_of_tensorflow = not noise.is_wanted(), noise.Noise()
         with _Log(self._log_path, label) as log:
             for line in lines:
                 line = _COLOUR.sub(b"", line)
                 line = _REDRAWN.sub(b"", line.rstrip(b"\r\n\b"))
-                log.write(line + b"\n")
-                if quiet and noise.is_noise(line):
+                unseen = noise.log_only(line)
+                log.write((line if unseen is None else unseen) + b"\n")
+                if unseen is not None or (
+                    quiet and lines_of_tensorflow.has(line)
+                ):
                     continue
                 self._tail.append(line)
                 try:

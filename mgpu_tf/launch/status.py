@@ -119,7 +119,8 @@ def text(log_dir: str) -> str:
     rows += [
         (
             task.name,
-            str(task.step),
+            # A server counts no steps.
+            "" if task.phase == heartbeat.SERVE else str(task.step),
             ""
             if task.steps_per_second is None
             else f"{task.steps_per_second:.3g}",

@@ -18,6 +18,7 @@ import tensorflow as tf
 from mgpu_tf.cluster import heartbeat
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.ports import answers
+from mgpu_tf.launch import noise
 
 # A server whose coordinator does not come back ends by itself.
 PATIENCE_SECONDS = 900.0
@@ -66,7 +67,10 @@ def serve(cluster: ClusterConfig) -> NoReturn:
         config=config,
     )
     heartbeat.mark(heartbeat.SERVE)
-    _log.debug("%s serves at %s", cluster.task_name, server.target)
+    noise.print_to_log(
+        f"mgpu_tf: {cluster.task_name} serves the coordinator at "
+        f"{cluster.chief[0]}, from {server.target}"
+    )
     _outlast(cluster.chief[0])
     _log.error("%s: the coordinator is gone", cluster.task_name)
     sys.exit(1)

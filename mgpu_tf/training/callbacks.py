@@ -3,7 +3,7 @@
 Every worker runs the callbacks, so that all come to the same decisions from
 the same logs. Those that write files, or report to somewhere, do so on the
 chief only; what they restore is restored on all workers. `chief_only = True`,
-on a callback or its class, says so of one's own.
+on a callback of your own or on its class, has the same effect.
 """
 
 from __future__ import annotations

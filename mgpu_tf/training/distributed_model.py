@@ -30,6 +30,7 @@ from mgpu_tf.errors import (
     is_integer,
 )
 from mgpu_tf.folders import check_local
+from mgpu_tf.launch import noise
 from mgpu_tf.options import StepOptions
 from mgpu_tf.planner.remedies import explain, layout_here
 from mgpu_tf.runtime import determinism
@@ -145,10 +146,14 @@ class DistributedModel:
         return engine
 
     def tell(self, line: str) -> None:
-        """Prints a line on the chief, once."""
-        if self.is_chief and line and line not in self._lines:
-            self._lines.add(line)
+        """Prints a line once: on the chief, or in the log of another task."""
+        if not line or line in self._lines:
+            return
+        self._lines.add(line)
+        if self.is_chief:
             print(f"mgpu_tf: {line}", flush=True)
+        else:
+            noise.print_to_log(f"mgpu_tf: {line}")
 
     def tell_what_runs(self, source: data_lib.Source) -> None:
         """Prints what runs where, and in which batches."""
@@ -443,8 +448,8 @@ class DistributedModel:
             return None
         if exact or determinism.is_enabled():
             _log.info(
-                "jit_compile='auto': steps are not compiled, since what a "
-                "trial decides, and with it the bits, would not repeat"
+                "jit_compile='auto': steps are not compiled. Another run "
+                "could choose otherwise, and its bits would not repeat"
             )
             return None
         if not self._engine.can_be_compiled:

@@ -227,7 +227,7 @@ def test_a_callback_stops_within_an_epoch(three_workers):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("own train_step", "ConfigurationError: A train_step of one's own"),
+        ("own train_step", "ConfigurationError: A train_step of your own"),
         ("accumulation", "must divide the steps of an epoch"),
         ("both", "does not go with gradient_accumulation_steps"),
         ("written weight", "may not write its own trainable weights"),

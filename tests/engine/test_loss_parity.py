@@ -451,7 +451,7 @@ ROWS_OF = {
         dense(metrics=lambda: [TwoResults(dtype="float64")]),
         points,
     ),
-    # What is not proven to add up is computed of the rows of all.
+    # What is not proven to add up is computed from the rows of all.
     "add_log": (dense(adding(lambda x: ops.log(ops.sum(x * x)))), points),
     "add_masked_mean": (
         dense(adding(lambda x: ops.sum(x * x) / ops.sum(ops.abs(x)))),

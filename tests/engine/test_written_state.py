@@ -144,7 +144,7 @@ SUMS = {
     "largest mean": assign(lambda s, x: ops.maximum(s, ops.mean(x))),
     "smallest sum": assign(lambda s, x: ops.minimum(s, ops.sum(x))),
 }
-# What is computed of the rows of all.
+# What is computed from the rows of all.
 WHOLE = {
     "largest of differences": assign(
         lambda s, x: ops.maximum(s, ops.max(x - ops.mean(x, axis=0)))

@@ -1,21 +1,13 @@
 """The first script of the README, as a newcomer copies it."""
 
-import pathlib
-import re
-
 import pytest
 
-from tests import clusters
-
-README = pathlib.Path(clusters.ROOT) / "README.md"
+from tests import clusters, readme
 
 
 @pytest.fixture
 def script(tmp_path):
-    [text] = re.findall(
-        r"```python\n(import mgpu_tf\n\n.*?)```", README.read_text(), re.S
-    )
-    (tmp_path / "digits.py").write_text(text)
+    (tmp_path / "digits.py").write_text(readme.script())
     return tmp_path
 
 

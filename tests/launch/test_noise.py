@@ -32,12 +32,33 @@ SHOWN = [
 
 @pytest.mark.parametrize("line", NOISE)
 def test_left_out(line):
-    assert noise.is_noise(line)
+    assert noise.Noise().has(line)
 
 
 @pytest.mark.parametrize("line", SHOWN)
 def test_shown(line):
-    assert not noise.is_noise(line)
+    assert not noise.Noise().has(line)
+
+
+def test_a_message_ends_with_an_empty_line():
+    lines = [
+        (
+            b"I0000 00:00:17.2 1 service.cc:355] Options: goo.gle/debugproto  ",
+            1,
+        ),
+        (b"device_count {", 1),
+        (b'  key: "CPU"', 1),
+        (b"}", 1),
+        (b"", 1),
+        (b"lr: 0.1", 0),
+        (b"", 0),
+        (b"I0000 00:00:17.2 1 service.cc:355] goo.gle/debugstr", 1),
+        (b"Epoch 1/5", 0),
+        (b"lr: 0.1", 0),
+    ]
+    of_one_task = noise.Noise()
+    for line, is_noise in lines:
+        assert of_one_task.has(line) is bool(is_noise), line
 
 
 @pytest.mark.parametrize(
@@ -92,6 +113,25 @@ def test_a_task_with_a_log_prints_all(
     log_dir = str(tmp_path) if logged else None
     assert local.launch([sys.executable, "-c", body], 1, log_dir=log_dir) == 0
     assert capfd.readouterr().out == f"[worker 0] {seen}\n"
+
+
+def test_a_line_for_the_log_alone(tmp_path, capfd):
+    body = (
+        "from mgpu_tf.launch import noise; noise.print_to_log('resumed');"
+        "print('for all')"
+    )
+    command = [sys.executable, "-c", body]
+    assert local.launch(command, 2, log_dir=str(tmp_path)) == 0
+    shown = capfd.readouterr().out
+    assert sorted(shown.splitlines()) == [
+        "[worker 0] for all",
+        "[worker 1] for all",
+    ]
+    for task in ("worker-0", "worker-1"):
+        log = (tmp_path / f"{task}.log").read_text()
+        assert "\nresumed\nfor all\n" in log
+    assert local.launch(command, 1) == 0
+    assert capfd.readouterr().out == "[worker 0] for all\n"
 
 
 @pytest.mark.full

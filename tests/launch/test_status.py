@@ -54,6 +54,57 @@ def test_a_job_that_runs_and_has_ended(tmp_path, capsys):
     assert "has ended" in capsys.readouterr().out
 
 
+SERVED = """
+import json, os, time
+from mgpu_tf.cluster import heartbeat
+heartbeat.begin("task")
+if json.loads(os.environ["TF_CONFIG"])["task"]["type"] != "chief":
+    heartbeat.mark(heartbeat.SERVE)
+    time.sleep(60)
+for step in range(7):
+    heartbeat.count(step)
+    with heartbeat.at(heartbeat.STEP):
+        time.sleep(0.01)
+with heartbeat.at(heartbeat.EVALUATE):
+    time.sleep(60)
+"""
+
+
+def test_a_job_with_parameter_servers(tmp_path, capsys):
+    """The coordinator has steps; who serves it has none."""
+    command = [clusters.PYTHON, "-m", "mgpu_tf", "launch", "--num_workers=2"]
+    with subprocess.Popen(
+        [*command, "--num_ps=1", f"--log_dir={tmp_path}", "--startup_seconds=0"]
+        + ["--", clusters.PYTHON, "-c", SERVED],
+        env=clusters.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            deadline = time.monotonic() + clusters.LIMIT_SECONDS
+            phases = []
+            while time.monotonic() < deadline:
+                if (tmp_path / status.FILE).exists():
+                    tasks = status.read(str(tmp_path)).tasks
+                    phases = [task.phase for task in tasks]
+                    if phases == ["evaluate", "serve", "serve", "serve"]:
+                        break
+                time.sleep(0.05)
+            assert cli.main(["status", str(tmp_path)]) == 0
+        finally:
+            process.terminate()
+    _, head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["task", "step", "steps/s", "phase", "for"]
+    chief, *servers = [row.split() for row in rows]
+    assert chief[:3] == ["chief", "0", "6"]
+    assert "evaluate" in chief
+    assert [row[:3] for row in servers] == [
+        ["ps", "0", "serve"],
+        ["worker", "0", "serve"],
+        ["worker", "1", "serve"],
+    ]
+
+
 @pytest.mark.parametrize("folder", [[], ["/nowhere"], ["a", "b"]])
 def test_refused(folder, capsys):
     assert cli.main(["status", *folder]) == 2

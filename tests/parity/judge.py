@@ -60,8 +60,8 @@ REFUSED = (
     {
         ("central_storage_x2", "nadam"): "writes state of its own",
         ("central_storage_x2", "muon"): "writes state of its own",
-        ("central_storage_x2", "own_train_step"): "of one's own",
-        ("central_storage_x2", "own_train_step_clipped"): "of one's own",
+        ("central_storage_x2", "own_train_step"): "of your own",
+        ("central_storage_x2", "own_train_step_clipped"): "of your own",
     }
     | {
         ("fsdp_2_tensor_2", "embedding_lazy_adam"): "split by its rows",

@@ -85,7 +85,7 @@ LISTED = {
     "A weight that several layers share must be in one stage.": (
         "two uses of a shared weight"
     ),
-    "On a pipeline a compute_loss of one's own sees no losses of layers.": (
+    "On a pipeline a compute_loss of your own sees no losses of layers.": (
         "`compute_loss` beside `add_loss`"
     ),
     "A pipeline normalizes each micro-batch by itself.": "`synchronized=True`",

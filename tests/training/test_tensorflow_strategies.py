@@ -1,7 +1,7 @@
 """Strategies that TensorFlow's own classes made give the numbers of one device.
 
 Keras divides a reduced loss by the replicas that it finds, also where each
-replica computes it of all rows.
+replica computes it from all rows.
 """
 
 import keras

@@ -381,7 +381,7 @@ def _refuse(model: keras.Model) -> None:
     for method in ("train_step", "test_step"):
         if keras_internals.overrides(model, method):
             raise ConfigurationError(
-                f"A {method} of one's own does not go with "
+                f"A {method} of your own does not go with "
                 "'parameter_server', where it would count steps and metrics "
                 f"wrongly. Received: {type(model).__name__}. Override "
                 "compute_loss, or use another strategy."

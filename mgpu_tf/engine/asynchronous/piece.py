@@ -299,7 +299,7 @@ class Piece:
         names = self._step.log_names
         if names:
             raise ConfigurationError(
-                "With parameter servers a compute_metrics of one's own must "
+                "With parameter servers a compute_metrics of your own must "
                 "return the model's metrics. Received: one that returns "
                 f"{', '.join(names)}. Make metrics of them, or use a "
                 "synchronous strategy."

@@ -372,7 +372,7 @@ class PipelineStep(ReplicaStep):
         if own_loss and kind in self._by_head:
             if scope.losses:
                 raise ConfigurationError(
-                    "On a pipeline a compute_loss of one's own sees no losses "
+                    "On a pipeline a compute_loss of your own sees no losses "
                     "of layers. Received: a layer that calls add_loss. Leave "
                     "out one of the two, or use 'fsdp'."
                 )

@@ -143,7 +143,7 @@ class SumProof(RowProof):
     def computed(
         self, values: Sequence[tf.Tensor], added_up: AddedUp
     ) -> list[tf.Tensor]:
-        """Returns values, computed of the sums of all replicas.
+        """Returns values, computed from the sums of all replicas.
 
         Args:
             values: Tensors of one graph, none of them unproven.

@@ -551,7 +551,7 @@ class SynchronousEngine(Engine):
         if keras_internals.overrides(self._model, method):
             if self._state.stored_once:
                 raise ConfigurationError(
-                    f"A {method} of one's own does not go with "
+                    f"A {method} of your own does not go with "
                     "'central_storage', whose one copy of each metric it "
                     "would write from every replica. Received: "
                     f"{type(self._model).__name__}. Use 'mirrored'."
