@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ INTERRUPTED = 128 + signal.SIGINT
 NO_READER = 128 + signal.SIGPIPE
 
 _LONGEST_LINE = 2000
+# As absl says that a flag cannot have a value.
+_ILLEGAL = re.compile(r"flag --(?P<name>\w+)=(?P<value>.*?): ", re.S)
 
 COMMANDS: dict[str, ModuleType] = {
     "test": test,
@@ -166,6 +169,26 @@ def _line(message: str) -> str:
     return f"{line[:half]} [... {cut} characters ...] {line[-half:]}"
 
 
+def _of_value(message: str, values: flags.FlagValues) -> str:
+    """Returns what a message of absl on the value of a flag says, as ours."""
+    found = _ILLEGAL.match(message)
+    if found is None or found["name"] not in values:
+        return message
+    name, received = found["name"], found["value"]
+    parser = values[name].parser
+    if isinstance(parser, flags.EnumParser):
+        return unknown_name(name, received, parser.enum_values)
+    kind = {"int": "a whole number", "float": "a number"}.get(
+        parser.flag_type()
+    )
+    try:
+        float(received)  # It is out of range then, and absl says so.
+    except ValueError:
+        if kind is not None:
+            return f"{name} must be {kind}. Received: {name}={received!r}."
+    return message
+
+
 def _run(name: str, given: list[str]) -> int:
     """Parses the flags of a command and runs it; prints its help if asked."""
     if name not in COMMANDS:
@@ -194,6 +217,8 @@ def _run(name: str, given: list[str]) -> int:
             f"'{dashes}{error.flagname}'. {meant} "
             f"mgpu-tf {name} --help lists them."
         ) from None
+    except flags.IllegalFlagValueError as error:
+        raise ConfigurationError(_of_value(str(error), values)) from None
     except flags.Error:
         raise
     except ValueError as error:  # As of --noevaluator=1.

@@ -96,7 +96,7 @@ def test_names_of_other_tools(name, trainer, strategy):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ("launch -n 2", "Did you mean '--num_workers'?"),
+        ("launch -n 2", "Received: '-n'. Did you mean '--num_workers'?"),
         ("launch --nnodes=2", "Did you mean '--num_workers'?"),
         ("launch -H host0", "Did you mean '--hosts'?"),
         ("launch --accelerator=gpu", f"{STRATEGY} Flags of the command go"),
@@ -104,8 +104,16 @@ def test_names_of_other_tools(name, trainer, strategy):
         ("train --amp", "Did you mean '--precision'?"),
         ("train --callbacks=a", "Use Trainer.fit(callbacks=[...])."),
         ("train --gradient_clip_val=1", "(global_clipnorm=1.0)"),
+        ("train --limit_train_batches=2", "Did you mean '--steps_per_epoch'?"),
         ("train --max_steps=2", "Did you mean '--steps_per_epoch'?"),
         ("train --nproc_per_node=2", "Did you mean '--num_workers'?"),
+        ("train --overfit_batches=1", "Use Trainer.fit(dataset.take(1))."),
+        ("train --strategy=ddp", "'ddp'. Did you mean 'mirrored'? Valid: auto"),
+        (
+            "train --epochs=a:b",
+            "must be a whole number. Received: epochs='a:b'",
+        ),
+        ("train --max_loss=x", "must be a number. Received: max_loss='x'."),
     ],
 )
 def test_flags_of_other_tools(arguments, part, capsys):

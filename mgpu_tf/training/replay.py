@@ -161,17 +161,13 @@ class ReplaySaver(Saver):
         if not before:
             every = store.paths(self._folder)
             known = ", ".join(str(step) for step in every) or "none"
-            remedy = (
-                "Choose a later step; a run that saves more often "
-                "(save_every_steps) and keeps more (keep_checkpoints) has "
-                "earlier ones."
-                if every
-                else "Give the checkpoint_dir of the run."
-            )
             raise ConfigurationError(
                 "A replay begins at a checkpoint before its step. Received: "
                 f"step={self._step}, where {self._folder!r} has checkpoints "
-                f"of the steps: {known}. {remedy}"
+                f"of the steps: {known}. Choose a later step, or give the "
+                "checkpoint_dir of the run. A run that saves more often "
+                "(save_every_steps) and keeps more (keep_checkpoints) has "
+                "earlier ones."
             )
         for entry in before:
             stored = Stored(entry.path)

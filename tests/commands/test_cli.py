@@ -97,7 +97,7 @@ def test_nothing_given():
         ("train --epoch=3", {}, ["Unknown", "'--epoch'", "'--epochs'"]),
         ("train --batch_size=3", {}, ["Did you mean '--global_batch_size'?"]),
         ("train --two\nlines", {}, ["'--two lines'"]),
-        ("train --epochs=three", {}, ["--epochs=three"]),
+        ("train --epochs=three", {}, ["epochs='three'", "whole number"]),
         ("train --epochs", {}, ["Missing value", "--epochs"]),
         ("train --model=resnt", {}, ["model", "mean 'resnet'"]),
         ("train --epochs=0", {}, ["1 or more", "epochs=0"]),
@@ -119,7 +119,7 @@ def test_nothing_given():
         ("launch --num_workers=0 -- true", {}, ["1 or more", "0"]),
         ("launch --num_workers=1000000 -- true", {}, ["at most 1000"]),
         ("launch --num_workers=2 --num_ps=-1 -- true", {}, ["num_ps", "-1"]),
-        ("launch --num_workers=a -- true", {}, ["--num_workers=a"]),
+        ("launch --num_workers=a -- true", {}, ["num_workers='a'"]),
         (
             "launch --num_workers=2 --max_restarts=-1 -- true",
             {},
