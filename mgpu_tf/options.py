@@ -208,7 +208,7 @@ class StepOptions:
     auto_micro_batch: bool = option(
         False,
         "Before training, compute the gradients of a batch; while they do not "
-        "fit, double step_parts, on every worker alike.",
+        "fit, double step_parts, on every worker.",
     )
     kernels: str = option(
         "fused",

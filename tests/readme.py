@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 
 from tests import clusters
@@ -118,11 +119,14 @@ def table(values):
     """The lines of the README."""
     rows = values["rows"]
     loads = sorted(row["load"] for row in rows)
-    lines = [
+    text = (
         f"Measured on {values['date']} on {values['cores']} cores of an "
         f"{values['processor']}, which other work used at the same time (load "
         f"{loads[0]:.0f} to {loads[-1]:.0f}). Idle cores take fewer seconds. "
-        "Seconds of the processor are those of all processes of a command.",
+        "Seconds of the processor are those of all processes of a command."
+    )
+    lines = [
+        *textwrap.wrap(text, 80),
         "",
         "| command | seconds | of the processor |",
         "|---|---|---|",
@@ -146,11 +150,16 @@ def main():
         "rows": rows,
     }
     RESULTS.write_text(json.dumps(values, indent=1) + "\n")
+    write(values)
+    return 0
+
+
+def write(values):
+    """Writes the table into the README."""
     before, _, rest = README.read_text().partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
     text = f"{before}{MARKS[0]}\n{table(values)}\n{MARKS[1]}{after}"
     README.write_text(text)
-    return 0
 
 
 def _spent():

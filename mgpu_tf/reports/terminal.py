@@ -32,7 +32,8 @@ def show(report: Report, console: Console | None = None) -> None:
     """
     console = console or Console()
     names = list(report.epochs[0].metrics) if report.epochs else []
-    table = Table()
+    # The progress bar leaves out the first call of an epoch, which may compile.
+    table = Table(caption="examples/s with compiling")
     for name in ("epoch", "loss", *names, "examples/s"):
         table.add_column(name, justify="right")
     for epoch in report.epochs:

@@ -138,7 +138,7 @@ class Trainer:
             step_parts: Compute the rows of each replica in this number of
                 parts, one after another, and add up their gradients.
             auto_micro_batch: Before training, double `step_parts` while the
-                gradients of a batch do not fit, on every worker alike.
+                gradients of a batch do not fit, on every worker.
             kernels: "fused" runs what Keras does in several operations as one
                 of TensorFlow's, for the layers and optimizers where both
                 compute the same. "keras" runs all as Keras does.

@@ -41,6 +41,7 @@ def shown(report):
         "epoch loss accuracy auc examples/s",
         "1 1.250000 0.5000 0.6250 718",
         "2 0.123457 0.7500 1.0000 14,370",
+        "examples/s with compiling",
         "test loss 0.4322",
         "test accuracy 0.9000",
         "fused 1 Adam, 19 BatchNormalization",
