@@ -6,8 +6,9 @@
 
 A launcher leaves out of its own output what TensorFlow prints of itself. With
 `log_dir`, tasks are asked for all of it (`kept`), and their log files have it.
-Errors are shown, but those of a machine without a GPU. With
-TF_CPP_MIN_LOG_LEVEL at 0, 1 or 2 nothing is left out.
+Errors are shown, but those of a machine without a GPU, and of a collective that
+ends with another task: the launcher says which. With TF_CPP_MIN_LOG_LEVEL at 0,
+1 or 2 nothing is left out.
 
 What the chief prints for all, the other tasks print for their logs alone.
 """
@@ -36,9 +37,15 @@ _TASKS = re.compile(rb"/job:\w+/replica:\d+/task:\d+\s*$")
 _WITHOUT_GPU = re.compile(
     rb"E\d{4} .*\.cc:\d+\] (?:failed call to cuInit|Unable to register cu)"
 )
-# The message of a protocol buffer, which goes on until an empty line.
+# The message of a protocol buffer, and its fields. An empty line ends it.
 _MESSAGE = re.compile(rb".*goo\.gle/debug\w+\s*$")
-_FIELD = re.compile(rb"\s*(?:\w+ \{|\}|\w+: .*)\s*$")
+_FIELDS = re.compile(rb"\s*(?:\w+ \{|\}|\w+: .*)?\s*$")
+# A collective whose other task is gone, and what follows in other lines.
+_ABORTED = re.compile(rb"E\d{4} .*(?:ring_\w+|collective_executor)\.cc:\d+\] ")
+_CAUSES = re.compile(
+    rb"Additional GRPC error information |:UNKNOWN:Error received from peer"
+    rb"|The error could be from a previous operation\. |\s*\[\[\{\{"
+)
 _LINES = (
     b"WARNING: All log messages before absl::InitializeLog() is called",
     b"To enable the following instructions: ",
@@ -50,7 +57,7 @@ class Noise:
     """Finds what TensorFlow says of itself in the lines of a task."""
 
     def __init__(self) -> None:
-        self._in_message = False
+        self._rest: re.Pattern[bytes] | None = None
 
     def has(self, line: bytes) -> bool:
         """Returns whether the next line of the task is of TensorFlow.
@@ -58,18 +65,20 @@ class Noise:
         Args:
             line: The line.
         """
-        if self._in_message:
-            self._in_message = bool(_FIELD.match(line))
-            if self._in_message or not line.strip():
-                return True
-        found = bool(
-            _LOGGED.match(line)
+        if self._rest is not None and self._rest.match(line):
+            if not line.strip():
+                self._rest = None
+            return True
+        logged = _LOGGED.match(line) or _ABORTED.match(line)
+        self._rest = None
+        if logged:
+            self._rest = _FIELDS if _MESSAGE.match(line) else _CAUSES
+        return bool(
+            logged
             or _TASKS.match(line)
             or _WITHOUT_GPU.match(line)
             or line.startswith(_LINES)
         )
-        self._in_message = found and bool(_MESSAGE.match(line))
-        return found
 
 
 def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:

@@ -61,6 +61,40 @@ def test_a_message_ends_with_an_empty_line():
         assert of_one_task.has(line) is bool(is_noise), line
 
 
+def test_a_collective_that_ends_with_another_task():
+    lines = [
+        (
+            b"E0000 00:00:17.3 21 ring_alg.cc:291] Aborting RingReduce with UN",
+            1,
+        ),
+        (
+            b"Additional GRPC error information from remote target /job:worker",
+            1,
+        ),
+        (b":UNKNOWN:Error received from peer  {grpc_status:14}", 1),
+        (b"E0000 00:00:17.3 21 base_collective_executor.cc:252] StartAbort", 1),
+        (
+            b"W0000 00:00:17.3 21 local_rendezvous.cc:412] Local rendezvous is",
+            1,
+        ),
+        (
+            b"Additional GRPC error information from remote target /job:worker",
+            1,
+        ),
+        (b"The error could be from a previous operation. Restart your pro", 1),
+        (
+            b"\t [[{{function_node while_body_741}}{{node while/Coll}}]]",
+            1,
+        ),
+        (b"InvalidArgumentError: shapes differ", 0),
+        (b"\t [[{{node while/reduce}}]]", 0),
+        (b"E0000 00:00:17.3 21 executor.cc:29] no such file", 0),
+    ]
+    of_one_task = noise.Noise()
+    for line, is_noise in lines:
+        assert of_one_task.has(line) is bool(is_noise), line
+
+
 @pytest.mark.parametrize(
     ("level", "wanted"), [(None, False), ("3", False), ("0", True), ("2", True)]
 )
