@@ -3,6 +3,7 @@
     rows = watch.begin()
     rows = watch.after(rows, step)        # in the loop over steps
     sums, own = watch.end(rows, steps)    # one reduction
+    strategy.run(watch.row)               # what a replica has now
 
 Each replica notes its sums of the loss after each step. The sums of all
 replicas come together in one reduction. So all workers know the loss of each
@@ -104,7 +105,7 @@ class StepWatch:
 
     def after(self, rows: tf.TensorArray, step: Any) -> tf.TensorArray:
         """Adds what there is after a step, counted from 1."""
-        every = self._strategy.run(self._row)
+        every = self._strategy.run(self.row)
         results = self._strategy.experimental_local_results(every)
         return rows.write(tf.cast(step, tf.int32), tf.stack(results))
 
@@ -131,7 +132,7 @@ class StepWatch:
         sums = self._strategy.run(on_replica)
         return self._strategy.experimental_local_results(sums)[0], own
 
-    def _row(self) -> tf.Tensor:
+    def row(self) -> tf.Tensor:
         """Returns the numbers of a replica, `[3]`. On a replica."""
         finite = [
             tf.reduce_all(tf.math.is_finite(self._stored_here(weight)))

@@ -75,6 +75,8 @@ class ShareTrace:
         data: The rows that it got.
         gradients: For each weight the mean gradient of its rows.
         outputs: What it predicted, in a prediction.
+        loss: The mean loss of its rows, in training; None where it has no loss
+            of its own.
     """
 
     device: str
@@ -85,6 +87,7 @@ class ShareTrace:
     data: list[Excerpt]
     gradients: list[Excerpt] = dataclasses.field(default_factory=list)
     outputs: list[Excerpt] = dataclasses.field(default_factory=list)
+    loss: float | None = None
 
     def title(self, place: int) -> str:
         """Returns a line that names the device and its rows."""
@@ -92,6 +95,11 @@ class ShareTrace:
         if self.after == self.first:
             rows = "no rows"
         return f"Device {place}: {short(self.device)}, {rows}"
+
+    def title_of_training(self, place: int) -> str:
+        """Returns the same with the loss."""
+        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        return f"{self.title(place)}{loss}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -143,7 +143,8 @@ def show_trace(trace: PipelineTrace, console: Console | None = None) -> None:
         "Gradients are means over the rows of the device.",
     )
     for place, share in enumerate(step.shares):
-        console.print(_excerpts(share.title(place), share.gradients))
+        title = share.title_of_training(place)
+        console.print(_excerpts(title, share.gradients))
     stage(4, "Gradient aggregation", trace.aggregation)
     console.print(_excerpts("What the optimizer got", alike(step.received)))
     table = Table(title="What it did", title_justify="left")

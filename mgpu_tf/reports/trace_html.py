@@ -116,6 +116,13 @@ def _training(trace: PipelineTrace) -> Iterable[str]:
         "Forward and backward pass. The gradient is the mean over the rows of "
         "the device.",
     )
+    losses = {
+        f"{place}: {short(share.device)}": [share.loss]
+        for place, share in enumerate(trace.step.shares)
+        if share.loss is not None
+    }
+    if losses:
+        yield from _chart("Loss of each device", charts.columns(losses, "loss"))
     yield from _cards(trace.step.shares, "gradients")
 
 

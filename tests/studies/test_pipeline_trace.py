@@ -117,6 +117,7 @@ def test_a_step_is_what_it_says(column, optimizer, strategies):
         alone.set_weights(start)
     _check_data(step, x, y, strategy.num_replicas_in_sync)
     _check_gradients(step, alone, x, y)
+    _check_losses(step, alone, x, y, column)
     _check_received(step, column, 4.0 if optimizer is factor else 1.0)
     # Everything was put back, so that `fit` does the same step.
     first = trainer.fit(
@@ -158,6 +159,18 @@ def _check_gradients(step, alone, x, y):
             np.testing.assert_allclose(
                 each.values, part(expected[each.name]), **ROUNDING
             )
+
+
+def _check_losses(step, alone, x, y, column):
+    """The loss of each device, as Keras evaluates its rows alone."""
+    [batch] = step.batches
+    for share in step.shares:
+        if column == "central_storage_x2":  # One sum is for all replicas.
+            assert share.loss is None
+            continue
+        rows = batch.rows[share.first : share.after]
+        loss, _ = alone.evaluate(x[rows], y[rows], batch_size=BATCH, verbose=0)
+        assert share.loss == pytest.approx(loss, rel=1e-5)
 
 
 def _check_received(step, column, factor):
@@ -317,6 +330,9 @@ def test_the_command(name, told):
     for share in step["shares"]:
         assert share["after"] - share["first"] == rows
         assert share["data"][0]["shape"] == [rows, 20]
+        assert 1.5 < share["loss"] < 4.0  # About log(10), before training.
+    losses = [share["loss"] for share in step["shares"]]
+    assert np.mean(losses) == pytest.approx(step["logs"]["loss"], rel=1e-5)
     profile = trace["profile"]
     if name == "parameter servers":
         assert profile is None
@@ -340,6 +356,8 @@ def test_the_command(name, told):
     ):
         assert stage in printed
         assert stage in page
+    assert f", loss {losses[0]:.4g}" in " ".join(printed.split())
+    assert "Loss of each device" in page
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ class AsynchronousEngine(Engine):
         return StepTrace(
             # Of a dataset each worker reads a share of its own.
             [batch_of(source, k) for k in done if source.rows() is not None],
-            shares_of(done, paths),
+            shares_of(done, paths, self.metrics),
             received(done, paths, changed),
             changed,
             self.metrics(sums),

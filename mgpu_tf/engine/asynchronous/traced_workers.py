@@ -98,22 +98,27 @@ def worker_index() -> tf.Tensor:
     return coordinator.experimental_get_current_worker_index()
 
 
-def shares_of(done: Done, paths: list[str]) -> list[ShareTrace]:
+def shares_of(
+    done: Done, paths: list[str], metrics: Callable[[Any], dict[str, Any]]
+) -> list[ShareTrace]:
     """Returns what the workers did in steps of training.
 
     Args:
         done: What `Piece.trace` returned for each batch.
         paths: The weights that have a gradient.
+        metrics: Returns the metrics by name from the sums of their state.
     """
     found = []
-    for place, (worker, data, size, gradients, _) in done.items():
+    for place, (worker, data, size, gradients, sums) in done.items():
         device = _device_of(worker)
         shown = [
             Excerpt.of(path, gradient, device)
             for path, gradient in zip(paths, gradients, strict=True)
         ]
         rows = _on(device, excerpts(data))
-        found.append(ShareTrace(device, place, 0, int(size), 1.0, rows, shown))
+        share = ShareTrace(device, place, 0, int(size), 1.0, rows, shown)
+        loss = float(metrics(sums)["loss"])
+        found.append(dataclasses.replace(share, loss=loss))
     return found
 
 

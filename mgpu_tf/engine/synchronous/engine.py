@@ -298,10 +298,13 @@ class SynchronousEngine(Engine):
         refuse_accumulation(accumulation_steps(optimizer))
         iterator = self.feed(source, chain=False, training=True).iterator(0, 1)
         replicas = TracedReplicas(self._strategy)
+        losses = StepWatch(self._model, self._strategy, weights=False)
 
         def step(data: Any, local: Any, total: tf.Tensor, low: Any) -> Any:
             replicas.begin(data, local, total, optimizer, scaler)
-            return self._train_step(data, local, total, low)
+            done = self._train_step(data, local, total, low)
+            replicas.note_losses(self._strategy.run(losses.row))
+            return done
 
         with undone(self), one_by_one():
             weights = Weights(self._model)

@@ -69,6 +69,23 @@ class TracedReplicas:
                 ShareTrace(device, 0, first, after, size / rows, shown)
             )
 
+    def note_losses(self, sums: Any) -> None:
+        """Notes the loss of each replica that has one of its own.
+
+        Args:
+            sums: Of each replica the sum of losses, the number of examples and
+                another number, as `StepWatch.row` returns them.
+        """
+        for place, ((own,), share) in enumerate(
+            zip(self._by_replica(sums), self._shares, strict=True)
+        ):
+            loss, examples, _ = own.numpy()
+            # Else one copy is for all, or another replica counts these rows.
+            if examples and examples == share.after - share.first:
+                self._shares[place] = dataclasses.replace(
+                    share, loss=float(loss / examples)
+                )
+
     def trained(self, paths: list[str], gradients: Any) -> list[ShareTrace]:
         """Returns what the replicas did in a step of training.
 
