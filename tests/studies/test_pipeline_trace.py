@@ -330,7 +330,6 @@ def test_the_command(name, told):
     for share in step["shares"]:
         assert share["after"] - share["first"] == rows
         assert share["data"][0]["shape"] == [rows, 20]
-        assert 1.5 < share["loss"] < 4.0  # About log(10), before training.
     losses = [share["loss"] for share in step["shares"]]
     assert np.mean(losses) == pytest.approx(step["logs"]["loss"], rel=1e-5)
     profile = trace["profile"]
