@@ -128,7 +128,7 @@ class RunState:
         counts: The trainer, for what it counts.
         model: Its model.
         engine: Its engine, prepared.
-        data: What tells its data apart.
+        data: What distinguishes its data.
         callbacks: The user's.
         first_epoch: Index of the first epoch.
         configuration: How layers, optimizers and loss are configured, each
@@ -213,7 +213,7 @@ class RunState:
         self.resumed = True
 
     def _compare_configuration(self, saved: Mapping[str, str] | None) -> None:
-        """Refuses other layers and optimizers; tells other settings."""
+        """Refuses other layers and optimizers; warns of other settings."""
         if saved is None:
             return  # Of a checkpoint from before they were kept.
         mine = self._configuration

@@ -148,18 +148,18 @@ class Board:
 
 
 class _Taken(Exception):
-    """Another process tells on this board."""
+    """Another process writes to this board."""
 
 
 class _Writer:
     """The board of this process.
 
     Args:
-        path: The board, on which nobody tells yet.
+        path: The board, to which nobody writes yet.
 
     Raises:
         OSError: It cannot be opened.
-        _Taken: Another process tells there.
+        _Taken: Another process writes there.
     """
 
     def __init__(self, path: str) -> None:
@@ -234,7 +234,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def begin(board: Board | None = None) -> None:
-    """Begins to tell where this process is; a second call changes nothing.
+    """Begins to write where this process is; a second call changes nothing.
 
     Args:
         board: Where, if no supervisor has made a board for this process.
@@ -263,18 +263,18 @@ def begin(board: Board | None = None) -> None:
 
 
 def has_begun() -> bool:
-    """Returns whether this process tells where it is."""
+    """Returns whether this process writes where it is."""
     return _here is not None
 
 
 def count(step: int) -> None:
-    """Tells the global step."""
+    """Writes the global step."""
     if _here is not None:
         _here.step = step
 
 
 def mark(phase: str) -> None:
-    """Tells that something begins, and what came before has ended."""
+    """Writes that something begins, and what came before has ended."""
     if _here is not None:
         _here.put(phase)
 

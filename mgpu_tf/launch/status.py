@@ -33,7 +33,7 @@ class TaskStatus:
         step: Its global step.
         phase: What it does.
         seconds: How long it has done that.
-        steps_per_second: Over its last entries; None where they do not tell.
+        steps_per_second: Over its last entries; None where that is unknown.
     """
 
     name: str

@@ -5,8 +5,8 @@
     print(hours(table, examples=1_280_000, epochs=90))
 
 Memory is counted: what synchronous training holds on every device, whatever
-the batch is. Time is measured: by `mgpu-tf benchmark`, on the numbers of
-devices that it tells of, and nothing is said of others.
+the batch is. Time is measured by `mgpu-tf benchmark`, and given only for the
+numbers of devices that it measured.
 
 References: S. Rajbhandari et al.: ZeRO, 2020, section 3.1, counts the same
 parts of what a model holds.
@@ -171,7 +171,7 @@ def hours(table: ScalingTable, examples: int, epochs: int) -> list[float]:
 
     Raises:
         ConfigurationError: The table is of parts of one CPU, which share
-            its cores and tell nothing of time on devices of their own.
+            its cores and say nothing about time on separate devices.
     """
     check_integer("examples", examples, 1)
     check_integer("epochs", epochs, 1)

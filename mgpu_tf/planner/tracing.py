@@ -44,14 +44,14 @@ def trace(build_model: Callable[[], keras.Model], data: Any = None) -> Graph:
     Args:
         build_model: Returns a compiled model.
         data: A batch `(x, y)` of arrays or specs with `shape` and `dtype`,
-            any number of rows; needed where the model does not tell what it
-            takes. Default: as the model's inputs and its loss tell.
+            any number of rows; needed where the model does not say what it
+            takes. Default: from the model's inputs and its loss.
 
     Returns:
         The graph.
 
     Raises:
-        ConfigurationError: The model is not compiled, or does not tell what
+        ConfigurationError: The model is not compiled, or does not say what
             it takes.
     """
     from mgpu_tf.runtime import quiet_import

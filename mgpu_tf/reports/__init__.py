@@ -1,4 +1,4 @@
-"""What a run tells: its report, goodput, profile, scaling table, figures.
+"""What a run reports: its report, goodput, profile, scaling table, figures.
 
     from mgpu_tf.reports.report import Report
     from mgpu_tf.reports.scaling import ScalingTable

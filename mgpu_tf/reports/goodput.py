@@ -7,7 +7,7 @@
     print(meter.goodput())     # 40% of 10.0 s: step 4.0, start 5.0, ...
 
 Goodput is the time of useful steps over the time since the run began. A run
-that goes on from a checkpoint goes on from what it tells, too: what a process
+that goes on from a checkpoint also goes on from the times in it: what a process
 did after it, and the pause until the next began, were for nothing.
 
 References: the goodput of MaxText's and Google Cloud's ML Goodput
@@ -27,7 +27,7 @@ from typing import Any
 
 from mgpu_tf.reports.time_line import TimeLine
 
-# Calls that tell how long a step takes.
+# Calls that measure how long a step takes.
 _RATES = 1000
 # Faults that are kept, the newest.
 _FAULTS = 100
@@ -103,7 +103,7 @@ class Meter:
     def __init__(self, began: float | None = None) -> None:
         self.began = process_began() if began is None else began
         self._before: Goodput | None = None
-        # Of what a checkpoint tells, with the pause after it.
+        # Of what a checkpoint holds, with the pause after it.
         self._line_before = TimeLine()
         # The clock where a process went on, and the run's seconds till there.
         self._origins = [(self.began, 0.0)]
@@ -129,7 +129,7 @@ class Meter:
         restarted: bool,
         saved: dict[str, Any] | None = None,
     ) -> None:
-        """Goes on from what a checkpoint tells.
+        """Goes on from what a checkpoint holds.
 
         Args:
             before: Where the time had gone when it was made.

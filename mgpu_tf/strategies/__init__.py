@@ -8,10 +8,10 @@
     topology.num_workers, topology.data_parallel_degree   # 1, 3
     topology.local.rows_of(size=64, replica=0)            # (0, 21)
 
-`registry` has one row for each kind, `topology` tells where this process
-stands. `synchronous` and `parameter_server` have the factories, `servers` the
-processes that serve a coordinator. `peers` is what workers tell each other
-beside their steps, by `calls` and `messages`. `collectives` and `own_gradient`
+`registry` has one row for each kind, `topology` says which replicas this
+process has. `synchronous` and `parameter_server` have the factories, `servers`
+the processes that serve a coordinator. `peers` is what workers send each other
+outside their steps, by `calls` and `messages`. `collectives` and `own_gradient`
 are what replicas send each other within them, and its gradients.
 """
 

@@ -53,7 +53,7 @@ def as_one_replica() -> Iterator[None]:
 
 
 class OneReplicaView:
-    """What makes a strategy heed `as_one_replica`."""
+    """What makes a strategy follow `as_one_replica`."""
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -63,8 +63,8 @@ class OneReplicaView:
         return super().num_replicas_in_sync  # type: ignore[misc]
 
 
-def heed_one_replica(strategy: tf.distribute.Strategy) -> None:
-    """Lets a strategy of TensorFlow's own heed `as_one_replica`.
+def follow_one_replica(strategy: tf.distribute.Strategy) -> None:
+    """Makes a strategy of TensorFlow's own follow `as_one_replica`.
 
     The object gets a class of its own, derived from the class that it has.
     That of TensorFlow is not changed.

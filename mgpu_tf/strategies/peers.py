@@ -1,4 +1,4 @@
-"""What the workers of a cluster tell each other beside their steps.
+"""What the workers of a cluster send each other outside their steps.
 
     peers = Peers(strategy)
     with peers.together("Trainer"):            # one fails, all end with it

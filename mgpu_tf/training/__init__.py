@@ -1,4 +1,4 @@
-"""`Trainer` and `Loop`, the loops under them, and what they check and tell.
+"""`Trainer` and `Loop`, the loops under them, and what they check and print.
 
     import mgpu_tf
 

@@ -163,14 +163,14 @@ def check_real(source: data_lib.Source, model: keras.Model) -> None:
 
 
 def data_facts(source: data_lib.Source) -> dict[str, str]:
-    """Returns what tells data apart: shapes, length, order."""
+    """Returns what distinguishes data: shapes, length, order."""
     return data_shape(source) | {
         "data's content or order": source.fingerprint(),
     }
 
 
 def data_shape(source: data_lib.Source) -> dict[str, str]:
-    """Returns what tells data apart before any of it is read."""
+    """Returns what distinguishes data before any of it is read."""
     return {
         "data's shapes and types": str(source.example()),
         "data's length": source.length(),

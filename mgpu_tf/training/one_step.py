@@ -32,8 +32,8 @@ def fits(
         build_model: Returns a compiled model.
         layout: How it is laid out.
         global_batch_size: Rows of the step.
-        data: A batch that tells shapes and types. Default: zeros, as the
-            model's inputs and outputs tell.
+        data: A batch with the shapes and types. Default: zeros in the shapes
+            of the model's inputs and outputs.
 
     Returns:
         Whether there was room.

@@ -1,4 +1,4 @@
-"""A step of a run that is over, done again, to tell what is to blame.
+"""A step of a run that is over, done again, to find what is to blame.
 
     MGPU_TF_REPLAY=120 python train.py      # what `mgpu-tf replay` does
 

@@ -339,7 +339,7 @@ ENGINE = (
     Fault(
         "code in a step finds all replicas of a strategy of TensorFlow's",
         "engine/synchronous/engine.py",
-        "            heed_one_replica(strategy)",
+        "            follow_one_replica(strategy)",
         "            pass",
         ("tests/training/test_tensorflow_strategies.py",),
     ),

@@ -79,7 +79,7 @@ from mgpu_tf.runtime.room import lacks_room
 from mgpu_tf.strategies import turns
 from mgpu_tf.strategies.balance import balanced
 from mgpu_tf.strategies.collectives import Groups
-from mgpu_tf.strategies.mirrored import heed_one_replica
+from mgpu_tf.strategies.mirrored import follow_one_replica
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import kind_of, topology_of
 from mgpu_tf.strategies.topology import balance_of
@@ -107,7 +107,7 @@ class SynchronousEngine(Engine):
     ) -> None:
         super().__init__(model, strategy, options)
         if strategy.num_replicas_in_sync > 1:
-            heed_one_replica(strategy)
+            follow_one_replica(strategy)
         kind = kind_of(strategy)
         if options.check_replicas_every and (kind.splits or kind.stored_once):
             raise ConfigurationError(
