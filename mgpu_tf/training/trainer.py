@@ -322,7 +322,8 @@ class Trainer:
 
         Args:
             x: One of:
-                - an array, or a nested list, tuple or dict of arrays;
+                - an array `[examples, ...]`, or a nested list, tuple or dict
+                  of arrays;
                 - an `mgpu_tf.RandomAccess`, examples by number;
                 - a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator
                   of global batches;
@@ -330,7 +331,7 @@ class Trainer:
                   per-replica batches.
                 For a task of keras-hub the data is raw, such as texts, and a
                 list is one array.
-            y: Targets, for arrays. May be nested.
+            y: Targets `[examples, ...]`, for arrays. May be nested.
             batch_size: Global batch size, for arrays. Default: 32, or with
                 `steps_per_epoch` the size that gives this number of steps.
             epochs: Index of the epoch to stop before.
@@ -349,7 +350,7 @@ class Trainer:
                 their order, as in the task's own `fit`.
             class_weight: The weight of each class, for integer or one-hot
                 targets. A missing class has the weight 1.
-            sample_weight: Weights, for arrays.
+            sample_weight: Weights `[examples]`, for arrays.
             initial_epoch: Index of the epoch to start at.
             steps_per_epoch: Number of steps in an epoch. Data then continues
                 from one epoch to the next and starts again when it ends.
@@ -495,10 +496,10 @@ class Trainer:
 
         Args:
             x: As for `fit`.
-            y: Targets, for arrays.
+            y: Targets `[examples, ...]`, for arrays.
             batch_size: Global batch size, for arrays. Default: 32.
             verbose: 0 is silent, 1 a progress bar, 2 one line.
-            sample_weight: Weights, for arrays.
+            sample_weight: Weights `[examples]`, for arrays.
             steps: Number of steps. Default: all data.
             callbacks: As in Keras.
             return_dict: Whether to return a dict by name.
@@ -723,7 +724,7 @@ class Trainer:
         )
 
     def memory(self) -> MemoryTable:
-        """Returns what the variables take on each device of this process.
+        """Returns the bytes of variables on each device of this process.
 
         Call it after `fit`, when the optimizer has made its variables.
         """
