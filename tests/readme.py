@@ -132,8 +132,11 @@ def table(values):
         "|---|---|---|",
     ]
     for row in rows:
-        seconds, spent = row["seconds"], row["processor_seconds"]
-        lines.append(f"| `{row['command']}` | {seconds:.0f} | {spent:.0f} |")
+        seconds, spent = (
+            f"{row[name]:.0f}" if row[name] >= 1 else "below 1"
+            for name in ("seconds", "processor_seconds")
+        )
+        lines.append(f"| `{row['command']}` | {seconds} | {spent} |")
     return "\n".join(lines)
 
 
