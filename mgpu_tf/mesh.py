@@ -30,6 +30,12 @@ split over its members.
     replica    0  0    1  1
     stage      0  1    0  1                  each has its own layers
 
+    mesh = Mesh(fsdp=2, pipeline=2)      # 4 devices, 2 replicas
+
+    replica    0  0    1  1
+    fsdp       0  0    1  1                  each has its own rows of a batch
+    stage      0  1    0  1                  each stores half of its layers
+
 This module does not import TensorFlow.
 """
 
@@ -174,15 +180,11 @@ def mesh_of(
 
 
 def _check_together(mesh: Mesh, devices: int, workers: int) -> None:
-    long = [
-        f"{axis}={mesh.length(axis)}"
-        for axis in ("fsdp", "tensor")
-        if mesh.length(axis) > 1
-    ]
-    if mesh.pipeline > 1 and long:
+    if mesh.pipeline > 1 and mesh.tensor > 1:
         raise ConfigurationError(
-            "The axis pipeline does not go with fsdp and tensor. Received: "
-            f"pipeline={mesh.pipeline}, {', '.join(long)}. Use data with it."
+            "The axis pipeline does not go with tensor. Received: "
+            f"pipeline={mesh.pipeline}, tensor={mesh.tensor}. Use fsdp or data "
+            "with one of them."
         )
     if workers > 1 and mesh.pipeline > 1:
         raise ConfigurationError(

@@ -6,6 +6,8 @@ is in the matrix.
 
 import pytest
 
+MOST_DEVICES = 8
+
 EVERY = [
     "mirrored_x3",
     pytest.param("one_device", marks=pytest.mark.matrix),
@@ -26,6 +28,8 @@ def strategies():
     """
     import mgpu_tf
 
+    # The first strategy splits the CPU, for the largest mesh of all tests.
+    mgpu_tf.create_mirrored_strategy(num_virtual_devices=MOST_DEVICES)
     return {
         "mirrored_x4": mgpu_tf.create_mirrored_strategy(num_virtual_devices=4),
         "mirrored_x2": mgpu_tf.create_mirrored_strategy(num_virtual_devices=2),
@@ -62,6 +66,13 @@ def strategies():
             micro_batches=2,
             schedule="gpipe",
             num_virtual_devices=4,
+        ),
+        "fsdp_3_pipeline_2": mgpu_tf.create_model_parallel_strategy(
+            fsdp=3,
+            pipeline=2,
+            micro_batches=2,
+            num_virtual_devices=6,
+            smallest_split=4,
         ),
         "tensor_x3": mgpu_tf.create_model_parallel_strategy(
             tensor=3, num_virtual_devices=3, smallest_split=4

@@ -130,11 +130,13 @@ def test_stages_are_within_one_process():
         mesh_of(2, None, None, pipeline=2, workers=3)
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
-def test_axes_that_do_not_go_together(axis):
-    given = {"fsdp": None} | {axis: 2, "pipeline": 2}
-    with pytest.raises(ConfigurationError, match=f"pipeline=2, {axis}=2"):
-        mesh_of(4, None, **given)
+def test_axes_that_do_not_go_together():
+    with pytest.raises(ConfigurationError, match="pipeline=2, tensor=2"):
+        mesh_of(4, None, None, tensor=2, pipeline=2)
+
+
+def test_stages_may_be_split():
+    assert mesh_of(8, None, 2, pipeline=2) == Mesh(2, 2, pipeline=2)
 
 
 @hypothesis.given(

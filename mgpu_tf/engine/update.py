@@ -408,6 +408,11 @@ def values(gradient: Any) -> tf.Tensor:
     return gradient
 
 
+def beside(gradient: Any) -> contextlib.AbstractContextManager[None]:
+    """Computes on the device that has a gradient."""
+    return tf.device(values(gradient).device)
+
+
 def divided(gradient: Any, scale: tf.Tensor) -> Any:
     """Returns a gradient, dense or sparse, divided by a scalar."""
     if isinstance(gradient, tf.IndexedSlices):

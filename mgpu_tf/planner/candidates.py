@@ -93,10 +93,10 @@ def _with_options(
     recomputes: list[str | None] = [None]
     if axes.pipeline > 1:
         recomputes.append("stages")
-    elif several_layers and axes.tensor == 1 and not axes.splits_weights:
+    elif several_layers and axes.tensor == 1 and not axes.gathers_layers:
         recomputes.append("layers")
     shards = ["weights"]
-    if axes.fsdp > 1 and axes.tensor == 1:
+    if axes.fsdp > 1 and axes.tensor == axes.pipeline == 1:
         shards.append("optimizer")
     micro: list[int | None] = [None]
     if axes.pipeline > 1:

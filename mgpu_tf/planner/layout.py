@@ -80,9 +80,14 @@ class Layout:
         return self.fsdp > 1 and self.shard == "weights"
 
     @property
+    def gathers_layers(self) -> bool:
+        """Whether that is done layer by layer, and not once a step."""
+        return self.splits_weights and self.pipeline == 1
+
+    @property
     def recomputes(self) -> bool:
         """Whether layers are computed again in the backward pass."""
-        by_gathering = self.splits_weights and self.tensor == 1
+        by_gathering = self.gathers_layers and self.tensor == 1
         return self.recompute == "layers" or by_gathering
 
     @property

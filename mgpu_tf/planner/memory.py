@@ -296,7 +296,8 @@ def _stages(
     """Returns what each stage of a pipeline takes.
 
     Beside the micro-batch that is computed a stage keeps the activations of
-    those between their two passes, and the sums of its gradients.
+    those between their two passes, and the sums of its gradients; of weights
+    that are split, whole ones for the length of a step.
     """
     micro = rows / layout.parts
     found = []
@@ -318,11 +319,16 @@ def _stages(
                 for weight in program.weights
                 if weight.trainable
             )
+        kinds["gathered weights"] += sum(
+            program.computed_bytes(weight)
+            for weight in program.weights
+            if program.stored_bytes(weight) < program.computed_bytes(weight)
+        )
         if number == 0 or number == layout.pipeline - 1:
             kinds["batches"] = batch
         kinds["allocator"] = wasted_bytes(kinds, layout, fitted)
         found.append(
-            DeviceMemory(f"stage {number}", layout.data, _in_order(kinds))
+            DeviceMemory(f"stage {number}", layout.replicas, _in_order(kinds))
         )
     return found
 

@@ -70,7 +70,7 @@ class Program:
         self._gathered_of: dict[int, Weight] = {
             weight.tensor: weight
             for weight in self._weights
-            if layout.splits_weights and weight.elements >= rules.smallest_split
+            if layout.gathers_layers and weight.elements >= rules.smallest_split
         }
         self._results: list[int] = []
 
@@ -107,7 +107,7 @@ class Program:
         operations = self._own()
         forward = [each for each in operations if not each.backward]
         backward = [each for each in operations if each.backward]
-        if self._layout.splits_weights:
+        if self._layout.gathers_layers:
             self._gathering(forward)
         else:
             for each in forward:
@@ -115,7 +115,7 @@ class Program:
         by_layer: dict[int, list[Operation]] = {}
         for each in forward:
             by_layer.setdefault(each.layer, []).append(each)
-        if self._layout.splits_weights:
+        if self._layout.gathers_layers:
             self._here.clear()
             self._gathering(backward, by_layer)
         else:
@@ -268,7 +268,9 @@ class Program:
     def _made(self, weight: Weight, gradient: int) -> None:
         layout, rules = self._layout, self._rules
         at_once = (
-            rules.scatters_at_once if layout.fsdp > 1 else rules.reduces_at_once
+            rules.scatters_at_once
+            if layout.fsdp > 1 and layout.pipeline == 1
+            else rules.reduces_at_once
         )
         self._pending.append((weight, gradient))
         if at_once or layout.devices == 1:

@@ -43,7 +43,8 @@ class StateMemory:
     """What each device holds of a model in float32 while it is trained.
 
     Activations are not counted; they grow with the batch of a device. With
-    `fsdp`, the gathered weights of a layer are not counted either.
+    `fsdp`, the gathered weights of a layer are not counted either; with
+    `pipeline` too they are those of a stage, for a whole step, and counted.
 
     Attributes:
         parameters: Trainable parameters of the model.
@@ -85,10 +86,9 @@ class StateMemory:
         """Bytes of the weights."""
         if self.fsdp == 1:
             return self._part
-        whole = _FLOAT32 * self.parameters
         # A whole copy to compute with, beside the part that is updated.
-        copy = 0 if self.shard == "weights" else whole
-        return copy + self._part
+        by_layer = self.shard == "weights" and self.pipeline == 1
+        return self._part + (0 if by_layer else self._stage)
 
     @property
     def slots(self) -> int:
@@ -98,7 +98,13 @@ class StateMemory:
     @property
     def gradients(self) -> int:
         """Bytes of the gradients at the end of a backward pass."""
-        return self._part
+        # Micro-batches add up those of the whole stage.
+        return self._part if self.pipeline == 1 else self._stage
+
+    @property
+    def _stage(self) -> int:
+        """Bytes of the weights of one stage."""
+        return -(-_FLOAT32 * self.parameters // self.pipeline)
 
     @property
     def _part(self) -> int:

@@ -284,9 +284,13 @@ def _exchanged(
     hidden = free = 0.0
     stride = within
     if layout.fsdp > 1:
-        gathers = 2.0 if layout.splits_weights else 1.0
+        gathers = 2.0 if layout.gathers_layers else 1.0
         gathers *= layout.accumulation if layout.splits_weights else 1.0
-        hidden += gathers * network.all_gather(dense, layout.fsdp, stride)
+        gathered = gathers * network.all_gather(dense, layout.fsdp, stride)
+        if layout.pipeline > 1:
+            free += gathered  # Before the first micro-batch.
+        else:
+            hidden += gathered
         hidden += network.all_gather(dense, layout.fsdp, stride)
         shared = dense / layout.fsdp
         hidden += network.all_reduce(shared, layout.data, stride * layout.fsdp)

@@ -63,6 +63,8 @@ class Groups:
             long as it takes. With a limit, TensorFlow makes a thread for each
             operation that it runs, and the thread sleeps until the limit,
             also after the operation has ended.
+        beside: Whether a replica has several devices. Members then copy
+            tensors, and each computes on the device of its own.
 
     Attributes:
         size: The members of a group.
@@ -84,6 +86,7 @@ class Groups:
         *,
         communication: str = "auto",
         timeout_seconds: float = 0.0,
+        beside: bool = False,
     ) -> None:
         total = strategy.num_replicas_in_sync
         every = sorted(replica for group in members for replica in group)
@@ -106,7 +109,8 @@ class Groups:
             for group in self._members
             for member in group
         )
-        self._has_nccl = has_nccl(self._devices, communication)
+        self._beside = beside
+        self._has_nccl = not beside and has_nccl(self._devices, communication)
         self._copies = (
             communication == "auto" and self.is_here and not self._has_nccl
         )
@@ -375,11 +379,11 @@ class Groups:
 
     def _sums(self, group: dict[int, tf.Tensor]) -> dict[int, tf.Tensor]:
         first = next(iter(group))
-        with tf.device(self._device(first)):
+        with tf.device(self._device(first, group)):
             total = tf.add_n(list(group.values()))
         found = {}
         for member in group:
-            with tf.device(self._device(member)):
+            with tf.device(self._device(member, group)):
                 found[member] = tf.identity(total)
         return found
 
@@ -388,7 +392,7 @@ class Groups:
     ) -> dict[int, tf.Tensor]:
         found = {}
         for member in group:
-            with tf.device(self._device(member)):
+            with tf.device(self._device(member, group)):
                 found[member] = tf.concat(list(group.values()), axis)
         return found
 
@@ -401,17 +405,19 @@ class Groups:
     ) -> dict[int, tf.Tensor]:
         cut = {}
         for sender, value in group.items():
-            with tf.device(self._device(sender)):
+            with tf.device(self._device(sender, group)):
                 cut[sender] = _parts(value, axis, length, self.size)
         found = {}
         for rank, member in enumerate(group):
-            with tf.device(self._device(member)):
+            with tf.device(self._device(member, group)):
                 found[member] = tf.add_n(
                     [tf.cast(parts[rank], dtype) for parts in cut.values()]
                 )
         return found
 
-    def _device(self, replica: int) -> str:
+    def _device(self, replica: int, group: dict[int, tf.Tensor]) -> str:
+        if self._beside:
+            return group[replica].device
         return self._devices[replica - self.first]
 
     def _group(self, replica: int) -> list[int]:

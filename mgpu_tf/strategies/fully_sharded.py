@@ -254,11 +254,16 @@ class SplittingStrategy:
         self.smallest_split = smallest_split
         self._readers: dict[Any, Any] = {}
 
-    def _group(self, communication: str = "auto") -> None:
+    def _group(
+        self, communication: str = "auto", *, beside: bool = False
+    ) -> None:
         """Makes the groups of replicas, the same in all processes."""
         self._groups_along = {
             axes: Groups(
-                self, self.mesh.groups(axes), communication=communication
+                self,
+                self.mesh.groups(axes),
+                communication=communication,
+                beside=beside,
             )
             for count in range(len(REPLICA_AXES) + 1)
             for axes in itertools.combinations(REPLICA_AXES, count)
@@ -342,7 +347,7 @@ class MultiWorkerFullyShardedStrategy(
         self._group(communication)
 
 
-class _Splitting:
+class Splitting:
     """Makes large weights, and what optimizers keep for them, as parts."""
 
     _devices: Any
@@ -354,14 +359,17 @@ class _Splitting:
         if strategy.splitting is not None:
             value = kwargs["initial_value"]
             value = tf.convert_to_tensor(value() if callable(value) else value)
-            return self._split(next_creator, value, kwargs, strategy.splitting)
+            return self._split(
+                next_creator, value, kwargs, strategy.splitting, beside
+            )
         spread = strategy.spreading
         is_weight = beside is None
         if is_weight and spread is None and not strategy.splits_by_size:
             return self._not_split(next_creator, kwargs)
         if not _may_be_split(kwargs, beside, strategy.shard):
             return self._not_split(next_creator, kwargs)
-        with tf.init_scope(), tf.device(self._devices[0]):
+        first = self._devices_of_parts(beside)[0]
+        with tf.init_scope(), tf.device(first):
             value = kwargs["initial_value"]
             value = value() if callable(value) else value
             value = tf.convert_to_tensor(value, kwargs.get("dtype"))
@@ -382,12 +390,21 @@ class _Splitting:
         kwargs.pop("colocate_with", None)
         if strategy.is_apart:
             value = self._of_first_worker(value, kwargs)
-        return self._split(next_creator, value, kwargs, split)
+        return self._split(next_creator, value, kwargs, split, beside)
 
     def _not_split(self, next_creator: Any, kwargs: dict[str, Any]) -> Any:
         return super()._create_variable(  # type: ignore[misc]
             next_creator, **kwargs
         )
+
+    def _devices_of_parts(self, beside: Any) -> Any:
+        """Returns where the replicas store their parts of a variable.
+
+        Args:
+            beside: A variable that it belongs to, if any.
+        """
+        del beside
+        return self._devices
 
     def _of_first_worker(
         self, value: tf.Tensor, kwargs: dict[str, Any]
@@ -405,9 +422,10 @@ class _Splitting:
         value: tf.Tensor,
         kwargs: dict[str, Any],
         split: Split,
+        beside: Any,
     ) -> ShardedVariable:
         strategy = self._container_strategy()
-        mesh = strategy.mesh
+        mesh, devices = strategy.mesh, self._devices_of_parts(beside)
         name = kwargs.get("name") or "Variable"
 
         def create(place: int, initial: tf.Tensor, suffix: str) -> Any:
@@ -416,12 +434,12 @@ class _Splitting:
                 kwargs, initial_value=lambda: initial, trainable=False
             )
             options["name"] = f"{name}{suffix}" if suffix else name
-            with tf.init_scope(), tf.device(self._devices[place]):
+            with tf.init_scope(), tf.device(devices[place]):
                 return next_creator(**options)
 
         parts, whole = [], []
         keeps_whole = strategy.shard != "weights" and kwargs.get("trainable")
-        for place in range(len(self._devices)):
+        for place in range(len(devices)):
             replica = strategy.first_replica + place
             part = stored_part(value, split, mesh, replica)
             suffix = f"/replica_{replica}" if place else ""
@@ -440,11 +458,11 @@ class _Splitting:
         )
 
 
-class _ShardedExtended(_Splitting, mirrored_strategy.MirroredExtended):
+class _ShardedExtended(Splitting, mirrored_strategy.MirroredExtended):
     """Splits weights over the devices of this process."""
 
 
-class _MultiWorkerShardedExtended(_Splitting, MultiWorkerExtended):
+class _MultiWorkerShardedExtended(Splitting, MultiWorkerExtended):
     """Splits weights over the devices of all workers."""
 
 

@@ -4,6 +4,7 @@
     create_model_parallel_strategy(data=2, tensor=2)      layers in parts
     create_model_parallel_strategy(fsdp=2, tensor=2)      both
     create_model_parallel_strategy(data=2, pipeline=2)    layers in stages
+    create_model_parallel_strategy(fsdp=2, pipeline=2)    both in parts
 
 All axes go with data; `mesh.mesh_of` refuses by name what does not go together.
 """
@@ -149,6 +150,7 @@ def create_model_parallel_strategy(
             schedule,
             begins,
             reducing,
+            smallest_split,
         )
     return FullyShardedStrategy(
         names, mesh, shard, reducing, smallest_split, layout, communication

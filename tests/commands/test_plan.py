@@ -80,8 +80,13 @@ def test_stages_of_a_pipeline():
     assert stage.weights == stage.gradients == gib // 4
     assert stage.slots == 2 * gib // 4
     assert stage.fitting(gib) == 4
-    with pytest.raises(ConfigurationError, match="does not go with fsdp"):
-        planner.StateMemory(8, fsdp=2, pipeline=2)
+    # A part is stored; the whole stage is gathered, and has gradients.
+    split = planner.StateMemory(1 << 28, "adam", fsdp=2, pipeline=4)
+    assert split.slots == stage.slots // 2
+    assert split.weights == stage.weights + stage.weights // 2
+    assert split.gradients == stage.gradients
+    with pytest.raises(ConfigurationError, match="does not go with tensor"):
+        planner.StateMemory(8, tensor=2, pipeline=2)
 
 
 def test_the_bubble_is_told(capsys):

@@ -68,7 +68,7 @@ REFUSED = (
     }
     | {
         (column, name): rule
-        for column in ("pipeline_x2", "data_2_pipeline_2")
+        for column in ("pipeline_x2", "data_2_pipeline_2", "fsdp_3_pipeline_2")
         for name, rule in {
             "loss_scale_overflow": "a layer for each stage",
             "batch_norm_synchronized": "synchronized=True",

@@ -45,6 +45,7 @@ MACHINE = (
     "fsdp_2_tensor_2",
     "pipeline_x2",
     "data_2_pipeline_2",
+    "fsdp_3_pipeline_2",
 )
 # Processes, devices of each, and a mesh over the devices of all of them.
 CLUSTERS = {

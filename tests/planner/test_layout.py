@@ -51,7 +51,7 @@ def test_options_make_the_layout():
     with pytest.raises(ConfigurationError, match="multiply"):
         layout_of("fsdp", 4, data_parallel=3)
     with pytest.raises(ConfigurationError, match="does not go with"):
-        Layout(fsdp=2, pipeline=2)
+        Layout(tensor=2, pipeline=2)
 
 
 def test_it_reads_as_words():

@@ -93,6 +93,21 @@ def test_a_pipeline_keeps_micro_batches_that_are_under_way():
     assert sum(d.by_kind["parameters"] for d in devices) == 8 * 64 * 64 * 4
 
 
+def test_a_stage_stores_parts_and_gathers_whole_weights():
+    graph = dense_graph((64,) * 9)
+    kinds = [
+        memory_of(graph, Layout(fsdp=fsdp, pipeline=4), 64).devices[3].by_kind
+        for fsdp in (1, 2)
+    ]
+    whole, split = kinds
+    # A stage has two kernels of 64 x 64.
+    assert whole["parameters"] == 2 * 64 * 64 * 4
+    assert split["parameters"] == whole["parameters"] / 2
+    assert split["slots"] == whole["slots"] / 2
+    assert split["gathered weights"] == whole["parameters"]
+    assert whole["gathered weights"] == 0
+
+
 def test_stages_are_as_even_as_can_be():
     stages = stages_of(dense_graph((64,) * 9), 4)
     assert [len(stage) for stage in stages] == [2, 2, 2, 2]

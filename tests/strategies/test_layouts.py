@@ -25,6 +25,7 @@ COLUMNS = {
     "`fsdp`": "fsdp_x3",
     "`tensor`": "tensor_x3",
     "`pipeline`": "data_2_pipeline_2",
+    "`fsdp` x `pipeline`": "fsdp_3_pipeline_2",
 }
 
 

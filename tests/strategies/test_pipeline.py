@@ -15,10 +15,10 @@ from tests.strategies.resuming import (
 )
 from tests.tiers import tiered
 
-PIPELINES = ["pipeline_x2", "data_2_pipeline_2"]
+PIPELINES = ["pipeline_x2", "data_2_pipeline_2", "fsdp_3_pipeline_2"]
 
 
-@pytest.fixture(params=tiered(PIPELINES, ["data_2_pipeline_2"]))
+@pytest.fixture(params=tiered(PIPELINES, PIPELINES[1:2], PIPELINES[2:]))
 def strategy(request, strategies):
     return strategies[request.param]
 
@@ -57,6 +57,9 @@ def test_resumed_bit_for_bit(strategy, tmp_path):
         ("fsdp_x3", "data_2_pipeline_2"),
         ("data_2_pipeline_2", "one_device"),
         ("one_device", "pipeline_x2"),
+        ("fsdp_3_pipeline_2", "data_2_pipeline_2"),
+        ("fsdp_x3", "fsdp_3_pipeline_2"),
+        ("fsdp_3_pipeline_2", "one_device"),
     ],
 )
 def test_resumed_on_another_mesh(first, then, strategies, tmp_path):
@@ -121,8 +124,8 @@ def test_names():
     ("options", "rule"),
     [
         (
-            {"pipeline_parallel": 2, "fsdp_parallel": 2},
-            "does not go with fsdp and tensor",
+            {"pipeline_parallel": 2, "tensor_parallel": 2},
+            "pipeline does not go with tensor",
         ),
         (
             {"pipeline_parallel": 3, "data_parallel": 2},

@@ -102,21 +102,27 @@ class PipelineEngine(SynchronousEngine):
             for part in keras_internals.parts(optimizer)
             if part.built
         ]
-        kept = {
-            id(variable): owned.get(id(weight), 0)
-            for optimizer in optimizers
-            for weight, variable in keras_internals.kept_for_weights(optimizer)
+        splits = {
+            id(variable): strategy.split_of(keras_internals.stored(variable))
+            for stage in stages.every
+            for variable in stage.variables
         }
+        kept: dict[int, int] = {}
+        for optimizer in optimizers:
+            for weight, own in keras_internals.kept_for_weights(optimizer):
+                kept[id(own)] = owned.get(id(weight), 0)
+                if own.shape == weight.shape:
+                    splits[id(own)] = splits.get(id(weight))
         every = [
             *self._model.variables,
             *(v for optimizer in optimizers for v in optimizer.variables),
         ]
         places = owned | kept
-        for variable in {id(v): v for v in every}.values():
-            if id(variable) in places:
+        for key, variable in {id(v): v for v in every}.items():
+            if key in places:
                 with (
                     strategy.scope(),
-                    strategy.placing(places[id(variable)]),
+                    strategy.placing(places[key], splits.get(key)),
                 ):
                     keras_internals.store_again(variable)
         for optimizer in optimizers:
@@ -197,6 +203,13 @@ class PipelineEngine(SynchronousEngine):
     @property
     def _update_type(self) -> type[Update]:
         return PipelineUpdate
+
+    def _local_sums(
+        self, optimizers: list[keras.optimizers.Optimizer]
+    ) -> list[keras.Variable]:
+        if self._strategy.mesh.fsdp > 1:
+            return []
+        return super()._local_sums(optimizers)
 
     @contextlib.contextmanager
     def _around_authored(self) -> Iterator[None]:

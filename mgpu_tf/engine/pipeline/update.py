@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.update import Gradients, Update, divided, values
+from mgpu_tf.engine.synchronous.sharded import ShardedUpdate
+from mgpu_tf.engine.update import Gradients, beside, values
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.sharded_variable import ShardedVariable, stored_part
 
 
-class PipelineUpdate(Update):
+class PipelineUpdate(ShardedUpdate):
     """Applies gradients that lie on the devices of stages.
 
     Args:
@@ -23,9 +26,11 @@ class PipelineUpdate(Update):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._constrains_once = True
-        name = kwargs["options"].gradient_dtype
-        self._dtype = tf.as_dtype(name) if name else None
+        self._splits = any(map(keras_internals.is_split, self._variables))
+        if not self._splits:
+            # Sums over micro-steps are those of each replica.
+            self._reduces_first = self._every == 1 or self._reduced
+            self._are_alike = self._reduces_first or self._replicas == 1
 
     # Outside of replicas.
 
@@ -35,81 +40,99 @@ class PipelineUpdate(Update):
         variables: list[keras.Variable],
         alike: list[bool],
     ) -> Gradients:
-        """Sums over replicas, those of a stage on one of its devices."""
+        """Sums over replicas, those of a stage on one of its devices.
+
+        Of a weight that replicas store in parts, each gets that of its part.
+        """
         if self._replicas == 1:
             return gradients
         rows = [isinstance(self._first(g), tf.IndexedSlices) for g in gradients]
         summed = iter(
             self._rows(
-                [g for g, each in zip(gradients, rows, strict=True) if each],
-                [a for a, each in zip(alike, rows, strict=True) if each],
+                list(itertools.compress(gradients, rows)),
+                list(itertools.compress(alike, rows)),
             )
         )
         return [
-            next(summed) if each else self._dense_sum(gradient)
-            for gradient, each in zip(gradients, rows, strict=True)
+            self._own_rows(next(summed), variable)
+            if each and self._takes_part(variable)
+            else next(summed)
+            if each
+            else self._dense_sum(gradient, variable)
+            for gradient, variable, each in zip(
+                gradients, variables, rows, strict=True
+            )
         ]
 
-    def _dense_sum(self, gradient: Any) -> Any:
+    def _takes_part(self, table: keras.Variable) -> bool:
+        """Whether a replica updates the rows of its part of a table only."""
+        return (
+            keras_internals.is_split(table)
+            and id(table) not in self._whole_rows
+        )
+
+    def _dense_sum(self, gradient: Any, variable: keras.Variable) -> Any:
         every = self._strategy.experimental_local_results(gradient)
         sent = []
         for each in every:
             with tf.device(each.device):
                 small = self._dtype and self._dtype.size < each.dtype.size
                 sent.append(tf.cast(each, self._dtype) if small else each)
-        with tf.device(every[0].device):
-            total = tf.cast(tf.add_n(sent), every[0].dtype)
-        totals = [total]
-        for each in every[1:]:
-            with tf.device(each.device):
-                totals.append(tf.identity(total))
+        totals: dict[int, tf.Tensor] = {}
+        for same in self._same_parts(variable):
+            parts = [self._part_for(same[0], each, variable) for each in sent]
+            with tf.device(every[same[0]].device):
+                total = tf.cast(tf.add_n(parts), every[0].dtype)
+            totals[same[0]] = total
+            for replica in same[1:]:
+                with tf.device(every[replica].device):
+                    totals[replica] = tf.identity(total)
         return self._strategy.experimental_distribute_values_from_function(
             lambda context: totals[context.replica_id_in_sync_group]
         )
 
-    def _in_order(self) -> contextlib.AbstractContextManager[None]:
-        return keras_internals.engine_order(
-            self._optimizer, clipped=self._clipped
-        )
+    def _same_parts(self, variable: keras.Variable) -> list[list[int]]:
+        """Returns the replicas that store the same of a weight, together."""
+        is_split = keras_internals.is_split(variable)
+        return self._mesh.groups(["data"] if is_split else ["data", "fsdp"])
+
+    def _part_for(
+        self, replica: int, gradient: tf.Tensor, variable: keras.Variable
+    ) -> tf.Tensor:
+        """Returns what a replica stores of a gradient, where that one lies."""
+        if not keras_internals.is_split(variable):
+            return gradient
+        split = keras_internals.stored(variable).split
+        with tf.device(gradient.device):
+            whole = tf.ensure_shape(gradient, split.shape)
+            return stored_part(whole, split, self._mesh, replica)
 
     # On a replica.
 
-    def _clipped(
+    def _moved(self, *args: Any) -> bool:
+        """As in `ShardedUpdate`; whole weights need nothing else."""
+        return self._splits and super()._moved(*args)
+
+    def _own_part(self, gradient: Any, held: ShardedVariable) -> Any:
+        with beside(gradient):
+            return super()._own_part(gradient, held)
+
+    def _of_all_parts(
         self,
-        optimizer: keras.optimizers.Optimizer,
-        gradients: Gradients,
+        sums: list[tf.Tensor],
         variables: list[keras.Variable],
-    ) -> Gradients:
-        """Clips by norms as Keras does, each gradient on its device."""
-        del variables
-        by_norm, by_all = optimizer.clipnorm, optimizer.global_clipnorm
-        norms = []
-        for gradient in gradients:
-            with _beside(gradient):
-                norms.append(tf.reduce_sum(tf.square(values(gradient))))
-        clipped = []
-        if by_norm:
-            for gradient, norm in zip(gradients, norms, strict=True):
-                with _beside(gradient):
-                    most = tf.maximum(tf.sqrt(norm), by_norm) / by_norm
-                    clipped.append(divided(gradient, most))
-            return clipped
-        wide = max((norm.dtype for norm in norms), key=lambda d: d.size)
-        norm = tf.sqrt(tf.add_n([tf.cast(each, wide) for each in norms]))
-        scale = by_all * tf.minimum(1.0 / norm, 1.0 / by_all)
-        # Not finite where the norm is not, as in Keras.
-        scale = scale + (norm - norm)
-        for gradient in gradients:
-            with _beside(gradient):
-                # Rows become dense here, as in Keras.
-                dense = tf.convert_to_tensor(gradient)
-                clipped.append(dense * tf.cast(scale, dense.dtype))
-        return clipped
+        whole: Iterable[bool] = (),
+    ) -> tf.Tensor:
+        """As in `ShardedUpdate`; of whole weights each replica has all."""
+        if self._splits:
+            return super()._of_all_parts(sums, variables, whole)
+        wide = max((each.dtype for each in sums), key=lambda d: d.size)
+        return tf.stack([tf.cast(each, wide) for each in sums])
 
     def _finite(self, gradients: Gradients) -> tf.Tensor:
         bad = []
         for gradient in gradients:
-            with _beside(gradient):
+            with beside(gradient):
                 finite = tf.math.is_finite(values(gradient))
                 bad.append(tf.reduce_any(~finite))
         count = tf.cast(tf.reduce_any(tf.stack(bad)), tf.float32)
@@ -118,18 +141,13 @@ class PipelineUpdate(Update):
         return tf.equal(count, 0.0)
 
     def _unscaled(self, gradient: Any, scale: tf.Tensor) -> Any:
-        with _beside(gradient):
+        with beside(gradient):
             return super()._unscaled(gradient, scale)
 
     def _plus(self, sums: Any, gradient: Any) -> tf.Tensor:
-        with _beside(gradient):
+        with beside(gradient):
             return super()._plus(sums, gradient)
 
     def _mean(self, gradient: tf.Tensor) -> tf.Tensor:
-        with _beside(gradient):
+        with beside(gradient):
             return super()._mean(gradient)
-
-
-def _beside(gradient: Any) -> contextlib.AbstractContextManager[None]:
-    """Computes on the device that has a gradient."""
-    return tf.device(values(gradient).device)

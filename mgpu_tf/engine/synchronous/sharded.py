@@ -45,7 +45,14 @@ from mgpu_tf.engine.synchronous.parts import (
 )
 from mgpu_tf.engine.synchronous.whole_update import move_whole
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel, split_model
-from mgpu_tf.engine.update import Gradients, Update, divided, unwrap, values
+from mgpu_tf.engine.update import (
+    Gradients,
+    Update,
+    beside,
+    divided,
+    unwrap,
+    values,
+)
 from mgpu_tf.engine.whole_norms import two_steps
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Split, others_than
@@ -517,7 +524,8 @@ class ShardedUpdate(Update):
 
         def kept(slices: tf.IndexedSlices) -> tf.IndexedSlices:
             rank = self._strategy.along("fsdp").rank()
-            return _rows_of_part(slices, held.inner(), rank, held)
+            with beside(slices):
+                return _rows_of_part(slices, held.inner(), rank, held)
 
         return self._strategy.run(kept, args=(slices,))
 
@@ -569,20 +577,23 @@ class ShardedUpdate(Update):
         """Clips by norms of whole gradients, as Keras does."""
         by_norm, by_all = optimizer.clipnorm, optimizer.global_clipnorm
         norms = tf.unstack(self._squares(gradients, variables))
+        clipped = []
         if by_norm:
-            return [
-                divided(gradient, tf.maximum(tf.sqrt(norm), by_norm) / by_norm)
-                for gradient, norm in zip(gradients, norms, strict=True)
-            ]
+            for gradient, norm in zip(gradients, norms, strict=True):
+                with beside(gradient):
+                    most = tf.maximum(tf.sqrt(norm), by_norm) / by_norm
+                    clipped.append(divided(gradient, most))
+            return clipped
         norm = tf.sqrt(tf.add_n(norms))
         scale = by_all * tf.minimum(1.0 / norm, 1.0 / by_all)
         # Not finite where the norm is not, as in Keras.
         scale = scale + (norm - norm)
-        # Rows become dense here, as in Keras.
-        return [
-            self._dense(gradient, variable) * tf.cast(scale, gradient.dtype)
-            for gradient, variable in zip(gradients, variables, strict=True)
-        ]
+        for gradient, variable in zip(gradients, variables, strict=True):
+            with beside(gradient):
+                # Rows become dense here, as in Keras.
+                dense = self._dense(gradient, variable)
+                clipped.append(dense * tf.cast(scale, dense.dtype))
+        return clipped
 
     def _dense(self, gradient: Any, variable: keras.Variable) -> tf.Tensor:
         dense = tf.convert_to_tensor(gradient)
@@ -595,8 +606,12 @@ class ShardedUpdate(Update):
         self, gradients: Gradients, variables: list[keras.Variable]
     ) -> tf.Tensor:
         """Returns the squared norm of each whole gradient, `[gradients]`."""
+        squares = []
+        for gradient in gradients:
+            with beside(gradient):
+                squares.append(tf.reduce_sum(tf.square(values(gradient))))
         return self._of_all_parts(
-            [tf.reduce_sum(tf.square(values(each))) for each in gradients],
+            squares,
             variables,
             [
                 self._keeps_rows(each, variable)
@@ -625,7 +640,7 @@ class ShardedUpdate(Update):
             / (
                 keras_internals.stored(variable).copies
                 if keras_internals.is_split(variable) and not of_all
-                else self._mesh.size
+                else self._mesh.replicas
             )
             for each, variable, of_all in itertools.zip_longest(
                 sums, variables, whole, fillvalue=False

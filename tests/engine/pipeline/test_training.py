@@ -19,7 +19,16 @@ MODELS = {
     "convolutions": models.convolutions,
     "transformer": models.transformer,
 }
-MESHES = ((1, 2), (1, 3), (1, 4), (2, 2))
+# data, fsdp, pipeline
+MESHES = (
+    (1, 1, 2),
+    (1, 1, 3),
+    (1, 1, 4),
+    (2, 1, 2),
+    (1, 3, 2),
+    (1, 2, 3),
+    (2, 2, 2),
+)
 ORDERS = [
     (micro_batches, schedule)
     for micro_batches in (4, 1, 8)
@@ -38,14 +47,16 @@ ROWS += [
 ]
 ROWS = list(dict.fromkeys(ROWS))
 QUICK = [
-    ("skip", "momentum", 1, 3, 4, "1f1b"),
+    ("skip", "momentum", 1, 1, 3, 4, "1f1b"),
 ]
 # Each model, each optimizer, each mesh and each order.
 FULL = covering(
-    [(*row[:2], row[2:4], row[4:]) for row in ROWS],
-    [(*row[:2], row[2:4], row[4:]) for row in QUICK],
+    [(*row[:2], row[2:5], row[5:]) for row in ROWS],
+    [(*row[:2], row[2:5], row[5:]) for row in QUICK],
 )
 FULL = [(*program, *mesh, *order) for *program, mesh, order in FULL]
+# Three axes at once.
+FULL.append(("skip", "momentum", 2, 2, 2, 4, "1f1b"))
 # What replicas of other strategies share as micro-batches do.
 SHARED = [models.drops, models.normalizes]
 
@@ -95,18 +106,20 @@ def assert_close(found, expected, atol=1e-9):
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "data", "stages", "micro_batches", "schedule"),
+    "model, optimizer, data, fsdp, stages, micro_batches, schedule",
     tiered(ROWS, QUICK, FULL),
 )
 def test_as_on_one_device(
-    model, optimizer, data, stages, micro_batches, schedule
+    model, optimizer, data, fsdp, stages, micro_batches, schedule
 ):
     strategy = mgpu_tf.create_model_parallel_strategy(
         data=data,
+        fsdp=fsdp,
         pipeline=stages,
         micro_batches=micro_batches,
         schedule=schedule,
-        num_virtual_devices=data * stages,
+        num_virtual_devices=data * fsdp * stages,
+        smallest_split=4,
     )
     build = models.compiled(MODELS[model], optimizer)
     trainer, history = fit(build, strategy)
