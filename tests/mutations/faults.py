@@ -198,13 +198,20 @@ ENGINE = (
     ),
     Fault(
         "a pipeline clips by the norm of one stage",
-        "engine/pipeline/update.py",
-        "norm = tf.sqrt(tf.add_n([tf.cast(each, wide) for each in norms]))",
-        "norm = tf.sqrt(tf.cast(norms[0], wide))",
+        "engine/synchronous/sharded.py",
+        "norm = tf.sqrt(tf.add_n(norms))",
+        "norm = tf.sqrt(norms[0])",
         (
             "tests/engine/pipeline/test_training.py",
             row("pipeline_x2", "accumulation_clipped"),
         ),
+    ),
+    Fault(
+        "each device of a stage gets the gradient of the first part",
+        "engine/pipeline/update.py",
+        "self._part_for(same[0], each, variable)",
+        "self._part_for(0, each, variable)",
+        (row("fsdp_3_pipeline_2", "adam_global_clipnorm"),),
     ),
     Fault(
         "every part of a weight is that of the first replica",

@@ -71,6 +71,7 @@ def test_kinds(strategies):
         "zero1_x2": "model_parallel",
         "pipeline_x2": "model_parallel",
         "data_2_pipeline_2": "model_parallel",
+        "fsdp_3_pipeline_2": "model_parallel",
         "tensor_x3": "model_parallel",
         "data_2_tensor_2": "model_parallel",
         "fsdp_2_tensor_2": "model_parallel",

@@ -210,6 +210,70 @@ def test_where_it_computes_and_stores():
     assert [row.weights for row in rows] == [4 * w for w in weights] * 2
 
 
+def test_a_stage_is_stored_in_parts():
+    """Three devices compute each stage, and each stores a third of it."""
+    strategy = mgpu_tf.create_model_parallel_strategy(
+        fsdp=3,
+        pipeline=2,
+        micro_batches=2,
+        smallest_split=16,
+        num_virtual_devices=6,
+    )
+    trainer = mgpu_tf.Trainer(dense, strategy, steps_per_execution=1)
+    x = np.ones((12, 6), "float32")
+    context.enable_run_metadata()
+    try:
+        trainer.fit(x, x[:, :2], batch_size=12, verbose=0)
+        graphs = context.export_run_metadata().partition_graphs
+    finally:
+        context.disable_run_metadata()
+    computing = collections.defaultdict(set)
+    updates = collections.Counter()
+    for graph in graphs:
+        for node in graph.node:
+            named = re.search(r"stage_(\d)/(forward|backward)_\d", node.name)
+            if named and re.search("MatMul|Tanh|BiasAdd", node.op):
+                computing[int(named[1])].add(node.device[-5:])
+            if node.op == "ResourceApplyAdam":
+                updates[node.device[-5:]] += 1
+    devices = [{"CPU:0", "CPU:2", "CPU:4"}, {"CPU:1", "CPU:3", "CPU:5"}]
+    assert [computing[0], computing[1]] == devices
+    model = trainer.model
+    stages = {"dense_0": 0, "dense_1": 0, "dense_3": 1, "end": 1}
+    for name, stage in stages.items():
+        kernel, bias = model.get_layer(name).weights
+        kept = [
+            v for v in model.optimizer.variables if f"{name}_kernel" in v.path
+        ]
+        assert len(kept) == 2
+        for variable in [kernel, *kept]:
+            parts = variable.value.values
+            assert {part.device[-5:] for part in parts} == devices[stage]
+            rows = [part.shape[0] for part in parts]
+            assert sum(rows) == kernel.shape[0]
+            assert max(rows) - min(rows) <= 1
+        # Too small to be split.
+        assert copies_of(bias, strategy) == devices[stage]
+        assert bias.value.values[0].shape == bias.shape
+    count = len(model.trainable_variables)
+    assert sum(updates.values()) == 3 * count
+    for stage in devices:
+        assert len({updates[device] for device in stage}) == 1
+    stored = {row.device: row for row in trainer.memory().rows}
+    assert {row.stage for row in stored.values()} == {0, 1}
+    for stage in (0, 1):
+        variables = [
+            variable
+            for variable in model.trainable_variables
+            if copies_of(variable, strategy) == devices[stage]
+        ]
+        split = [v for v in variables if v.path.endswith("kernel")]
+        whole = [v for v in variables if v.path.endswith("bias")]
+        held = [stored[device].weights for device in devices[stage]]
+        sizes = [sum(4 * np.prod(v.shape) for v in vs) for vs in (split, whole)]
+        assert sum(held) == sizes[0] + 3 * sizes[1]
+
+
 def copies_of(variable, strategy):
     copies = strategy.experimental_local_results(variable.value)
     return {copy.device[-5:] for copy in copies}
