@@ -44,6 +44,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare
+from mgpu_tf.engine.random_rows import current_scope, entered_again
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.step_scope import (
     Places,
@@ -458,6 +459,7 @@ class _Pass:
         ]
         self._outputs: Any = None
         self._call_state = keras_internals.call_state()
+        self._draws = current_scope()
 
     def __call__(self) -> Any:
         """Returns the outputs of the layer."""
@@ -504,7 +506,10 @@ class _Pass:
         self._order.begun = [
             value for value in self._flat if tf.is_symbolic_tensor(value)
         ]
-        return self.gather(before)
+        gathered = self.gather(before)
+        # Where replicas are processes, no graph shows it.
+        self._scope.take_alike(gathered)
+        return gathered
 
     def _values(
         self,
@@ -640,7 +645,7 @@ class _Pass:
         watched = [*inputs, *(held[id(v)] for v in trained)]
         with tf.GradientTape() as tape:
             tape.watch(watched)
-            with replay, self._call_state():
+            with replay, self._call_state(), entered_again(self._draws):
                 outputs = self._outputs_of(inputs)
         flat = [v for v in tf.nest.flatten(outputs) if tf.is_tensor(v)]
         pairs = [

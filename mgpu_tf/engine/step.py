@@ -172,14 +172,17 @@ class ReplicaStep:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         if given is None:
             given = [*self._state.replica_seeds(), *self._state.values()]
-        given = [*given, *gathered]
-        sources = sources or []
+        sources, weights = sources or [], [*gathered]
         if self._layers is not None:
-            given += self._layers.given(sources)
+            weights += self._layers.given(sources)
         join = None
         if self._tensor is not None:
             join = self._tensor.join(sources)
-            given += [*self._tensor.given(join), *self._loss.joined(join)]
+            weights += [*self._tensor.given(join), *self._loss.joined(join)]
+        if self._replicas > 1:
+            # Where replicas are processes, no graph shows it.
+            self._calls.owners.note([v for _, v in [*sources, *weights]], None)
+        given = [*given, *weights]
         if self._own_logs:
             given = [*given, *self._state.metric_values(given)]
         with contextlib.ExitStack() as stack:

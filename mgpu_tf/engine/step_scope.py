@@ -193,10 +193,12 @@ class StepScope(keras.StatelessScope):
         if value is None and self._join is not None:
             value = self._join(variable)
             if value is not None:
+                self.take_alike([value])
                 self.state_mapping[id(variable)] = value
         if value is None and self._gather is not None:
             value = self._gather(variable)
             if value is not None:
+                self.take_alike([value])
                 self._watch(variable, value)
                 self.state_mapping[id(variable)] = value
         if value is not None and is_within_function(self.graph):

@@ -45,6 +45,20 @@ def loss(name):
 
 ENGINE = (
     Fault(
+        "weights that a collective gathers are not known as weights",
+        "engine/per_layer.py",
+        "        self._scope.take_alike(gathered)\n",
+        "",
+        ("tests/engine/test_over_collectives.py",),
+    ),
+    Fault(
+        "a layer that is computed again draws other numbers",
+        "engine/per_layer.py",
+        "with replay, self._call_state(), entered_again(self._draws):",
+        "with replay, self._call_state():",
+        ("tests/engine/test_over_collectives.py",),
+    ),
+    Fault(
         "only the first gradient of a pack is summed",
         "engine/reduction.py",
         "for places in of_one_type(pack, gradients):",

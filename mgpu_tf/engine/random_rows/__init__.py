@@ -13,6 +13,7 @@ of a type that TensorFlow's random functions dispatch on (`seeds.py`).
 
 from mgpu_tf.engine.random_rows.scope import (
     RowScope,
+    current_scope,
     entered_again,
     rows_of_global_draws,
 )
@@ -20,6 +21,7 @@ from mgpu_tf.engine.random_rows.seeds import seed_for_rows
 
 __all__ = [
     "RowScope",
+    "current_scope",
     "entered_again",
     "rows_of_global_draws",
     "seed_for_rows",

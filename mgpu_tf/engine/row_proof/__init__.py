@@ -42,6 +42,7 @@ from mgpu_tf.engine.row_proof.proof import (
     active,
     leave_others,
     note,
+    note_same,
     noting,
     proving,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "active",
     "leave_others",
     "note",
+    "note_same",
     "noting",
     "proven_operations",
     "proving",

@@ -430,3 +430,21 @@ def note(tensor: tf.Tensor, kind: Kind) -> tf.Tensor:
     for proof in _active.proofs:
         proof.take([tensor], kind)
     return tensor
+
+
+def note_same(tensor: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
+    """Tells the proofs that are under way that a tensor is what another is.
+
+    Args:
+        tensor: What replicas that have the same rows made of it together.
+        source: What each of them gave, with the rows on the same axis.
+
+    Returns:
+        The tensor.
+    """
+    step = [] if _active.step is None else [_active.step]
+    for proof in [*step, *_active.proofs]:
+        kind = proof.found(source)
+        if kind == FIXED or isinstance(kind, Rows):
+            proof.take([tensor], kind)
+    return tensor

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import current_share
+from mgpu_tf.engine.row_proof import note_same
 from mgpu_tf.engine.tensor_parallel.linear import Linear
 from mgpu_tf.strategies.collectives import Groups
 
@@ -128,10 +129,14 @@ class Form:
             outputs = self._with_bias(outputs, value)
         if self.gathers:
             length = self.linear.kernel.shape[self.dim]
-            outputs = self.groups.all_gather(outputs, axis, length)
-            if self.own_rows:
-                outputs = self.groups.own_part(outputs)
+            outputs = self._whole(outputs, axis, length)
         return self._activated(outputs)
+
+    def _whole(self, outputs: tf.Tensor, axis: int, length: int) -> tf.Tensor:
+        every = self.groups.all_gather(outputs, axis, length)
+        if self.own_rows:
+            return self.groups.own_part(every)
+        return note_same(every, outputs)
 
     def _has_part(self, bias: keras.Variable, dim: int | None) -> bool:
         """Whether this replica stores the part of the bias that it needs."""
@@ -150,7 +155,7 @@ class Form:
     def _sum(self, outputs: tf.Tensor) -> tf.Tensor:
         if self.own_rows:
             return self.groups.reduce_scatter(outputs)
-        return self.groups.all_reduce(outputs)
+        return note_same(self.groups.all_reduce(outputs), outputs)
 
     def _with_bias(self, outputs: tf.Tensor, bias: tf.Tensor) -> tf.Tensor:
         bias = tf.cast(bias, outputs.dtype)
@@ -215,7 +220,7 @@ class Form:
         ):
             outputs = own(inputs, *args, **kwargs)
             if self.linear.is_tied:
-                outputs = self.groups.all_gather(outputs, -1, length)
+                return self._whole(outputs, -1, length)
             return self.groups.own_part(outputs) if self.own_rows else outputs
         ids, low, high = self._checked(inputs)
         mine = (ids >= low) & (ids < high)

@@ -28,7 +28,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.layer_calls import trust
-from mgpu_tf.engine.row_proof import active
+from mgpu_tf.engine.row_proof import FIXED, active, note
 from mgpu_tf.engine.rows import own_rows
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.step_scope import StepScope, is_read_inside
@@ -582,7 +582,7 @@ class TensorParallel:
         scope = keras_internals.stateless_scope()
         if isinstance(scope, StepScope) and id(variable) in scope.sources:
             return scope.sources[id(variable)]
-        return computed([keras_internals.stored(variable)])[0]
+        return note(computed([keras_internals.stored(variable)])[0], FIXED)
 
     def _drop(
         self,
