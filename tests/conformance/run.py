@@ -20,7 +20,7 @@ starts anew. With --keep only cells that are neither equal nor refused nor
 documented are run again. At the end docs/conformance.md is written; with
 --ledger another file is kept, and its table is written beside it. There are
 more columns than docs/conformance.md has: one_device, mirrored_x2, 2_workers,
-fsdp_x3, tensor_x2. Hardware: any; on 2 CPU cores three hours. Exits with
+fsdp_x3, tensor_x2, fsdp_x3_ring, fsdp_2_tensor_2_ring. Hardware: any; on 2 CPU cores three hours. Exits with
 status 1 where a cell is SILENT or CRASH.
 """
 
@@ -78,12 +78,28 @@ def main():
 
 def local_strategies():
     """The strategies of this process, one of them after the other."""
+    # The first one splits the CPU, for the largest mesh.
+    mgpu_tf.create_mirrored_strategy(num_virtual_devices=4)
     return {
         "mirrored_x3": mgpu_tf.create_mirrored_strategy(num_virtual_devices=3),
         "mirrored_x2": mgpu_tf.create_mirrored_strategy(num_virtual_devices=2),
         # Of the small weights of rows the large ones are split.
         "fsdp_x3": mgpu_tf.create_model_parallel_strategy(
             fsdp=3, num_virtual_devices=3, smallest_split=4
+        ),
+        # As GPUs and processes do, they exchange by collectives.
+        "fsdp_x3_ring": mgpu_tf.create_model_parallel_strategy(
+            fsdp=3,
+            num_virtual_devices=3,
+            smallest_split=4,
+            communication="ring",
+        ),
+        "fsdp_2_tensor_2_ring": mgpu_tf.create_model_parallel_strategy(
+            fsdp=2,
+            tensor=2,
+            num_virtual_devices=4,
+            smallest_split=4,
+            communication="ring",
         ),
         "tensor_x2": mgpu_tf.create_model_parallel_strategy(
             tensor=2, num_virtual_devices=2, smallest_split=4
