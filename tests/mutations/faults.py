@@ -221,6 +221,13 @@ ENGINE = (
         ),
     ),
     Fault(
+        "a shared weight gets the gradient of one stage",
+        "engine/pipeline/step.py",
+        "joined[key] = _of_stages(found[key])",
+        "joined[key] = found[key][0]",
+        ("tests/engine/pipeline/test_shared_weights.py",),
+    ),
+    Fault(
         "each device of a stage gets the gradient of the first part",
         "engine/pipeline/update.py",
         "self._part_for(same[0], each, variable)",

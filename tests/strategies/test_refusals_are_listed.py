@@ -80,11 +80,13 @@ LISTED = {
     "A pipeline predicts in stages, with Keras's own predict_step.": (
         "an overridden `predict_step`"
     ),
-    "A pipeline needs a layer for each stage, and a shared weight within one "
+    "A pipeline needs a layer for each stage, and shared state within one "
     "stage.": "Fewer layers than stages",
-    "A weight that several layers share must be in one stage.": (
-        "two uses of a shared weight"
+    "State that several calls share must be in one stage.": (
+        "two calls that share state"
     ),
+    "Where stages share a table, all look up rows of each example, or all the "
+    "same for every example.": "a table that is looked up by the data",
     "On a pipeline a compute_loss of your own sees no losses of layers.": (
         "`compute_loss` beside `add_loss`"
     ),

@@ -127,6 +127,14 @@ class PipelineEngine(SynchronousEngine):
                     keras_internals.store_again(variable)
         for optimizer in optimizers:
             keras_internals.index_again(optimizer)
+        for number, stage in enumerate(stages.every):
+            for variable in stage.borrowed:
+                _log.info(
+                    "pipeline: %s is stored in stage %d and sent to stage %d",
+                    variable.path,
+                    owned[id(variable)],
+                    number,
+                )
         self._stages = stages
         self._plan = self._planned(stages)
         _log.info("pipeline: %s", self._plan.text())

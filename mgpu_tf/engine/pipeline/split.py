@@ -9,10 +9,12 @@ can be. The cost of a call is
                                          that they are applied to
 
 Of cuts with the same most expensive stage, those are taken at which the fewest
-values are sent. A weight that several calls share is in one stage: no cut goes
-between its first and its last call.
+values are sent.
 
-A value may be used several stages later: it is sent there directly.
+A value may be used several stages later: it is sent there directly. So is a
+weight that several calls share: it is stored, and counts as a parameter, where
+the first of them is. State that calls share, such as moving statistics, is in
+one stage: no cut goes between its first and its last call.
 """
 
 from __future__ import annotations
@@ -39,13 +41,15 @@ class Stage:
             stages before.
         outputs: The keys of what stages after it take, and of the model's
             outputs.
-        variables: What its layers keep.
+        variables: What its layers keep, and is stored here.
+        borrowed: Weights of its layers that are stored in a stage before.
     """
 
     calls: list[Call]
     inputs: list[Key]
     outputs: list[Key]
     variables: list[keras.Variable]
+    borrowed: list[keras.Variable]
 
     @property
     def first_name(self) -> str:
@@ -93,7 +97,7 @@ def stages_of(
     if graph is None:
         raise no_graph(model)
     calls, inputs, outputs = graph
-    tied = _tied(calls)
+    tied = _tied(calls, _weights_of(model))
     if begins is None:
         cuts = _cheapest(calls, count, tied)
     else:
@@ -128,27 +132,44 @@ def _joined(parts: list[list[Call]], outputs: list[Key]) -> list[Stage]:
         if key not in made[-1] and key not in taken[-1]:
             taken[-1].append(key)
     wanted = {key for keys in taken for key in keys} | set(outputs)
-    return [
-        Stage(
-            part,
-            keys,
-            [key for call in part for key in call.outputs if key in wanted],
-            list({id(v): v for call in part for v in call.variables}.values()),
+    stages, stored = [], set[int]()
+    for part, keys in zip(parts, taken, strict=True):
+        used = {id(v): v for call in part for v in call.variables}
+        stages.append(
+            Stage(
+                part,
+                keys,
+                [key for call in part for key in call.outputs if key in wanted],
+                [v for key, v in used.items() if key not in stored],
+                [v for key, v in used.items() if key in stored],
+            )
         )
-        for part, keys in zip(parts, taken, strict=True)
-    ]
+        stored |= set(used)
+    return stages
 
 
-def _tied(calls: list[Call]) -> dict[int, str]:
-    """Returns the cuts that would part a shared weight, with its path.
+def _weights_of(model: keras.Model) -> set[int]:
+    """Returns what is no state of layers: trained and frozen weights."""
+    frozen = keras_internals.frozen_weights(model)
+    return set(map(id, [*model.trainable_variables, *frozen]))
+
+
+def _tied(calls: list[Call], weights: set[int]) -> dict[int, str]:
+    """Returns the cuts that would part shared state, with its path.
 
     A cut is the index of the first call after it.
+
+    Args:
+        calls: The calls, in their order.
+        weights: What may be sent to other stages.
     """
     first: dict[int, int] = {}
     found: dict[int, str] = {}
     for place, call in enumerate(calls):
         for variable in call.variables:
             begin = first.setdefault(id(variable), place)
+            if id(variable) in weights:
+                continue
             for cut in range(begin + 1, place + 1):
                 found.setdefault(cut, variable.path)
     return found
@@ -178,7 +199,7 @@ def _named(
     for name, cut in zip(begins, cuts, strict=True):
         if cut in tied:
             raise ConfigurationError(
-                "A weight that several layers share must be in one stage. "
+                "State that several calls share must be in one stage. "
                 f"Received: a stage that begins at {name!r}, between two "
                 f"uses of {tied[cut]}. Begin it elsewhere."
             )
@@ -226,9 +247,9 @@ def _too_few(
     calls: list[Call], count: int, tied: dict[int, str]
 ) -> ConfigurationError:
     held = sorted(set(tied.values()))
-    shared = f", and layers that share {held[0]}" if held else ""
+    shared = f", and calls that share {held[0]}" if held else ""
     return ConfigurationError(
-        "A pipeline needs a layer for each stage, and a shared weight "
+        "A pipeline needs a layer for each stage, and shared state "
         f"within one stage. Received: {len(calls)} layers{shared}, for "
         f"{count} stages. Use fewer stages, or 'fsdp'."
     )
@@ -236,13 +257,24 @@ def _too_few(
 
 def costs_of(calls: list[Call]) -> list[float]:
     """Returns the cost of each call; see the head of this module."""
-    sizes = [sum(math.prod(v.shape) for v in c.variables) for c in calls]
-    works = [_work(call, size) for call, size in zip(calls, sizes, strict=True)]
+    used = [sum(math.prod(v.shape) for v in c.variables) for c in calls]
+    works = [_work(call, size) for call, size in zip(calls, used, strict=True)]
+    sizes = [sum(math.prod(v.shape) for v in vs) for vs in _firsts(calls)]
     all_sizes, all_works = sum(sizes) or 1, sum(works) or 1
     return [
         0.5 * size / all_sizes + 0.5 * work / all_works
         for size, work in zip(sizes, works, strict=True)
     ]
+
+
+def _firsts(calls: list[Call]) -> list[list[keras.Variable]]:
+    """Returns of each call what no call before it has used."""
+    known: set[int] = set()
+    found = []
+    for call in calls:
+        found.append([v for v in call.variables if id(v) not in known])
+        known |= set(map(id, call.variables))
+    return found
 
 
 def _work(call: Call, size: int) -> int:

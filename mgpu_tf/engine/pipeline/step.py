@@ -192,7 +192,7 @@ class PipelineStep(ReplicaStep):
             gradient = sums.get(id(variable))
             gradients.append(gradient)
             if gradient is not None:
-                alike.append(run.is_alike(variable))
+                alike.append(all(run.alike[id(variable)]))
         check_gradients(gradients, self._model.trainable_variables)
         self.present = [g is not None for g in gradients]
         self.alike = alike
@@ -319,8 +319,9 @@ class PipelineStep(ReplicaStep):
             losses: list[tf.Tensor] = []
             increments: Writes = []
             if kind != "predict":
+                # Regularizers of a weight count where it is stored.
                 losses, increments = self._contributions(
-                    scope, data, y_pred, share, trained, kind
+                    scope, data, y_pred, share, self.stored_in(number), kind
                 )
         self._check_direct(scope.within)
         self._check_scope(scope, trained)
@@ -472,13 +473,20 @@ class PipelineStep(ReplicaStep):
     ) -> tuple[list[keras.Variable], list[keras.Variable]]:
         """Returns the trainable weights of a stage, and what else it reads."""
         trained = {id(v) for v in self._model.trainable_variables}
-        variables = self._stages.every[number].variables
+        stage = self._stages.every[number]
+        variables = [*stage.variables, *stage.borrowed]
         own = [v for v in variables if id(v) in trained]
         others = [v for v in variables if id(v) not in trained]
         if number == len(self._stages.every) - 1:
             others += self._state.metrics
         others += filter(self.is_global_seed, self._state.seeds)
         return own, list({id(v): v for v in others}.values())
+
+    def stored_in(self, number: int) -> list[keras.Variable]:
+        """Returns the trainable weights that a stage stores."""
+        borrowed = set(map(id, self._stages.every[number].borrowed))
+        own, _ = self.variables_of(number)
+        return [v for v in own if id(v) not in borrowed]
 
     # What a run of micro-batches needs to know.
 
@@ -496,6 +504,21 @@ class PipelineStep(ReplicaStep):
     def recomputes(self) -> bool:
         """Whether stages are computed again in the backward pass."""
         return self._recompute
+
+    def refuse_apart(self, table: keras.Variable) -> None:
+        """Refuses a table that stages look up in two ways, if that matters.
+
+        Raises:
+            ConfigurationError: There are several replicas.
+        """
+        if self._strategy.num_replicas_in_sync == 1:
+            return
+        raise ConfigurationError(
+            "Where stages share a table, all look up rows of each example, or "
+            f"all the same for every example. Received: {table.path}, which "
+            "is looked up both ways, on several replicas. Name "
+            "pipeline_stages so that both are in one stage, or use 'fsdp'."
+        )
 
     def device(self, stage: int) -> str:
         """Returns the device of a stage on this replica."""
@@ -599,11 +622,13 @@ class _Run:
         for stage, device in enumerate(self._devices):
             own, others = step.variables_of(stage)
             with tf.device(device):
-                self._weights.append(
-                    [tf.convert_to_tensor(v.value) for v in own]
-                )
+                # Those of another stage come here once.
+                self._weights.append([tf.identity(v.value) for v in own])
                 for variable in others:
-                    self._before[id(variable)] = tf.identity(variable.value)
+                    held = tf.identity(variable.value)
+                    self._before.setdefault(id(variable), held)
+        # Of each weight, whether each stage looks up rows as all parts do.
+        self.alike: dict[int, list[bool]] = {}
         # What the head has made, where there is one.
         self.logs: Logs = {}
         self._data = data
@@ -645,15 +670,35 @@ class _Run:
                     self._backward(each, seed, sums[each.stage])
                 else:
                     self._forward(each)
-        found: dict[int, Any] = {}
+        found: dict[int, list[Any]] = {}
         for stage, device in enumerate(self._devices):
             own, _ = self._step.variables_of(stage)
+            alike = self._step.traced(stage, self._kind).alike
             with tf.device(device):
-                totals = sums[stage].totals(
-                    self._step.traced(stage, self._kind).alike
-                )
-            found |= {id(v): g for v, g in zip(own, totals, strict=True)}
-        return found
+                totals = sums[stage].totals(alike)
+            for variable, gradient, same in zip(
+                own, totals, alike, strict=True
+            ):
+                if gradient is not None:
+                    found.setdefault(id(variable), []).append(gradient)
+                    self.alike.setdefault(id(variable), []).append(same)
+        return self._joined(found)
+
+    def _joined(self, found: dict[int, list[Any]]) -> dict[int, Any]:
+        """Adds up what stages have found for a weight, where it is stored."""
+        joined: dict[int, Any] = {}
+        for stage, device in enumerate(self._devices):
+            for variable in self._step.stored_in(stage):
+                key = id(variable)
+                if key not in found:
+                    continue
+                with tf.device(device):
+                    joined[key] = _of_stages(found[key])
+                if len(set(self.alike[key])) > 1 and isinstance(
+                    joined[key], tf.IndexedSlices
+                ):
+                    self._step.refuse_apart(variable)
+        return joined
 
     def _passes(self) -> Iterator[Pass]:
         """Yields the passes; in another order once a head is needed."""
@@ -689,7 +734,9 @@ class _Run:
                 self._weights[stage],
                 strict=True,
             )
-            if head.regularizes and variable.regularizer is not None
+            if head.regularizes
+            and variable.regularizer is not None
+            and any(variable is v for v in self._step.stored_in(stage))
         ]
         with tf.name_scope("head/"), tf.device(self._devices[-1]):
             outputs = [
@@ -717,15 +764,15 @@ class _Run:
                 for micro, part in enumerate(tf.split(dense, sizes)):
                     self._upstream[micro].setdefault(key, []).append(part)
         found = {
-            id(variable): gradient
-            for (variable, _, _), gradient in zip(
+            (stage, id(variable)): gradient
+            for (variable, _, stage), gradient in zip(
                 weights, of_weights, strict=True
             )
         }
         for stage in {stage for _, _, stage in weights} if sums else ():
             own, _ = self._step.variables_of(stage)
             with tf.device(self._devices[stage]):
-                sums[stage].add([found.get(id(each)) for each in own])
+                sums[stage].add([found.get((stage, id(v))) for v in own])
 
     def forward_only(self) -> None:
         """Runs the forward passes, without what a backward pass needs."""
@@ -878,17 +925,6 @@ class _Run:
             tensors = [tf.identity(values[key][0]) for key in stage.inputs]
         return self._recorded(each, tensors)[0]
 
-    def is_alike(self, variable: keras.Variable) -> bool:
-        """Returns whether all parts of a batch look up the same rows."""
-        for stage in range(self._count):
-            own, _ = self._step.variables_of(stage)
-            for each, alike in zip(
-                own, self._step.traced(stage, self._kind).alike, strict=True
-            ):
-                if each is variable:
-                    return alike
-        return False
-
     def loss(self) -> tf.Tensor:
         """Returns the contribution of the replica to the loss."""
         losses = list(self._losses.values())
@@ -987,6 +1023,24 @@ def _rows(parts: list[tf.IndexedSlices], alike: bool) -> tf.IndexedSlices:
         tf.concat([part.indices for part in parts], 0),
         parts[0].dense_shape,
     )
+
+
+def _of_stages(gradients: list[Any]) -> Any:
+    """Adds up what several stages have found for one weight."""
+    if len(gradients) == 1:
+        return gradients[0]
+    if all(isinstance(each, tf.IndexedSlices) for each in gradients):
+        # Lookups by int32 and by int64 meet here.
+        wide = [
+            tf.IndexedSlices(
+                each.values,
+                tf.cast(each.indices, tf.int64),
+                tf.cast(each.dense_shape, tf.int64),
+            )
+            for each in gradients
+        ]
+        return _rows(wide, alike=False)
+    return tf.add_n([tf.convert_to_tensor(each) for each in gradients])
 
 
 def _added(gradients: list[tf.Tensor]) -> tf.Tensor:

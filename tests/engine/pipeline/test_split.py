@@ -106,18 +106,19 @@ def test_models_of_named_inputs_are_opened():
     assert "x" in found and "z" not in found
 
 
-def test_a_stage_without_weights_does_not_make_room_for_a_shared_one():
-    inputs = keras.Input((4,), dtype="int32")
-    table = layers.Embedding(9, 6, name="table")
-    head = layers.Layer(name="head")
-    head.table = table
-    head.call = lambda x: keras.ops.matmul(
-        x, keras.ops.transpose(table.embeddings)
-    )
-    x = layers.Dense(6)(table(layers.Identity()(inputs)))
-    model = keras.Model(inputs, head(x))
-    with pytest.raises(ConfigurationError, match="share table/embeddings"):
-        stages_of(model, 2)
+def normalized():
+    """Moving statistics that two calls write, with a layer between."""
+    norm = layers.BatchNormalization(name="norm")
+    inputs = keras.Input((8,))
+    x = layers.Dense(8, name="middle")(norm(layers.Identity()(inputs)))
+    return keras.Model(inputs, norm(x))
+
+
+def test_shared_state_is_in_one_stage():
+    with pytest.raises(ConfigurationError, match="share norm/moving_mean"):
+        stages_of(normalized(), 2)
+    with pytest.raises(ConfigurationError, match="must be in one stage"):
+        stages_of(normalized(), 2, ["middle"])
 
 
 def test_the_calls_compute_what_the_model_does():
@@ -161,17 +162,24 @@ def shared():
     return keras.Model(inputs, layers.Dense(8, name="after")(dense(x)))
 
 
-def test_a_shared_weight_is_in_one_stage():
-    first, second = stages_of(shared(), 2).every
-    owners = [
-        "shared" in [call.names[0] for call in stage.calls]
-        for stage in (first, second)
-    ]
-    assert owners.count(True) == 1
-    with pytest.raises(ConfigurationError, match="must be in one stage"):
-        stages_of(shared(), 2, ["middle"])
-    with pytest.raises(ConfigurationError, match="share shared/kernel"):
-        stages_of(shared(), 4)
+def test_a_shared_weight_is_stored_where_it_is_used_first():
+    model = shared()
+    first, second = stages_of(model, 2, ["middle"]).every
+    kernel, bias = model.get_layer("shared").variables
+    assert {id(kernel), id(bias)} <= set(map(id, first.variables))
+    assert list(map(id, second.borrowed)) == [id(kernel), id(bias)]
+    assert not first.borrowed
+    assert first.parameters + second.parameters == model.count_params()
+    # It counts as a parameter once, and as work of each call.
+    calls, _, _ = keras_internals.graph_of(model)
+    costs = dict.fromkeys(["before", "shared", "again", "middle", "after"])
+    for call, cost in zip(calls, costs_of(calls), strict=True):
+        name = call.names[0] if call.names else None
+        costs["again" if costs.get(name) else name] = cost
+    assert costs["shared"] == pytest.approx(costs["before"])
+    assert costs["again"] == pytest.approx(
+        costs["shared"] - 0.5 * 72 / model.count_params()
+    )
 
 
 @pytest.mark.parametrize(
