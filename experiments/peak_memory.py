@@ -2,6 +2,8 @@
 
     python experiments/peak_memory.py --strategy=one_device
     python experiments/peak_memory.py --strategy=fsdp --devices=4
+    python experiments/peak_memory.py --strategy=model_parallel --devices=4 \
+        --fsdp=2 --pipeline=2
     mgpu-tf launch --num_workers=3 -- \
         python experiments/peak_memory.py --strategy=fsdp
 
@@ -23,6 +25,8 @@ import mgpu_tf
 
 STRATEGY = flags.DEFINE_string("strategy", "fsdp", "The name of a strategy.")
 DEVICES = flags.DEFINE_integer("devices", None, "Parts of the CPU.")
+FSDP = flags.DEFINE_integer("fsdp", None, "Over how many weights are split.")
+PIPELINE = flags.DEFINE_integer("pipeline", 1, "The number of stages.")
 LAYERS, WIDTH, BATCH, STEPS, RUNS = 14, 1024, 64, 8, 3
 
 
@@ -39,7 +43,10 @@ def main(arguments):
     """Trains, and prints the peak."""
     del arguments
     strategy = mgpu_tf.create_strategy(
-        STRATEGY.value, num_virtual_devices=DEVICES.value
+        STRATEGY.value,
+        num_virtual_devices=DEVICES.value,
+        fsdp_parallel=FSDP.value,
+        pipeline_parallel=PIPELINE.value,
     )
     trainer = mgpu_tf.Trainer(build, strategy)
     x = np.random.default_rng(0).normal(size=(BATCH * STEPS, WIDTH))
