@@ -227,6 +227,7 @@ PROVEN = {
     ),
     "diagonal": lambda a: tf.linalg.diag(a[:, 0]),
     "sum": lambda a: tf.reduce_sum(tf.square(a)),
+    "sum from zero": lambda a: tf.zeros([], a.dtype) + tf.reduce_sum(a),
     "sum of columns": lambda a: tf.reduce_sum(a, 0) * W[0, :3],
     "sum of tokens": lambda a: tf.reduce_sum(tf.reshape(a, [-1, 3]) ** 2),
     "mean": lambda a: tf.reduce_mean(a) + 0.5,

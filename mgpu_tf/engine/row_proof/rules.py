@@ -122,13 +122,25 @@ def _is_one(tensor: tf.Tensor, place: int) -> bool:
     return rank is not None and (rank < place or tensor.shape[-place] == 1)
 
 
+def _is_zero(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is known to be a scalar zero, such as sums begin at."""
+    value = tf.get_static_value(tensor)
+    return value is not None and value.ndim == 0 and value == 0
+
+
 def _linear(op: tf.Operation, kinds: list[Kind]) -> Kind:
     """Sums and means over the rows, of which linear functions are the same."""
     moving = {kind for kind in kinds if kind != FIXED}
     if op.type in ("Add", "AddV2", "AddN", "Sub"):
         if moving == {MEAN}:
             return MEAN  # A constant is its own mean.
-        return SUM if moving == {SUM} and FIXED not in kinds else UNPROVEN
+        fixed = [
+            tensor
+            for tensor, kind in zip(op.inputs, kinds, strict=True)
+            if kind == FIXED
+        ]
+        whole = moving == {SUM} and all(map(_is_zero, fixed))
+        return SUM if whole else UNPROVEN
     if len(moving) == 2 and op.type in ("RealDiv", "DivNoNan"):
         top, bottom = kinds
         counted = isinstance(bottom, Sizes) and bottom.scalar
