@@ -64,12 +64,12 @@ SHARED = [models.drops, models.normalizes]
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def fit(build, strategy, **options):
+def fit(build, strategy, batch=BATCH, **options):
     """Trains as `stock` does; returns the trainer and the history."""
     trainer = mgpu_tf.Trainer(build, strategy, seed=None, **options)
     x, y = models.data_for(trainer.model, EXAMPLES)
     history = trainer.fit(
-        x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0
+        x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0
     )
     return trainer, history.history
 
@@ -135,13 +135,31 @@ def test_as_on_one_device(
     assert_close([found], [predicted])
 
 
-@pytest.mark.parametrize("model", tiered(SHARED, [], [models.drops]))
-def test_micro_batches_are_as_replicas_are(model, strategies):
-    """Random numbers and statistics are those of three replicas."""
+@pytest.mark.parametrize(
+    ("model", "column", "parts", "batch"),
+    tiered(
+        [
+            (model, *row)
+            for model in SHARED
+            # Three replicas of two micro-batches cut rows as six do.
+            for row in (("pipeline_x2", 3, 16), ("fsdp_3_pipeline_2", 6, 24))
+        ],
+        [],
+        [
+            (models.drops, "pipeline_x2", 3, 16),
+            (models.normalizes, "fsdp_3_pipeline_2", 6, 24),
+        ],
+    ),
+)
+def test_micro_batches_are_as_replicas_are(
+    model, column, parts, batch, strategies
+):
+    """Random numbers and statistics are those of as many replicas."""
     build = models.compiled(model, "momentum")
-    one_step = {"steps_per_execution": 1}
-    expected, curves = fit(build, strategies["mirrored_x3"], **one_step)
-    found, history = fit(build, strategies["pipeline_x2"], **one_step)
+    options = {"batch": batch, "steps_per_execution": 1}
+    replicas = mgpu_tf.create_mirrored_strategy(num_virtual_devices=parts)
+    expected, curves = fit(build, replicas, **options)
+    found, history = fit(build, strategies[column], **options)
     np.testing.assert_allclose(history["loss"], curves["loss"], rtol=1e-9)
     assert_close(state_of(found.model), state_of(expected.model))
 
