@@ -54,6 +54,7 @@ CASES = [
     "adafactor on tensor_x3",
     "own on fsdp_2_tensor_2",
     "own on fsdp_x3",
+    "adafactor on fsdp_3_pipeline_2",
     "accumulated on data_2_fsdp_2",
     "muon on zero1_x2",
 ]
@@ -87,6 +88,7 @@ def tokens():
 
 
 ROWS = ["muon on fsdp_x3", "adafactor on fsdp_x3", "muon on data_2_fsdp_2"]
+ROWS += ["muon on fsdp_3_pipeline_2"]
 
 
 @pytest.mark.parametrize("case", tiered(ROWS, ["muon on fsdp_x3"]))
