@@ -33,6 +33,7 @@ import tensorflow as tf
 from mgpu_tf.engine.rows import summed_rows
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.registry import topology_of
 
 # What an average keeps of itself in a step: it looks back over 100 steps.
 DECAY = 0.99
@@ -45,7 +46,7 @@ class NoiseScale:
     """Measures the noise scale while a model trains.
 
     Args:
-        strategy: A strategy whose replicas step together, with whole weights.
+        strategy: A strategy whose replicas step together.
         scaler: The loss scaling, or None.
         optimizer: The optimizer inside of it.
         every: Micro-batches in an update.
@@ -64,13 +65,16 @@ class NoiseScale:
         optimizer: keras.optimizers.Optimizer,
         every: int,
     ) -> None:
-        if strategy.num_replicas_in_sync * every == 1:
+        local = topology_of(strategy).local
+        if local.ranges * every == 1:
             raise ConfigurationError(
-                "noise_scale compares gradients of several replicas or "
-                "micro-batches. Received: one replica, and no accumulation. "
-                "Use more replicas, or gradient_accumulation_steps=2."
+                "noise_scale compares gradients of several data-parallel "
+                "replicas or micro-batches. Received: one replica, and no "
+                "accumulation. Use more replicas, such as data=2, or "
+                "gradient_accumulation_steps=2."
             )
         self._strategy = strategy
+        self._same_rows = local.same_rows
         self._scaler = scaler
         self._factor = optimizer.loss_scale_factor or 1.0
         self._every = every
@@ -84,16 +88,17 @@ class NoiseScale:
 
     # In the graph, outside of replicas.
 
-    def observe(self, gradients: Any, local: Any, total: tf.Tensor) -> None:
+    def observe(self, squares: Any, local: Any, total: tf.Tensor) -> None:
         """Looks at the contributions of replicas before they are summed.
 
         Args:
-            gradients: The contributions, which a sum over replicas follows.
+            squares: The squared norm of the contribution of each replica. Of
+                replicas with the same rows, what adds up to it.
             local: Rows of each replica.
             total: Rows of the global batch.
         """
         found = self._strategy.run(
-            self._of_replicas, args=(gradients, local, total)
+            self._of_replicas, args=(squares, local, total)
         )
         squares, groups = tf.unstack(self._first(found))
         if self._scaler is not None:
@@ -107,18 +112,18 @@ class NoiseScale:
         """Keeps what was observed for the update that it is part of."""
         self._waiting.assign(self._waiting + self._now)
 
-    def update(self, gradients: Any) -> None:
+    def update(self, big: tf.Tensor) -> None:
         """Compares with the gradient that the optimizer gets.
 
         Args:
-            gradients: Summed over replicas, their mean over micro-batches.
+            big: The squared norm of the gradients that are summed over
+                replicas, their mean over micro-batches.
         """
         sums = self._now
         if self._every > 1:
             sums += tf.convert_to_tensor(self._waiting)
             self._waiting.assign(tf.zeros(3, tf.float64))
         small, u, v = tf.unstack(sums)
-        big = _square([self._first(gradient) for gradient in gradients])
         # A step with one group says nothing: u equals v.
         holds = u - v > 1e-9 * u
         below = tf.where(holds, u - v, 1.0)
@@ -150,16 +155,15 @@ class NoiseScale:
     # On a replica.
 
     def _of_replicas(
-        self, gradients: Any, local: tf.Tensor, total: tf.Tensor
+        self, square: tf.Tensor, local: tf.Tensor, total: tf.Tensor
     ) -> tf.Tensor:
         """Returns sum of a_j |g_j|^2, and the number of groups with rows."""
         local, total = (tf.cast(n, tf.float64) for n in (local, total))
         # A contribution is a_j g_j, and a_j is local / total.
-        square = _square(gradients) * total / tf.maximum(local, 1.0)
+        square = square * total / tf.maximum(local, 1.0)
         held = local > 0
-        found = tf.stack(
-            [tf.where(held, square, 0.0), tf.cast(held, tf.float64)]
-        )
+        group = tf.cast(held, tf.float64) / self._same_rows
+        found = tf.stack([tf.where(held, square, 0.0), group])
         return sum_over_replicas(found)
 
 
@@ -169,12 +173,8 @@ def _zeros(size: int, name: str) -> keras.Variable:
     )
 
 
-def _square(gradients: list[Any]) -> tf.Tensor:
-    """Returns the squared norm of all gradients together."""
-    squares = []
-    for gradient in gradients:
-        if isinstance(gradient, tf.IndexedSlices):
-            gradient = summed_rows(gradient).values
-        wide = tf.cast(gradient, tf.float64)
-        squares.append(tf.reduce_sum(tf.square(wide)))
-    return tf.add_n(squares)
+def square_of(gradient: Any) -> tf.Tensor:
+    """Returns the squared norm of a gradient, in float64."""
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient = summed_rows(gradient).values
+    return tf.reduce_sum(tf.square(tf.cast(gradient, tf.float64)))

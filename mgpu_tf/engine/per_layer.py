@@ -32,6 +32,7 @@ replicas is computed once, as usual.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -44,6 +45,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare
+from mgpu_tf.engine.noise_scale import square_of
 from mgpu_tf.engine.random_rows import current_scope, entered_again
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.step_scope import (
@@ -92,14 +94,28 @@ class LayerByLayer:
         model: A built model.
         parts: Gathers weights that are stored in parts, and scatters their
             gradients. None where all are stored whole.
+        measures: Whether the squared norms of a replica's own gradients are
+            taken before they are scattered.
 
     Attributes:
         scatters: Whether gradients are scattered as soon as they are computed.
     """
 
-    def __init__(self, model: keras.Model, parts: Parts | None = None) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        parts: Parts | None = None,
+        *,
+        measures: bool = False,
+    ) -> None:
         self._model = model
         self._parts = parts
+        self.measures = measures
+        # Weights of which several layers, or calls, have a part of a
+        # replica's gradient: it stays whole until it is added up.
+        self._added_up: set[int] = set()
+        # Of each replica, by the identity of the weight.
+        self._squares: dict[int, dict[int, tf.Tensor]] = {}
         self.scatters = parts is not None and parts.scatter is not None
         self._units = [
             layer
@@ -294,7 +310,7 @@ class LayerByLayer:
         gradients: list[Any],
         parts: list[Any],
         variables: list[keras.Variable],
-        share: BatchShare,
+        scope: StepScope,
     ) -> list[Any]:
         """Returns one gradient of each weight: of its part, where there is one.
 
@@ -304,8 +320,13 @@ class LayerByLayer:
                 of layers, are scattered here.
             parts: Summed over replicas, of parts.
             variables: The weights.
-            share: What this replica has of the batch.
+            scope: The scope of the step.
+
+        Raises:
+            TraceAgain: Another trace adds up more before it scatters it.
         """
+        if self.measures:
+            self._note_squares(gradients, parts, variables, scope)
         both = [
             place
             for place, (whole, part) in enumerate(
@@ -319,9 +340,43 @@ class LayerByLayer:
         ]
         for place in both:
             dense = tf.convert_to_tensor(gradients[place])
-            (other,) = self.scattered([dense], [variables[place]], share)
+            (other,) = self.scattered([dense], [variables[place]], scope.share)
             found[place] = parts[place] + other
         return found
+
+    def scatters_of(self, variable: keras.Variable) -> bool:
+        """Whether a gradient of a weight is scattered where it is computed."""
+        return self.scatters and id(variable) not in self._added_up
+
+    def squares_here(self) -> dict[int, tf.Tensor]:
+        """Returns the squared norms of what this replica has scattered."""
+        return self._squares.pop(_replica(), {})
+
+    def _note_squares(
+        self,
+        gradients: list[Any],
+        parts: list[Any],
+        variables: list[keras.Variable],
+        scope: StepScope,
+    ) -> None:
+        """Keeps the squared norms of gradients that were scattered whole."""
+        every = self.order_of(scope).squares
+        several = {
+            id(variable)
+            for variable, whole, part in zip(
+                variables, gradients, parts, strict=True
+            )
+            if part is not None
+            and (whole is not None or len(every[id(variable)]) > 1)
+        }
+        if several:
+            self._added_up |= several
+            raise TraceAgain
+        self._squares[_replica()] = {
+            id(variable): every[id(variable)][0]
+            for variable, part in zip(variables, parts, strict=True)
+            if part is not None
+        }
 
     def order_of(self, scope: StepScope) -> Order:
         """Returns the order of exchanges of a step."""
@@ -564,22 +619,32 @@ class _Pass:
             For each two: the own part of the sum, and what stays as it is.
         """
         dense = [
-            isinstance(gradient, tf.Tensor) and self._layers.scatters
-            for gradient in gradients
+            isinstance(gradient, tf.Tensor)
+            and self._layers.scatters_of(variable)
+            for gradient, variable in zip(gradients, variables, strict=True)
         ]
         parts: list[tf.Tensor] = []
         if any(dense):
-            parts = self._layers.scattered(
-                list(itertools.compress(gradients, dense)),
-                list(itertools.compress(variables, dense)),
-                self._scope.share,
-            )
-            self._order.scattered.append(parts)
+            sent = list(itertools.compress(gradients, dense))
+            owners = list(itertools.compress(variables, dense))
+            parts = self._layers.scattered(sent, owners, self._scope.share)
+            squares: list[tf.Tensor] = []
+            if self._layers.measures:
+                squares = list(map(square_of, sent))
+                for variable, square in zip(owners, squares, strict=True):
+                    self._order.squares[id(variable)].append(square)
+            self._order.scattered.append([*parts, *squares])
         remaining = iter(parts)
         return [
             value
-            for gradient, each in zip(gradients, dense, strict=True)
-            for value in ((next(remaining), None) if each else (None, gradient))
+            for gradient, variable, each in zip(
+                gradients, variables, dense, strict=True
+            )
+            for value in (
+                (next(remaining), None)
+                if each
+                else (None, _in_own_type(gradient, variable))
+            )
         ]
 
     def _outputs_of(self, inputs: list[tf.Tensor]) -> Any:
@@ -686,13 +751,18 @@ class Order:
         passes: The calls of layers that gather, in the order of the forward
             pass.
         ahead: The weights that were gathered for calls whose turn comes.
-        scattered: The parts of the gradients of each layer.
+        scattered: The parts of the gradients of each layer, and the squares.
+        squares: The squared norms of what this replica has scattered, by the
+            identity of the weight.
     """
 
     begun: list[tf.Tensor] = dataclasses.field(default_factory=list)
     passes: list[_Pass] = dataclasses.field(default_factory=list)
     ahead: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
     scattered: list[list[tf.Tensor]] = dataclasses.field(default_factory=list)
+    squares: dict[int, list[tf.Tensor]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
 
     def take(self, one: _Pass) -> list[tf.Tensor] | None:
         """Returns the weights that were gathered for a call, if they were."""
@@ -738,6 +808,19 @@ def _of_this_graph(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
 def _own_type(variable: keras.Variable) -> tf.DType:
     """Returns the type of a weight, whatever it is cast to where it is read."""
     return tf.as_dtype(keras_internals.stored(variable).dtype)
+
+
+def _in_own_type(gradient: Any, variable: keras.Variable) -> Any:
+    """Returns a gradient that is added to others of the same weight."""
+    if not isinstance(gradient, tf.Tensor):
+        return gradient
+    return tf.cast(gradient, _own_type(variable))
+
+
+def _replica() -> int:
+    """Returns the number of this replica."""
+    context = tf.distribute.get_replica_context()
+    return int(tf.get_static_value(context.replica_id_in_sync_group) or 0)
 
 
 def _unique(variables: list[keras.Variable]) -> list[keras.Variable]:

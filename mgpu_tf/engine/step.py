@@ -484,7 +484,7 @@ class ReplicaStep:
                 )
             if self._layers is not None:
                 gradients = self._layers.joined(
-                    gradients, parts, variables, share
+                    gradients, parts, variables, scope
                 )
             check_gradients(gradients, variables)
             self.in_parts = [

@@ -22,7 +22,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.noise_scale import NoiseScale
+from mgpu_tf.engine.noise_scale import NoiseScale, square_of
 from mgpu_tf.engine.reduction import Reduction
 from mgpu_tf.engine.rows import RowGather
 from mgpu_tf.engine.traced import Watch
@@ -196,7 +196,7 @@ class Update:
 
     def _apply(self, gradients: Gradients) -> None:
         if self._noise is not None:
-            self._noise.update(gradients)
+            self._noise.update(self._square(gradients))
         if self.watch is not None:
             self.watch.received = gradients
         with (
@@ -281,7 +281,31 @@ class Update:
                 lambda: tf.constant(False),
             )
 
+    def _square(self, gradients: Gradients) -> tf.Tensor:
+        """Returns the squared norm of the gradients of all replicas."""
+        return tf.add_n(self._squares_of([self._first(g) for g in gradients]))
+
     # On a replica.
+
+    def own_square(
+        self, gradients: Gradients, known: dict[int, tf.Tensor]
+    ) -> tf.Tensor:
+        """Returns the squared norm of a replica's gradients, in float64.
+
+        Args:
+            gradients: Before they are summed over replicas.
+            known: That of each weight whose gradient is summed already, by the
+                identity of the weight.
+
+        Returns:
+            Where replicas have the same rows, what adds up to it over them.
+        """
+        del known
+        return tf.add_n(self._squares_of(gradients))
+
+    def _squares_of(self, gradients: Gradients) -> list[tf.Tensor]:
+        """Returns the squared norm of each gradient, where it lies."""
+        return list(map(square_of, gradients))
 
     def _finite(self, gradients: Gradients) -> tf.Tensor:
         bad = [

@@ -1,14 +1,19 @@
-"""The noise scale of a linear model, whose gradients are known by hand."""
+"""The noise scale of a linear model, whose gradients are known by hand.
+
+Where weights are split, it is that of gradients that TensorFlow computes.
+"""
 
 import itertools
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from keras import layers, ops
 
 import mgpu_tf
 from mgpu_tf.engine.noise_scale import DECAY
-from tests.tiers import tiered
+from tests.tiers import sampled, tiered
 
 FEATURES = 5
 # Gradients are computed in float32.
@@ -98,6 +103,184 @@ def test_uneven_batches_by_hand(column, strategies):
         assert found["noise_scale"] == pytest.approx(
             variance / square, rel=1e-4
         )
+
+
+def gradients_of(model, x, y):
+    """The gradient of the mean loss of some rows, as one vector."""
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+    found = tape.gradient(loss, model.trainable_variables)
+    return np.concatenate(
+        [tf.convert_to_tensor(g).numpy().ravel() for g in found]
+    )
+
+
+def by_tapes(model, x, y, batch_size, replicas, optimizer):
+    """The averages after a pass, from the gradients of each replica's rows.
+
+    Args:
+        model: Trained here, by TensorFlow alone, on one device.
+        x: Inputs.
+        y: Targets.
+        batch_size: The rows of a step.
+        replicas: How many parts the rows of a step have.
+        optimizer: Updates the weights.
+    """
+    steps = []
+    for start in range(0, len(x), batch_size):
+        rows = slice(start, start + batch_size)
+        parts = zip(
+            split(x[rows], replicas), split(y[rows], replicas), strict=True
+        )
+        parts = [part for part in parts if len(part[0])]
+        counts = np.array([len(part) for part, _ in parts])
+        own = [gradients_of(model, *part) for part in parts]
+        whole = gradients_of(model, x[rows], y[rows])
+        total = counts.sum()
+        small = np.sum(counts / total * [g @ g for g in own])
+        u, v = len(parts) / total, 1 / total
+        big = whole @ whole
+        steps.append(
+            ((u * big - v * small) / (u - v), (small - big) / (u - v), total)
+        )
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x[rows]) - y[rows]))
+        weights = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, weights), weights)
+    return averaged(steps)
+
+
+def plain():
+    return [
+        layers.Dense(8, "tanh"),
+        layers.LayerNormalization(),
+        layers.Dense(8, "tanh"),
+        layers.Dense(1),
+    ]
+
+
+def used_twice():
+    """A weight has two parts of a replica's gradient."""
+    twice = layers.Dense(8, "tanh")
+    return [layers.Dense(8, "tanh"), twice, twice, layers.Dense(1)]
+
+
+class Ids(layers.Layer):
+    def call(self, x):
+        return ops.cast(ops.abs(x * 3), "int32")
+
+
+def looked_up():
+    """Rows of a table, and a dense gradient of the same table."""
+    table = layers.ReversibleEmbedding(12, 8)
+    return [
+        Ids(),
+        table,
+        layers.Dense(8, "tanh"),
+        lambda x: table(x, reverse=True),
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(1),
+    ]
+
+
+MODELS = {"plain": plain, "used_twice": used_twice, "looked_up": looked_up}
+# As many data-parallel replicas as the reference has parts.
+SPLIT = {
+    "fsdp_x3": 3,
+    "zero1_x2": 2,
+    "data_2_fsdp_2": 4,
+    "data_2_tensor_2": 2,
+    "fsdp_2_tensor_2": 2,
+    "data_2_pipeline_2": 2,
+}
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("column", "name"),
+    sampled(
+        [*itertools.product([*SPLIT, "mirrored_x3"], MODELS)],
+        [("fsdp_x3", "used_twice")],
+    ),
+)
+def test_split_weights_against_gradients_of_tensorflow(
+    column, name, strategies
+):
+    """Batches of 7, then 2 rows, whose weights train."""
+    x, y = data(16)
+
+    def build():
+        keras.utils.set_random_seed(0)
+        outputs = inputs = keras.Input((FEATURES,))
+        for layer in MODELS[name]():
+            outputs = layer(outputs)
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    replicas = SPLIT.get(column, 3)
+    square, variance = by_tapes(
+        build(), x, y, 7, replicas, keras.optimizers.SGD(0.05)
+    )
+    found = run(strategies[column], 16, 7, build)
+    assert found["gradient_square"] == [pytest.approx(square, rel=1e-9)]
+    assert found["gradient_variance"] == [pytest.approx(variance, rel=1e-9)]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("column", "alike"),
+    [
+        ("fsdp_x3", "mirrored_x3"),
+        ("data_2_tensor_2", "mirrored_x2"),
+        ("data_2_pipeline_2", "mirrored_x2"),
+    ],
+)
+@pytest.mark.parametrize("how", ["accumulation", "step_parts", "run_eagerly"])
+def test_split_weights_are_as_replicas_with_copies(
+    column, alike, how, strategies
+):
+    if how == "step_parts" and "pipeline" in column:
+        pytest.skip("a pipeline has micro-batches")
+
+    def build():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((FEATURES,)), *used_twice()])
+        optimizer = keras.optimizers.Adam(
+            0.01,
+            global_clipnorm=0.5,
+            gradient_accumulation_steps=2 if how == "accumulation" else None,
+        )
+        model.compile(optimizer, "mse", run_eagerly=how == "run_eagerly")
+        return model
+
+    options = {"step_parts": 2} if how == "step_parts" else {}
+    x, y = data(20)
+
+    def trained(name):
+        trainer = mgpu_tf.Trainer(
+            build, strategies[name], noise_scale=True, **options
+        )
+        fit = {"batch_size": 7, "shuffle": False, "verbose": 0}
+        return trainer.fit(x, y, **fit).history
+
+    expected, found = trained(alike), trained(column)
+    for each in ("gradient_square", "gradient_variance", "loss"):
+        assert found[each] == [pytest.approx(expected[each][0], rel=1e-9)]
+
+
+def test_one_data_parallel_replica_accumulates(strategies):
+    """Two micro-batches of 6 rows are two replicas of a batch of 12."""
+    expected = run(strategies["mirrored_x2"], 24, 12)
+    found = run(
+        strategies["tensor_x3"],
+        24,
+        6,
+        build(frozen(gradient_accumulation_steps=2)),
+    )
+    for name, (value,) in expected.items():
+        assert found[name] == [pytest.approx(value, rel=ROUNDING)], name
 
 
 def scaled():
@@ -200,11 +383,19 @@ def own_step():
     return model
 
 
+def own_layers():
+    model = keras.Sequential([keras.Input((FEATURES,)), *plain()])
+    model.compile("sgd", "mse")
+    return model
+
+
 @pytest.mark.parametrize(
     ("column", "model", "message"),
     [
         ("one_device", build(), "one replica, and no accumulation"),
-        ("fsdp_x3", build(), "on a strategy that splits them"),
+        ("fsdp_x1", build(), "one replica, and no accumulation"),
+        ("tensor_x3", build(), "one replica, and no accumulation"),
+        ("pipeline_x2", own_layers, "one replica, and no accumulation"),
         ("mirrored_x3", own_step, "OwnStep, which has its own"),
     ],
 )
@@ -212,6 +403,21 @@ def test_refused_by_name(column, model, message, strategies):
     with pytest.raises(mgpu_tf.ConfigurationError, match=message) as error:
         run(strategies[column], 8, 4, model)
     assert "noise_scale" in str(error.value)
+
+
+def test_weights_that_see_the_rows_of_all_are_refused():
+    strategy = mgpu_tf.create_model_parallel_strategy(
+        data=2, num_virtual_devices=2, layout={".*kernel": ("batch", None)}
+    )
+
+    def wide():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    trainer = mgpu_tf.Trainer(wide, strategy, noise_scale=True)
+    with pytest.raises(mgpu_tf.ConfigurationError, match="rows of all"):
+        trainer.fit(np.ones((4, 6)), np.ones((4, 1)), verbose=0)
 
 
 def test_resumed_runs_go_on_with_the_averages(strategies, tmp_path):

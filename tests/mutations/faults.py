@@ -199,8 +199,8 @@ ENGINE = (
     Fault(
         "the noise scale counts a replica as if it had all rows",
         "engine/noise_scale.py",
-        "square = _square(gradients) * total / tf.maximum(local, 1.0)",
-        "square = _square(gradients) * 1.0",
+        "square = square * total / tf.maximum(local, 1.0)",
+        "square = square * 1.0",
         ("tests/engine/test_noise_scale.py",),
     ),
     Fault(

@@ -225,7 +225,6 @@ def of_layers(make):
         (recurrent, {}, "stateful=True"),
         (of_three_rows, {}, "any number of rows"),
         (assigning, {"recompute": "layers"}, "recompute='stages'"),
-        (assigning, {"noise_scale": True}, "noise_scale"),
     ],
 )
 def test_refused_by_name(make, options, rule, strategies):

@@ -53,7 +53,9 @@ LISTED = {
     ),
     "LazyAdam updates the rows that a batch has looked up, and a device with a "
     "part of a vocabulary does not tell them apart.": "`LazyAdam`",
-    "noise_scale needs whole weights on each device.": "`noise_scale`",
+    "noise_scale compares the gradients of replicas, each of its own rows, "
+    "and a layer whose weights are split over the data axis is computed of the "
+    "rows of all.": "`noise_scale`",
     "TensorFlow's own checkpoints and SavedModel do not know sharded "
     "variables.": "`tf.train.Checkpoint`",
     "A sharded variable cannot be copied by copy.deepcopy.": "`copy.deepcopy`",
@@ -106,7 +108,6 @@ LISTED = {
     "A trace goes with strategies whose replicas have one device.": (
         "`trainer.trace`"
     ),
-    "noise_scale needs all gradients on each device.": "`noise_scale`",
     "A pipeline computes stages again, not layers.": '`recompute="layers"`',
     "A pipeline cuts its rows into micro-batches already.": "`step_parts`",
 }

@@ -270,7 +270,7 @@ class PipelineEngine(SynchronousEngine):
 
     def _replica_gradients(
         self, data: Any, local: tf.Tensor, total: tf.Tensor, low: Any
-    ) -> tuple[list[Any], dict[str, tf.Tensor]]:
+    ) -> tuple[list[Any], dict[str, tf.Tensor], tf.Tensor | None]:
         step = self._step
         scale = self._model.optimizer.scale_loss
         share = self._share(local, total, low)
@@ -278,7 +278,7 @@ class PipelineEngine(SynchronousEngine):
         self._update.present = step.present
         self._update.alike = step.alike
         self._state.write(list(zip(step.written, values, strict=True)))
-        return gradients, logs
+        return gradients, logs, self._own_square(gradients)
 
     def _replica_evaluate(
         self, data: Any, local: tf.Tensor, total: tf.Tensor, low: Any
@@ -319,11 +319,6 @@ def _check_options(options: StepOptions) -> None:
             f"step_parts={options.step_parts}, "
             f"auto_micro_batch={options.auto_micro_batch}. Use a larger "
             "micro_batches."
-        )
-    if options.noise_scale:
-        raise ConfigurationError(
-            "noise_scale needs all gradients on each device. Received: "
-            "noise_scale=True on a pipeline. Use 'mirrored'."
         )
 
 

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.noise_scale import square_of
 from mgpu_tf.engine.synchronous.sharded import ShardedUpdate
 from mgpu_tf.engine.update import Gradients, beside, values
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
@@ -116,6 +117,20 @@ class PipelineUpdate(ShardedUpdate):
     def _own_part(self, gradient: Any, held: ShardedVariable) -> Any:
         with beside(gradient):
             return super()._own_part(gradient, held)
+
+    def own_square(
+        self, gradients: Gradients, known: dict[int, tf.Tensor]
+    ) -> tf.Tensor:
+        """Returns the squared norm of a replica's gradients, in float64."""
+        del known
+        return tf.add_n(self._squares_of(gradients))
+
+    def _squares_of(self, gradients: Gradients) -> list[tf.Tensor]:
+        squares = []
+        for gradient in gradients:
+            with beside(gradient):
+                squares.append(square_of(gradient))
+        return squares
 
     def _of_all_parts(
         self,

@@ -836,7 +836,7 @@ class SynchronousEngine(Engine):
         self, data: Any, local: Any, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
         with self._step.in_place(), tf.name_scope("forward_backward"):
-            gradients, logs = self._strategy.run(
+            gradients, logs, square = self._strategy.run(
                 self._replica_gradients, args=(data, local, total, low)
             )
         if balance_of(self._strategy).measured or (
@@ -844,7 +844,7 @@ class SynchronousEngine(Engine):
         ):
             self._computed = self._time_of(gradients)
         if self._noise is not None:
-            self._noise.observe(gradients, local, total)
+            self._noise.observe(square, local, total)
         self._update(gradients)
         return {name: self._first(value) for name, value in logs.items()}
 
@@ -986,7 +986,8 @@ class SynchronousEngine(Engine):
 
     def _replica_gradients(
         self, data: Any, local: tf.Tensor, total: tf.Tensor, low: Any
-    ) -> tuple[list[Any], dict[str, tf.Tensor]]:
+    ) -> tuple[list[Any], dict[str, tf.Tensor], tf.Tensor | None]:
+        """Returns gradients, logs, and the squared norm of the gradients."""
         step = self._step
         share = self._share(local, total, low)
         gradients, values, logs = self._computed_gradients(data, share)
@@ -994,7 +995,17 @@ class SynchronousEngine(Engine):
         self._update.alike = step.alike
         self._update.in_parts = step.in_parts
         self._state.write(list(zip(step.written, values, strict=True)))
-        return gradients, logs
+        return gradients, logs, self._own_square(gradients)
+
+    def _own_square(self, gradients: list[Any]) -> tf.Tensor | None:
+        """Returns the squared norm of gradients, where noise is measured."""
+        if self._noise is None:
+            return None
+        return self._update.own_square(gradients, self._squares())
+
+    def _squares(self) -> dict[int, tf.Tensor]:
+        """Returns that of each weight whose gradient is summed already."""
+        return {}
 
     def _computed_gradients(
         self, data: Any, share: BatchShare

@@ -29,6 +29,7 @@ import tensorflow as tf
 from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.contributions import BatchShare
+from mgpu_tf.engine.noise_scale import square_of
 from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.reduction import Reduction
 from mgpu_tf.engine.rows import RowGather, own_rows
@@ -99,12 +100,6 @@ class ShardedEngine(SynchronousEngine):
         options: StepOptions,
     ) -> None:
         super().__init__(model, strategy, options)
-        if options.noise_scale:
-            raise ConfigurationError(
-                "noise_scale needs whole weights on each device. Received: "
-                "noise_scale=True on a strategy that splits them. Use "
-                "'mirrored'."
-            )
         if strategy.is_apart and model.run_eagerly:
             raise ConfigurationError(
                 "Weights that are split over several processes are gathered "
@@ -138,6 +133,8 @@ class ShardedEngine(SynchronousEngine):
             if self._parts.tables:
                 for optimizer in keras_internals.optimizers_of(self._model):
                     _check_not_lazy(optimizer, self._parts.tables)
+            if self._options.noise_scale:
+                _check_own_rows(self._model.trainable_variables)
 
     def _refuse_recompute(self, what: str) -> None:
         if self._options.recompute is not None:
@@ -232,8 +229,18 @@ class ShardedEngine(SynchronousEngine):
             return LayerByLayer(self._model, LayerCopies())
         name = self._options.gradient_dtype
         parts = LayerParts(tf.as_dtype(name) if name else None)
-        self._layered = LayerByLayer(self._model, parts)
-        return self._layered
+        measures = self._noise is not None
+        layered = LayerByLayer(self._model, parts, measures=measures)
+        self._layered = layered
+        if measures and (
+            self._options.step_parts > 1 or self._model.run_eagerly
+        ):
+            # The gradient of a replica is known at the end of its step.
+            layered.scatters = False
+        return layered
+
+    def _squares(self) -> dict[int, tf.Tensor]:
+        return {} if self._layered is None else self._layered.squares_here()
 
     @property
     def _gathers_at_once(self) -> bool:
@@ -310,6 +317,11 @@ class ShardedUpdate(Update):
             ]
 
         return self._strategy.run(own, args=(gradients,))
+
+    def _square(self, gradients: Gradients) -> tf.Tensor:
+        return self._first(
+            self._strategy.run(self._square_here, args=(gradients,))
+        )
 
     def _summed(
         self,
@@ -507,16 +519,7 @@ class ShardedUpdate(Update):
 
     def _rows_once(self, slices: Any) -> Any:
         """Sums the rows of replicas that have the same rows of a batch."""
-        groups = self._strategy.along("tensor")
-
-        def once(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-            return tf.IndexedSlices(
-                groups.all_reduce(slices.values),
-                slices.indices,
-                slices.dense_shape,
-            )
-
-        return self._strategy.run(once, args=(slices,))
+        return self._strategy.run(self._of_same_rows, args=(slices,))
 
     def _own_rows(self, slices: Any, variable: keras.Variable) -> Any:
         """Keeps of the rows of all replicas those that a replica stores."""
@@ -552,6 +555,53 @@ class ShardedUpdate(Update):
         return rows and id(variable) in self._whole_rows
 
     # On a replica.
+
+    def own_square(
+        self, gradients: Gradients, known: dict[int, tf.Tensor]
+    ) -> tf.Tensor:
+        """Returns the squared norm of a replica's gradients; as in `Update`.
+
+        Devices of a tensor group have the parts of the gradient of a weight
+        that is split over it. Each has something of that of another weight,
+        and their sum is the gradient.
+        """
+        held = itertools.compress(self._variables, self.present)
+        squares, others = [], []
+        for gradient, variable in zip(gradients, held, strict=True):
+            if id(variable) in known:
+                squares.append(known[id(variable)])
+            elif self._mesh.tensor == 1 or _over_tensor(variable):
+                squares.append(square_of(gradient))
+            elif isinstance(gradient, tf.IndexedSlices):
+                others.append(gradient)
+            else:
+                # Where the rows of a batch are not known, shapes may not be.
+                others.append(tf.ensure_shape(gradient, variable.shape))
+        if others:
+            summed = Reduction(StepOptions(), self._strategy.along("tensor"))
+            dense = [g for g in others if not isinstance(g, tf.IndexedSlices)]
+            rows = [g for g in others if isinstance(g, tf.IndexedSlices)]
+            whole = [*summed(dense), *map(self._of_same_rows, rows)]
+            same = tf.add_n(list(map(square_of, whole)))
+            squares.append(same / self._mesh.tensor)
+        return tf.add_n(squares)
+
+    def _square_here(self, gradients: Gradients) -> tf.Tensor:
+        held = list(itertools.compress(self._variables, self.present))
+        squares = self._of_all_parts(
+            self._squares_of(gradients),
+            held,
+            map(self._keeps_rows, gradients, held),
+        )
+        return tf.reduce_sum(squares)
+
+    def _of_same_rows(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """Sums rows over replicas that have the same rows of a batch."""
+        return tf.IndexedSlices(
+            self._strategy.along("tensor").all_reduce(slices.values),
+            slices.indices,
+            slices.dense_shape,
+        )
 
     def _own_part(self, gradient: Any, held: ShardedVariable) -> Any:
         """Returns what belongs to this replica's part of a whole gradient."""
@@ -776,6 +826,24 @@ def _sees_all_rows(variable: keras.Variable) -> bool:
     """Whether a weight is split over the data axis."""
     held = keras_internals.stored(variable)
     return isinstance(held, ShardedVariable) and held.split.over == "data"
+
+
+def _over_tensor(variable: keras.Variable) -> bool:
+    """Whether devices of a tensor group have parts of a weight's gradient."""
+    if not keras_internals.is_split(variable):
+        return False
+    return "tensor" in keras_internals.stored(variable).split.axes
+
+
+def _check_own_rows(variables: list[keras.Variable]) -> None:
+    """Refuses weights that have no gradient of the rows of one replica."""
+    for variable in filter(_sees_all_rows, variables):
+        raise ConfigurationError(
+            "noise_scale compares the gradients of replicas, each of its own "
+            "rows, and a layer whose weights are split over the data axis is "
+            f"computed of the rows of all. Received: {variable.path}. Leave "
+            "out noise_scale, or split other axes."
+        )
 
 
 def refresh(variables: list[keras.Variable]) -> None:
