@@ -243,8 +243,9 @@ class StepOptions:
     )
     check_replicas_every: int | None = option(
         None,
-        "After every N steps, check that all replicas hold the same weights "
-        "and optimizer state, bit for bit. Default: no check.",
+        "After every N steps, check that all copies of weights and optimizer "
+        "state, or of their parts, are the same, bit for bit. Default: no "
+        "check.",
         least=1,
     )
     on_nan: str = option(

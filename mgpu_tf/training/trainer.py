@@ -158,8 +158,9 @@ class Trainer:
             noise_scale: Whether to measure the gradient noise scale from the
                 gradients of replicas or micro-batches, and to log it with the
                 metrics.
-            check_replicas_every: After every N steps, check that all replicas
-                hold the same weights and optimizer state, bit for bit.
+            check_replicas_every: After every N steps, check that all copies of
+                weights and optimizer state, or of their parts, are the same,
+                bit for bit.
             on_nan: "stop" ends `fit` with the step at which the loss was no
                 finite number first. "restore" goes back to the last
                 checkpoint and leaves out the batch of the step. "ignore" goes

@@ -1,5 +1,7 @@
 """Replicas that differ, and a loss that is not finite, are found and named."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -92,6 +94,76 @@ def test_a_planted_difference_is_named(find, name, strategies):
         fit(strategies["mirrored_x3"], [Plant(find)])
 
 
+@pytest.fixture(scope="module")
+def parted(strategies):
+    """Strategies whose devices hold parts, two of each."""
+    split = mgpu_tf.create_model_parallel_strategy(
+        data=2, fsdp=2, num_virtual_devices=4, smallest_split=4
+    )
+    return {**strategies, "data_2_shard_weights_2": split}
+
+
+PARTED = {
+    "data_2_shard_weights_2": 3,
+    "data_2_fsdp_2": 3,
+    "data_2_tensor_2": 3,
+    "data_2_pipeline_2": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("column", "what"),
+    tiered(
+        [*itertools.product(PARTED, ["weight", "slot"])],
+        [("data_2_shard_weights_2", "weight")],
+    ),
+)
+def test_a_difference_in_a_part_is_named(column, what, parted):
+    """Of two devices with the same part the later is named, and no other."""
+
+    def find(model):
+        kernel = model.layers[0].kernel
+        return {
+            "weight": kernel,
+            "slot": next(
+                slot
+                for slot in model.optimizer.variables
+                if "kernel_momentum" in slot.path
+            ),
+        }[what]
+
+    name = {"weight": "dense[_0-9]*/kernel", "slot": "[^ ]*kernel_momentum"}
+    with pytest.raises(
+        mgpu_tf.DivergedError,
+        match=f"others on replica {PARTED[column]} of worker 0 at step 15, "
+        f"in .*{name[what]}",
+    ):
+        fit(parted[column], [Plant(find)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("column", [*PARTED, "zero1_x2", "data_3"])
+def test_parts_that_agree_go_on(column, parted):
+    assert fit(parted[column]).global_step == 3 * STEPS
+
+
+class PlantInCopy(keras.callbacks.Callback):
+    """Changes one number of a whole copy that is kept beside parts."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        held = self.model.layers[0].kernel.value
+        *_, (_, copy) = held.stored
+        copy.assign_add(1e-6 * np.eye(*copy.shape, dtype="float32"))
+
+
+def test_a_difference_in_a_whole_copy_is_named(strategies):
+    with pytest.raises(
+        mgpu_tf.DivergedError,
+        match=r"others on replica 1 of worker 0 at step 5, in [^ ,]*kernel\.",
+    ):
+        fit(strategies["zero1_x2"], [PlantInCopy()])
+
+
 @pytest.mark.full
 def test_nobody_looks_unless_asked(strategies):
     plant = Plant(lambda model: model.layers[0].kernel)
@@ -103,11 +175,12 @@ def test_one_replica_has_nothing_to_compare(strategies):
     assert fit(strategies["one_device"]).global_step == 3 * STEPS
 
 
-def test_one_copy_for_all_is_refused(strategies):
-    with pytest.raises(
-        mgpu_tf.ConfigurationError, match=r"whole copies.*central_storage"
-    ):
-        fit(strategies["central_storage_x2"])
+@pytest.mark.parametrize(
+    "column", ["central_storage_x2", "fsdp_x3", "tensor_x3", "pipeline_x2"]
+)
+def test_one_copy_of_each_weight_is_refused(column, strategies):
+    with pytest.raises(mgpu_tf.ConfigurationError, match="has one copy"):
+        fit(strategies[column])
 
 
 @pytest.mark.parametrize(

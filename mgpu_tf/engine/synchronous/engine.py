@@ -51,7 +51,10 @@ from mgpu_tf.engine.synchronous.overridden_step import (
     AuthorStep,
     check_held,
 )
-from mgpu_tf.engine.synchronous.replica_check import ReplicaCheck
+from mgpu_tf.engine.synchronous.replica_check import (
+    ReplicaCheck,
+    check_copies,
+)
 from mgpu_tf.engine.synchronous.step_parts import in_parts
 from mgpu_tf.engine.synchronous.traced_replicas import TracedReplicas
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
@@ -81,7 +84,7 @@ from mgpu_tf.strategies.balance import balanced
 from mgpu_tf.strategies.collectives import Groups
 from mgpu_tf.strategies.mirrored import follow_one_replica
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
-from mgpu_tf.strategies.registry import kind_of, topology_of
+from mgpu_tf.strategies.registry import topology_of
 from mgpu_tf.strategies.topology import balance_of
 
 _log = logging.getLogger("mgpu_tf")
@@ -108,12 +111,8 @@ class SynchronousEngine(Engine):
         super().__init__(model, strategy, options)
         if strategy.num_replicas_in_sync > 1:
             follow_one_replica(strategy)
-        kind = kind_of(strategy)
-        if options.check_replicas_every and (kind.splits or kind.stored_once):
-            raise ConfigurationError(
-                "check_replicas_every goes with strategies whose replicas hold "
-                f"whole copies. Received: {kind.name!r}. Leave it out."
-            )
+        if options.check_replicas_every:
+            check_copies(strategy)
         self._replica_check: ReplicaCheck | None = None
         self._options = options
         self._local = topology_of(strategy).local
