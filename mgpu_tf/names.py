@@ -9,12 +9,13 @@ No TensorFlow here, so that a wrong name is refused at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 # A number of GPUs, or GPUs by index or name ("GPU:1").
 Devices = int | Sequence[int | str] | None
 Shares = str | Sequence[int] | None
+Recompute = str | Sequence[str] | Callable[..., Any] | None
 
 STRATEGIES = (
     "auto",

@@ -37,6 +37,7 @@ from mgpu_tf.names import (
     SHARDS,
     SNAPSHOT_IN,
     Devices,
+    Recompute,
     Shares,
 )
 
@@ -191,13 +192,14 @@ class StepOptions:
         "embedding. summed: the rows of the same index are added up first.",
         EMBEDDING_GRADIENTS,
     )
-    recompute: str | None = option(
+    recompute: Recompute = option(
         None,
         "layers: keep only the inputs of each layer for the backward pass, "
         "and compute the layer again there. Less memory, more computing. "
-        "stages: the same with the stages of a pipeline. "
+        "NAME,NAME: the same with layers or models of these names, in which * "
+        "stands for anything. stages: the same with the stages of a pipeline. "
+        "In Python, a list of names, or a function of a layer, also works. "
         "Default: with weights that are split, layers; otherwise none.",
-        RECOMPUTE,
     )
     step_parts: int = option(
         1,
@@ -276,10 +278,23 @@ class StepOptions:
                 "model.compile."
             )
         check(self)
+        if self.recompute in ("", (), []) or (
+            isinstance(self.recompute, list | tuple) and "" in self.recompute
+        ):
+            raise ConfigurationError(
+                "recompute names layers, is 'layers' or 'stages', or is left "
+                f"out. Received: recompute={self.recompute!r}."
+            )
         if self.max_loss is not None and not math.isfinite(self.max_loss):
             raise ConfigurationError(
                 f"max_loss must be finite. Received: max_loss={self.max_loss}."
             )
+
+    @property
+    def recomputes_all(self) -> str | None:
+        """Returns "layers" or "stages", None where layers are named or none."""
+        named = self.recompute
+        return named if named in RECOMPUTE else None
 
     @property
     def sums_rows(self) -> bool:

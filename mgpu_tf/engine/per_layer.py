@@ -96,6 +96,9 @@ class LayerByLayer:
             gradients. None where all are stored whole.
         measures: Whether the squared norms of a replica's own gradients are
             taken before they are scattered.
+        chosen: What is computed again, layers and models, none inside of
+            another. Default: each layer. What stores its weights in parts is
+            computed again in any case.
 
     Attributes:
         scatters: Whether gradients are scattered as soon as they are computed.
@@ -107,6 +110,7 @@ class LayerByLayer:
         parts: Parts | None = None,
         *,
         measures: bool = False,
+        chosen: list[keras.layers.Layer] | None = None,
     ) -> None:
         self._model = model
         self._parts = parts
@@ -117,18 +121,15 @@ class LayerByLayer:
         # Of each replica, by the identity of the weight.
         self._squares: dict[int, dict[int, tf.Tensor]] = {}
         self.scatters = parts is not None and parts.scatter is not None
-        self._units = [
-            layer
-            for layer in keras_internals.outermost_layers(model)
-            if layer.trainable_variables
-        ]
+        split = [v for v in model.variables if keras_internals.is_split(v)]
+        gathers = self.scatters and bool(split)
+        self._units = _units(model, chosen, gathers=gathers)
         self._plain = {
             id(layer)
             for layer in self._units
             if isinstance(layer, keras.layers.Embedding)
             or keras_internals.exchanges_statistics(layer)
         }
-        split = [v for v in model.variables if keras_internals.is_split(v)]
         # Those that are gathered once a step, before all layers.
         self._together = self._small(split) if self.scatters else []
         once = {id(variable) for variable in self._together}
@@ -803,6 +804,42 @@ def _of_this_graph(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         for tensor in tensors
         if tf.is_symbolic_tensor(tensor) and tensor.graph is here
     ]
+
+
+def _units(
+    model: keras.Model,
+    chosen: list[keras.layers.Layer] | None,
+    *,
+    gathers: bool,
+) -> list[keras.layers.Layer]:
+    """Returns what is computed again, each by itself.
+
+    Args:
+        model: The model.
+        chosen: As for `LayerByLayer`.
+        gathers: Whether layers gather their weights.
+    """
+    every = [
+        layer
+        for layer in keras_internals.outermost_layers(model)
+        if layer.trainable_variables
+    ]
+    if chosen is None:
+        return every
+    if not gathers:
+        return chosen
+    within = _all_inside(every)
+    outer = [layer for layer in chosen if id(layer) not in within]
+    within = _all_inside(outer) | set(map(id, outer))
+    return [*outer, *(layer for layer in every if id(layer) not in within)]
+
+
+def _all_inside(layers: list[keras.layers.Layer]) -> set[int]:
+    return {
+        id(inner)
+        for layer in layers
+        for inner in keras_internals.inner_layers(layer)
+    }
 
 
 def _own_type(variable: keras.Variable) -> tf.DType:

@@ -147,7 +147,7 @@ def layout_here(strategy: Any, options: Any) -> Layout:
     mesh = getattr(strategy, "mesh", None)
     if mesh is None:
         return Layout(
-            strategy.num_replicas_in_sync, recompute=options.recompute
+            strategy.num_replicas_in_sync, recompute=options.recomputes_all
         )
     return Layout(
         mesh.data,
@@ -157,7 +157,7 @@ def layout_here(strategy: Any, options: Any) -> Layout:
         shard=getattr(strategy, "shard", "weights"),
         micro_batches=getattr(strategy, "micro_batches", None),
         schedule=getattr(strategy, "schedule", "1f1b"),
-        recompute=options.recompute,
+        recompute=options.recomputes_all,
     )
 
 

@@ -24,6 +24,7 @@ from mgpu_tf.cluster import watchdog
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.asynchronous.staleness import PREFIX
 from mgpu_tf.engine.base import DataFeed, Engine
+from mgpu_tf.engine.recomputed import chosen_layers
 from mgpu_tf.errors import (
     ConfigurationError,
     OutOfMemoryError,
@@ -466,16 +467,24 @@ class DistributedModel:
     def _compare_model(self) -> None:
         """Compares how models are configured, and what their weights are."""
         if not self.peers.alone:
+            chosen = None
+            if self.model.built:
+                chosen = chosen_layers(self.model, self._options.recompute)
             self.peers.compare(
                 agreement.configuration(self.model)
                 | agreement.values(self.model)
+                | {"recompute": str([layer.name for layer in chosen or ()])}
             )
 
     def _facts(self) -> dict[str, str]:
+        options = self._options
+        if callable(options.recompute):
+            # What it chooses is compared with the model.
+            options = dataclasses.replace(options, recompute="function")
         return {
             "seed": str(self._seed),
             "steps_per_execution": str(self._steps_per_execution),
-            "options": str(self._options),
+            "options": str(options),
         }
 
 

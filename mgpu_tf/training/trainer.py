@@ -144,8 +144,12 @@ class Trainer:
                 compute the same. "keras" runs all as Keras does.
             recompute: "layers" keeps only the inputs of each layer for the
                 backward pass, and computes the layer again there: less
-                memory, more computing. "stages" does the same with the stages
-                of a pipeline. Default: "layers" where weights are split.
+                memory, more computing. Names of layers or models do so for
+                these alone: a list, or a string with commas, in which "*"
+                stands for anything; or a function that says of a layer
+                whether it is computed again. "stages" does the same with the
+                stages of a pipeline. Default: "layers" where weights are
+                split.
             random: "equal" gives each replica its rows of the random numbers
                 that one device draws for the global batch. "per_replica" lets
                 each replica draw its own.

@@ -308,10 +308,10 @@ def _check_model(model: keras.Model) -> None:
 
 
 def _check_options(options: StepOptions) -> None:
-    if options.recompute == "layers":
+    if options.recompute not in (None, "stages"):
         raise ConfigurationError(
             "A pipeline computes stages again, not layers. Received: "
-            "recompute='layers'. Use recompute='stages'."
+            f"recompute={options.recompute!r}. Use recompute='stages'."
         )
     if options.step_parts > 1 or options.auto_micro_batch:
         raise ConfigurationError(

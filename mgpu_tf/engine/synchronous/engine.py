@@ -36,6 +36,7 @@ from mgpu_tf.engine.moments import normalizations
 from mgpu_tf.engine.noise_scale import NoiseScale
 from mgpu_tf.engine.per_layer import LayerByLayer
 from mgpu_tf.engine.random_rows import seed_for_rows
+from mgpu_tf.engine.recomputed import chosen_layers
 from mgpu_tf.engine.row_proof import leave_others
 from mgpu_tf.engine.rules import Rule
 from mgpu_tf.engine.snapshot import Snapshot, Variables
@@ -113,6 +114,8 @@ class SynchronousEngine(Engine):
             follow_one_replica(strategy)
         if options.check_replicas_every:
             check_copies(strategy)
+        if model.built:
+            chosen_layers(model, options.recompute)
         self._replica_check: ReplicaCheck | None = None
         self._options = options
         self._local = topology_of(strategy).local
@@ -437,7 +440,11 @@ class SynchronousEngine(Engine):
         if self._options.recompute is None:
             return None
         refuse_stages(self._options)
-        return LayerByLayer(self._model)
+        return LayerByLayer(self._model, chosen=self._chosen())
+
+    def _chosen(self) -> list[keras.layers.Layer] | None:
+        """Returns the layers that are computed again, None for all."""
+        return chosen_layers(self._model, self._options.recompute)
 
     def _tensor(self) -> TensorParallel | None:
         """Returns what computes with parts of weights, None where none does."""

@@ -226,11 +226,15 @@ class ShardedEngine(SynchronousEngine):
         if self._options.recompute is None and self._gathers_at_once:
             return None
         if self._strategy.shard != "weights":
-            return LayerByLayer(self._model, LayerCopies())
+            return LayerByLayer(
+                self._model, LayerCopies(), chosen=self._chosen()
+            )
         name = self._options.gradient_dtype
         parts = LayerParts(tf.as_dtype(name) if name else None)
         measures = self._noise is not None
-        layered = LayerByLayer(self._model, parts, measures=measures)
+        layered = LayerByLayer(
+            self._model, parts, measures=measures, chosen=self._chosen()
+        )
         self._layered = layered
         if measures and (
             self._options.step_parts > 1 or self._model.run_eagerly
