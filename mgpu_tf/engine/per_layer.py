@@ -50,9 +50,11 @@ from mgpu_tf.engine.random_rows import current_scope, entered_again
 from mgpu_tf.engine.state import Writes
 from mgpu_tf.engine.step_scope import (
     Places,
+    Replay,
     StepScope,
     is_read_inside,
 )
+from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.strategies.own_gradient import own_gradient
 
@@ -99,6 +101,8 @@ class LayerByLayer:
         chosen: What is computed again, layers and models, none inside of
             another. Default: each layer. What stores its weights in parts is
             computed again in any case.
+        tensor: Computes layers with parts of weights, where some are. They
+            exchange what they exchange in the forward pass once more.
 
     Attributes:
         scatters: Whether gradients are scattered as soon as they are computed.
@@ -111,6 +115,7 @@ class LayerByLayer:
         *,
         measures: bool = False,
         chosen: list[keras.layers.Layer] | None = None,
+        tensor: TensorParallel | None = None,
     ) -> None:
         self._model = model
         self._parts = parts
@@ -122,6 +127,9 @@ class LayerByLayer:
         self._squares: dict[int, dict[int, tf.Tensor]] = {}
         self.scatters = parts is not None and parts.scatter is not None
         split = [v for v in model.variables if keras_internals.is_split(v)]
+        # Of which a replica computes with its part.
+        self._in_parts = {id(v) for v in split if tensor is not None}
+        split = [v for v in split if id(v) not in self._in_parts]
         gathers = self.scatters and bool(split)
         self._units = _units(model, chosen, gathers=gathers)
         self._plain = {
@@ -129,6 +137,7 @@ class LayerByLayer:
             for layer in self._units
             if isinstance(layer, keras.layers.Embedding)
             or keras_internals.exchanges_statistics(layer)
+            or (tensor is not None and tensor.looks_up_in_parts(layer))
         }
         # Those that are gathered once a step, before all layers.
         self._together = self._small(split) if self.scatters else []
@@ -210,6 +219,7 @@ class LayerByLayer:
                 else tf.convert_to_tensor(variable.value),
             )
             for variable in self._model.trainable_variables
+            if not self.is_in_parts(variable)
         ]
 
     def given(self, sources: list[tuple[keras.Variable, Any]]) -> Writes:
@@ -220,7 +230,11 @@ class LayerByLayer:
         """
         if not sources:
             return self._gathered_once()
-        return [pair for pair in sources if not isinstance(pair[1], Places)]
+        return [
+            (variable, source)
+            for variable, source in sources
+            if not isinstance(source, Places) and not self.is_in_parts(variable)
+        ]
 
     def _gathered_once(self) -> Writes:
         if not self._together:
@@ -389,6 +403,10 @@ class LayerByLayer:
         """Whether a weight is stored in parts, and gathered by its layers."""
         return id(variable) in self._split
 
+    def is_in_parts(self, variable: keras.Variable) -> bool:
+        """Whether a replica computes with its part of a weight."""
+        return id(variable) in self._in_parts
+
     def _call(
         self,
         layer: keras.layers.Layer,
@@ -439,6 +457,11 @@ class LayerByLayer:
                 for variable in weights
                 if id(variable) in scope.sources or self.is_split(variable)
             ]
+            for variable in self._others.get(id(layer), []):
+                if self.is_in_parts(variable):
+                    # All of it, joined before the layer reads it.
+                    scope.get_current_value(variable)
+            joined = self._joined(scope)
             mark, order = scope.mark(), self.order_of(scope)
             calls = len(order.passes)
             scope.seen, scope.narrow = {}, []
@@ -448,7 +471,8 @@ class LayerByLayer:
                 for variable in scope.seen.values()
                 if all(variable is not each for each in weights)
             ]
-            if scope.has_added(mark):
+            late = self._joined(scope) - joined
+            if scope.has_added(mark) or (late and not others):
                 self._plain.add(id(layer))
                 scope.reset(mark)
                 del order.passes[calls:]
@@ -468,6 +492,10 @@ class LayerByLayer:
             self._others.setdefault(id(layer), []).extend(others)
             scope.reset(mark)
             del order.passes[calls:]
+
+    def _joined(self, scope: StepScope) -> set[int]:
+        """Returns the weights in parts of which a step has the whole."""
+        return self._in_parts & scope.state_mapping.keys()
 
 
 class _Pass:
@@ -496,7 +524,10 @@ class _Pass:
         self._layers = layers
         self._scope = scope
         self._own = own
-        self._lent = lent
+        # Of what is read in parts, the part is no value of the weight.
+        self._lent = [v for v in lent if not layers.is_in_parts(v)]
+        self._parted = [v for v in lent if layers.is_in_parts(v)]
+        lent = self._lent
         self._gathered = [v for v in lent if layers.is_split(v)]
         self._types = layers.types(layer, self._gathered)
         # Weights that are read more than once.
@@ -524,8 +555,15 @@ class _Pass:
             return self._outputs_of(self._inputs())
         if self._gathered:
             self._order.passes.append(self)
+        # Of a weight in parts, the part, and the whole where it was joined.
+        held = self._scope.state_mapping
+        self._whole = [v for v in self._parted if id(v) in held]
         sources = tf.nest.flatten(
-            [self._scope.sources[id(v)] for v in self._trained()]
+            [
+                [self._scope.sources[id(v)] for v in self._trained()],
+                [self._scope.sources[id(v)] for v in self._parted],
+                [held[id(v)] for v in self._whole],
+            ]
         )
         flat = own_gradient(self._forward)(*self._inputs(), *sources)
         flat = iter(flat if isinstance(flat, (list, tuple)) else [flat])
@@ -693,22 +731,31 @@ class _Pass:
         with tf.control_dependencies([*arrived, *order.scattered_before()]):
             again = [tf.identity(operand) for operand in operands]
         trained = self._trained()
+        rest = len(again) - len(self._parted) - len(self._whole)
+        in_parts = again[rest:]
         sources = dict(
             zip(
                 map(id, trained),
                 tf.nest.pack_sequence_as(
                     [self._scope.sources[id(v)] for v in trained],
-                    again[count:],
+                    again[count:rest],
                 ),
                 strict=True,
             )
         )
         values = self._values(gathered, sources)
         held = {id(v): w for v, w in zip(self._lent, values, strict=True)}
-        replay = keras.StatelessScope()
-        replay.state_mapping = {**before, **held}
+        joined = dict(
+            zip(
+                map(id, self._whole),
+                in_parts[len(self._parted) :],
+                strict=True,
+            )
+        )
+        parts = dict(zip(map(id, self._parted), in_parts, strict=False))
+        replay = Replay({**before, **held, **joined}, parts)
         inputs = again[:count]
-        watched = [*inputs, *(held[id(v)] for v in trained)]
+        watched = [*inputs, *(held[id(v)] for v in trained), *in_parts]
         with tf.GradientTape() as tape:
             tape.watch(watched)
             with replay, self._call_state(), entered_again(self._draws):
@@ -724,7 +771,10 @@ class _Pass:
             watched,
             output_gradients=[gradient for _, gradient in pairs],
         )
-        of_weights = dict(zip(map(id, trained), found[count:], strict=True))
+        after = count + len(trained)
+        of_weights = dict(
+            zip(map(id, trained), found[count:after], strict=True)
+        )
         divided = [v for v in trained if self._layers.is_split(v)]
         placed = iter(
             self._placed(divided, [of_weights[id(v)] for v in divided])
@@ -740,6 +790,7 @@ class _Pass:
                     else [of_weights[id(variable)]]
                 )
             ),
+            *found[after:],
         ]
 
 

@@ -450,7 +450,7 @@ class ReplicaStep:
             variables = self._model.trainable_variables
             sources = [] if self._layers is None else self._layers.sources()
             if self._tensor is not None:
-                sources = self._tensor.sources()
+                sources += self._tensor.sources()
             values = {
                 id(variable): value
                 for variable, value in [*(given or ()), *gathered, *sources]

@@ -430,6 +430,26 @@ class StepScope(keras.StatelessScope):
         return whole, [each.part for each in placed]
 
 
+class Replay(keras.StatelessScope):
+    """The scope in which a layer is computed again.
+
+    Args:
+        values: What variables had when it was computed first, and weights what
+            gradients are taken from, by identity.
+        parts: The same of weights that a replica computes with a part of.
+
+    Attributes:
+        sources: The parts.
+    """
+
+    def __init__(
+        self, values: dict[int, tf.Tensor], parts: dict[int, tf.Tensor]
+    ) -> None:
+        super().__init__()
+        self.state_mapping = values
+        self.sources: dict[int, Any] = parts
+
+
 def _total(gradients: list[Any]) -> Any:
     present = [gradient for gradient in gradients if gradient is not None]
     if len(present) < 2:

@@ -15,7 +15,7 @@ from keras import layers
 
 import mgpu_tf
 from tests.engine.test_per_layer import Block, check, compiled, train, words
-from tests.tiers import sampled
+from tests.tiers import sampled, tiered
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -55,7 +55,14 @@ CHOICES = {
     "inner": ["wide"],
     "function": is_dense,
 }
-COLUMNS = ["one_device", "mirrored_x3", "fsdp_x3", "zero1_x2"]
+COLUMNS = [
+    "one_device",
+    "mirrored_x3",
+    "fsdp_x3",
+    "zero1_x2",
+    "tensor_x3",
+    "data_2_tensor_2",
+]
 
 
 @functools.cache
@@ -100,6 +107,9 @@ def counted():
 
 
 @pytest.mark.parametrize(
+    "column", tiered(["one_device", "data_2_tensor_2"], ["one_device"])
+)
+@pytest.mark.parametrize(
     ("recompute", "again"),
     [
         (["block"], {"a", "b"}),
@@ -108,10 +118,9 @@ def counted():
         ("layers", {"a", "b", "c", "first"}),
     ],
 )
-def test_no_others_are_computed_again(recompute, again, strategies):
+def test_no_others_are_computed_again(recompute, again, column, strategies):
     def calls(**options):
-        Counted.count.clear()
-        trainer = mgpu_tf.Trainer(counted, strategies["one_device"], **options)
+        trainer = mgpu_tf.Trainer(counted, strategies[column], **options)
         Counted.count.clear()
         x = np.ones((8, 4))
         trainer.fit(x, x[:, :1], batch_size=4, verbose=0)

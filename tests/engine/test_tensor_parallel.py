@@ -207,8 +207,11 @@ ROWS_OF_ALL = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("data", "tensor"), [(3, 1), (2, 2)])
-def test_weights_split_over_the_data_axis(data, tensor):
+@pytest.mark.parametrize(
+    ("data", "tensor", "options"),
+    [(3, 1, {}), (2, 2, {}), (3, 1, {"recompute": "layers"})],
+)
+def test_weights_split_over_the_data_axis(data, tensor, options):
     """Each device has its own rows; layers compute parts for the rows of all.
 
     The last batch of 1 row leaves devices without rows.
@@ -219,6 +222,7 @@ def test_weights_split_over_the_data_axis(data, tensor):
         lambda: models.mlp(adam(global_clipnorm=0.5)),
         (x[:113], y[:113]),
         strategy,
+        **options,
     )
     assert difference < 1e-9
 
@@ -390,13 +394,29 @@ def test_a_layout_that_does_not_fit(layout, match):
         trainer.fit(*models.mlp_data(), verbose=0)
 
 
-def test_recompute_is_refused(strategies):
-    with pytest.raises(mgpu_tf.ConfigurationError, match="recompute"):
-        mgpu_tf.Trainer(
-            lambda: models.mlp("sgd"),
-            strategies["tensor_x3"],
-            recompute="layers",
-        )
+AGAIN = [
+    ("tensor_x3", "mlp"),
+    ("tensor_x3", "transformer"),
+    ("tensor_x3", "regularizer"),
+    ("tensor_x3", "cnn"),
+    ("data_2_tensor_2", "transformer"),
+    ("data_2_tensor_2", "accumulation"),
+    ("fsdp_2_tensor_2", "transformer"),
+    ("fsdp_2_tensor_2", "cnn"),
+]
+
+
+@pytest.mark.parametrize(
+    ("column", "name"),
+    tiered(AGAIN, [], [("tensor_x3", "mlp"), ("fsdp_2_tensor_2", "cnn")]),
+)
+def test_layers_in_parts_are_computed_again(column, name, strategies):
+    """What they exchange in the forward pass they exchange once more."""
+    data = DATA.get(name, models.mlp_data)()
+    _, difference = compared(
+        synchronized(name), data, strategies[column], recompute="layers"
+    )
+    assert difference < 1e-9
 
 
 class Scaled(layers.Embedding):

@@ -74,9 +74,6 @@ LISTED = {
     "axis.": "a table that a layer of your own looks up",
     "A trace runs one operation after another, and gathers of weights wait "
     "for each other.": "`trainer.trace`",
-    "recompute does not go with layers that are computed in parts.": (
-        "`recompute`"
-    ),
     "A pipeline needs a functional or Sequential model, whose layers it can "
     "cut into stages.": "Subclassed models",
     "A pipeline predicts in stages, with Keras's own predict_step.": (

@@ -106,8 +106,6 @@ class ShardedEngine(SynchronousEngine):
                 "in graphs. Received: run_eagerly=True. Leave it out, or use "
                 "one process."
             )
-        if strategy.splits_later:
-            self._refuse_recompute("tensor_parallel")
         self._parts: TensorParallel | None = None
         self._layered: LayerByLayer | None = None
 
@@ -125,8 +123,6 @@ class ShardedEngine(SynchronousEngine):
         if self._parts is not None:
             return
         has_tables = any(map(keras_internals.is_spread, self._model.variables))
-        if has_tables:
-            self._refuse_recompute("a ShardedEmbedding")
         if has_tables or self._strategy.splits_later:
             plan = split_model(self._model, self._strategy, source.example())
             self._parts = TensorParallel(self._model, self._strategy, plan)
@@ -135,14 +131,6 @@ class ShardedEngine(SynchronousEngine):
                     _check_not_lazy(optimizer, self._parts.tables)
             if self._options.noise_scale:
                 _check_own_rows(self._model.trainable_variables)
-
-    def _refuse_recompute(self, what: str) -> None:
-        if self._options.recompute is not None:
-            raise ConfigurationError(
-                "recompute does not go with layers that are computed in "
-                f"parts. Received: recompute={self._options.recompute!r} with "
-                f"{what}. Leave it out, or use 'fsdp'."
-            )
 
     def _tensor(self) -> TensorParallel | None:
         return self._parts
@@ -225,6 +213,10 @@ class ShardedEngine(SynchronousEngine):
         refuse_stages(self._options)
         if self._options.recompute is None and self._gathers_at_once:
             return None
+        if self._parts is not None:
+            return LayerByLayer(
+                self._model, chosen=self._chosen(), tensor=self._parts
+            )
         if self._strategy.shard != "weights":
             return LayerByLayer(
                 self._model, LayerCopies(), chosen=self._chosen()

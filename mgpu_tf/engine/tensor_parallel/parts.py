@@ -31,7 +31,7 @@ from mgpu_tf.engine.layer_calls import trust
 from mgpu_tf.engine.row_proof import FIXED, active, note
 from mgpu_tf.engine.rows import own_rows
 from mgpu_tf.engine.state import Writes
-from mgpu_tf.engine.step_scope import StepScope, is_read_inside
+from mgpu_tf.engine.step_scope import Replay, StepScope, is_read_inside
 from mgpu_tf.engine.synchronous.parts import computed
 from mgpu_tf.engine.tensor_parallel import structure
 from mgpu_tf.engine.tensor_parallel.forms import Form, dropped
@@ -441,6 +441,10 @@ class TensorParallel:
         # Whether layers are computed with whole weights.
         self._whole = False
 
+    def looks_up_in_parts(self, layer: keras.layers.Layer) -> bool:
+        """Whether a layer reads rows of a table where they are stored."""
+        return any(id(v) in self._by_rows for v in layer.variables)
+
     @property
     def tables(self) -> list[str]:
         """The paths of tables split by rows that are not read by rows."""
@@ -580,8 +584,10 @@ class TensorParallel:
         if id(variable) in self._by_rows:
             return self._here(variable)
         scope = keras_internals.stateless_scope()
-        if isinstance(scope, StepScope) and id(variable) in scope.sources:
-            return scope.sources[id(variable)]
+        if isinstance(scope, StepScope | Replay):
+            source = scope.sources.get(id(variable))
+            if source is not None:
+                return source
         return note(computed([keras_internals.stored(variable)])[0], FIXED)
 
     def _drop(
@@ -651,7 +657,7 @@ def _whole(variable: keras.Variable) -> tf.Tensor:
 def _lent(pairs: Writes) -> Iterator[None]:
     """Gives weights other values for a while."""
     scope = keras_internals.stateless_scope()
-    if not isinstance(scope, StepScope):
+    if not isinstance(scope, StepScope | Replay):
         own = keras.StatelessScope()
         own.state_mapping = {id(variable): value for variable, value in pairs}
         with own:
@@ -661,7 +667,7 @@ def _lent(pairs: Writes) -> Iterator[None]:
         id(variable): scope.state_mapping.get(id(variable))
         for variable, _ in pairs
     }
-    scope.lend([v for v, _ in pairs], [value for _, value in pairs])
+    scope.state_mapping |= {id(variable): value for variable, value in pairs}
     try:
         yield
     finally:
