@@ -20,7 +20,8 @@ starts anew. With --keep only cells that are neither equal nor refused nor
 documented are run again. At the end docs/conformance.md is written; with
 --ledger another file is kept, and its table is written beside it. There are
 more columns than docs/conformance.md has: one_device, mirrored_x2, 2_workers,
-fsdp_x3, tensor_x2, fsdp_x3_ring, fsdp_2_tensor_2_ring. Hardware: any; on 2 CPU cores three hours. Exits with
+fsdp_x3, tensor_x2, and fsdp_x3_ring and fsdp_2_tensor_2_ring, whose replicas
+exchange by collectives. Hardware: any; on 2 CPU cores three hours. Exits with
 status 1 where a cell is SILENT or CRASH.
 """
 
