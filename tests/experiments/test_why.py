@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests import clusters
-from tests.experiments.test_readme import README
+from tests.readme import README
 
 
 @pytest.mark.full
