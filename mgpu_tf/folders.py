@@ -146,13 +146,18 @@ def open_regular(path: str, mode: str = "r", **options: Any) -> IO[Any]:
     return open(path, mode, opener=regular, **options)
 
 
+def is_address(path: str) -> bool:
+    """Returns whether a path is an address, such as gs://bucket/run."""
+    return _ADDRESS.match(path) is not None
+
+
 def check_local(name: str, path: str) -> None:
     """Refuses addresses such as gs://bucket/run, and what is no path.
 
     Python would make a folder of that name here.
     """
     check_path(name, path)
-    if _ADDRESS.match(path):
+    if is_address(path):
         raise ConfigurationError(
             f"{name} must be a path on this machine. Received: "
             f"{name}={path!r}. Mount that storage, such as with gcsfuse or "

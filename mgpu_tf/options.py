@@ -445,7 +445,8 @@ class SaveOptions:
 
     checkpoint_dir: str | None = option(
         None,
-        "The folder for checkpoints. Every worker must see it.",
+        "The folder for checkpoints. Every worker must see it. It may be an "
+        "address of object storage, such as s3://bucket/run or gs://bucket/run.",
         is_path=True,
     )
     save_every_steps: int | None = option(

@@ -69,13 +69,17 @@ LIGHT_ROOMS = {
 # The light modules of other rooms.
 LIGHT_MODULES = {
     "mgpu_tf.checkpoints",
+    "mgpu_tf.checkpoints.disk",
+    "mgpu_tf.checkpoints.interface",
     "mgpu_tf.checkpoints.interval",
     "mgpu_tf.checkpoints.manifest",
+    "mgpu_tf.checkpoints.objects",
     "mgpu_tf.checkpoints.parts",
     "mgpu_tf.checkpoints.reading",
     "mgpu_tf.checkpoints.recovery",
     "mgpu_tf.checkpoints.registry",
     "mgpu_tf.checkpoints.step_losses",
+    "mgpu_tf.checkpoints.storage",
     "mgpu_tf.checkpoints.store",
     "mgpu_tf.reports",
     "mgpu_tf.reports.figures",

@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 
 # Of format 1.
 _ARRAYS = "arrays.bin"
-_FILE_NAME = re.compile(r"arrays(-\d{1,9})?\.bin", re.ASCII)
+_FILE_NAME = re.compile(r"arrays(-\d{1,9}(-[0-9a-f]{16})?)?\.bin", re.ASCII)
 _SHA256 = re.compile("[0-9a-f]{64}")
 _DIGEST = "manifest_sha256"
 # A sane bound of what is read whole; a model of 100,000 variables has 40 MB.

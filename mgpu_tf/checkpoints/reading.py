@@ -19,19 +19,16 @@ module does not import TensorFlow, Keras or NumPy.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
-import fcntl
 import functools
 import hashlib
 import math
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
+from mgpu_tf.checkpoints import storage
 from mgpu_tf.checkpoints.manifest import (
     MANIFEST,
     MOST_MANIFEST_BYTES,
@@ -42,7 +39,7 @@ from mgpu_tf.checkpoints.manifest import (
     parse,
 )
 from mgpu_tf.errors import CheckpointError
-from mgpu_tf.folders import NotRegularError, not_through_links, regular_size
+from mgpu_tf.folders import NotRegularError
 from mgpu_tf.mesh import Region
 
 # The pauses between the tries to read what the storage does not give.
@@ -141,7 +138,7 @@ def check_size(path: str, file: File) -> None:
     size = of_checkpoint(
         path,
         file.name,
-        lambda: regular_size(os.path.join(path, file.name)),
+        lambda: storage.of(path).size(os.path.join(path, file.name)),
     )
     if size != file.bytes:
         raise DamagedError(
@@ -159,7 +156,7 @@ def check_file(path: str, file: File) -> None:
 
     def checksum() -> str:
         digest = hashlib.sha256()
-        with reading(os.path.join(path, file.name)) as opened:
+        with storage.of(path).reading(os.path.join(path, file.name)) as opened:
             while chunk := opened.read(_CHUNK_BYTES):
                 digest.update(chunk)
         return digest.hexdigest()
@@ -167,22 +164,6 @@ def check_file(path: str, file: File) -> None:
     check_size(path, file)
     if of_checkpoint(path, file.name, checksum) != file.sha256:
         raise DamagedError(f"{os.path.basename(path)}: {file.name} was changed")
-
-
-@contextlib.contextmanager
-def reading(path: str) -> Iterator[IO[bytes]]:
-    """Opens a file that nobody writes over while it is read.
-
-    Raises:
-        OSError: It cannot be opened, or was deleted meanwhile.
-    """
-    with open(path, "rb", opener=not_through_links) as file:
-        with contextlib.suppress(OSError):
-            # Without locks, nobody writes over it.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if not os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        yield file
 
 
 class Stored:
@@ -208,6 +189,7 @@ class Stored:
         for file in manifest.files:
             check_size(path, file)
         self.path = path
+        self._storage = storage.of(path)
         self.step = manifest.step
         self._files = manifest.files
         self._bytes = manifest.bytes
@@ -248,7 +230,9 @@ class Stored:
 
     def _bytes_of(self, file: File, offset: int, most: int) -> bytes:
         def read() -> bytes:
-            with reading(os.path.join(self.path, file.name)) as opened:
+            with self._storage.reading(
+                os.path.join(self.path, file.name)
+            ) as opened:
                 opened.seek(offset)
                 return opened.read(most)
 
@@ -295,7 +279,7 @@ class Stored:
         """Reads what a piece has of a region; returns how many bytes."""
         filled = 0
         name = self._files[piece.file].name
-        with reading(os.path.join(self.path, name)) as file:
+        with self._storage.reading(os.path.join(self.path, name)) as file:
             for here, there, length in region.overlaps(piece.region):
                 file.seek(piece.offset + there * size)
                 part = view[here * size : (here + length) * size]
@@ -304,14 +288,12 @@ class Stored:
 
 
 def _manifest_text(path: str) -> bytes:
-    def read() -> bytes:
-        with open(
-            os.path.join(path, MANIFEST), "rb", opener=not_through_links
-        ) as file:
-            return file.read(MOST_MANIFEST_BYTES)
-
+    kept = storage.of(path)
     name = os.path.basename(path)
-    found = of_checkpoint(path, "its folder", lambda: os.lstat(path))
-    if stat.S_ISLNK(found.st_mode):
+    if of_checkpoint(path, "its folder", lambda: kept.is_link(path)):
         raise DamagedError(f"{name}: is a link, which is not followed")
-    return of_checkpoint(path, MANIFEST, read)
+    return of_checkpoint(
+        path,
+        MANIFEST,
+        lambda: kept.text(os.path.join(path, MANIFEST), MOST_MANIFEST_BYTES),
+    )

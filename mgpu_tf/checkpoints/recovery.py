@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import logging
 import os
@@ -19,9 +18,11 @@ import uuid
 import weakref
 from typing import Any
 
+from mgpu_tf.checkpoints import storage
+from mgpu_tf.checkpoints.interface import Claim, Notes
 from mgpu_tf.checkpoints.reading import patiently
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.folders import NotRegularError, not_through_links, write_whole
+from mgpu_tf.folders import NotRegularError, is_address
 from mgpu_tf.reports.report import known
 
 _PROGRESS = "progress"
@@ -72,6 +73,7 @@ class Owner:
         self._mine = f"{uuid.uuid4().hex} {who}\n"
         self._checked = 0.0
         self._taken = False
+        self._claim: Claim | None = None
         self._lock: weakref.finalize | None = None
 
     @property
@@ -86,29 +88,24 @@ class Owner:
             OSError: The folder cannot be written.
         """
         self.release()
-        unfinished = f"{self._path}.{os.getpid()}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        descriptor = not_through_links(unfinished, flags)
-        # Closed with this object at the latest, and with the process.
-        self._lock = weakref.finalize(self, os.close, descriptor)
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(descriptor, self._mine.encode())
-        os.fsync(descriptor)
-        os.replace(unfinished, self._path)
+        self._claim = storage.of(self._path).claim(self._path, self._mine)
+        # Released with this object at the latest, and with the process.
+        self._lock = weakref.finalize(self, self._claim.release)
         self._taken = True
 
     def release(self) -> None:
         """Tells that this run deletes nothing more for now."""
         if self._lock is not None:
             self._lock()
-            self._lock = None
+            self._lock = self._claim = None
 
-    def check(self, every_seconds: float = 0.0) -> bool:
+    def check(self, every_seconds: float = 0.0, *, wait: bool = True) -> bool:
         """Checks that no other run has come since.
 
         Args:
             every_seconds: Looks only where the last look is as long ago.
+            wait: Whether to wait for a network. Otherwise what was seen a
+                few seconds ago will do.
 
         Returns:
             Whether this run is known to own the folder. It is not where that
@@ -122,10 +119,10 @@ class Owner:
             return self._taken
         self._checked = now
         try:
-            with open(
-                self._path, encoding="utf-8", opener=not_through_links
-            ) as file:
-                text = file.read()
+            if self._claim is not None:
+                text = self._claim.seen(wait=wait)
+            else:
+                text = storage.of(self._path).text(self._path).decode()
         except FileNotFoundError:
             # Somebody has cleaned up; no other run has come.
             with contextlib.suppress(OSError):
@@ -148,18 +145,12 @@ class Owner:
 def living_owner(folder: str) -> str:
     """Returns which process owns a folder and lives, "" for none.
 
-    On file systems without locks none is found.
+    On file systems without locks none is found. On object storage this takes
+    a while where there is one, or one was killed.
     """
     with contextlib.suppress(FileNotFoundError, NotRegularError, ValueError):
-        path = os.path.join(folder, _OWNER)
-        with open(path, encoding="utf-8", opener=not_through_links) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                who = file.read().partition(" ")[2].strip()
-                return who or "another process"
-            except OSError:
-                return ""
+        text = storage.of(folder).living(os.path.join(folder, _OWNER))
+        return text.partition(" ")[2].strip()
     return ""
 
 
@@ -176,16 +167,15 @@ def not_seen(folder: str, shown: str, seconds: float = SEEN_SECONDS) -> str:
         What is wrong, "" for nothing.
     """
     end = time.monotonic() + seconds
+    kept, path = storage.of(folder), os.path.join(folder, _OWNER)
     while True:
         with contextlib.suppress(OSError, ValueError):
-            path = os.path.join(folder, _OWNER)
-            with open(path, encoding="utf-8", opener=not_through_links) as file:
-                if file.read().startswith(shown):
-                    break
+            if kept.text(path).decode().startswith(shown):
+                break
         if time.monotonic() > end:
             return "does not see"
         time.sleep(0.1)
-    return "" if os.access(folder, os.W_OK | os.X_OK) else "cannot write to"
+    return "" if kept.is_writable(folder) else "cannot write to"
 
 
 def run_of(folder: str) -> str:
@@ -199,11 +189,12 @@ def run_of(folder: str) -> str:
     Raises:
         OSError: It cannot be written.
     """
-    path, place = os.path.join(folder, _RUN), os.path.realpath(folder)
+    path = os.path.join(folder, _RUN)
+    place = folder if is_address(folder) else os.path.realpath(folder)
+    kept = storage.of(folder)
 
     def read() -> str:
-        with open(path, encoding="utf-8", opener=not_through_links) as file:
-            return file.read()
+        return kept.text(path).decode()
 
     # One that cannot be read for a moment has a name all the same.
     with contextlib.suppress(FileNotFoundError, NotRegularError, ValueError):
@@ -211,8 +202,7 @@ def run_of(folder: str) -> str:
         if where == place and _RUN_NAME.fullmatch(name):
             return name
     name = uuid.uuid4().hex[:12]
-    text = f"{name} {place}"
-    write_whole(path, lambda path: _write_synced(path, text))
+    kept.put(path, f"{name} {place}".encode())
     return name
 
 
@@ -234,7 +224,7 @@ class Progress:
         self.since = since
         self.restarted = False
         self._began = time.time()
-        self._descriptor: int | None = None
+        self._notes: Notes | None = None
         self._told = False
 
     def note(self, step: int, lost_workers: int = 0) -> None:
@@ -245,13 +235,12 @@ class Progress:
             self._tell(error)
 
     def _note(self, step: int, lost_workers: int) -> None:
-        if self._descriptor is None:
+        if self._notes is None:
             path = os.path.join(self._folder, _PROGRESS)
-            flags = os.O_WRONLY | os.O_CREAT
-            self._descriptor = not_through_links(path, flags)
+            self._notes = storage.of(path).notes(path)
         moments = f"{self._began:18.6f} {self.since:18.6f}"
         text = f"{step:20d} {lost_workers:8d} {moments}\n"
-        os.pwrite(self._descriptor, text.encode(), 0)
+        self._notes.write_at(0, text.encode())
 
     def _tell(self, error: OSError) -> None:
         """Tells once that the progress cannot be noted; the run goes on."""
@@ -291,11 +280,8 @@ class Progress:
         )
         path = os.path.join(self._folder, _TOTALS)
         try:
-            with open(
-                path + ".tmp", "w", encoding="utf-8", opener=not_through_links
-            ) as file:
-                json.dump(dataclasses.asdict(totals), file)
-            os.replace(path + ".tmp", path)
+            text = json.dumps(dataclasses.asdict(totals))
+            storage.of(path).put(path, text.encode())
         except OSError as error:
             self._tell(error)
         self.note(step)
@@ -303,17 +289,18 @@ class Progress:
 
     def end(self) -> None:
         """Forgets the progress: what comes next is no restart."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._notes is not None:
+            self._notes.close()
+            self._notes = None
         with contextlib.suppress(OSError):
-            os.remove(os.path.join(self._folder, _PROGRESS))
+            path = os.path.join(self._folder, _PROGRESS)
+            storage.of(path).remove_notes(path)
 
     def _read(self) -> tuple[int, int, float, float] | None:
         try:
             path = os.path.join(self._folder, _PROGRESS)
-            with open(path, encoding="ascii", opener=not_through_links) as file:
-                step, lost_workers, began, since = file.read().split()
+            text = storage.of(path).read_notes(path).decode("ascii")
+            step, lost_workers, began, since = text.split()
             return int(step), int(lost_workers), float(began), float(since)
         except (OSError, ValueError):
             return None
@@ -321,15 +308,7 @@ class Progress:
     def _totals(self) -> dict[str, Any]:
         try:
             path = os.path.join(self._folder, _TOTALS)
-            with open(path, encoding="utf-8", opener=not_through_links) as file:
-                values = json.load(file)
+            values = json.loads(storage.of(path).text(path))
         except (OSError, ValueError):
             return {}
         return known(Recovery, values)
-
-
-def _write_synced(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8", opener=not_through_links) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mgpu_tf.folders import not_through_links
+from mgpu_tf.checkpoints import storage
 
 FILE = "registry"
 
@@ -87,8 +87,7 @@ class Registry:
         _count_in(self.damaged, event)
         line = json.dumps(dataclasses.asdict(event)) + "\n"
         try:
-            with open(self._path, "ab", 0, opener=not_through_links) as file:
-                file.write(line.encode())
+            storage.of(self._path).append(self._path, line.encode())
         except OSError as error:
             if not self._told:
                 self._told = True
@@ -101,14 +100,10 @@ class Registry:
     def shorten(self) -> None:
         """Drops the oldest lines where there are very many."""
         with contextlib.suppress(OSError):
-            with open(self._path, "rb", opener=not_through_links) as file:
-                lines = file.readlines()
-            if len(lines) <= _MOST_LINES:
-                return
-            path = self._path + ".new"
-            with open(path, "wb", opener=not_through_links) as file:
-                file.writelines(lines[-_MOST_LINES // 2 :])
-            os.replace(path, self._path)
+            kept = storage.of(self._path)
+            lines = kept.text(self._path).splitlines(keepends=True)
+            if len(lines) > _MOST_LINES:
+                kept.put(self._path, b"".join(lines[-_MOST_LINES // 2 :]))
 
 
 def read(folder: str) -> list[Event]:
@@ -117,13 +112,9 @@ def read(folder: str) -> list[Event]:
     Lines that are torn are left out; there is none where nothing was noted.
     """
     events = []
-    with (
-        contextlib.suppress(OSError),
-        open(
-            os.path.join(folder, FILE), "rb", opener=not_through_links
-        ) as file,
-    ):
-        for line in file:
+    with contextlib.suppress(OSError):
+        text = storage.of(folder).text(os.path.join(folder, FILE))
+        for line in text.split(b"\n"):
             with contextlib.suppress(ValueError, TypeError):
                 event = Event(**json.loads(line))
                 if isinstance(event.step, int):

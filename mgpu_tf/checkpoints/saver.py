@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from mgpu_tf.checkpoints import registry, step_losses, store
+from mgpu_tf.checkpoints import registry, step_losses, storage, store
 from mgpu_tf.checkpoints.interval import Interval
 from mgpu_tf.checkpoints.local import KEPT, Local
 from mgpu_tf.checkpoints.manifest import DamagedError
@@ -42,7 +42,7 @@ from mgpu_tf.checkpoints.writer import (
 from mgpu_tf.cluster import heartbeat
 from mgpu_tf.engine.base import NO_VOTES, Votes
 from mgpu_tf.errors import ConfigurationError, Preempted
-from mgpu_tf.folders import keep_private, make_folder
+from mgpu_tf.folders import keep_private
 from mgpu_tf.mesh import Piece
 from mgpu_tf.options import SaveOptions
 from mgpu_tf.reports.goodput import Goodput, Meter
@@ -170,7 +170,7 @@ class CheckpointSaver(Saver):
         """
         folder, resume = self._options.folder, self._options.resume
         if self._is_chief:
-            make_folder("checkpoint_dir", folder, writes=False)
+            storage.of(folder).make("checkpoint_dir", folder)
             self._take(folder)
         self._meet(folder)
         stored = self._newest_of_both(folder)
@@ -411,7 +411,7 @@ class CheckpointSaver(Saver):
         """Saves between two executions where it is time to; as above."""
         self._saved = False
         if self._progress is not None:
-            self._owner.check(every_seconds=1.0)
+            self._owner.check(every_seconds=1.0, wait=False)
             self._progress.note(step, self._lost_workers())
         options = self._options
         by_epoch = (
@@ -438,6 +438,7 @@ class CheckpointSaver(Saver):
         if self._progress is not None:
             self._owner.check()
             self._progress.end()
+            storage.of(self._options.folder).settle()
         self._owner.release()
         if self._local is not None:
             self._local.end()

@@ -14,7 +14,8 @@ import os
 import struct
 from collections.abc import Sequence
 
-from mgpu_tf.folders import NotRegularError, not_through_links
+from mgpu_tf.checkpoints import storage
+from mgpu_tf.folders import NotRegularError
 
 FILE = "losses"
 # The step, and its loss. Of a step that was not written both are 0.
@@ -30,24 +31,16 @@ def write(folder: str, first: int, losses: Sequence[float]) -> None:
     data = b"".join(
         _ENTRY.pack(first + place, loss) for place, loss in enumerate(losses)
     )
-    flags = os.O_WRONLY | os.O_CREAT
-    descriptor = not_through_links(os.path.join(folder, FILE), flags)
-    try:
-        os.pwrite(descriptor, data, (first - 1) * _ENTRY.size)
-    finally:
-        os.close(descriptor)
+    notes = storage.of(folder).notes(os.path.join(folder, FILE))
+    with contextlib.closing(notes):
+        notes.write_at((first - 1) * _ENTRY.size, data)
 
 
 def read(folder: str) -> dict[int, float]:
     """Returns the losses by step; none where nothing was written."""
     data = b""
-    with (
-        contextlib.suppress(FileNotFoundError, NotRegularError),
-        open(
-            os.path.join(folder, FILE), "rb", opener=not_through_links
-        ) as file,
-    ):
-        data = file.read()
+    with contextlib.suppress(FileNotFoundError, NotRegularError):
+        data = storage.of(folder).read_notes(os.path.join(folder, FILE))
     whole = len(data) // _ENTRY.size * _ENTRY.size
     return {
         step: loss for step, loss in _ENTRY.iter_unpack(data[:whole]) if step

@@ -22,23 +22,15 @@ import datetime
 import glob
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mgpu_tf.checkpoints import registry
+from mgpu_tf.checkpoints import registry, storage
+from mgpu_tf.checkpoints.interface import ASIDE, PREFIX
 from mgpu_tf.checkpoints.manifest import (
     DamagedError,
     Manifest,
-)
-from mgpu_tf.checkpoints.parts import (
-    ASIDE,
-    PREFIX,
-    REPLACED,
-    UNFINISHED,
-    abandon_spare,
-    spare,
 )
 from mgpu_tf.checkpoints.reading import (
     check_file,
@@ -48,6 +40,7 @@ from mgpu_tf.checkpoints.reading import (
 )
 from mgpu_tf.checkpoints.registry import Registry
 from mgpu_tf.errors import CheckpointError, ConfigurationError
+from mgpu_tf.folders import is_address
 
 # In the folders of processes in a `local_checkpoint_dir`.
 LOCAL_OWNER = "owner"
@@ -152,10 +145,7 @@ def recover(folder: str) -> None:
         OSError: The folder cannot be written.
         UnreadableError: It cannot be read.
     """
-    for name in _listed(folder):
-        path = os.path.join(folder, name.removeprefix(REPLACED))
-        if name.startswith(REPLACED) and not os.path.lexists(path):
-            os.rename(os.path.join(folder, name), path)
+    storage.of(folder).recover(folder, _listed(folder))
 
 
 def remove_after(folder: str, step: int) -> None:
@@ -163,7 +153,7 @@ def remove_after(folder: str, step: int) -> None:
     damaged = Registry(folder).damaged
     for entry in survey(folder):
         if entry.step > step and entry.whole and entry.step not in damaged:
-            shutil.rmtree(entry.path, ignore_errors=True)
+            storage.of(folder).remove_all(entry.path)
 
 
 def folders(path: str) -> list[str]:
@@ -175,6 +165,8 @@ def folders(path: str) -> list[str]:
     Returns:
         Those of the processes in it; the folder itself where it is another.
     """
+    if is_address(path):
+        return [path]
     for below in ("*", os.path.join("*", "*")):
         pattern = os.path.join(glob.escape(path), below, LOCAL_OWNER)
         if found := sorted(glob.glob(pattern)):
@@ -352,18 +344,15 @@ def prune(
     ]
     gone = [entry for entry in whole[:-keep] if entry.step != beside]
     doomed = [entry.path for entry in gone]
+    kept = storage.of(folder)
     if token and doomed:
-        abandon_spare(folder, token)
-        with contextlib.suppress(OSError):
-            os.rename(doomed[-1], spare(folder, token))
-    doomed += [
-        os.path.join(folder, name)
-        for name in _listed(folder)
-        if name.startswith(UNFINISHED)
-        and not (token and name.endswith(f"-{token}"))
-    ]
+        kept.keep_to_write_over(folder, doomed[-1], token)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        doomed += patiently(
+            repr(folder), lambda: kept.unfinished(folder, token)
+        )
     for path in doomed:
-        shutil.rmtree(path, ignore_errors=True)
+        kept.remove_all(path)
     for entry in gone:
         why = f"older than the newest {keep}"
         noted.note(registry.DELETED, entry.step, why)
@@ -373,7 +362,8 @@ def prune(
 def _listed(folder: str) -> list[str]:
     """Returns the names in a folder, none where it is missing."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return sorted(patiently(repr(folder), lambda: os.listdir(folder)))
+        kept = storage.of(folder)
+        return sorted(patiently(repr(folder), lambda: kept.names(folder)))
     return []
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.checkpoints import parts, registry, store
+from mgpu_tf.checkpoints import parts, registry, storage, store
 from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
 from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.registry import Registry
@@ -39,7 +39,6 @@ _VARIABLES = "variables/"
 # than the watchdog does, and how long where the run has failed meanwhile.
 WAIT_SECONDS = 300.0
 _ENDING_SECONDS = 10.0
-_LOOK_SECONDS = 0.02
 
 
 class Writer:
@@ -53,7 +52,8 @@ class Writer:
         in_memory: Whether `begin` copies the pieces and leaves the writing
             to `finish`.
         check: Returns whether this run is known to own the folder, and so
-            may delete there; raises where another one does.
+            may delete there; raises where another one does. With
+            `wait=False` it waits for no network.
 
     Attributes:
         written: The step of the last checkpoint that is whole, -1 for none.
@@ -69,7 +69,7 @@ class Writer:
         processes: int = 1,
         *,
         in_memory: bool = False,
-        check: Callable[[], bool] = lambda: True,
+        check: Callable[..., bool] = lambda **_: True,
     ) -> None:
         self._folder, self._token = folder, token
         self._process, self._processes = process, processes
@@ -78,7 +78,7 @@ class Writer:
         self._ending = threading.Event()
         self.registry = Registry(folder)
         self.written = -1
-        self._step = 0
+        self._step = self._save = 0
         self._part: parts.Part | None = None
         self._left: list[Piece] = []
         self._failed: Exception | None = None
@@ -91,14 +91,17 @@ class Writer:
             pieces: What this process writes of the variables.
         """
         self._step, self._left = step, []
+        self._save += 1
         self._part = self._failed = None
         try:
-            self._check()
-            if self._process == 0:
-                # Of a save that another process was late to give up.
-                parts.abandon_earlier(self._folder, step, self._token)
+            self._check(wait=False)
             self._part = parts.Part(
-                self._folder, step, self._token, self._process
+                self._folder,
+                step,
+                self._token,
+                self._process,
+                save=self._save,
+                at_once=not self._in_memory,
             )
             for piece in pieces:
                 if self._in_memory:
@@ -115,7 +118,7 @@ class Writer:
         before: int = -1,
         why: str = "",
     ) -> None:
-        """Waits for the disk; on the first process, for all of them.
+        """Waits for the storage; on the first process, for all of them.
 
         Args:
             state: The state of the run, with arrays anywhere in it. The first
@@ -164,13 +167,19 @@ class Writer:
             # What tells so needs a place on a disk that may be full.
             self._part.drop()
         parts.refuse(
-            self._folder, self._step, self._token, self._process, reason
+            *(self._folder, self._step, self._token, self._process),
+            reason,
+            self._save,
         )
 
     def _finish(self, state: Mapping[str, Any], why: str) -> None:
         if self._failed is not None:
             raise self._failed
         assert self._part is not None
+        if self._process == 0:
+            # Of a save that another process was late to give up.
+            kept = storage.of(self._folder)
+            kept.abandon_earlier(self._folder, self._step, self._token)
         for piece in self._left:
             self._add(piece)
         if self._process:
@@ -197,7 +206,8 @@ class Writer:
     def close(self) -> None:
         """Deletes the files that another save would have written over."""
         if self._process == 0:
-            parts.abandon_spare(self._folder, self._token)
+            kept = storage.of(self._folder)
+            kept.forget_written_over(self._folder, self._token)
 
     def end_soon(self) -> None:
         """Waits no longer for processes that may have ended."""
@@ -212,7 +222,9 @@ class Writer:
         """Waits for the part of another process."""
         began = time.monotonic()
         while True:
-            found = parts.left(self._folder, self._step, self._token, process)
+            found = parts.left(
+                *(self._folder, self._step, self._token, process), self._save
+            )
             if found is not None:
                 return found
             limit = WAIT_SECONDS
@@ -225,7 +237,7 @@ class Writer:
                     f"the part of worker {process} after {limit:.0f} seconds. "
                     "Use a folder that all machines mount."
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(storage.of(self._folder).look_seconds)
 
 
 def told_of(error: BaseException) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from mgpu_tf.checkpoints import registry, store
+from mgpu_tf.checkpoints import registry, storage, store
 from mgpu_tf.checkpoints.recovery import living_owner
 from mgpu_tf.commands.arguments import Call
-from mgpu_tf.errors import ConfigurationError, printable
+from mgpu_tf.errors import CheckpointError, ConfigurationError, printable
 
 USAGE = """mgpu-tf checkpoints FOLDER [--keep=N]
 
@@ -18,7 +18,8 @@ Lists the checkpoints in a folder, verifies every byte of them, and says why
 each was saved. With --keep, first deletes all but the N newest; a folder that a
 run is writing to is left alone. What is damaged, of a later release, or cannot
 be read is never deleted. Exits with status 1 if there is any. FOLDER may also
-be a local_checkpoint_dir: then it lists the parts of each worker.
+be a local_checkpoint_dir: then it lists the parts of each worker. It may be an
+address of object storage, such as s3://bucket/run.
 
 Example:
   mgpu-tf checkpoints runs/a/checkpoints --keep=2
@@ -48,7 +49,13 @@ def run(call: Call) -> int:
             "RUN/checkpoints."
         )
     (path,) = rest
-    if not os.path.isdir(path):
+    try:
+        is_there = storage.of(path).is_folder(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path!r} cannot be read ({error.strerror})."
+        ) from None
+    if not is_there:
         raise ConfigurationError(
             f"checkpoints takes a folder. Received: {path!r}, which is none."
         )

@@ -29,9 +29,9 @@ from mgpu_tf.datasets.record_index import indexed_records
 from mgpu_tf.datasets.text_folder import text_folder
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.fields import checked
-from mgpu_tf.folders import check_path, open_regular
+from mgpu_tf.folders import check_path, is_address, open_regular
 from mgpu_tf.names import DATASETS
-from mgpu_tf.runtime.remote import check_reachable, is_address
+from mgpu_tf.runtime.remote import check_reachable
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from mgpu_tf.errors import ConfigurationError
-
-
-def is_address(path: str) -> bool:
-    """Returns whether a path is an address of another file system."""
-    return "://" in path
+from mgpu_tf.folders import is_address
 
 
 def check_reachable(name: str, path: str) -> None:

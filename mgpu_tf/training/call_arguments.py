@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf import data as data_lib
+from mgpu_tf.checkpoints import storage
 from mgpu_tf.engine.base import DataFeed
 from mgpu_tf.errors import ConfigurationError, check_integer, is_integer
 from mgpu_tf.folders import check_path
@@ -304,6 +305,7 @@ def saving_of(
         )
     if checkpoint is None or checkpoint.checkpoint_dir is None:
         return None
+    storage.check("checkpoint_dir", checkpoint.checkpoint_dir)
     return checkpoint
 
 

@@ -38,7 +38,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import storage, store
 from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.recovery import Owner
 from mgpu_tf.checkpoints.run_state import generators, restore_generators
@@ -46,7 +46,7 @@ from mgpu_tf.checkpoints.writer import Variables, Writer, read_state
 from mgpu_tf.engine import create_engine, keras_internals
 from mgpu_tf.engine.base import Engine, Logs
 from mgpu_tf.errors import ConfigurationError, check_integer
-from mgpu_tf.folders import check_local
+from mgpu_tf.folders import is_address
 from mgpu_tf.options import StepOptions
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.peers import Peers
@@ -146,7 +146,8 @@ class Loop:
         """Saves a checkpoint. Every worker must call this method.
 
         Args:
-            folder: A folder that every worker sees.
+            folder: A folder that every worker sees, or an address of object
+                storage such as s3://bucket/run.
             keep: The number of checkpoints to keep.
             **position: Numbers or strings with the position of the loop, which
                 `restore` returns.
@@ -162,12 +163,12 @@ class Loop:
         }
         snapshot = self._engine().snapshot()
 
-        where = os.path.realpath(folder)
+        where = folder if is_address(folder) else os.path.realpath(folder)
         owner = self._owners.setdefault(where, Owner(folder))
 
         def write(peers: Peers) -> None:
             if peers.worker == 0 and not owner.shown:
-                os.makedirs(folder, exist_ok=True)
+                storage.of(folder, "folder").make("folder", folder)
                 owner.take()
             writer = Writer(
                 folder,
@@ -202,7 +203,7 @@ class Loop:
             ConfigurationError: The checkpoint has other objects, or all of
                 them are damaged.
         """
-        check_local("folder", folder)
+        storage.check("folder", folder)
         with self._distributed.peers.together("Loop.restore"):
             path = self._newest(folder)
             if path is None and not restart_from_nothing:

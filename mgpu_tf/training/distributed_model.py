@@ -30,7 +30,7 @@ from mgpu_tf.errors import (
     OutOfMemoryError,
     is_integer,
 )
-from mgpu_tf.folders import check_local
+from mgpu_tf.folders import check_local, check_path
 from mgpu_tf.launch import noise
 from mgpu_tf.options import StepOptions
 from mgpu_tf.planner.remedies import explain, layout_here
@@ -360,7 +360,7 @@ class DistributedModel:
         """
         with self.peers.together(name):
             self.peers.compare({"path": str(path)})
-            check_local("path", str(path))
+            check_path("path", str(path))
             _write(name, path, lambda: write(self.peers))
             self.peers.any(False)
 

@@ -71,7 +71,9 @@ def _states(folder: str, epochs: int, snapshot: Snapshot) -> Iterator[State]:
     """Loads the newest checkpoint whenever there is another, to the last."""
     seen = -1
     while True:
-        entry = store.newest(folder)
+        # To check one is to read all of it.
+        there = max(store.paths(folder), default=-1) > seen
+        entry = store.newest(folder) if there else None
         if entry is None or entry.step <= seen:
             time.sleep(_POLL_SECONDS)
             continue

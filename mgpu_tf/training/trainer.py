@@ -365,7 +365,8 @@ class Trainer:
             validation_batch_size: Global batch size. Default: `batch_size`.
             validation_freq: Evaluate after every Nth epoch, or after the
                 epochs of a list, counted from 1.
-            checkpoint_dir: A folder for checkpoints, which every worker sees.
+            checkpoint_dir: A folder for checkpoints, which every worker sees,
+                or an address of object storage such as s3://bucket/run.
                 A checkpoint is saved after each epoch. `fit` resumes from the
                 newest checkpoint in the folder. Operations repeat bit for bit.
                 SIGTERM saves a checkpoint and ends the process.

@@ -11,7 +11,14 @@ import sys
 
 import pytest
 
-from mgpu_tf.checkpoints import manifest, parts, reading, store, writer
+from mgpu_tf.checkpoints import (
+    manifest,
+    parts,
+    store,
+    writer,
+)
+from mgpu_tf.checkpoints.disk import DISK
+from mgpu_tf.checkpoints.interface import unfinished_path
 from mgpu_tf.checkpoints.manifest import MANIFEST
 from mgpu_tf.checkpoints.parts import Part
 from mgpu_tf.checkpoints.reading import Stored
@@ -363,7 +370,7 @@ def test_a_part_that_failed_is_told(tmp_path):
 def test_a_process_that_cannot_begin_tells_so(tmp_path):
     """As where its file cannot be made; the first one does not wait."""
     folder = str(tmp_path)
-    place = pathlib.Path(parts.unfinished(folder, 1, "t"))
+    place = pathlib.Path(unfinished_path(folder, 1, "t"))
     (place / "arrays-1.bin").mkdir(parents=True)
     second = writer.Writer(folder, "t", 1, 2)
     second.begin(1, arrays())
@@ -381,15 +388,11 @@ def test_what_came_late_goes_with_the_next_save(tmp_path):
     folder = str(tmp_path)
     Part(folder, 1, "another", 1).close()
     for step in (1, 2):
-        part = Part(folder, step, "t", 1)
+        part = Part(folder, step, "t", 1, save=1)
         part.add(arrays()[0])
         part.leave(part.end())
     first = writer.Writer(folder, "t", 0, 2)
     first.begin(2, arrays())
-    assert sorted(os.listdir(tmp_path)) == [
-        ".unfinished-step-0000000001-another",
-        ".unfinished-step-0000000002-t",
-    ]
     first.finish({}, 1)
     assert first.written == 2
     assert sorted(os.listdir(tmp_path)) == ["registry", "step-0000000002"]
@@ -450,13 +453,13 @@ def test_a_run_writes_over_the_files_that_it_would_delete(tmp_path):
         assert Stored(entry.path).read("weights") == data
     assert inodes[2:] == inodes[:2]
     # Another run, and this one at its end, delete what is left of it.
-    parts.abandon_spare(str(tmp_path), "t")
+    DISK.forget_written_over(str(tmp_path), "t")
     assert sorted(os.listdir(tmp_path)) == ["registry", "step-0000000004"]
 
 
 def test_what_is_read_or_linked_is_not_written_over(tmp_path):
     first = write_as_run(tmp_path, 1, 1000)
-    with reading.reading(str(first)) as file:
+    with DISK.reading(str(first)) as file:
         write_as_run(tmp_path, 2, 1000)
         third = write_as_run(tmp_path, 3, 1000)
         assert file.read(4000) == bytes([1]) * 4000

@@ -14,8 +14,9 @@ import time
 from collections.abc import Iterator, Mapping
 
 from mgpu_tf._version import __version__
+from mgpu_tf.checkpoints import storage
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.folders import check_local, open_regular
+from mgpu_tf.folders import check_local, is_address, open_regular
 from mgpu_tf.runtime import versions as ranges
 from mgpu_tf.studies.doctor.findings import Finding, error, ok, warning
 
@@ -192,6 +193,10 @@ def folder(
         least_free: Bytes that should be free.
     """
     try:
+        if name == "checkpoint_dir" and is_address(path):
+            storage.of(path, name).make(name, path)
+            yield ok(name, f"{path!r} can be written")
+            return
         check_local(name, path)
     except ConfigurationError as problem:
         found, _, remedy = str(problem).rpartition(". ")
