@@ -54,8 +54,8 @@ _LEASE = ".lease"
 _BLOCK_BYTES = 1 << 16
 _NOTE_SECONDS = 1.0
 _MOST_BLOCKS = 4
-# S3 takes 10,000 parts of an object: 640 GB for each process.
-_UPLOAD_BYTES = 1 << 26
+# S3 takes 10,000 parts of an object: 320 GB for each process.
+_UPLOAD_BYTES = 1 << 25
 _READ_BYTES = 1 << 24
 _CHUNK_BYTES = 1 << 22
 # How long a run waits at its end for its notes.
@@ -299,9 +299,12 @@ class Objects(Storage):
         try:
             self._probe(folder)
         except OSError as error:
+            reason = error.strerror
+            if isinstance(error, FileNotFoundError):
+                reason = "there is no such bucket"
             raise ConfigurationError(
                 f"{name} must be an address that can be written. Received: "
-                f"{name}={folder!r} ({error.strerror})."
+                f"{name}={folder!r} ({reason})."
             ) from None
 
     def is_writable(self, folder: str) -> bool:
