@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf import datasets
-from mgpu_tf.checkpoints import registry
+from mgpu_tf.checkpoints import registry, storage
 from mgpu_tf.checkpoints.run_state import EpochRecord
 from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
@@ -99,6 +99,7 @@ def run(config: RunConfig, *, verbose: int | str = "auto") -> Report:
     if config.output_dir is not None:
         make_folder("output_dir", config.output_dir)
     if config.checkpoint_dir is not None:
+        storage.check("checkpoint_dir", config.checkpoint_dir)
         enable_determinism()
     watchdog.begin(
         ClusterConfig.from_environment(), config.options(WatchOptions)

@@ -143,7 +143,7 @@ def test_notes_are_not_written_through_links(tmp_path, caplog):
 
 def test_what_was_lost_need_not_be_kept(tmp_path, caplog):
     Progress(str(tmp_path), 0.0).note(5)
-    (tmp_path / "recovery.json.tmp").mkdir()
+    (tmp_path / "recovery.json.new").mkdir()
     cost = Progress(str(tmp_path), 0.0).begin(0, None)
     assert cost.restarts == 1
     assert "the run goes on" in caplog.text

@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     assert_found(found, ERROR, "--output_dir")
 
 
-@pytest.mark.parametrize("path", ["gs://bucket/run", "~/run", "$HOME/run"])
+@pytest.mark.parametrize("path", ["no://bucket/run", "~/run", "$HOME/run"])
 def test_a_folder_that_is_no_path(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = machine.folder("checkpoint_dir", path, 0)

@@ -128,8 +128,8 @@ COMMANDS = {
         "Mount that storage",
     ),
     "checkpoints_in_a_bucket": (
-        "train --checkpoint_dir=gs://bucket/run",
-        "Mount that storage",
+        "train --checkpoint_dir=nothing://bucket/run",
+        "storage that fsspec knows",
     ),
     "logs_in_a_bucket": (
         "launch --num_workers=1 --log_dir=gs://bucket/logs -- true",
@@ -312,8 +312,8 @@ CALLS = {
         "targets 'a'",
     ),
     "checkpoints_in_a_bucket": (
-        lambda t: in_fit(X, Y, checkpoint_dir="gs://bucket/run")(t),
-        "Mount that storage",
+        lambda t: in_fit(X, Y, checkpoint_dir="nothing://bucket/run")(t),
+        "storage that fsspec knows",
     ),
     "checkpoints_in_a_number": (
         lambda t: in_fit(X, Y, checkpoint_dir=5)(t),
