@@ -438,7 +438,6 @@ class CheckpointSaver(Saver):
         if self._progress is not None:
             self._owner.check()
             self._progress.end()
-            storage.of(self._options.folder).settle()
         self._owner.release()
         if self._local is not None:
             self._local.end()
@@ -548,6 +547,7 @@ class CheckpointSaver(Saver):
         with self._meter.phase("save"), heartbeat.at(heartbeat.SAVE):
             if self._thread is not None:
                 self._thread.join()
+            storage.of(self._options.folder).settle()
         if self._failed is not None:
             raise self._failed
 

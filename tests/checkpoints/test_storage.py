@@ -512,6 +512,24 @@ def test_an_upload_that_breaks_off_leaves_nothing(address):
         assert storage.of(address).names(address) == ["step-0000000001"]
 
 
+def test_a_save_that_fails_leaves_the_same_step(folder, monkeypatch):
+    """Of the same run, which went back and has come there again."""
+    save(folder, 2, value=1)
+    path = os.path.join(folder, "step-0000000002")
+    with monkeypatch.context() as patched:
+        patched.setattr(parts, "check_size", _fails)
+        with pytest.raises(OSError, match="of the test"):
+            save(folder, 2, value=2)
+    assert held(path) == bytes([1]) * 1000
+    assert _count(path) == 2
+    save(folder, 2, value=3)
+    assert held(path) == bytes([3]) * 1000
+
+
+def _fails(*args):
+    raise OSError(5, "of the test")
+
+
 def test_a_step_without_manifest_is_unfinished(address):
     save(address, 1, 2)
     storage.of(address).remove(
@@ -623,8 +641,9 @@ def test_training_waits_for_no_request(address, monkeypatch):
         request = getattr(MemoryFileSystem, name)
 
         def slow(*args, _request=request, **kwargs):
-            asked.append(threading.current_thread() is threading.main_thread())
-            assert answers.wait(60)
+            trains = threading.current_thread() is threading.main_thread()
+            asked.append(trains and not answers.is_set())
+            assert answers.wait(0 if trains else 60)
             return _request(*args, **kwargs)
 
         monkeypatch.setattr(MemoryFileSystem, name, slow)
