@@ -304,7 +304,8 @@ class Objects(Storage):
                 reason = "there is no such bucket"
             raise ConfigurationError(
                 f"{name} must be an address that can be written. Received: "
-                f"{name}={folder!r} ({reason})."
+                f"{name}={folder!r} ({reason}). Make the bucket, or use "
+                "credentials that may write and delete there."
             ) from None
 
     def is_writable(self, folder: str) -> bool:
