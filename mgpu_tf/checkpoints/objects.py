@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import IO, Any
 
@@ -139,6 +140,7 @@ class Objects(Storage):
         # One file of this machine, kept from save to save: the system has
         # memory for it already.
         self._spools: list[IO[bytes]] = []
+        weakref.finalize(self, _close_all, self._spools)
 
     # What is there.
 
@@ -432,8 +434,7 @@ class Objects(Storage):
 
     def forget_written_over(self, folder: str, token: str) -> None:
         """As for any storage: nothing is written over, apart from a spool."""
-        while self._spools:
-            self._spools.pop().close()
+        _close_all(self._spools)
 
     def remove_all(self, path: str) -> None:
         """As for any storage: the manifest first."""
@@ -443,6 +444,11 @@ class Objects(Storage):
                 names = self._files(path)
             for name in sorted(names, key=lambda name: name != MANIFEST):
                 self.remove(os.path.join(path, name) if name else path)
+
+
+def _close_all(files: list[IO[bytes]]) -> None:
+    while files:
+        files.pop().close()
 
 
 def _mark(token: str) -> str:

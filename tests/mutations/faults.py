@@ -459,10 +459,24 @@ CHECKPOINTS = (
     ),
     Fault(
         "a checkpoint that was about to be replaced is lost",
-        "checkpoints/store.py",
+        "checkpoints/disk.py",
         "if name.startswith(REPLACED) and not os.path.lexists(path):",
         "if False:",
         ("tests/checkpoints/test_store.py",),
+    ),
+    Fault(
+        "a deletion that is broken off on object storage leaves damage",
+        "checkpoints/objects.py",
+        "key=lambda name: name != MANIFEST",
+        "key=lambda name: name == MANIFEST",
+        ("tests/checkpoints/test_storage.py",),
+    ),
+    Fault(
+        "word that a process left of an earlier save counts",
+        "checkpoints/parts.py",
+        'if found["save"] != save:',
+        "if False:",
+        ("tests/checkpoints/test_storage.py",),
     ),
     Fault(
         "steps done again are not counted",
