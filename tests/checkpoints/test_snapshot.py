@@ -264,6 +264,7 @@ def test_the_part_of_another_worker_is_waited_for(tmp_path, monkeypatch):
         first.finish({}, 3)
     assert not os.listdir(tmp_path)
     monkeypatch.setattr(writer_lib, "WAIT_SECONDS", 600.0)
+    first, second = writers(tmp_path)  # All processes have as many saves.
     begin(first)
     begin(second)
     thread = threading.Thread(target=first.finish, args=({}, 3))
