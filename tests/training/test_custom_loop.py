@@ -102,15 +102,19 @@ def test_a_loop_is_that_of_one_device(column, strategies, tmp_path):
 
 
 @pytest.mark.full
-def test_a_resumed_loop_has_the_bits_of_an_unbroken_one(strategies, tmp_path):
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_a_resumed_loop_has_the_bits_of_an_unbroken_one(
+    kind, strategies, tmp_path
+):
+    folder = str(tmp_path) if kind == "disk" else f"memory:/{tmp_path}"
     strategy = strategies["mirrored_x3"]
     unbroken = mgpu_tf.Loop(build, strategy)
     broken = mgpu_tf.Loop(build, strategy)
     for number, batch in enumerate(batches()):
         if number == 3:
-            broken.save(str(tmp_path), number=number)
+            broken.save(folder, number=number)
             broken = mgpu_tf.Loop(build, strategy, seed=5)
-            broken.restore(str(tmp_path))
+            assert broken.restore(folder) == {"number": number}
         for step in (d_step, g_step):
             unbroken.run(step, batch)
             broken.run(step, batch)
