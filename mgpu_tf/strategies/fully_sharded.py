@@ -41,6 +41,7 @@ from mgpu_tf.strategies.mirrored import (
 )
 from mgpu_tf.strategies.sharded_variable import (
     ShardedVariable,
+    own_buffer,
     stored_part,
 )
 from mgpu_tf.strategies.topology import Topology, synchronous_topology
@@ -443,9 +444,7 @@ class Splitting:
             replica = strategy.first_replica + place
             part = stored_part(value, split, mesh, replica)
             suffix = f"/replica_{replica}" if place else ""
-            # A slice of a tensor would keep all of it in memory.
-            part = tf.raw_ops.DeepCopy(x=part)
-            parts.append(create(place, part, suffix))
+            parts.append(create(place, own_buffer(part), suffix))
             if keeps_whole:
                 whole.append(create(place, value, f"/whole_{replica}"))
         return ShardedVariable(

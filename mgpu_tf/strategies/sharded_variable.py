@@ -333,7 +333,7 @@ class ShardedVariable(values.MirroredVariable):
         ):
             kept = stored_part(value, self.split, self.mesh, replica)
             with tf.device(part.device):
-                getattr(part, method)(kept)
+                getattr(part, method)(own_buffer(kept))
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         raise _needs_update(self)
@@ -374,6 +374,15 @@ def stored_part(
     if inner is None or inner is split:
         return part
     return part_of(part, inner, mesh.rank("fsdp", replica))
+
+
+def own_buffer(part: tf.Tensor) -> tf.Tensor:
+    """Returns a part with memory of its own.
+
+    TensorFlow's slices share the memory of the whole tensor, and a variable
+    that was assigned one keeps all of it.
+    """
+    return tf.raw_ops.DeepCopy(x=part)
 
 
 def part_of(value: tf.Tensor, split: Split, rank: int) -> tf.Tensor:

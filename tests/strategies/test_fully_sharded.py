@@ -1,5 +1,7 @@
 """What replicas of a sharding strategy store, and how it reads elsewhere."""
 
+import gc
+
 import keras
 import numpy as np
 import pytest
@@ -252,3 +254,16 @@ def test_a_loop_of_ones_own(strategies):
         rtol=1e-5,
         atol=1e-7,
     )
+
+
+def test_parts_do_not_keep_the_whole_value_that_was_assigned(strategies):
+    def held():
+        gc.collect()
+        return tf.config.experimental.get_memory_info("CPU:0")["current"]
+
+    with strategies["fsdp_x3"].scope():
+        weight = keras.Variable(np.zeros((3, 1 << 20), "float32"))
+    before = held()
+    weight.assign(keras.random.normal((3, 1 << 20), seed=1))
+    assert held() - before < 1 << 20
+    assert np.std(weight.numpy()) > 0.9
