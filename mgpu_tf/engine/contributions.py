@@ -96,7 +96,7 @@ class BatchShare:
         return tf.cond(
             self.local > 0,
             lambda: [_identity(value) for value in held],
-            lambda: [_zeros_like(value) for value in held],
+            lambda: [_zeros_like(value, self.local) for value in held],
         )
 
     def _surely_holds(self) -> bool:
@@ -116,11 +116,21 @@ def _identity(value: Any) -> Any:
     return tf.nest.map_structure(tf.identity, value, expand_composites=True)
 
 
-def _zeros_like(value: Any) -> Any:
+def _zeros_like(value: Any, none: tf.Tensor) -> Any:
+    """Returns zeros of the shape of a value.
+
+    Args:
+        value: A tensor, or rows.
+        none: A number that is 0 in the step. TensorFlow keeps zeros of a shape
+            that it knows with the graph, for each device.
+    """
     if isinstance(value, tf.IndexedSlices):
-        zeros = tf.zeros_like(value.values)
+        zeros = _zeros_like(value.values, none)
         return tf.IndexedSlices(zeros, value.indices, value.dense_shape)
-    return tf.zeros_like(value)
+    shape = tf.shape(value) + tf.cast(none, tf.int32)
+    return tf.ensure_shape(
+        tf.fill(shape, tf.zeros([], value.dtype)), value.shape
+    )
 
 
 @dataclasses.dataclass

@@ -45,6 +45,20 @@ def loss(name):
 
 ENGINE = (
     Fault(
+        "zeros of the shapes of all gradients stay with the graph",
+        "engine/contributions.py",
+        "    shape = tf.shape(value) + tf.cast(none, tf.int32)\n",
+        "    shape = tf.shape(value)\n",
+        ("tests/engine/test_memory_of_steps.py",),
+    ),
+    Fault(
+        "a part keeps the whole value that was assigned",
+        "strategies/sharded_variable.py",
+        "getattr(part, method)(own_buffer(kept))",
+        "getattr(part, method)(kept)",
+        ("tests/strategies/test_fully_sharded.py",),
+    ),
+    Fault(
         "weights that a collective gathers are not known as weights",
         "engine/per_layer.py",
         "        self._scope.take_alike(gathered)\n",
