@@ -202,7 +202,7 @@ def test_command_tells_both(tmp_path, capsys):
         ("--scaling=nowhere.json --examples=9 --price=nan", "price=nan"),
         ("--scaling=nowhere.json --examples=9 --epochs=0", "epochs=0"),
         (f"--scaling=x --examples=9 --epochs=1{'0' * 400}", "epochs=10000"),
-        ("--num_parameters=1M --epochs=x", "--epochs=x"),
+        ("--num_parameters=1M --epochs=x", "epochs='x'"),
     ],
 )
 def test_a_mistake_is_one_line(flags, message, capsys, monkeypatch):
