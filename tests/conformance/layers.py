@@ -13,7 +13,9 @@ from tests.conformance.harness import Excuse, add, row
 GROUP = "Layers with state or chance"
 UNSYNCHRONIZED = Excuse("", "BatchNormalization that is not synchronized")
 UNKNOWN_SIZE = Excuse(
-    "", "where the graph knows the batch size, and all alike where it does not"
+    "",
+    "where the graph knows the batch size, and all in the same way where it "
+    "does not",
 )
 
 
