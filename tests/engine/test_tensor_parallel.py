@@ -353,7 +353,7 @@ def test_backbones_of_keras_hub(name, strategies):
 WRONG = [
     (
         {"tensor": 2, "pipeline": 2, "devices": 4},
-        "does not go with fsdp and tensor",
+        "pipeline does not go with tensor",
     ),
     (
         {"fsdp": 2, "layout": {".*": (None, "batch")}},
