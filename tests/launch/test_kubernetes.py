@@ -271,7 +271,7 @@ NEEDED = ["--name=mnist", "--image=lab/train:1", "--workers=2"]
         (["--image="], ["registry/team/train:1"]),
         (["--image=a b"], ["image='a b'"]),
         (["--workers=0"], ["workers must be an integer of 1 or more"]),
-        (["--workers=two"], ["--workers=two"]),
+        (["--workers=two"], ["workers='two'"]),
         (["--gpus=-1"], ["gpus must be an integer of 0 or more"]),
         (["--ps=-1"], ["ps must be an integer of 0 or more"]),
         (["--evaluator"], ["without ps", "--ps=1"]),
