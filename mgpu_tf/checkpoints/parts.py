@@ -166,7 +166,7 @@ def left(
         found = dict(json.loads(storage.of(folder).text(path)))
     except FileNotFoundError:
         return None
-    if found["save"] != save:
+    if found.get("save") != save:
         return None
     if "failed" in found:
         raise CheckpointError(f"process {process}: {found['failed']}")
