@@ -124,7 +124,7 @@ def language_model():
 
 
 def read_aside():
-    """The whole model is computed of the rows of all replicas."""
+    """The whole model is computed from the rows of all replicas."""
     inputs, keeper = keras.Input((8,)), Keeper()
     x = Block()(keeper(Projection(8)(inputs)))
     x = Centered(keeper)(x)
