@@ -488,7 +488,7 @@ CHECKPOINTS = (
     Fault(
         "word that a process left of an earlier save counts",
         "checkpoints/parts.py",
-        'if found["save"] != save:',
+        'if found.get("save") != save:',
         "if False:",
         ("tests/checkpoints/test_storage.py",),
     ),
