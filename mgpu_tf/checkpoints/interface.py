@@ -70,7 +70,7 @@ class Claim(abc.ABC):
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Tells that the run writes nothing more."""
+        """Ends the claim: this run writes nothing there from now on."""
 
 
 class Notes(abc.ABC):
@@ -82,7 +82,7 @@ class Notes(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Writes no more."""
+        """Closes the file; nothing is written after this call."""
 
 
 class Storage(abc.ABC):
@@ -118,7 +118,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def text(self, path: str, most: int = -1) -> bytes:
-        """Returns the bytes of a small file, at most so many."""
+        """Returns the bytes of a small file, the first `most` of them."""
 
     @abc.abstractmethod
     def size(self, path: str) -> int:
@@ -156,7 +156,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def settle(self) -> None:
-        """Waits until all notes are there; their errors stay untold."""
+        """Waits until all notes are stored; raises no error of theirs."""
 
     # The folder of a run.
 

@@ -101,7 +101,7 @@ def _reached(scheme: str) -> Objects:
 
 
 @contextlib.contextmanager
-def _told(path: str) -> Iterator[None]:
+def _as_os_errors(path: str) -> Iterator[None]:
     """Turns what packages raise into an `OSError` with a reason of one line.
 
     None of them says which errors are of the network: so all are.
@@ -160,7 +160,7 @@ class Objects(Storage):
         """
         import fsspec
 
-        with _told(folder):
+        with _as_os_errors(folder):
             self._system.invalidate_cache()
             root = fsspec.core.strip_protocol(folder).rstrip("/") + "/"
             found = self._system.find(folder)
@@ -205,12 +205,12 @@ class Objects(Storage):
         """As for any storage."""
         # A range of an empty object is an error.
         part = {"start": 0, "end": most} if 0 <= most < self.size(path) else {}
-        with _told(path):
+        with _as_os_errors(path):
             return bytes(self._system.cat_file(path, **part))
 
     def size(self, path: str) -> int:
         """As for any storage."""
-        with _told(path):
+        with _as_os_errors(path):
             self._system.invalidate_cache()
             found = self._system.info(path)
             if found["type"] != "file":
@@ -230,7 +230,7 @@ class Objects(Storage):
 
     def put(self, path: str, data: bytes) -> None:
         """As for any storage."""
-        with _told(path):
+        with _as_os_errors(path):
             self._system.pipe_file(path, data)
 
     def append(self, path: str, data: bytes) -> None:
@@ -242,7 +242,7 @@ class Objects(Storage):
 
     def remove(self, path: str) -> None:
         """As for any storage."""
-        with contextlib.suppress(FileNotFoundError), _told(path):
+        with contextlib.suppress(FileNotFoundError), _as_os_errors(path):
             self._system.rm_file(path)
 
     def notes(self, path: str) -> Notes:
@@ -270,7 +270,7 @@ class Objects(Storage):
     def _blocks(self, path: str) -> dict[int, str]:
         """Returns the objects of notes by their numbers."""
         folder, base = os.path.split(path)
-        with _told(folder):
+        with _as_os_errors(folder):
             self._system.invalidate_cache()
             found = self._system.ls(folder, detail=False)
         names = [each.rstrip("/").rpartition("/")[2] for each in found]
@@ -380,7 +380,7 @@ class Objects(Storage):
         """As for any storage: copied; the new manifest takes its place."""
         for name in self._files(path):
             if name not in new:
-                with _told(path):
+                with _as_os_errors(path):
                     self._system.cp_file(
                         os.path.join(path, name), os.path.join(other, name)
                     )
@@ -482,7 +482,7 @@ class _Ranges(io.RawIOBase):
         wanted = min(len(view), _READ_BYTES, self._size - self._place)
         if wanted <= 0:
             return 0
-        with _told(self._path):
+        with _as_os_errors(self._path):
             data = self._system.cat_file(
                 self._path, start=self._place, end=self._place + wanted
             )
@@ -504,7 +504,7 @@ class _Upload(PartFile):
         self._done = False
 
     def write(self, chunk: bytes) -> object:
-        with _told(self._path):
+        with _as_os_errors(self._path):
             if self._file is None:
                 self._file = self._system.open(
                     self._path, "wb", block_size=_UPLOAD_BYTES
@@ -517,7 +517,7 @@ class _Upload(PartFile):
     def end(self, size: int) -> str:
         if self._file is None:
             self.write(b"")
-        with _told(self._path):
+        with _as_os_errors(self._path):
             self._file.close()
         self._done = True
         return self._digest.hexdigest()
@@ -533,7 +533,7 @@ class _Upload(PartFile):
 
     def drop(self) -> None:
         self.close()
-        with contextlib.suppress(OSError), _told(self._path):
+        with contextlib.suppress(OSError), _as_os_errors(self._path):
             self._system.rm_file(self._path)
 
 

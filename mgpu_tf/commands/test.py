@@ -16,7 +16,7 @@ from mgpu_tf.studies import setup_check
 
 USAGE = """mgpu-tf test
 
-Tries this installation on made-up data, in half a minute on two idle cores:
+Tries this installation on made-up data, in 20 seconds on two idle cores:
 
   1. two replicas, on two GPUs or on two parts of the CPU, against one device
   2. two processes, of which one is killed and the training resumes, against
