@@ -9,7 +9,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import hypothesis
 import pytest
 
-from tests import clusters, columns, leftovers
+from tests import clusters, columns, leftovers, tiers
 
 # Other work may take the processor for seconds.
 hypothesis.settings.register_profile("shared machine", deadline=None)
@@ -38,6 +38,11 @@ def pytest_xdist_make_scheduler(config, log):
             return "those that share a cluster" if file in sharing else file
 
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    tiers.leave_to_the_matrix(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

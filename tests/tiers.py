@@ -4,6 +4,9 @@ CONTRIBUTING.md has the rule.
 """
 
 import collections
+import json
+import pathlib
+import zlib
 
 import pytest
 
@@ -73,3 +76,32 @@ def dealt(rows, columns, refused=()):
                 pairs.append(pair)
                 break
     return pairs
+
+
+# Their cases share a cluster, which is most of what they take.
+WHOLE = ("tests/cluster/", "tests/launch/")
+FAULTS = pathlib.Path(__file__).parents[1] / "docs" / "mutations.json"
+
+
+def leave_to_the_matrix(items):
+    """Marks items so that the full tier has one case of each test.
+
+    Which one depends on the test's name, so that the tests of a file train on
+    different strategies. Cases that saw a planted fault stay too.
+
+    Args:
+        items: Those that pytest collected.
+    """
+    faults = json.loads(FAULTS.read_text())["faults"].values()
+    seeing = {found["test"] for found in faults}
+    tests = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("full") and not item.nodeid.startswith(
+            WHOLE
+        ):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in tests.items():
+        kept = cases[zlib.crc32(name.encode()) % len(cases)]
+        for case in cases:
+            if case is not kept and case.nodeid not in seeing:
+                case.add_marker(matrix)
