@@ -1,4 +1,4 @@
-"""What a change must pass: lint, docs, the default tests, jobs on clusters.
+"""What a change must pass: lint, docs, the default tests, the full tier.
 
     .ci/run
 
@@ -124,6 +124,7 @@ def main():
         red.append(f"make test-clusters, which needs {missing}: NOT RUN")
     else:
         decide("test-clusters")
+    decide("test-rest")
     run(".venv/bin/python", "-m", "tests.tables")
     for test in flaky:
         print(f"FLAKY: {test}")

@@ -152,15 +152,33 @@ def test_a_run_that_left_no_record_is_red(tmp_path, monkeypatch):
     assert ci.tier("test") == (False, [])
 
 
-def test_a_sample_has_each_value():
-    rows = [(a, b) for a in "xyz" for b in range(5)]
-    sample = tiers.covering(rows, held=[("x", 0)])
-    assert len(sample) == 4
-    assert {b for _, b in sample} == {1, 2, 3, 4}
-    assert {a for a, _ in sample} >= {"y", "z"}
-    marks = [
-        mark.name
-        for row in tiers.sampled(rows, [("x", 0)])
-        for mark in row.marks
-    ]
-    assert (marks.count("full"), marks.count("matrix")) == (4, 10)
+class Item:
+    """What the tiers read of a test.
+
+    Args:
+        nodeid: Pytest's name of it.
+    """
+
+    def __init__(self, nodeid):
+        self.nodeid = nodeid
+        self.marks = {"full"}
+
+    def get_closest_marker(self, name):
+        return name in self.marks
+
+    def add_marker(self, mark):
+        self.marks.add(mark.name)
+
+
+def test_the_full_tier_has_one_case_of_a_test_and_those_that_saw_a_fault():
+    faults = json.loads(tiers.FAULTS.read_text())["faults"].values()
+    [seeing, *_] = [f["test"] for f in faults if f["seen"] == "full"]
+    seen = Item(seeing)
+    cases = [Item(f"tests/a.py::test_b[{column}]") for column in range(9)]
+    whole = [Item(f"tests/launch/a.py::test_b[{each}]") for each in range(3)]
+    others = [Item(f"{seeing.partition('[')[0]}[{each}]") for each in range(9)]
+    tiers.leave_to_the_matrix([*cases, seen, *others, *whole])
+    assert sum("matrix" not in case.marks for case in cases) == 1
+    assert "matrix" not in seen.marks
+    assert sum("matrix" not in case.marks for case in others) <= 1
+    assert not any("matrix" in case.marks for case in whole)

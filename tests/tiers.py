@@ -20,7 +20,7 @@ def tiered(rows, quick, full_of=None):
     Args:
         rows: Values, or tuples of values.
         quick: Those of the default tier.
-        full_of: Those that the full tier has besides; all by default. The
+        full_of: Those of which the full tier has one; all by default. The
             rest is in the matrix alone.
     """
     full_of = rows if full_of is None else full_of
@@ -32,35 +32,6 @@ def tiered(rows, quick, full_of=None):
         marks = () if row in quick else full if row in full_of else matrix
         marked.append(pytest.param(*values, marks=marks))
     return marked
-
-
-def sampled(rows, quick):
-    """Returns the same of a matrix of which the full tier has a sample.
-
-    Each value of each place is in a row of the default or the full tier.
-    """
-    return tiered(rows, quick, covering(rows, quick))
-
-
-def covering(rows, held=()):
-    """Returns rows so that each value of each place is in one of them.
-
-    Args:
-        rows: Tuples of one length.
-        held: Rows whose values need no other row.
-    """
-    used = collections.Counter(pair for row in held for pair in enumerate(row))
-    chosen = []
-
-    def gain(row):
-        pairs = [*enumerate(row)]
-        # Of those that bring as much, the one with the rarest values.
-        return sum(not used[p] for p in pairs), -sum(used[p] for p in pairs)
-
-    while gain(row := max(rows, key=gain))[0]:
-        chosen.append(row)
-        used.update(enumerate(row))
-    return chosen
 
 
 def dealt(rows, columns, refused=()):

@@ -11,7 +11,7 @@ import tensorflow as tf
 import mgpu_tf
 from mgpu_tf.engine.rows import summed_rows
 from tests.parity import cases
-from tests.tiers import sampled, tiered
+from tests.tiers import tiered
 
 OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
@@ -128,7 +128,7 @@ def check_state(model, alone):
 
 @pytest.mark.parametrize(
     ("column", "name"),
-    sampled(
+    tiered(
         [
             (column, name)
             for column in ("one_device", "mirrored_x3", "central_storage_x2")
@@ -180,7 +180,7 @@ def spread_over(name):
 
 @pytest.mark.parametrize(
     ("mesh", "name"),
-    sampled(
+    tiered(
         [
             (mesh, name)
             for mesh in SPREAD

@@ -18,7 +18,7 @@ from mgpu_tf.engine.update import Update
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.registry import kind_of
 from tests.parity import cases
-from tests.tiers import sampled
+from tests.tiers import tiered
 
 UPDATES = 50
 SHAPES = ((6, 4), (4,))
@@ -158,7 +158,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("column", "name"), sampled(ROWS, QUICK))
+@pytest.mark.parametrize(("column", "name"), tiered(ROWS, QUICK))
 def test_on_several_replicas(column, name, float64, strategies):
     found, replaced = differences(strategies[column], FUSED[name])
     assert list(replaced.values()) == [1]

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
-from tests.tiers import sampled
+from tests.tiers import tiered
 
 hub = pytest.importorskip("keras_hub")
 
@@ -127,7 +127,7 @@ def made(mesh, strategies):
     return tensor_x2() if mesh == "tensor_x2" else strategies[mesh]
 
 
-@pytest.mark.parametrize(("mesh", "name"), sampled(ROWS_OF_TESTS, []))
+@pytest.mark.parametrize(("mesh", "name"), tiered(ROWS_OF_TESTS, []))
 def test_as_on_one_device(mesh, name, strategies):
     history, state = stock(name)
     atol = TOLERANCES.get(name, 1e-9)

@@ -13,7 +13,7 @@ from keras import layers, ops
 
 import mgpu_tf
 from mgpu_tf.engine.noise_scale import DECAY
-from tests.tiers import sampled, tiered
+from tests.tiers import tiered
 
 FEATURES = 5
 # Gradients are computed in float32.
@@ -198,7 +198,7 @@ SPLIT = {
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     ("column", "name"),
-    sampled(
+    tiered(
         [*itertools.product([*SPLIT, "mirrored_x3"], MODELS)],
         [("fsdp_x3", "used_twice")],
     ),

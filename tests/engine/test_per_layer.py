@@ -14,7 +14,7 @@ from keras import layers
 
 import mgpu_tf
 from mgpu_tf.engine import keras_internals
-from tests.tiers import sampled, tiered
+from tests.tiers import tiered
 
 WORDS = 30
 
@@ -279,7 +279,7 @@ QUICK = [
 
 
 @pytest.mark.filterwarnings("ignore:Layer 'flatten.*was passed an input")
-@pytest.mark.parametrize(("column", "name"), sampled(CELLS, QUICK))
+@pytest.mark.parametrize(("column", "name"), tiered(CELLS, QUICK))
 def test_same_numbers_as_keras(column, name, strategies):
     found = train(*PROGRAMS[name], strategies[column], recompute="layers")
     check(found, stock(name))
@@ -301,7 +301,7 @@ QUICK_DRAWS = [
 
 
 @pytest.mark.parametrize(
-    ("column", "reference", "name"), sampled(DRAWS, QUICK_DRAWS)
+    ("column", "reference", "name"), tiered(DRAWS, QUICK_DRAWS)
 )
 def test_same_numbers_as_without(column, reference, name, strategies):
     check(

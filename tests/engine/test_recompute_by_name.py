@@ -15,7 +15,7 @@ from keras import layers
 
 import mgpu_tf
 from tests.engine.test_per_layer import Block, check, compiled, train, words
-from tests.tiers import sampled, tiered
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -72,7 +72,7 @@ def stock():
 
 @pytest.mark.parametrize(
     ("column", "choice"),
-    sampled(
+    tiered(
         [(column, choice) for column in COLUMNS for choice in CHOICES],
         [("one_device", "inner")],
     ),

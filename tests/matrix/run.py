@@ -4,7 +4,7 @@
 
 They are the cells of a matrix of which the tiers have a sample. Results are in
 docs/matrix.json, the table is docs/matrix.md. Hardware: any; on 2 quiet CPU
-cores about an hour. Exits with status 1 where one fails.
+cores two hours. Exits with status 1 where one fails.
 """
 
 import collections
@@ -25,7 +25,7 @@ HEAD = """# Cells that the tiers leave out
 
 Measured on {date} with {versions}, by `make matrix`. Tests that train the same
 program on many strategies are a matrix. `make test` and `make test-full` have
-each row and each column of it; these are the other cells. {sources}
+a sample of it; these are the other cells. {sources}
 
 | file | {outcomes} |
 |---|---|---|---|

@@ -14,7 +14,7 @@ from mgpu_tf.engine.base import Execution
 from mgpu_tf.training.pace import Pace, Trial
 from tests import clusters
 from tests.jobs import compiled
-from tests.tiers import sampled, tiered
+from tests.tiers import tiered
 
 SIZE = 45
 COLUMNS = ["one_device", "mirrored_x2", "mirrored_x4", "central_storage_x2"]
@@ -58,7 +58,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("kind", "column"),
-    sampled(
+    tiered(
         list(itertools.product(KINDS, COLUMNS)),
         [(kind, "mirrored_x4") for kind in KINDS],
     ),
