@@ -54,40 +54,76 @@ tf.config.set_logical_device_configuration(cpu, two)
 """
 
 
-@pytest.mark.full
-def test_from_a_scope(folder):
-    """On two parts of the CPU it has the weights of one device."""
-    stock = "tf.distribute.MirroredStrategy()"
-    one = 'tf.distribute.OneDeviceStrategy("CPU:0")'
-    assert stock in side("mirrored", "-")
-    run(side("mirrored", "-").replace(stock, one), folder)
-    expected = keras.models.load_model("model.keras").get_weights()
-    done = clusters.run(["-c", TWO_PARTS + side("mirrored", "+")], cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "mirrored on CPU:0 and CPU:1; 2 replicas" in done.stdout
-    found = keras.models.load_model("model.keras").get_weights()
-    for a, b in zip(expected, found, strict=True):
+ONE = 'tf.distribute.OneDeviceStrategy("CPU:0")'
+SEED = "import keras\nkeras.utils.set_random_seed(1)\n"
+
+
+def replaced(text, old, new):
+    assert old in text
+    return text.replace(old, new)
+
+
+def weights(path):
+    return keras.models.load_model(path).get_weights()
+
+
+def assert_equal(found, expected):
+    for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.full
-def test_from_plain_keras(folder):
-    history = run(side("plain", "+"), folder)["history"]
-    assert set(history.history) == {"loss", "mae", "val_loss", "val_mae"}
-    assert keras.models.load_model(folder / "best.keras").built
-    assert len((folder / "log.csv").read_text().splitlines()) == 4
+def test_from_a_scope(folder):
+    """On two parts of the CPU it has the weights of one device."""
+    stock = "tf.distribute.MirroredStrategy()"
+    run(replaced(side("mirrored", "-"), stock, ONE), folder)
+    expected = weights("model.keras")
+    done = clusters.run(["-c", TWO_PARTS + side("mirrored", "+")], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "mirrored on CPU:0 and CPU:1; 2 replicas" in done.stdout
+    assert_equal(weights("model.keras"), expected)
 
 
 @pytest.mark.full
-def test_from_keras_2_on_two_workers(tmp_path):
-    (tmp_path / "job.py").write_text(side("workers", "+"))
+def test_from_plain_keras(folder):
+    """Its history, best model and log are those of the old script."""
+    before, after = (
+        replaced(SEED + side("plain", mark), "=3,", "=3, shuffle=False,")
+        for mark in "-+"
+    )
+    expected = run(before, folder)["history"].history
+    best = weights("best.keras")
+    rows = np.genfromtxt("log.csv", delimiter=",", names=True)
+    found = run(after, folder)["history"].history
+    assert set(found) == {"loss", "mae", "val_loss", "val_mae"}
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-4)
+    assert_equal(weights("best.keras"), best)
+    logged = np.genfromtxt("log.csv", delimiter=",", names=True)
+    for name in rows.dtype.names:
+        np.testing.assert_allclose(logged[name], rows[name], rtol=1e-4)
+
+
+# Of Keras's own `fit`, which the old script calls.
+@pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")
+@pytest.mark.full
+def test_from_keras_2_on_two_workers(folder):
+    """Without a shuffle it has the weights of Keras on one device."""
+    before = replaced(side("workers", "-"), ".shuffle(256)", "")
+    stock = "tf.distribute.MultiWorkerMirroredStrategy()"
+    before = replaced(before, stock, ONE)
+    before = replaced(before, "strategy.cluster_resolver.task_id", "0")
+    run(SEED + before, folder)
+    expected = weights("model.keras")
+    after = replaced(side("workers", "+"), ".shuffle(256, seed=1)", "")
+    (folder / "job.py").write_text(SEED + after)
     done = clusters.mgpu_tf(
         *("launch", "--num_workers=2", "--startup_seconds=0"),
         *("--", clusters.PYTHON, "job.py"),
-        cwd=tmp_path,
+        cwd=folder,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "model.keras").exists()
+    assert_equal(weights("model.keras"), expected)
     # Nothing of TensorFlow's own, and the line that says what runs.
     assert ".cc:" not in done.stdout
     assert "multi_worker_mirrored on 2 workers" in done.stdout
