@@ -138,6 +138,20 @@ def test_no_page_takes_a_script_or_a_style_from_the_network(site):
     assert not [path for path in pages if taken.search(path.read_text())]
 
 
+@pytest.mark.full
+def test_each_link_leads_to_a_file(site):
+    link = re.compile(r'(?:href|src)="?([^" >#?]+)')
+    pages = [path for path in site.rglob("*.html") if path.name != "404.html"]
+    links = {
+        (path.parent / found, path.name)
+        for path in pages
+        for found in link.findall(path.read_text())
+        if not re.match("[a-z]+:", found)
+    }
+    assert len(links) > 1000
+    assert not [pair for pair in links if not pair[0].exists()]
+
+
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 @pytest.mark.full
 @pytest.mark.parametrize("page", ["index.html", "reference/training.html"])

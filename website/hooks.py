@@ -1,7 +1,8 @@
 """What the build of the site adds: the table of errors, and links out of docs.
 
 The table has the message of every error that the package raises, read from its
-source. A link to a file outside of `docs/` becomes the path of the file.
+source. A link to a file that the site does not have, outside of `docs/` or a
+.json file in it, becomes the path of the file.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parent.parent
 ERRORS = ("ConfigurationError", "ClusterError", "DivergedError", "NoRoom")
 
-_OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)")
+_OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./([^)#]+)|([^)#/]+\.json))[^)]*\)")
 _MARK = "<!-- errors: the table -->"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Adds the table of errors, and rewrites links out of the folder."""
+    """Adds the table of errors, and rewrites links out of the site."""
     if page.file.src_uri == "errors.md":
         markdown = markdown.replace(_MARK, table())
     return _OUTSIDE.sub(_path, markdown)
 
 
 def _path(link: re.Match[str]) -> str:
-    text, path = link[1], link[2]
+    text, path = link[1], link[2] or f"docs/{link[3]}"
     inside = text.startswith("`") or "/" in text or path.endswith(text)
     return f"`{path}`" if inside else f"{text} (`{path}`)"
 
