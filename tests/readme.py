@@ -40,7 +40,7 @@ def build():
 import numpy as np
 
 def load():
-    x = np.random.default_rng(0).normal(size=(50, 4))
+    x = np.random.default_rng(0).normal(size=(200, 4))
     return x, x.sum(axis=1, keepdims=True)
 """,
 }

@@ -21,6 +21,8 @@ STYLE = """
 --c7:#9fb0c3}}
 svg{width:100%;height:auto;display:block}.bar{height:34px;border-radius:6px}
 .grid{stroke:var(--rule)}.tick,.axis{fill:var(--soft);font-size:11px}
+.plot{overflow:visible}
+@media(max-width:640px){.tick,.axis{font-size:17px}}
 .line{fill:none;stroke-width:2.2}.mark{stroke:var(--c4);stroke-width:1.5;
 stroke-dasharray:4 3}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0 0;font-size:13px}
@@ -286,5 +288,6 @@ def round_step(least: float) -> float:
 
 def _svg(parts: Sequence[str]) -> str:
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
+        f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
+        f"{''.join(parts)}</svg>"
     )

@@ -424,7 +424,9 @@ dt{color:var(--soft);font-size:12px}dd{margin:0;font-size:18px;
 overflow-wrap:anywhere}
 table{border-collapse:collapse;width:100%;margin-top:10px;font-size:13px}
 td,th{padding:4px 8px;border-top:1px solid var(--rule);text-align:left;
-overflow-wrap:anywhere}td:not(:first-child){font-variant-numeric:tabular-nums}
+overflow-wrap:anywhere}th{overflow-wrap:break-word}
+@media(max-width:640px){td,th{padding:4px}}
+td:not(:first-child){font-variant-numeric:tabular-nums}
 .differs td{font-weight:600}
 .events{margin:0;padding-left:20px}.events li{margin:4px 0}
 """

@@ -66,7 +66,8 @@ class ParityReport:
             [len("strategy"), *(len(row.strategy) for row in self.rows)]
         )
         lines = [
-            f"{self.steps} steps compared in {self.precision}",
+            f"{self.steps} step{'s' * (self.steps != 1)} compared in "
+            f"{self.precision}",
             f"{'strategy':<{width}}  difference  noise     loss      verdict",
         ]
         for row in self.rows:

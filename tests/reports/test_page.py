@@ -367,13 +367,15 @@ def test_no_number_at_all():
 @pytest.mark.full
 @pytest.mark.parametrize("width", [1200, 400])
 def test_a_browser_shows_it(width, folders, tmp_path):
-    """Nothing is wider than the window, and all charts have a size."""
+    """Nothing is wider than the window, and charts can be read."""
     path = page.write(*folders, path=str(tmp_path / "both.html"))
     probe = (
         "<script>document.title=JSON.stringify({"
         "page:document.documentElement.scrollWidth,"
         "charts:[...document.querySelectorAll('svg')].map(s=>"
         "s.getBoundingClientRect().height),"
+        "letters:[...document.querySelectorAll('.tick')].map(t=>"
+        "t.getBoundingClientRect().height),"
         "inside:[...document.querySelectorAll('.device,.track,.ticks span')]"
         ".map(e=>{const c=e.closest('.card').getBoundingClientRect(),"
         "b=e.getBoundingClientRect();return b.width>0&&b.left>=c.left&&"
@@ -398,5 +400,6 @@ def test_a_browser_shows_it(width, folders, tmp_path):
     assert told["page"] <= max(width, 500)
     assert len(told["charts"]) >= 11
     assert min(told["charts"]) > 30
+    assert min(told["letters"]) > 11
     assert len(told["inside"]) > 30
     assert all(told["inside"])
