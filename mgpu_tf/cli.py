@@ -185,7 +185,10 @@ def _of_value(message: str, values: flags.FlagValues) -> str:
         float(received)  # It is out of range then, and absl says so.
     except ValueError:
         if kind is not None:
-            return f"{name} must be {kind}. Received: {name}={received!r}."
+            line = f"{name} must be {kind}. Received: {name}={received!r}."
+            if name == "devices" and "," in received:
+                line += f" To choose GPUs, set CUDA_VISIBLE_DEVICES={received}."
+            return line
     return message
 
 

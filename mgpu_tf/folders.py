@@ -262,5 +262,6 @@ def make_folder(
     except OSError as error:
         raise ConfigurationError(
             f"{name} must be a folder that can be made and written. "
-            f"Received: {name}={path!r} ({error.strerror})."
+            f"Received: {name}={path!r} ({error.strerror}). Give "
+            "another path."
         ) from None

@@ -224,7 +224,10 @@ def _reported(
         epochs=[_epoch_report(record) for record in trainer.records],
         test=test,
         weights_sha256=weights_sha256(trainer.model.get_weights()),
-        restarts=trainer.recovery.restarts,
+        # A task that ended before its first step has left no progress.
+        restarts=max(
+            trainer.recovery.restarts, int(os.environ.get(RESTARTS, 0))
+        ),
         lost_steps=trainer.recovery.lost_steps,
         lost_seconds=trainer.recovery.lost_seconds,
         lost_workers=trainer.recovery.lost_workers + lost_workers(strategy),

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from mgpu_tf import job
+from mgpu_tf.config import RunConfig
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.launch.job import RESTARTS
 from mgpu_tf.reports.report import Report, weights_sha256
 from tests import clusters
 from tests.tiers import tiered
@@ -78,6 +80,24 @@ def test_model_is_the_one_reported(name, output):
     model = keras.saving.load_model(os.path.join(folder, "model.keras"))
     weights = model.get_weights()
     assert weights_sha256(weights) == Report.read(folder).weights_sha256
+
+
+def test_restarts_before_the_first_step_are_reported(
+    tmp_path, monkeypatch, data_dir, strategies
+):
+    strategies["one_device"]  # The CPU is split before the first operation.
+    monkeypatch.setenv(RESTARTS, "2")
+    config = RunConfig(
+        strategy="one_device",
+        epochs=1,
+        data_dir=str(data_dir),
+        output_dir=str(tmp_path),
+        report="html",
+    )
+    assert job.run(config).restarts == 2
+    page = (tmp_path / "report.html").read_text()
+    assert "Restarts: 2. Steps done again: 0. They came before" in page
+    assert "No restart" not in page
 
 
 @pytest.mark.parametrize("name", ROWS[1:])

@@ -555,5 +555,6 @@ class CheckpointSaver(Saver):
 def _unwritable(folder: str, error: OSError) -> ConfigurationError:
     return ConfigurationError(
         "checkpoint_dir must be a folder that can be made and written. "
-        f"Received: checkpoint_dir={folder!r} ({error.strerror})."
+        f"Received: checkpoint_dir={folder!r} ({error.strerror}). Give "
+        "another path."
     )

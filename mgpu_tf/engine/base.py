@@ -430,7 +430,7 @@ def _check_compiled(
     if not isinstance(model, keras.Model):
         raise ConfigurationError(
             "build_model must return a compiled keras.Model. Received: "
-            f"{type(model).__name__}."
+            f"{type(model).__name__}. End it with `return model`."
         )
     if not model.compiled:
         raise ConfigurationError(

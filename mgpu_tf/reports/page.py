@@ -350,9 +350,14 @@ def _memory(report: Report) -> str:
 def _events(report: Report) -> str:
     told = []
     if report.restarts:
+        lost = (
+            f"Time lost: {report.lost_seconds:.0f} s."
+            if report.lost_seconds
+            else "They came before the first step."
+        )
         told.append(
             f"Restarts: {report.restarts}. Steps done again: "
-            f"{report.lost_steps}. Time lost: {report.lost_seconds:.0f} s."
+            f"{report.lost_steps}. {lost}"
         )
     if report.lost_workers:
         told.append(f"Workers lost for a time: {report.lost_workers}.")

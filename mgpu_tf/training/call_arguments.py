@@ -92,13 +92,20 @@ def unpack_validation(
             own from the inputs has none, and takes `(x,)`, as in Keras.
 
     Raises:
-        ConfigurationError: It is a tuple or list of another length.
+        ConfigurationError: It is a tuple or list of another length, or an
+            array without targets.
     """
     lengths = (2, 3) if targets else (1, 2, 3)
     if isinstance(data, tuple | list) and len(data) not in lengths:
         raise ConfigurationError(
             "validation_data must be (x, y), (x, y, sample_weight), or a "
             f"dataset. Received: a {type(data).__name__} of {len(data)}."
+        )
+    if targets and hasattr(data, "shape"):
+        raise ConfigurationError(
+            "validation_data must be (x, y), (x, y, sample_weight), or a "
+            f"dataset. Received: one {type(data).__name__}. Pass its targets "
+            "too."
         )
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
     return x, y, weight

@@ -45,6 +45,10 @@ _KERAS_EVALUATES = (
     "such as in a callback. Call trainer.evaluate or trainer.predict, on "
     "every worker."
 )
+_NO_TARGETS = (
+    "The loss needs targets. Received: data of inputs alone. Pass y, or "
+    "batches of (x, y)."
+)
 
 
 @contextlib.contextmanager
@@ -120,16 +124,20 @@ def explained(source: data_lib.Source) -> Iterator[None]:
             f"Received: targets {', '.join(map(repr, example[1]))}. Pass the "
             "array alone, or name the model's outputs."
         ) from error
+    except AttributeError as error:
+        # What Keras's metrics say.
+        if "'NoneType' object has no attribute 'shape'" not in str(error):
+            raise
+        if _has_targets(source.example()):
+            raise
+        raise ConfigurationError(_NO_TARGETS) from error
     except ValueError as error:
         text = _ANSI.sub("", str(error))
         if "PerReplica:" in text:
             raise ConfigurationError(_KERAS_EVALUATES) from error
         example = source.example()
         if "None values not supported" in text and not _has_targets(example):
-            raise ConfigurationError(
-                "The loss needs targets. Received: data of inputs alone. Pass "
-                "y, or batches of (x, y)."
-            ) from error
+            raise ConfigurationError(_NO_TARGETS) from error
         if not any(phrase in text for phrase in _SHAPES):
             raise
         lines = [line for line in text.splitlines() if line.strip()]
@@ -138,8 +146,19 @@ def explained(source: data_lib.Source) -> Iterator[None]:
         )
         raise ConfigurationError(
             f"The data must fit the model. Received: {_described(example)}; "
-            f"Keras says: {said.strip()}"
+            f"Keras says: {said.strip()}{_remedy(said)}"
         ) from error
+
+
+def _remedy(said: str) -> str:
+    """Returns what to do about some of what Keras says of shapes."""
+    if "Arguments `target` and `output` must have the same rank" in said:
+        return (
+            ". Labels that are numbers go with sparse_categorical_crossentropy."
+        )
+    if "must have rank (ndim) `target.ndim - 1`" in said:
+        return ". One-hot labels go with categorical_crossentropy."
+    return ""
 
 
 def _check_files(source: data_lib.Source) -> None:

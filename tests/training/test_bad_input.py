@@ -49,6 +49,10 @@ COMMANDS = {
     "unknown_flag": ("train --epoch=3", "epochs"),
     "flag_without_value": ("train --epochs", "Missing value"),
     "not_a_number": ("train --epochs=three", "three"),
+    "numbers_of_gpus": (
+        "train --devices=0,2",
+        "set CUDA_VISIBLE_DEVICES=0,2",
+    ),
     "not_a_flag": ("train fast", "'fast'"),
     "no_epochs": ("train --epochs=0", "epochs=0"),
     "no_batch": ("train --global_batch_size=0", "global_batch_size=0"),
@@ -197,6 +201,12 @@ def batches():
     yield X, Y
 
 
+def with_metrics(trainer, loss="sparse_categorical_crossentropy"):
+    with trainer.strategy.scope():
+        trainer.model.compile("sgd", loss, metrics=["accuracy"])
+    return trainer
+
+
 def in_fit(*data, **options):
     return lambda t: t.fit(*data, **{"verbose": 0} | options)
 
@@ -247,6 +257,18 @@ CALLS = {
         "NoneType",
     ),
     "targets_missing": (lambda t: in_fit(X)(t), "needs targets"),
+    "targets_missing_for_metrics": (
+        lambda t: in_fit(X)(with_metrics(t)),
+        "needs targets",
+    ),
+    "labels_for_one_hot": (
+        lambda t: in_fit(X, Y)(with_metrics(t, "categorical_crossentropy")),
+        "go with sparse_categorical_crossentropy",
+    ),
+    "one_hot_for_labels": (
+        lambda t: in_fit(X, np.eye(3)[Y])(t),
+        "go with categorical_crossentropy",
+    ),
     "label_out_of_range": (lambda t: in_fit(X, Y + 3)(t), "the label 3"),
     "inputs_of_another_shape": (
         lambda t: in_fit(X[:, :3], Y)(t),
@@ -335,6 +357,10 @@ CALLS = {
     "validation_of_inputs_alone": (
         lambda t: in_fit(X, Y, validation_data=(X,))(t),
         "a tuple of 1",
+    ),
+    "validation_of_an_array": (
+        lambda t: in_fit(X, Y, validation_data=X)(t),
+        "Received: one ndarray",
     ),
     "validation_of_four": (
         lambda t: in_fit(X, Y, validation_data=[X, Y, Y, Y])(t),
