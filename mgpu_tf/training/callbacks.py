@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -154,6 +156,11 @@ def saving_together(
     return found
 
 
+# Characters of a line of progress: of a value, such as " - : 0.0000e+00", of
+# slash and times, such as "/ 12:34 123ms/step", and of the bar.
+_NUMBER, _TIMES, _SHORTEST_BAR = 15, 20, 4
+
+
 class _Rate(float):
     """A number that Keras's bar shows as people read it: 15,803."""
 
@@ -192,7 +199,7 @@ class ProgressLine(keras.callbacks.ProgbarLogger):
         """Moves the bar."""
         if self._warm == self._began:
             self._warm = self._now()  # The first call may have traced.
-        super().on_train_batch_end(batch, self._with_rate(logs))
+        super().on_train_batch_end(batch, self._fitting(self._with_rate(logs)))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Ends the line of an epoch."""
@@ -202,6 +209,22 @@ class ProgressLine(keras.callbacks.ProgbarLogger):
             if not name.startswith(self._left_out)
         }
         super().on_epoch_end(epoch, self._with_rate(shown))
+
+    def _fitting(self, shown: dict[str, Any]) -> dict[str, Any]:
+        """Leaves out the rate, and shortens the bar, on a narrow terminal.
+
+        A line that is wrapped stays there when the bar moves.
+        """
+        bar = self.progbar
+        if bar is None or not bar.target or not sys.stdout.isatty():
+            return shown
+        room = shutil.get_terminal_size().columns - 2 * len(str(bar.target))
+        room -= _TIMES + sum(len(name) + _NUMBER for name in shown)
+        if room < _SHORTEST_BAR and "examples/s" in shown:
+            del shown["examples/s"]
+            room += len("examples/s") + _NUMBER
+        bar.width = min(bar.width, max(_SHORTEST_BAR, room))
+        return shown
 
     def _now(self) -> tuple[float, int]:
         return time.perf_counter(), self._examples() if self._examples else 0

@@ -2,7 +2,10 @@
 
 import contextlib
 import glob
+import itertools
 import os
+import re
+import sys
 
 import keras
 import numpy as np
@@ -136,6 +139,27 @@ def test_the_progress_line_leaves_out_what_is_in_the_logs(verbose, capsys):
     assert "val_loss: 0.25" in shown
     assert "staleness" not in shown
     assert "staleness_mean" in logs
+
+
+@pytest.mark.parametrize(("columns", "rate"), [(80, False), (120, True)])
+def test_the_progress_line_fits_the_terminal(
+    columns, rate, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    counts = itertools.count(64, 64)
+    line = ProgressLine("staleness_", lambda: next(counts))
+    line.set_params({"verbose": 1, "epochs": 1, "steps": 125})
+    line.on_epoch_begin(0)
+    line.progbar.interval = 0.0
+    for step in range(125):
+        line.on_train_batch_end(step, {"accuracy": 0.0, "loss": 12345.0})
+    shown = re.sub(r"\x1b\[\d+m|\x08", "", capsys.readouterr().out)
+    _, *lines = shown.split("\r")
+    assert len(lines) == 125
+    assert max(map(len, lines)) < columns
+    assert ("examples/s" in lines[-1]) == rate
+    assert "━━━━" in lines[-1]
 
 
 @pytest.mark.parametrize("own", [[], [keras.callbacks.ProgbarLogger()]])
