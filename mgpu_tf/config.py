@@ -118,7 +118,7 @@ class RunConfig(
     profile: str | None = option(
         None,
         "START,STEPS: skip START steps, then trace STEPS steps. The trace is "
-        "written to output_dir/profile, for TensorBoard.",
+        "written to output_dir/profile, for xprof.",
         needs=("output_dir",),
     )
     output_dir: str | None = option(

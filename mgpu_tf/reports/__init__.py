@@ -8,6 +8,6 @@
     print(ScalingTable.read("runs/scaling/scaling.json").text())
 
 `report` and `scaling` are values with a JSON form, `goodput` measures where
-the time of a run goes, `profiling` traces steps for TensorBoard. `terminal`
+the time of a run goes, `profiling` traces steps for xprof. `terminal`
 and `figures` show the values to people.
 """

@@ -4,7 +4,7 @@
     trainer = mgpu_tf.Trainer(build_model, strategy, profiler=profiler)
     trainer.fit(x, y)
     print(profiler.summary())
-    # tensorboard --logdir runs/a/profile
+    # pip install xprof; xprof --logdir runs/a/profile
 
 The summary says how long operations of each part ran, on any thread. Parts
 overlap, so that together they can take longer than a step. The time of a step
@@ -32,7 +32,7 @@ class Profiler:
     Args:
         start: Steps to be done before, so that tracing is over.
         steps: How many to trace.
-        folder: Gets what TensorBoard opens; None on workers that do not
+        folder: Gets what xprof opens; None on workers that do not
             trace but have to take the same steps together.
 
     Attributes:
@@ -128,7 +128,8 @@ class Profiler:
         return (
             f"profile of {self._traced_steps} steps, "
             f"{self._wall * per_step:.2f} ms each, of parts that overlap: "
-            f"{', '.join(parts)}; tensorboard --logdir {self.folder}"
+            f"{', '.join(parts)}; to see them: pip install xprof; "
+            f"xprof --logdir {self.folder}"
         )
 
 
