@@ -58,7 +58,7 @@ def _import() -> None:
         os.dup2(captured.fileno(), 2)
         try:
             import tensorflow  # noqa: F401
-        except BaseException:
+        except Exception:
             captured.seek(0)
             os.write(kept, captured.read())
             raise
