@@ -548,6 +548,8 @@ class _Supervisor:
         number = self._signal
         name = signal.Signals(number).name
         self._say(f"{name} received, ending {len(self._tasks)} tasks")
+        for task in self._tasks:
+            task.stopped = number == signal.SIGINT
         ending = number if number in _SIGNALS else signal.SIGTERM
         until = time.monotonic() + self._job.grace_seconds
         # A coordinator saves what servers hold, and waits for its workers.

@@ -31,6 +31,7 @@ TAIL_LINES = 20
 
 # What progress bars write to redraw a line; only the last drawing is kept.
 _REDRAWN = re.compile(rb"^.*[\r\b]+(?=[^\r\b\n])")
+_TRACEBACK = b"Traceback (most recent call last):"
 _COLOUR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 # Where Linux counts the processes that it killed for want of memory.
@@ -56,6 +57,8 @@ class Task(abc.ABC):
         started: When it was started, by the supervisor's clock.
         ready: Whether it has been seen to serve, or has ended.
         ended: Whether it and all that it started are known to be gone.
+        stopped: Whether the user ends it: a traceback, and what it prints
+            after one, is then for its log file alone.
     """
 
     group = 0
@@ -71,6 +74,7 @@ class Task(abc.ABC):
         self.started = 0.0
         self.ready = False
         self.ended = False
+        self.stopped = False
         self._log_path = log_path
         self._on_output_closed = on_output_closed
         self._tail: collections.deque[bytes] = collections.deque(
@@ -147,6 +151,7 @@ class Task(abc.ABC):
         """Copies whole lines to this process's output, the task in front."""
         prefix = f"[{self.name}] ".encode()
         quiet, lines_of_tensorflow = not noise.is_wanted(), noise.Noise()
+        shown = True
         with _Log(self._log_path, label) as log:
             for line in lines:
                 line = _COLOUR.sub(b"", line)
@@ -156,6 +161,10 @@ class Task(abc.ABC):
                 if unseen is not None or (
                     quiet and lines_of_tensorflow.has(line)
                 ):
+                    continue
+                if self.stopped and line.startswith(_TRACEBACK):
+                    shown = False
+                if not shown:
                     continue
                 self._tail.append(line)
                 try:

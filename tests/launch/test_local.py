@@ -343,6 +343,21 @@ for number in (signal.SIGINT, signal.SIGTERM):
     assert_gone(*pids)
 
 
+def test_ctrl_c_shows_no_traceback(tmp_path):
+    """Only the log files have what Python prints of a KeyboardInterrupt."""
+    logs = tmp_path / "logs"
+    with launched(STAY, tmp_path, 2, f"--log_dir={logs}") as process:
+        noted(tmp_path, "pid0", "pid1")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=clusters.LIMIT_SECONDS)
+    assert out == ""
+    assert err == "mgpu-tf launch: SIGINT received, ending 2 tasks.\n"
+    paths = [path for path in logs.rglob("*.log") if "worker" in path.name]
+    assert len(paths) == 2
+    for path in paths:
+        assert path.read_text().rstrip().endswith("KeyboardInterrupt")
+
+
 def test_supervisor_killed(tmp_path):
     with launched(STAY, tmp_path) as process:
         pids = noted(tmp_path, "pid0", "pid1")
