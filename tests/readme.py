@@ -123,12 +123,12 @@ def table(values):
         f"Measured on {values['date']} on {values['cores']} cores of an "
         f"{values['processor']}, which other work used at the same time (load "
         f"{loads[0]:.0f} to {loads[-1]:.0f}). Idle cores take fewer seconds. "
-        "Seconds of the processor are those of all processes of a command."
+        "Processor seconds are those of all processes of a command."
     )
     lines = [
         *textwrap.wrap(text, 80),
         "",
-        "| command | seconds | of the processor |",
+        "| command | seconds | processor seconds |",
         "|---|---|---|",
     ]
     for row in rows:
