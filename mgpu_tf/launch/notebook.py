@@ -107,7 +107,8 @@ def _command(
     if not callable(target):
         raise ConfigurationError(
             "launch_from_notebook takes a function or the path of a script. "
-            f"Received: {target!r}."
+            f"Received: {target!r}. Pass train and its arguments, not what "
+            "train() returns."
         )
     sent = folder / "function"
     sent.write_bytes(_pickled(target, arguments))

@@ -88,7 +88,7 @@ def test_a_script(tmp_path, capfd):
     [
         (lambda: LOCK, "TypeError: cannot pickle"),
         ("missing.py", "'missing.py', and no such file"),
-        (17, "Received: 17"),
+        (17, "Received: 17. Pass train and its arguments"),
     ],
 )
 def test_mistakes(target, part):
