@@ -27,6 +27,7 @@ from mgpu_tf.names import (
     LATE_GRADIENTS,
     LEARNING_RATE_DECAYS,
     LEARNING_RATE_RULES,
+    MODES,
     ON_NAN,
     PIPELINE_SCHEDULES,
     PRECISIONS,
@@ -496,6 +497,38 @@ class SaveOptions:
         least=1,
         needs=("checkpoint_dir",),
     )
+    keep_every_steps: int | None = option(
+        None,
+        "Keep for good the first checkpoint at or after every Nth step.",
+        least=1,
+        needs=("checkpoint_dir",),
+    )
+    keep_every_hours: float | None = option(
+        None,
+        "Keep a checkpoint for good when the run has taken N hours since the "
+        "last one that was kept so.",
+        above=0.0,
+        needs=("checkpoint_dir",),
+    )
+    monitor: str | None = option(
+        None,
+        "Keep the best checkpoint by this metric too: a name in the logs of an "
+        "epoch, such as val_loss. Then each epoch ends with a save.",
+        needs=("checkpoint_dir",),
+    )
+    monitor_mode: str | None = option(
+        None,
+        "Which values of monitor are best. Default: min, where its name ends "
+        "with loss.",
+        MODES,
+        needs=("monitor",),
+    )
+    keep_best: int = option(
+        1,
+        "With monitor, keep the N best checkpoints.",
+        least=1,
+        needs=("monitor",),
+    )
     resume: str = option(
         "auto",
         "auto: resume from the newest usable checkpoint, if there is one. "
@@ -533,6 +566,18 @@ class SaveOptions:
             raise ConfigurationError(
                 f"Give {given[0]} or {given[1]}, not both. Received: "
                 f"{getattr(self, given[0])} and {getattr(self, given[1])}."
+            )
+        monitor = self.monitor
+        if monitor == "":
+            raise ConfigurationError(
+                "monitor is the name of a metric. Received: monitor=''. Write "
+                "monitor='val_loss', or leave it out."
+            )
+        if monitor and not self.monitor_mode and not monitor.endswith("loss"):
+            raise ConfigurationError(
+                "A monitor that is no loss needs monitor_mode. Received: "
+                f"monitor={monitor!r}. Set monitor_mode='max' where larger "
+                "values are better, 'min' where smaller ones are."
             )
         local = self.local_checkpoint_dir
         if local is not None and os.path.realpath(local) == os.path.realpath(

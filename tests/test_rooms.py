@@ -72,6 +72,7 @@ LIGHT_MODULES = {
     "mgpu_tf.checkpoints.disk",
     "mgpu_tf.checkpoints.interface",
     "mgpu_tf.checkpoints.interval",
+    "mgpu_tf.checkpoints.keeping",
     "mgpu_tf.checkpoints.manifest",
     "mgpu_tf.checkpoints.objects",
     "mgpu_tf.checkpoints.parts",

@@ -36,6 +36,7 @@ import tensorflow as tf
 
 from mgpu_tf.checkpoints import registry, store
 from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
+from mgpu_tf.checkpoints.keeping import KEEPING
 from mgpu_tf.checkpoints.manifest import DamagedError
 from mgpu_tf.checkpoints.parts import write_copy
 from mgpu_tf.checkpoints.reading import Stored, patiently
@@ -51,7 +52,7 @@ from mgpu_tf.strategies.peers import Peers
 # The newest; beside it stays the newest that is whole on all processes.
 KEPT = 1
 # What of a run's state is that of the first worker, as in a shared checkpoint.
-_OF_FIRST = ("generators", "goodput", "time_line", "saved_at")
+_OF_FIRST = ("generators", "goodput", "time_line", "saved_at", KEEPING)
 # Larger arrays of callbacks are not sent; each worker saves its own.
 _SENT_BYTES = 1 << 16
 

@@ -24,6 +24,7 @@ from mgpu_tf.checkpoints.callback_state import (
     remembered,
     remind,
 )
+from mgpu_tf.checkpoints.keeping import SCORES
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import NO_VOTES, Engine, Logs, Votes
 from mgpu_tf.engine.snapshot import Snapshot, Stored
@@ -321,6 +322,7 @@ class RunState:
             "records": [
                 encode(_plain(vars(record))) for record in counts.records
             ],
+            SCORES: {} if position.step else _scores(position.last_logs),
             "stopped": bool(self._model.stop_training),
             "callbacks": [
                 [type(callback).__name__, changes(before, now)]
@@ -368,6 +370,16 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value if _is_plain(value) else np.asarray(value)
         for name, value in values.items()
+    }
+
+
+def _scores(logs: Logs) -> dict[str, float]:
+    """Returns those of the logs that are numbers."""
+    plain = {name: np.asarray(value) for name, value in logs.items()}
+    return {
+        name: float(value)
+        for name, value in plain.items()
+        if value.shape == () and value.dtype.kind in "biuf"
     }
 
 

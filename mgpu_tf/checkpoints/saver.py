@@ -17,10 +17,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mgpu_tf.checkpoints import registry, step_losses, storage, store
+from mgpu_tf.checkpoints import keeping, registry, step_losses, storage, store
 from mgpu_tf.checkpoints.interval import Interval
 from mgpu_tf.checkpoints.local import KEPT, Local
 from mgpu_tf.checkpoints.manifest import DamagedError
@@ -126,6 +126,7 @@ class CheckpointSaver(Saver):
         meter: Knows where the time of the run has gone; goes on with it.
         lost_workers: Returns how many workers were lost so far.
         local: Takes most of the saves, where there is a folder for them.
+        validates: Whether the logs of some epochs have those of a validation.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class CheckpointSaver(Saver):
         meter: Meter,
         lost_workers: Callable[[], int] = lambda: 0,
         local: Local | None = None,
+        validates: bool = False,
     ) -> None:
         super().__init__()
         if options.private:
@@ -154,6 +156,12 @@ class CheckpointSaver(Saver):
         # Saves to the folder of each machine since the last to the shared one.
         self._local_saves = 0
         self._failed: Exception | None = None
+        self._best = _best(options)
+        self._validates = validates
+        # Whether the logs are known to have the metric of the best.
+        self._monitored = self._best is None
+        self._for_good = keeping.ForGood()
+        self._scores: Mapping[str, float] = {}
         self._owner = Owner(options.folder)
         self._last_save = time.monotonic()
         self._interval = Interval(options.mean_hours_between_failures)
@@ -192,6 +200,7 @@ class CheckpointSaver(Saver):
             found = read_state(stored), Variables(stored)
             self._saved = True
             self._local_saves = found[0].get("local_saves", 0)
+            self._keep_as(found[0])
         if self._local is not None:
             self._local.goes_on_from(-1 if stored is None else stored.step)
         if self._is_chief:
@@ -204,6 +213,50 @@ class CheckpointSaver(Saver):
             else:
                 noted.note(registry.RESUMED, step, f"from {stored.path}")
         return found
+
+    def _keep_as(self, state: State) -> None:
+        """Goes on with what the run before has kept; tells of another rule.
+
+        Raises:
+            ConfigurationError: Its logs have no such metric.
+        """
+        self._check_monitor(state.get(keeping.SCORES, {}))
+        self._for_good = keeping.for_good_of(state)
+        before = keeping.best_of(state)
+        if self._is_chief and before not in (None, self._best):
+            _log.warning(
+                "the run before has kept its best checkpoints by %s (%s); the "
+                "next save deletes those that this run does not keep",
+                before.monitor,
+                before.mode,
+            )
+
+    def _check_monitor(self, scores: Mapping[str, float]) -> None:
+        """Refuses, on all workers, a metric that the logs do not have.
+
+        Args:
+            scores: The logs of an epoch; empty within one.
+
+        Raises:
+            ConfigurationError: It is not among them, and will not be.
+        """
+        if self._monitored:
+            return
+        assert self._best is not None
+        name, wrong = self._best.monitor, ""
+        validated = any(each.startswith("val_") for each in scores)
+        comes = name.startswith("val_") and self._validates and not validated
+        if scores and name not in scores and not comes:
+            wrong = (
+                "monitor names a metric in the logs of an epoch. Received: "
+                f"monitor={name!r}, where they have: "
+                f"{', '.join(sorted(scores))}. Write one of them; those of a "
+                "validation need validation_data."
+            )
+        found = self._peers.of_all([wrong, name in scores])[0]
+        if found[0]:
+            raise ConfigurationError(found[0])
+        self._monitored = found[1]
 
     def _refuse_to_lose(self, folder: str) -> None:
         """Refuses, on all workers, to begin anew beside damaged checkpoints.
@@ -419,15 +472,18 @@ class CheckpointSaver(Saver):
             and options.save_every_seconds is None
             and options.save_every is None
         )
+        is_best = epoch_ends and self._best is not None
         due = votes.save or votes.end
         # Later where an update of several steps had to end first.
         due |= step >= self._due_at
-        if due or (by_epoch and epoch_ends):
-            self._save(self._why(votes, step), shared=votes.end)
+        if due or (by_epoch and epoch_ends) or is_best:
+            self._save(self._why(votes, step), shared=votes.end or is_best)
         if votes.end:
             self._flush()
             self._peers.any(False)
             raise Preempted
+        if is_best:
+            self._check_monitor(self._scores)
 
     def finish(self) -> None:
         """Saves the end of the run, and waits until it is on the disk."""
@@ -501,12 +557,24 @@ class CheckpointSaver(Saver):
                 self._thread.join()
             step, state, pieces = self._capture()
             state["saved_at"] = time.time()
-            state["goodput"] = dataclasses.asdict(self._meter.goodput())
+            goodput, options = self._meter.goodput(), self._options
+            state["goodput"] = dataclasses.asdict(goodput)
             state["time_line"] = self._meter.as_json()
-            before = -1
+            before, so_far = -1, self._for_good
+            if shared:
+                so_far = so_far.after(
+                    step,
+                    goodput.wall_seconds,
+                    options.keep_every_steps,
+                    options.keep_every_hours,
+                )
+            state[keeping.KEEPING] = keeping.as_state(
+                options.keep_checkpoints, self._best, so_far
+            )
+            self._scores = state.get(keeping.SCORES, {})
             if shared or self._local is None:
                 self._local_saves = 0
-                writer, keep = self._writer, self._options.keep_checkpoints
+                writer, keep = self._writer, options.keep_checkpoints
             else:
                 writer, keep = self._local.writer, KEPT
                 state["local_saves"] = self._local_saves
@@ -531,7 +599,9 @@ class CheckpointSaver(Saver):
         why: str,
     ) -> None:
         try:
-            writer.finish(state, keep, before, why)
+            best = self._best if writer is self._writer else None
+            writer.finish(state, keep, before, why, best)
+            self._for_good = keeping.for_good_of(state)
             self._failed = None
         except Exception as error:
             # Told now, and raised by the thread that trains at the end.
@@ -550,6 +620,13 @@ class CheckpointSaver(Saver):
             storage.of(self._options.folder).settle()
         if self._failed is not None:
             raise self._failed
+
+
+def _best(options: SaveOptions) -> keeping.Best | None:
+    if options.monitor is None:
+        return None
+    mode = options.monitor_mode or "min"
+    return keeping.Best(options.keep_best, options.monitor, mode)
 
 
 def _unwritable(folder: str, error: OSError) -> ConfigurationError:

@@ -23,11 +23,12 @@ import glob
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from mgpu_tf.checkpoints import registry, storage
 from mgpu_tf.checkpoints.interface import ASIDE, PREFIX
+from mgpu_tf.checkpoints.keeping import Best, best_of, why_kept
 from mgpu_tf.checkpoints.manifest import (
     DamagedError,
     Manifest,
@@ -39,7 +40,7 @@ from mgpu_tf.checkpoints.reading import (
     read_manifest,
 )
 from mgpu_tf.checkpoints.registry import Registry
-from mgpu_tf.errors import CheckpointError, ConfigurationError
+from mgpu_tf.errors import CheckpointError, ConfigurationError, is_integer
 from mgpu_tf.folders import is_address
 
 # In the folders of processes in a `local_checkpoint_dir`.
@@ -285,6 +286,52 @@ def newest(
     return None
 
 
+def choose(folder: str, which: str | int) -> Entry:
+    """Returns a checkpoint of a run, all of its bytes checked.
+
+    Args:
+        folder: Where checkpoints are kept.
+        which: "newest", "best" by the metric that the run has kept the best
+            by, or a step.
+
+    Raises:
+        ConfigurationError: There is none, or the run has kept no best.
+        DamagedError: It is damaged.
+        NewerFormatError: It is of a later release.
+        UnreadableError: It cannot be read.
+    """
+    by_name = isinstance(which, str)
+    # What cannot be judged may be the newest or the best.
+    there = whole(
+        entries(folder, thorough=False) if by_name else survey(folder)
+    )
+    found = {entry.step: entry.path for entry in there}
+    known = ", ".join(map(str, found)) or "none"
+    step = -1
+    if is_integer(which):
+        step = int(which)
+    elif which == "newest":
+        step = max(found, default=-1)
+    elif which == "best" and there:
+        best = best_of(there[-1].state)
+        step = best.ranked(there)[0][0] if best and best.ranked(there) else -1
+    if step not in found:
+        raise ConfigurationError(
+            "A checkpoint is named by its step, as 'newest', or, of a run with "
+            f"monitor, as 'best'. Received: {which!r}, where {folder!r} has "
+            f"checkpoints of the steps: {known}. Name one of them."
+        )
+    entry = _entry(found[step], step, thorough=True)
+    if entry.problem:
+        raise DamagedError(f"{entry.problem}. Name another checkpoint.")
+    return entry
+
+
+def whole(every: Iterable[Entry | Unknown]) -> list[Entry]:
+    """Returns those that are whole, in their order."""
+    return [each for each in every if isinstance(each, Entry) and each.whole]
+
+
 def refuse_to_lose(argument: str, folder: str) -> None:
     """Refuses to begin anew where there are checkpoints, none of them usable.
 
@@ -313,11 +360,15 @@ def prune(
     token: str | None = None,
     beside: int = -1,
     noted: Registry | None = None,
+    best: Best | None = None,
+    *,
+    spare: bool = True,
 ) -> list[str]:
     """Deletes all but the newest checkpoints that are whole.
 
-    What a killed process has left unfinished goes too. What is damaged, or
-    was found to be damaged once, or cannot be judged here, stays.
+    What is kept for good stays, and so do the best. What a killed process has
+    left unfinished goes. What is damaged, or was found to be damaged once, or
+    cannot be judged here, stays.
 
     Args:
         folder: Where checkpoints are kept. Nobody else may be writing there.
@@ -327,6 +378,8 @@ def prune(
             files that it writes over next.
         beside: The step of one that is kept beside the newest.
         noted: The registry of the folder.
+        best: Which of the best stay.
+        spare: Whether more than the newest and `beside` stays.
 
     Returns:
         The names of what was deleted.
@@ -337,12 +390,11 @@ def prune(
     """
     recover(folder)
     noted = noted or Registry(folder)
-    whole = [
-        entry
-        for entry in survey(folder)
-        if entry.whole and entry.step not in noted.damaged
-    ]
-    gone = [entry for entry in whole[:-keep] if entry.step != beside]
+    there = [e for e in whole(survey(folder)) if e.step not in noted.damaged]
+    stay = {entry.step for entry in there[-keep:]} | {beside}
+    if spare:
+        stay |= set(why_kept(there, keep, best))
+    gone = [entry for entry in there if entry.step not in stay]
     doomed = [entry.path for entry in gone]
     kept = storage.of(folder)
     if token and doomed:
@@ -355,6 +407,8 @@ def prune(
         kept.remove_all(path)
     for entry in gone:
         why = f"older than the newest {keep}"
+        if best is not None:
+            why += f", and not of the best {best.count} by {best.monitor}"
         noted.note(registry.DELETED, entry.step, why)
     return [os.path.basename(path) for path in doomed]
 

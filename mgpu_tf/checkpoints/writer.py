@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from mgpu_tf.checkpoints import parts, registry, storage, store
 from mgpu_tf.checkpoints.callback_state import with_arrays, without_arrays
+from mgpu_tf.checkpoints.keeping import Best
 from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.registry import Registry
 from mgpu_tf.errors import CheckpointError, ConfigurationError
@@ -117,6 +118,7 @@ class Writer:
         keep: int,
         before: int = -1,
         why: str = "",
+        best: Best | None = None,
     ) -> None:
         """Waits for the storage; on the first process, for all of them.
 
@@ -126,6 +128,7 @@ class Writer:
             keep: How many checkpoints to keep.
             before: The step of one that is kept beside them.
             why: Why it is saved, for the registry.
+            best: Which of the best are kept too.
 
         Raises:
             OSError: The disk is full or the folder cannot be written.
@@ -142,14 +145,16 @@ class Writer:
             if self._part is not None:
                 self._part.close()
         if self._process == 0:
-            self._prune(keep, before)
+            self._prune(keep, before, best)
 
-    def _prune(self, keep: int, before: int) -> None:
+    def _prune(self, keep: int, before: int, best: Best | None) -> None:
         """Deletes older checkpoints; what fails is done at the next save."""
         try:
             if self._check():
                 store.prune(
-                    self._folder, keep, self._token, before, self.registry
+                    *(self._folder, keep, self._token, before),
+                    self.registry,
+                    best,
                 )
         except (OSError, CheckpointError) as error:
             _log.warning(

@@ -242,6 +242,7 @@ class Training:
             capture=self._run.capture,
             meter=self._totals.meter,
             lost_workers=lambda: lost_workers(self._distributed.strategy),
+            validates=self._validation is not None,
         )
 
     def _epoch(self, epoch: int, feed: DataFeed) -> None:

@@ -23,9 +23,12 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf import data as data_lib
+from mgpu_tf.checkpoints import storage, store
 from mgpu_tf.checkpoints.callback_state import remembered, remind
+from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.recovery import Recovery
 from mgpu_tf.checkpoints.run_state import EpochRecord
+from mgpu_tf.checkpoints.writer import Variables, read_state
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import Logs
 from mgpu_tf.engine.storage import memory_of
@@ -675,6 +678,51 @@ class Trainer:
         """
         if self._distributed.is_chief:
             self.model.summary(**options)
+
+    def restore(
+        self, folder: str, which: str | int, x: Any, y: Any = None
+    ) -> int:
+        """Puts a checkpoint of `fit` into the model.
+
+        To evaluate it, or to write it with `save` or `export`. To go on with
+        the training, call `fit` with the `checkpoint_dir`. The run may have
+        had another strategy, but only parameter servers restore what
+        parameter servers have saved. Every worker must call this method.
+
+        Args:
+            folder: The `checkpoint_dir` of the run, a folder or an address.
+            which: "newest"; "best", by the `monitor` of the run; or a step.
+            x: Data as for `fit`, of which only shapes and types are taken.
+            y: As for `fit`.
+
+        Returns:
+            The step of the checkpoint.
+
+        Raises:
+            CheckpointError: It is damaged, of a later release, or cannot be
+                read.
+            ConfigurationError: There is no such checkpoint, or it is of
+                another model.
+        """
+        distributed = self._distributed
+        storage.check("folder", folder)
+        with distributed.peers.together("restore"):
+            engine = distributed.prepare(distributed.source(x, y))
+            chosen = store.choose(folder, which)
+            step = distributed.peers.of_first(chosen.step)
+            if step != chosen.step:  # A run has saved meanwhile.
+                chosen = store.choose(folder, step)
+            stored = Stored(chosen.path)
+            state = read_state(stored)
+            if "position" not in state:
+                raise ConfigurationError(
+                    "restore takes a checkpoint of fit. Received: "
+                    f"{stored.path}, of Loop.save. Use Loop.restore."
+                )
+            engine.snapshot().put(Variables(stored))
+        self._totals.global_step = state["global_step"]
+        self._totals.examples_seen = state["examples_seen"]
+        return step
 
     def save(self, path: str, **options: Any) -> None:
         """Saves the model with its optimizer state.

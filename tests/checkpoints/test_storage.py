@@ -27,6 +27,7 @@ from mgpu_tf.checkpoints import (
     store,
     writer,
 )
+from mgpu_tf.checkpoints.keeping import Best, ForGood, as_state
 from mgpu_tf.checkpoints.manifest import MANIFEST, DamagedError
 from mgpu_tf.checkpoints.reading import Stored, UnreadableError
 from mgpu_tf.checkpoints.recovery import (
@@ -69,10 +70,10 @@ def piece(value, count=1000, first=0, of=None):
     return Piece("w", "uint8", 1, (of,), region, lambda: [data])
 
 
-def save(folder, *steps, token="t", value=None):
+def save(folder, *steps, token="t", value=None, state=None):
     for step in steps:
         pieces = [piece(step if value is None else value)]
-        parts.write(folder, step, {"step": step}, pieces, token)
+        parts.write(folder, step, state or {"step": step}, pieces, token)
 
 
 def save_of_two(folder, step, token, value):
@@ -405,6 +406,75 @@ def test_killed_at_each_request_of_a_deletion(folder, monkeypatch):
         if folder.startswith("memory"):
             assert not any(steps(run).values())
         assert store.newest(run).step == 3
+
+
+BEST = Best(1, "loss", "min")
+
+
+def save_scored(folder, step, loss, kept=-1):
+    """One whose run keeps the best, and some for good."""
+    so_far = ForGood(steps=kept, kept=kept, why="every 2 steps")
+    state = {
+        "scores": {"loss": loss},
+        "keeping": as_state(1, BEST, so_far),
+    }
+    save(folder, step, state=state)
+
+
+def scored(folder):
+    """Six, of which the second is the best and the third stays for good."""
+    for step, loss in enumerate((3.0, 1.0, 2.0, 4.0, 5.0, 6.0), 1):
+        save_scored(folder, step, loss, kept=3)
+
+
+def test_the_best_and_what_is_kept_for_good_stay(folder):
+    scored(folder)
+    gone = store.prune(folder, 1, best=BEST)
+    assert gone == [f"step-000000000{step}" for step in (1, 4, 5)]
+    why = {event.why for event in registry.read(folder)}
+    assert why == {"older than the newest 1, and not of the best 1 by loss"}
+    # Of a later run that keeps no best.
+    assert store.prune(folder, 1) == ["step-0000000002"]
+    assert store.prune(folder, 1, spare=False) == ["step-0000000003"]
+    assert list(steps(folder)) == [6]
+
+
+def test_a_best_one_that_is_damaged_stays_and_does_not_count(folder):
+    scored(folder)
+    change(file_of(os.path.join(folder, "step-0000000002")), b"short")
+    Registry(folder).note(registry.DAMAGED, 3, "once")
+    store.prune(folder, 1, best=BEST)
+    assert list(steps(folder)) == [1, 2, 3, 6]
+
+
+def test_killed_at_each_request_of_a_save_that_prunes_by_a_rule(
+    folder, monkeypatch
+):
+    """At each moment the best, those for good and the newest are whole."""
+
+    def work(folder):
+        save_scored(folder, 7, 0.5, kept=3)
+        store.prune(folder, 1, "t", best=BEST)
+
+    for run, was_killed in _each_kill(
+        lambda k: f"{folder}{k}", monkeypatch, scored, work
+    ):
+        store.recover(run)
+        there = {entry.step for entry in store.whole(store.survey(run))}
+        assert {3, 7} <= there or {2, 3, 6} <= there
+        newest = max(there)
+        assert held(store.newest(run).path) == bytes([newest]) * 1000
+        if newest == 7:
+            assert store.choose(run, "best").step == 7
+        else:
+            assert store.choose(run, "best").step == 2
+        # The one that comes next deletes the rest.
+        save_scored(run, 8, 0.7, kept=3)
+        store.prune(run, 1, "u", best=BEST)
+        best = 7 if newest == 7 else 8
+        there = [entry.step for entry in store.whole(store.survey(run))]
+        assert there == sorted({3, best, 8})
+        assert was_killed or newest == 7
 
 
 # The storage fails.
