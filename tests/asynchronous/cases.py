@@ -270,6 +270,31 @@ def saved_in_accumulation(strategy):
     return {"difference": largest(*weights), "saved": saved}
 
 
+def keeps_the_best(strategy):
+    """Keeps the best and some for good, and restores the best."""
+    x, y = arrays(96)
+    trainer = mgpu_tf.Trainer(model_of(lambda: sgd(0.5)), strategy)
+    with tempfile.TemporaryDirectory() as folder:
+        saving = mgpu_tf.SaveOptions(
+            folder,
+            save_every_steps=4,
+            keep_checkpoints=1,
+            keep_every_steps=5,
+            monitor="val_loss",
+        )
+        history = trainer.fit(
+            *(x, y, BATCH, 4),
+            verbose=0,
+            validation_data=(x, y),
+            checkpoint=saving,
+        )
+        saved = [entry.step for entry in store.entries(folder)]
+        step = trainer.restore(folder, "best", x, y)
+        scores = trainer.evaluate(x, y, BATCH, 0, return_dict=True)
+    losses = history.history["val_loss"]
+    return {"saved": saved, "step": step, "losses": losses, **scores}
+
+
 def largest(one, other):
     """Returns the largest difference of nested numbers."""
     pairs = zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True)
@@ -609,6 +634,7 @@ CASES = {
     "digits_900": digits_900,
     "digits_of_five_seeds": functools.partial(digits_900, seeds=5),
     "saved_in_accumulation": saved_in_accumulation,
+    "keeps_the_best": keeps_the_best,
     "task_of_keras_hub": task_of_keras_hub,
     "scores_of_1797": scores_of_1797,
     "each_example_once": each_example_once,

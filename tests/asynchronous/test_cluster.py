@@ -119,7 +119,7 @@ def one_worker(tmp_path_factory, of_this_tier):
         *(f"equal_{name}" for name in of_this_tier(OF_EQUAL, EQUAL)),
         *(f"text_{name}" for name in of_this_tier(OF_TEXT, TEXT)),
     ]
-    cases += ["task_of_keras_hub", "saved_in_accumulation"]
+    cases += ["task_of_keras_hub", "saved_in_accumulation", "keeps_the_best"]
     start(1, 1, cases, folder)
     return folder
 
@@ -170,6 +170,15 @@ def test_a_save_waits_for_the_end_of_an_update(one_worker):
     found = result(one_worker, "saved_in_accumulation")
     assert found["saved"] == [[6, 9, 12], [4, 8, 12]]
     assert found["difference"] < 1e-5
+
+
+def test_the_best_and_some_for_good_are_kept(one_worker):
+    found = result(one_worker, "keeps_the_best")
+    losses = found["losses"]
+    best = 6 * (losses.index(min(losses)) + 1)
+    assert found["step"] == best
+    assert found["loss"] == pytest.approx(min(losses), rel=1e-5)
+    assert found["saved"] == sorted({6, 12, 16, 20, 24, best})
 
 
 def test_only_the_coordinator_runs_the_script(three_workers):

@@ -199,7 +199,7 @@ def kept(history):
 
 def test_a_run_keeps_the_best_and_some_for_good(strategies, tmp_path, capsys):
     strategy = strategies["one_device"]
-    assert fit(strategy, tmp_path, 12, **RULE) is None
+    assert fit(strategy, tmp_path, 15, **RULE) is None
     trainer = fit(strategy, tmp_path, **RULE)
     best, loss = kept(trainer.history)
     assert steps_of(tmp_path) == sorted({*FOR_GOOD, *best, 25})
