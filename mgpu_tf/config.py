@@ -164,6 +164,7 @@ class RunConfig(
         _check_initial_model(self)
         _check_workers(self)
         _check_large_batch(self)
+        _check_monitor(self)
 
     def options(self, group: type[T]) -> T:
         """Returns the options of one group.
@@ -185,6 +186,15 @@ def changed_fields(config: RunConfig) -> dict[str, Any]:
         for field in dataclasses.fields(config)
         if (value := getattr(config, field.name)) != field.default
     }
+
+
+def _check_monitor(config: RunConfig) -> None:
+    if (config.monitor or "").startswith("val_"):
+        raise ConfigurationError(
+            "A run of mgpu-tf train is evaluated at its end, and not after "
+            f"each epoch. Received: monitor={config.monitor!r}. Write "
+            "--monitor=loss, or call fit in a script, with validation_data."
+        )
 
 
 def _check_profile(config: RunConfig) -> None:

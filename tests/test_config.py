@@ -91,6 +91,10 @@ from mgpu_tf.errors import ConfigurationError
             "A .keras file has its model. Received: initial_model='a.keras' "
             "beside model='cnn'.",
         ),
+        (
+            {"checkpoint_dir": "a", "monitor": "val_loss"},
+            "Received: monitor='val_loss'. Write --monitor=loss",
+        ),
         ({"num_virtual_devices": 10**9}, "must be 1024 or less"),
         (
             {"devices": 2, "num_virtual_devices": 3},
@@ -138,6 +142,7 @@ def test_every_choice_is_accepted():
     for field in dataclasses.fields(RunConfig):
         for name in field.metadata["choices"]:
             needed = {"checkpoint_dir": "a", "base_batch": 8, "output_dir": "b"}
+            needed["monitor"] = "loss"
             if field.name != "strategy":
                 needed |= {"max_staleness": 8, "pipeline_parallel": 2}
             config = RunConfig(**needed, **{field.name: name})

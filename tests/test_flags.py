@@ -79,7 +79,7 @@ VALUES = {
     "keep_checkpoints": 9,
     "keep_every_steps": 200,
     "keep_every_hours": 2.5,
-    "monitor": "val_loss",
+    "monitor": "loss",
     "monitor_mode": "max",
     "keep_best": 4,
     "restart_from_nothing": True,

@@ -9,9 +9,10 @@
     stored = reading.Stored(newest.path)
 
 `store` is the folder: what is there, what is whole. `parts` writes, `manifest`
-is the format, `reading` tells what is damaged from what cannot be read, and
-`registry` is what has become of each. All of them go through `storage`: a
-folder of a `disk`, or `objects`. `saver` decides when to save and writes
-in the background. `run_state` holds the position, counts and generators,
-`callback_state` what callbacks know, `recovery` what restarts have cost.
+is the format, `reading` tells what is damaged from what cannot be read,
+`registry` is what has become of each, and `keeping` says which stay. All of
+them go through `storage`: a folder of a `disk`, or `objects`. `saver` decides
+when to save and writes in the background. `run_state` holds the position,
+counts and generators, `callback_state` what callbacks know, `recovery` what
+restarts have cost.
 """

@@ -277,6 +277,21 @@ def test_other_options_do_not_delete_what_is_kept_for_good(
     assert [e.step for e in events if e.what == registry.DELETED] == [15]
 
 
+@pytest.mark.full
+def test_with_checkpoints_of_each_machine(strategies, tmp_path, capsys):
+    """The rules are of the shared folder, which gets the end of each epoch."""
+    rule = LOOKS | {"save_every_steps": 2, "keep_every_steps": 7}
+    rule |= {"shared_every": 50, "local_checkpoint_dir": f"{tmp_path}/local"}
+    shared = tmp_path / "shared"
+    assert fit(strategies["one_device"], shared, 13, **rule) is None
+    local = store.folders(str(tmp_path / "local"))[0]
+    assert steps_of(local)[-1] == 12
+    assert set(listed(local, capsys)) == {""}
+    trainer = fit(strategies["one_device"], shared, **rule)
+    best, _ = kept(trainer.history)
+    assert steps_of(shared) == sorted({10, 15, 25, *best})
+
+
 def test_a_metric_that_no_epoch_has(strategies, tmp_path):
     """Told at the end of the first epoch, which is saved."""
     with pytest.raises(ConfigurationError, match=r"accuracy, loss\. Write one"):

@@ -596,6 +596,19 @@ def test_nothing_to_go_on_from(run, strategies, tmp_path):
             {"checkpoint_dir": "d", "keep_checkpoints": 0},
             "keep_checkpoints must be 1 or more",
         ),
+        (
+            {"checkpoint_dir": "d", "keep_best": 2},
+            "keep_best has an effect with monitor only",
+        ),
+        (
+            {"checkpoint_dir": "d", "monitor": "val_f1"},
+            "needs monitor_mode. Received: monitor='val_f1'. Set monitor_mode",
+        ),
+        ({"checkpoint_dir": "d", "monitor": ""}, "is the name of a metric"),
+        (
+            {"checkpoint_dir": "d", "keep_every_hours": 0.0},
+            "keep_every_hours must be above 0",
+        ),
     ],
 )
 def test_options_out_of_range(options, message):
