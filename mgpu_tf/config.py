@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.fields import check, option, pick
+from mgpu_tf.folders import check_lasts
 from mgpu_tf.names import (
     APPLICATIONS,
     DATASETS,
@@ -165,6 +166,7 @@ class RunConfig(
         _check_workers(self)
         _check_large_batch(self)
         _check_monitor(self)
+        check_lasts("checkpoint_dir", self.checkpoint_dir or "")
 
     def options(self, group: type[T]) -> T:
         """Returns the options of one group.

@@ -151,6 +151,24 @@ def is_address(path: str) -> bool:
     return _ADDRESS.match(path) is not None
 
 
+def check_lasts(name: str, path: str) -> None:
+    """Refuses an address whose files end with the process.
+
+    Args:
+        name: The argument or flag that it came from.
+        path: A path or an address.
+
+    Raises:
+        ConfigurationError: It is such an address.
+    """
+    if path.startswith("memory://"):
+        raise ConfigurationError(
+            f"{name} must last longer than a process. Received: "
+            f"{name}={path!r}. Give a folder, or an address such as "
+            "s3://bucket/run."
+        )
+
+
 def check_local(name: str, path: str) -> None:
     """Refuses addresses such as gs://bucket/run, and what is no path.
 

@@ -92,6 +92,10 @@ from mgpu_tf.errors import ConfigurationError
             "beside model='cnn'.",
         ),
         (
+            {"checkpoint_dir": "memory://a/run"},
+            "must last longer than a process. Received: checkpoint_dir='mem",
+        ),
+        (
             {"checkpoint_dir": "a", "monitor": "val_loss"},
             "Received: monitor='val_loss'. Write --monitor=loss",
         ),

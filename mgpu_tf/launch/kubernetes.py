@@ -644,10 +644,12 @@ def _check_together(job: KubernetesJob) -> None:
             "An evaluator goes with parameter servers. Received: evaluator "
             "without ps. Write --ps=1, or leave it out."
         )
-    if job.evaluator and job.checkpoint_claim is None:
+    on_objects = any("://" in word for word in job.command)
+    if job.evaluator and job.checkpoint_claim is None and not on_objects:
         raise ConfigurationError(
             "An evaluator reads checkpoints. Received: evaluator without "
-            "checkpoint_claim. Write --checkpoint_claim=NAME."
+            "checkpoint_claim. Write --checkpoint_claim=NAME, or give the "
+            "command an address of object storage."
         )
     if job.ps and job.gpus and job.kind != "jobset":
         raise ConfigurationError(

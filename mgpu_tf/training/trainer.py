@@ -912,9 +912,8 @@ class Trainer:
             hooks = distributed.hooks([], 0, 1, None)
 
             def evaluate() -> Logs:
-                return loop.evaluate(
-                    distributed, feed, steps, hooks, first=True
-                )
+                # The metrics of the checkpoint are those of training.
+                return loop.evaluate(distributed, feed, steps, hooks)
 
         return follow(engine, saving, evaluate, numbers.epochs)
 

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from mgpu_tf import cli
-from mgpu_tf.checkpoints import objects, parts, reading, storage, store
+from mgpu_tf.checkpoints import (
+    objects,
+    parts,
+    reading,
+    step_losses,
+    storage,
+    store,
+)
 from mgpu_tf.checkpoints.reading import Stored, UnreadableError
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Piece, Region
@@ -90,17 +97,76 @@ def test_all_that_is_left_is_whole(name, runs, capsys):
         "ok      step-0000000028",
         "ok      step-0000000030",
     ]
-    assert lines[0].endswith("saved: every 4 steps")
+    assert lines[0].endswith("saved: every 4 steps, kept: newest 3")
     names = storage.of(address).names(address)
     assert sorted(names) == sorted(
         [
-            *("owner", "registry"),
+            *("losses.00000000", "owner", "registry"),
             *("step-0000000024", "step-0000000028", "step-0000000030"),
             *(["recovery.json"] if name == "killed" else []),
         ]
     )
     for step in store.paths(address).values():
         assert len(storage.of(step).names(step)) == 3  # Of two processes.
+
+
+@pytest.mark.full
+def test_the_best_and_some_for_good_are_kept(runs, capsys):
+    assert cli.main(["checkpoints", f"{BUCKET}/runs/best"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = {int(re.search(r"step-(\d+)", line)[1]): line for line in lines}
+    assert list(found) == [8, 10, 16, 24, 28, 30]
+    whole = runs["whole", 0]
+    loss = whole["loss"][0]
+    assert found[8].endswith("kept: for good, every 7 steps")
+    assert found[10].endswith(f"kept: best 1 by loss ({loss:.6g})")
+    best, other = runs["best", 0], runs["best", 1]
+    assert best["best"] == other["best"] == 10
+    assert best["scores"] == other["scores"]
+    assert best["sha256"] == other["sha256"] != whole["sha256"]
+    assert best["loss"] == whole["loss"]
+
+
+@pytest.mark.full
+def test_a_replay_reads_checkpoints_and_losses(runs, tmp_path):
+    address = f"{BUCKET}/runs/whole"
+    recorded = step_losses.read(address)
+    assert len(recorded) == 30
+    step_losses.write(address, 29, [recorded[29] + 1])
+    storage.of(address).settle()
+    done = clusters.mgpu_tf(
+        *("replay", "--step=29", "--", clusters.PYTHON, "-m", "mgpu_tf"),
+        *("launch", "--num_workers=2", "--startup_seconds=0", "--isolate=off"),
+        *("--", clusters.PYTHON, "-m", "tests.jobs.on_objects"),
+        *(f"--address={BUCKET}/runs", f"--once={tmp_path}/once"),
+    )
+    told = done.stdout + done.stderr
+    assert (
+        f"replay of step 29: hardware (the run had loss {recorded[29] + 1}"
+        in told
+    )
+    assert f"and two repeats have {recorded[29]}" in told
+    assert done.returncode == 1
+
+
+@pytest.mark.full
+def test_an_evaluator_follows_an_address(server):
+    done = clusters.mgpu_tf(
+        *("launch", "--num_workers=1", "--num_ps=1", "--evaluator"),
+        *("--startup_seconds=0", "--isolate=off", "--", clusters.PYTHON),
+        *("-m", "tests.jobs.on_objects", f"--address={BUCKET}/servers"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    pattern = r"^\[\S+ 0\] RESULT (\S+) (.*)$"
+    found = {
+        task: json.loads(text)
+        for task, text in re.findall(pattern, done.stdout, re.M)
+    }
+    (epochs, scores), (_, expected) = found["evaluator"], found["chief"]
+    assert epochs[-1] == 3
+    for name in ("val_loss", "val_accuracy"):
+        there = [expected[name][epoch - 1] for epoch in epochs]
+        np.testing.assert_allclose(scores[name], there, rtol=1e-5)
 
 
 @pytest.mark.full

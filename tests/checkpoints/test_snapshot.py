@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mgpu_tf
-from mgpu_tf.checkpoints import parts, store
+from mgpu_tf.checkpoints import keeping, parts, store
 from mgpu_tf.checkpoints import writer as writer_lib
 from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.recovery import Owner, not_seen
@@ -208,9 +208,19 @@ def test_a_checkpoint_of_each_format_goes_on(
         epochs=1,
         verbose=0,
         callbacks=[Looks("loss", patience=9, restore_best_weights=True)],
-        checkpoint_dir=str(tmp_path),
+        checkpoint=mgpu_tf.SaveOptions(
+            str(tmp_path),
+            keep_checkpoints=1,
+            monitor="loss",
+            keep_every_steps=3,
+        ),
     )
     assert trainer.global_step == 10
+    # It has no score, and nobody has kept it for good.
+    kept = store.whole(store.survey(str(tmp_path)))
+    assert [entry.step for entry in kept] == [10]
+    why = keeping.why_kept(kept, 0, keeping.best_of(kept[0].state))
+    assert "best 1 by loss" in why[10] and "every 3 steps" in why[10]
     *alike, sums = seen
     names = [name for name in older if name.startswith("variables/shared/")]
     for name, value in zip(sorted(names), alike, strict=True):

@@ -1,9 +1,11 @@
 """Runs whose checkpoints are on object storage, one of which is killed.
 
     python -m tests.jobs.on_objects --address=s3://bucket/runs --once=FILE
+    python -m tests.jobs.on_objects --address=s3://bucket/servers
 
 The second worker kills itself, once, after some steps. What begins it again is
-`mgpu-tf launch --max_restarts=1`.
+`mgpu-tf launch --max_restarts=1`. The second line is for parameter servers and
+their evaluator.
 """
 
 import argparse
@@ -23,6 +25,12 @@ BATCH = 8
 EPOCHS = 3
 EVERY = 4
 STEP = 15  # Of 10 in an epoch.
+BEST = {
+    "keep_checkpoints": 1,
+    "keep_every_steps": 7,
+    "monitor": "loss",
+    "monitor_mode": "max",
+}
 
 
 def arrays():
@@ -63,7 +71,9 @@ class Kills(keras.callbacks.Callback):
 
 def train(strategy, address, callbacks=(), **options):
     """Trains to the end; returns what there is to compare."""
-    trainer = mgpu_tf.Trainer(build, strategy, steps_per_execution=1, seed=3)
+    trainer = mgpu_tf.Trainer(
+        build, strategy, steps_per_execution=1, seed=3, on_nan="stop"
+    )
     history = trainer.fit(
         *arrays(),
         batch_size=BATCH,
@@ -74,7 +84,11 @@ def train(strategy, address, callbacks=(), **options):
         ),
         callbacks=list(callbacks),
     )
-    return {
+    best = {}
+    if "monitor" in options:
+        best["best"] = trainer.restore(address, "best", *arrays())
+        best["scores"] = trainer.evaluate(*arrays(), BATCH, 0)
+    return best | {
         "loss": history.history["loss"],
         "sha256": weights_sha256(trainer.model.get_weights()),
         "restarts": trainer.recovery.restarts,
@@ -82,12 +96,29 @@ def train(strategy, address, callbacks=(), **options):
     }
 
 
+def serve(address):
+    """Trains on parameter servers, or evaluates what they save."""
+    trainer = mgpu_tf.Trainer(build, mgpu_tf.create_strategy("auto"))
+    history = trainer.fit(
+        *(*arrays(), BATCH, EPOCHS),
+        verbose=0,
+        validation_data=arrays(),
+        checkpoint_dir=address,
+    )
+    task = mgpu_tf.ClusterConfig.from_environment().task_type
+    found = history.epoch, history.history
+    print(f"RESULT {task} {json.dumps(found)}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
-    parser.add_argument("--once", required=True)
+    parser.add_argument("--once")
     arguments = parser.parse_args()
     quiet_import.import_tensorflow()
+    if arguments.once is None:
+        serve(arguments.address)
+        return
     strategy = mgpu_tf.create_multi_worker_mirrored_strategy()
     worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     kills = Kills(arguments.once if worker else os.devnull)
@@ -95,6 +126,7 @@ def main():
         ("whole", [], {}),
         ("killed", [kills], {}),
         ("in_memory", [], {"snapshot_in": "memory"}),
+        ("best", [], BEST),
     ):
         address = f"{arguments.address}/{name}"
         found = train(strategy, address, callbacks, **options)

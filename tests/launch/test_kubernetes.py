@@ -330,6 +330,13 @@ def test_what_is_missing_is_named(arguments, part, capsys):
     assert part in capsys.readouterr().err
 
 
+def test_an_evaluator_of_object_storage_needs_no_claim(capsys):
+    flags = ["--ps=1", "--evaluator", "--", "train.py"]
+    command = ["kubernetes", *NEEDED, *flags, "--checkpoint_dir=s3://bucket/a"]
+    assert cli.main(command) == 0
+    assert "persistentVolumeClaim" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("word", ["a\0b", "caf\udce9.py"])
 def test_no_text(word):
     with pytest.raises(ConfigurationError, match="must be text in UTF-8"):

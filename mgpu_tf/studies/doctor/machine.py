@@ -16,7 +16,12 @@ from collections.abc import Iterator, Mapping
 from mgpu_tf._version import __version__
 from mgpu_tf.checkpoints import storage
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.folders import check_local, is_address, open_regular
+from mgpu_tf.folders import (
+    check_lasts,
+    check_local,
+    is_address,
+    open_regular,
+)
 from mgpu_tf.runtime import versions as ranges
 from mgpu_tf.studies.doctor.findings import Finding, error, ok, warning
 
@@ -194,6 +199,7 @@ def folder(
     """
     try:
         if name == "checkpoint_dir" and is_address(path):
+            check_lasts(name, path)
             storage.of(path, name).make(name, path)
             yield ok(name, f"{path!r} can be written")
             return
