@@ -28,7 +28,7 @@ from typing import Any
 
 from mgpu_tf.checkpoints import registry, storage
 from mgpu_tf.checkpoints.interface import ASIDE, PREFIX
-from mgpu_tf.checkpoints.keeping import Best, best_of, why_kept
+from mgpu_tf.checkpoints.keeping import Best, best_of, for_good_of, why_kept
 from mgpu_tf.checkpoints.manifest import (
     DamagedError,
     Manifest,
@@ -232,7 +232,12 @@ def entries(folder: str, *, thorough: bool = True) -> list[Entry]:
     return list(newest_first(folder, thorough=thorough))[::-1]
 
 
-def survey(folder: str, *, thorough: bool = False) -> list[Entry | Unknown]:
+def survey(
+    folder: str,
+    *,
+    thorough: bool = False,
+    known: Mapping[int, Entry] | None = None,
+) -> list[Entry | Unknown]:
     """Returns all checkpoints of a folder, the newest last.
 
     For who shows them, or deletes what is whole; a run that goes on from one
@@ -241,14 +246,16 @@ def survey(folder: str, *, thorough: bool = False) -> list[Entry | Unknown]:
     Args:
         folder: As for `newest_first`.
         thorough: As for `newest_first`.
+        known: Entries by their steps that need no other look.
 
     Raises:
         UnreadableError: The folder cannot be read.
     """
+    known = known or {}
     found: list[Entry | Unknown] = []
     for step, path in paths(folder).items():
         try:
-            found.append(_entry(path, step, thorough))
+            found.append(known.get(step) or _entry(path, step, thorough))
         except CheckpointError as error:
             found.append(Unknown(path, step, str(error)))
     return found
@@ -363,6 +370,7 @@ def prune(
     best: Best | None = None,
     *,
     spare: bool = True,
+    known: dict[int, Entry] | None = None,
 ) -> list[str]:
     """Deletes all but the newest checkpoints that are whole.
 
@@ -380,6 +388,8 @@ def prune(
         noted: The registry of the folder.
         best: Which of the best stay.
         spare: Whether more than the newest and `beside` stays.
+        known: Those that are kept for good, as far as the caller has seen
+            them; the others come in.
 
     Returns:
         The names of what was deleted.
@@ -390,7 +400,11 @@ def prune(
     """
     recover(folder)
     noted = noted or Registry(folder)
-    there = [e for e in whole(survey(folder)) if e.step not in noted.damaged]
+    known = {} if known is None else known
+    every = whole(survey(folder, known=known))
+    there = [entry for entry in every if entry.step not in noted.damaged]
+    for_good = [e for e in there if for_good_of(e.state).kept == e.step]
+    known.update((entry.step, entry) for entry in for_good)
     stay = {entry.step for entry in there[-keep:]} | {beside}
     if spare:
         stay |= set(why_kept(there, keep, best))

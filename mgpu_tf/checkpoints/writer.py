@@ -78,6 +78,8 @@ class Writer:
         self._check = check
         self._ending = threading.Event()
         self.registry = Registry(folder)
+        # However many there are, a save does not read them all.
+        self._for_good: dict[int, store.Entry] = {}
         self.written = -1
         self._step = self._save = 0
         self._part: parts.Part | None = None
@@ -149,12 +151,14 @@ class Writer:
 
     def _prune(self, keep: int, before: int, best: Best | None) -> None:
         """Deletes older checkpoints; what fails is done at the next save."""
+        self._for_good.pop(self._step, None)
         try:
             if self._check():
                 store.prune(
                     *(self._folder, keep, self._token, before),
                     self.registry,
                     best,
+                    known=self._for_good,
                 )
         except (OSError, CheckpointError) as error:
             _log.warning(

@@ -439,6 +439,25 @@ def test_the_best_and_what_is_kept_for_good_stay(folder):
     assert list(steps(folder)) == [6]
 
 
+def test_what_is_kept_for_good_is_read_once(folder, monkeypatch):
+    """However long a run is; what it saves again is read again."""
+    read, looked = [], store.read_manifest
+    monkeypatch.setattr(
+        store,
+        "read_manifest",
+        lambda path: (read.append(path), looked(path))[1],
+    )
+    run = writer.Writer(folder, "t")
+    for step in (1, 2, 3, 4, 4, 5):
+        run.begin(step, [piece(step)])
+        kept = ForGood(steps=step, kept=step if step < 5 else 4)
+        read.clear()
+        run.finish({"keeping": as_state(1, None, kept)}, 1)
+        assert [int(path[-1]) for path in read] == [step]
+    run.close()
+    assert list(steps(folder)) == [1, 2, 3, 4, 5]
+
+
 def test_a_best_one_that_is_damaged_stays_and_does_not_count(folder):
     scored(folder)
     change(file_of(os.path.join(folder, "step-0000000002")), b"short")

@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):
 def test_a_save_whose_pruning_fails_is_a_save(tmp_path, monkeypatch, caplog):
     save(tmp_path, 1)
 
-    def broken(*given):
+    def broken(*given, **named):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(store, "prune", broken)
