@@ -29,6 +29,7 @@ class Fault:
 PARITY = "tests/parity/test_one_machine.py"
 LOSSES = "tests/engine/test_loss_parity.py"
 WORKERS = "tests/parity/test_two_workers.py"
+KEEPING = "tests/checkpoints/test_keeping.py"
 RESUME = "tests/checkpoints/test_resume.py"
 WHOLE = "tests/engine/test_whole_batch.py"
 WRITTEN = "tests/engine/test_written_state.py"
@@ -467,9 +468,30 @@ CHECKPOINTS = (
     Fault(
         "the oldest checkpoints are kept",
         "checkpoints/store.py",
-        "in whole[:-keep] if",
-        "in whole[keep:] if",
+        "for entry in there[-keep:]",
+        "for entry in there[:keep]",
         ("tests/checkpoints/test_store.py",),
+    ),
+    Fault(
+        "the worst checkpoints are kept for the best",
+        "checkpoints/keeping.py",
+        'sign = 1 if self.mode == "min"',
+        'sign = 1 if self.mode == "max"',
+        (KEEPING,),
+    ),
+    Fault(
+        "what is kept for good is deleted",
+        "checkpoints/keeping.py",
+        "if so_far.kept == each.step:",
+        "if False:",
+        (KEEPING,),
+    ),
+    Fault(
+        "a resumed run forgets what it has kept for good",
+        "checkpoints/saver.py",
+        "self._for_good = keeping.for_good_of(state)\n        before",
+        "before",
+        (KEEPING,),
     ),
     Fault(
         "a checkpoint that was about to be replaced is lost",
