@@ -61,6 +61,7 @@ def main():
         "iterations": int(trainer.model.optimizer.iterations.numpy()),
         "losses": history.history["loss"],
         "val_loss": history.history["val_loss"],
+        "val_accuracy": history.history["val_accuracy"],
         "test loss": scores["loss"],
         "restarts": trainer.recovery.restarts,
         "lost_steps": trainer.recovery.lost_steps,

@@ -139,9 +139,9 @@ def test_an_evaluator_has_seen_the_last_checkpoint(result):
     epochs, scores = result["evaluator"]
     assert epochs[-1] == 5
     assert epochs == sorted(set(epochs))
-    for epoch, loss in zip(epochs, scores["val_loss"], strict=True):
-        expected = result["val_loss"][epoch - 1]
-        assert loss == pytest.approx(expected, rel=1e-5), epoch
+    for name in ("val_loss", "val_accuracy"):
+        expected = [result[name][epoch - 1] for epoch in epochs]
+        assert scores[name] == pytest.approx(expected, rel=1e-5), name
 
 
 def test_what_is_lost_is_told_in_a_line(result):
