@@ -513,7 +513,8 @@ class SaveOptions:
     monitor: str | None = option(
         None,
         "Keep the best checkpoint by this metric too: a name in the logs of an "
-        "epoch, such as val_loss. Then each epoch ends with a save.",
+        "epoch, such as loss or, with validation data, val_loss. Then each "
+        "epoch ends with a save.",
         needs=("checkpoint_dir",),
     )
     monitor_mode: str | None = option(
