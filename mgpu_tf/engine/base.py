@@ -290,7 +290,7 @@ class Engine(abc.ABC):
         optimizers = keras_internals.optimizers_of(self._model)
         every = [
             *self._model.variables,
-            *(v for optimizer in optimizers for v in optimizer.variables),
+            *(v for o in optimizers for v in keras_internals.state_of(o)),
             *(v for metric in self._model.metrics for v in metric.variables),
             *untracked_variables(self._model),
         ]

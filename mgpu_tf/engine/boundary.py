@@ -38,6 +38,7 @@ from mgpu_tf.engine.layer_calls import trust
 from mgpu_tf.engine.random_rows import rows_of_global_draws
 from mgpu_tf.engine.row_proof import FIXED, RowProof, Rows, proving
 from mgpu_tf.engine.state import ReplicaState
+from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
@@ -120,6 +121,36 @@ class Boundary:
         """Returns a weight as the call that is under way reads it."""
         inside = self._here.inside
         return None if inside is None else inside.get(id(variable))
+
+    def check_write(self, value: Any) -> None:
+        """Called before a step writes to a weight.
+
+        Args:
+            value: What it writes.
+
+        Raises:
+            TraceAgain: The call that is under way will be computed whole.
+        """
+        here = self._here
+        if self.is_in_call and here.inner.of(value) != FIXED:
+            self._open(here.layer)
+            raise TraceAgain
+
+    def lend_again(self, variable: keras.Variable) -> None:
+        """Lends what a weight holds now to the call that is under way."""
+        here = self._here
+        if self.is_in_call and id(variable) in here.inside:
+            (lent,) = self._shared([variable], here.inner)
+            here.inner.take([lent], FIXED)
+            here.inside[id(variable)] = lent
+
+    def _shared(
+        self, weights: list[keras.Variable], proof: RowProof
+    ) -> list[tf.Tensor]:
+        return self._exchange.shared(
+            [tf.convert_to_tensor(keras_internals.stored(w)) for w in weights],
+            lambda indices: proof.of(indices) == FIXED,
+        )
 
     def _called(
         self,
@@ -236,21 +267,16 @@ class Boundary:
             for weight in self._weights
             if id(weight) not in here.scope.state_mapping
         ]
-        lent = self._exchange.shared(
-            [
-                tf.convert_to_tensor(keras_internals.stored(w))
-                for w in trainable
-            ],
-            lambda indices: proof.of(indices) == FIXED,
-        )
+        lent = self._shared(trainable, proof)
         # In order, so that the proof does not take them for rows.
         before = here.scope.mark()
         losses = len(here.scope.losses)
         seeds = self._own_seeds()
         left = keras_internals.tensors_left_in(layer)
-        here.inside, here.inner = (
+        here.inside, here.inner, here.layer = (
             dict(zip(map(id, trainable), lent, strict=True)),
             proof,
+            layer,
         )
         try:
             with (

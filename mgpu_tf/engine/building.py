@@ -101,7 +101,10 @@ def build_layers(
     if keras_internals.overrides(model, "predict_step"):
         _run_once(model, model.predict_step, example)
         return ()
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(example)
+    batch = keras.utils.unpack_x_y_sample_weight(example)
+    if training:
+        _build_in_training(model, batch)
+    x, _, _ = batch
     if model.run_eagerly:
         with keras.StatelessScope():
             model(structures.zeros(x))
@@ -118,8 +121,24 @@ def _train_once(model: keras.Model, example: Any) -> keras_internals.Applied:
     return applied
 
 
+def _build_in_training(model: keras.Model, batch: Any) -> None:
+    """Creates first what the author's code makes in training, as `fit` does."""
+    if not keras_internals.has_own_code(model):
+        return
+    try:
+        if model.run_eagerly:
+            with keras.StatelessScope():
+                model(structures.zeros(batch[0]), training=True)
+        else:
+            keras_internals.build_in_training(model, batch)
+    except Exception as error:
+        # What it makes otherwise is made next, or the reason is told there.
+        _log.debug("%s is not built in training: %s", model.name, error)
+
+
 def _build_from_call(model: keras.Model, example: Any) -> None:
     batch = keras.utils.unpack_x_y_sample_weight(example)
+    _build_in_training(model, batch)
     if model.run_eagerly:
         keras_internals.build_eagerly(model, structures.zeros(batch))
         return

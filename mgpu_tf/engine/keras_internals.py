@@ -121,13 +121,37 @@ def build_layers(model: keras.Model, x: Any) -> None:
         model: A model.
         x: Inputs as tensors or specs with shape and dtype.
     """
-    inputs = tf.nest.map_structure(
+    keras.src.backend.compute_output_spec(model, _symbolic(x), training=False)
+
+
+def build_in_training(model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
+    """Creates what a model and its `compute_loss` make in training only.
+
+    Args:
+        model: A compiled model.
+        batch: `(x, y, sample_weight)` as tensors or specs.
+    """
+    spec = keras.src.backend.compute_output_spec
+    x, y, sample_weight = _symbolic(batch)
+    y_pred = spec(model, x, training=True)
+    if overrides(model, "compute_loss"):
+        spec(model._compute_loss, x, y, y_pred, sample_weight, training=True)
+
+
+def has_own_code(model: keras.Model) -> bool:
+    """Returns whether a layer or the loss of a model is not Keras's own."""
+    return overrides(model, "compute_loss") or not all(
+        map(is_keras_own, layers_of(model))
+    )
+
+
+def _symbolic(batch: Any) -> Any:
+    return tf.nest.map_structure(
         lambda t: (
             None if t is None else keras.KerasTensor(t.shape, t.dtype.name)
         ),
-        x,
+        batch,
     )
-    keras.src.backend.compute_output_spec(model, inputs, training=False)
 
 
 # Optimizers, each with the weights that it was applied to.
@@ -1326,6 +1350,15 @@ def overrides(model: keras.Model, method: str) -> bool:
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
+def handles_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether its author wrote what sees gradients before updates."""
+    methods = ("apply", "apply_gradients", "_clip_gradients")
+    return any(
+        not getattr(type(optimizer), name).__module__.startswith("keras.")
+        for name in methods
+    )
+
+
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the optimizers that a model or a layer of it holds.
 
@@ -1602,9 +1635,10 @@ def overwrite(optimizer: keras.optimizers.Optimizer) -> None:
 @contextlib.contextmanager
 def engine_order(
     optimizer: keras.optimizers.Optimizer,
-    sent: Callable[[list[Any], list[Any]], list[Any]] | None = None,
+    sent: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
     clipped: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
     moved: Callable[[Any, list[Any], list[Any]], bool] | None = None,
+    done: Callable[[list[Any]], None] | None = None,
 ) -> Iterator[None]:
     """Makes an optimizer clip, apply and average only, while traced.
 
@@ -1615,10 +1649,12 @@ def engine_order(
 
     Args:
         optimizer: An optimizer; those that it wraps included.
-        sent: Takes clipped gradients and their variables; returns the
-            gradients that the optimizer applies.
+        sent: Takes an optimizer, clipped gradients and their variables;
+            returns the gradients that it applies.
         clipped: Clips by norms in place of Keras. Takes an optimizer,
             gradients and their variables.
+        moved: Updates in place of Keras, as `clipped`; whether it has done so.
+        done: Takes the variables that were updated.
     """
 
     def instructions(part: keras.optimizers.Optimizer) -> dict[str, Any]:
@@ -1629,7 +1665,7 @@ def engine_order(
             else:
                 gradients = clipped(part, gradients, variables)
             if sent is not None:
-                gradients = sent(gradients, variables)
+                gradients = sent(part, gradients, variables)
             part._apply_weight_decay(variables)
             if moved is None or not moved(part, gradients, variables):
                 part._backend_update_step(
@@ -1637,6 +1673,8 @@ def engine_order(
                 )
             if part.use_ema:
                 update_averages(part)
+            if done is not None:
+                done(variables)
 
         return {
             "_all_reduce_sum_gradients": lambda pairs: pairs,
@@ -2018,11 +2056,16 @@ def parts(
 ) -> Iterator[keras.optimizers.Optimizer]:
     """Yields an optimizer and those that it wraps."""
     yield optimizer
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is not None:
-        yield from parts(inner)
-    for other in getattr(optimizer, "optimizers", ()):
-        yield from parts(other)
+    held = [*vars(optimizer).values(), *getattr(optimizer, "optimizers", ())]
+    for part in held:
+        if isinstance(part, keras.optimizers.Optimizer):
+            yield from parts(part)
+
+
+def state_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the variables of an optimizer and of those that it wraps."""
+    every = [v for part in parts(optimizer) for v in part.variables]
+    return list({id(variable): variable for variable in every}.values())
 
 
 def body_of_function(graph: Any, name: str) -> Any | None:

@@ -24,7 +24,7 @@ def memory_of(model: keras.Model) -> MemoryTable:
     optimizer = [
         variable
         for each in keras_internals.optimizers_of(model)
-        for variable in each.variables
+        for variable in keras_internals.state_of(each)
     ]
     trained = {id(variable) for variable in model.trainable_variables}
     others = [

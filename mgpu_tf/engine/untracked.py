@@ -60,7 +60,7 @@ def untracked_variables(model: keras.Model) -> list[Any]:
     optimizers = keras_internals.optimizers_of(model)
     tracked = [
         *model.variables,
-        *(v for optimizer in optimizers for v in optimizer.variables),
+        *(v for o in optimizers for v in keras_internals.state_of(o)),
         *(v for m in keras_internals.metrics_of(model) for v in m.variables),
     ]
     seen = {id(keras_internals.stored(variable)) for variable in tracked}

@@ -68,7 +68,9 @@ def values(model: keras.Model) -> dict[str, str]:
     """
     optimizers = keras_internals.optimizers_of(model)
     groups = {"weight": model.weights} | {
-        f"optimizer variable {i or ''}".strip(): optimizer.variables
+        f"optimizer variable {i or ''}".strip(): keras_internals.state_of(
+            optimizer
+        )
         for i, optimizer in enumerate(optimizers)
     }
     return {

@@ -143,7 +143,7 @@ class DistributedModel:
     def _new_engine(self) -> Engine:
         engine = create_engine(self.model, self.strategy, self._options)
         for optimizer in keras_internals.optimizers_of(self.model):
-            keras_internals.make_readable(optimizer.variables)
+            keras_internals.make_readable(keras_internals.state_of(optimizer))
         return engine
 
     def tell(self, line: str) -> None:
@@ -321,7 +321,7 @@ class DistributedModel:
             return
         variables = list(self.model.variables)
         for optimizer in keras_internals.optimizers_of(self.model):
-            variables += optimizer.variables
+            variables += keras_internals.state_of(optimizer)
         held = {id(v): keras_internals.stored(v) for v in variables}
         with self.strategy.whole(held.values(), reads=self.is_chief):
             yield

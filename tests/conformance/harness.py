@@ -308,9 +308,12 @@ def _in_batches(x):
 def _optimizers(model):
     """The optimizers of a model that have applied something."""
     found = [model.optimizer, *vars(model).values()]
-    unique = {
-        id(o): o for o in found if isinstance(o, keras.optimizers.Optimizer)
-    }
+    unique = {}
+    while found:
+        value = found.pop(0)
+        if isinstance(value, keras.optimizers.Optimizer):
+            unique[id(value)] = value
+            found += vars(value).values()
     return [
         optimizer
         for optimizer in unique.values()

@@ -43,6 +43,10 @@ SLICE = [
     ("tensor_x3", "saliency of words"),
     ("mirrored_x3", "of one's own: a minimum that a reset sets to zero"),
     ("one_device", "own: a moving mean, not synchronized"),
+    ("mirrored_x3", "gan with r1 and spectral norms"),
+    ("mirrored_x3", "a curriculum with several steps in one"),
+    ("mirrored_x3", "slow weights after an optimizer"),
+    ("fsdp_x3", "slow weights around an optimizer"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that need whole weights, where weights are split."""
+"""Optimizers that need whole weights or gradients, where weights are split."""
 
 import keras
 import pytest
@@ -7,6 +7,7 @@ from keras import layers, ops
 import mgpu_tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.optimizers import LARS
+from tests.conformance.outside_training import LookaheadAfter
 from tests.engine import tensor_models as models
 from tests.engine.test_tensor_parallel import compared
 from tests.tiers import tiered
@@ -39,6 +40,19 @@ class Elsewhere(Whitened):
         self.kept = dict(enumerate(self.kept))
 
 
+class Centred(keras.optimizers.Adam):
+    """It takes means of gradients, and norms of weights, before it applies."""
+
+    def apply(self, grads, trainable_variables=None):
+        given = []
+        for gradient, weight in zip(grads, trainable_variables, strict=True):
+            gradient = ops.convert_to_tensor(gradient)
+            most = 0.1 * ops.norm(weight) / (ops.norm(gradient) + 1e-3)
+            gradient = gradient * ops.minimum(most + 0.01, 1.0)
+            given.append(gradient - ops.mean(gradient, 0, keepdims=True))
+        super().apply(given, trainable_variables)
+
+
 OPTIMIZERS = {
     "muon": lambda: keras.optimizers.Muon(
         0.02, weight_decay=0.01, adam_weight_decay=0.02, global_clipnorm=0.5
@@ -47,6 +61,13 @@ OPTIMIZERS = {
     "own": lambda: Whitened(0.05, clipnorm=0.1, use_ema=True),
     "accumulated": lambda: keras.optimizers.Muon(
         0.02, gradient_accumulation_steps=3
+    ),
+    "centred": lambda: Centred(0.02, clipnorm=0.05, use_ema=True),
+    "centred later": lambda: Centred(
+        0.02, global_clipnorm=0.05, gradient_accumulation_steps=3
+    ),
+    "wrapped": lambda: LookaheadAfter(
+        keras.optimizers.Adam(0.02, global_clipnorm=0.05)
     ),
 }
 CASES = [
@@ -57,10 +78,19 @@ CASES = [
     "adafactor on fsdp_3_pipeline_2",
     "accumulated on data_2_fsdp_2",
     "muon on zero1_x2",
+    "centred on fsdp_x3",
+    "centred on tensor_x3",
+    "centred on fsdp_3_pipeline_2",
+    "centred later on data_2_fsdp_2",
+    "wrapped on fsdp_x3",
+    "wrapped on fsdp_2_tensor_2",
+    "wrapped on zero1_x2",
 ]
 
 
-@pytest.mark.parametrize("case", tiered(CASES, ["own on fsdp_x3"]))
+@pytest.mark.parametrize(
+    "case", tiered(CASES, ["own on fsdp_x3", "centred on fsdp_x3"])
+)
 def test_the_numbers_of_one_device(case, strategies):
     """Weights, slots, losses and predictions over 14 steps in float64."""
     name, strategy = case.split(" on ")
@@ -88,7 +118,7 @@ def tokens():
 
 
 ROWS = ["muon on fsdp_x3", "adafactor on fsdp_x3", "muon on data_2_fsdp_2"]
-ROWS += ["muon on fsdp_3_pipeline_2"]
+ROWS += ["muon on fsdp_3_pipeline_2", "centred on fsdp_x3"]
 
 
 @pytest.mark.parametrize("case", tiered(ROWS, ["muon on fsdp_x3"]))

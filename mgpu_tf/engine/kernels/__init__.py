@@ -110,7 +110,9 @@ class Kernels:
             part
             for optimizer in keras_internals.optimizers_of(self._model)
             for part in keras_internals.parts(optimizer)
-            if optimizers.is_fused(part)
+            # What an author wraps may be given values in place of variables.
+            if (part is optimizer or keras_internals.is_keras_own(optimizer))
+            and optimizers.is_fused(part)
             and keras_internals.is_unpatched(part, "update_step")
         ]
         with (

@@ -176,7 +176,7 @@ class SynchronousEngine(Engine):
             [
                 *self._model.variables,
                 *self._state.layers,
-                *(v for optimizer in optimizers for v in optimizer.variables),
+                *(v for o in optimizers for v in keras_internals.state_of(o)),
                 *(() if self._noise is None else self._noise.variables),
                 *untracked_variables(self._model),
             ],

@@ -247,9 +247,11 @@ class AuthorStep:
             self._check_in_step(variable)
             self.state.write_in_place(variable, value)
             return
+        self._boundary.check_write(value)
         with self._exchange.apart():
             keras_internals.write_here(variable, value)
         self._weights.forget([variable])
+        self._boundary.lend_again(variable)
 
     def _read_directly(self, variable: keras.Variable) -> None:
         """Lets a step read and write a variable itself, in another trace."""

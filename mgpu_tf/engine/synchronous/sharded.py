@@ -287,11 +287,17 @@ class ShardedUpdate(Update):
         self._options = options
         name = options.gradient_dtype
         self._dtype = tf.as_dtype(name) if name else None
+        parts = list(keras_internals.parts(self._optimizer))
+        # An author's own method may take means and norms of a gradient.
+        self._hands_over_whole = any(
+            map(keras_internals.handles_gradients, parts)
+        )
         # Tables of which every replica has the rows that all have looked up.
         self._whole_rows = {
             id(variable)
-            for part in keras_internals.parts(self._optimizer)
-            if self._every == 1 and _needs_whole(part)
+            for part in parts
+            if self._every == 1
+            and (self._hands_over_whole or _needs_whole(part))
             for variable in keras_internals.variables_of(part)
         }
 
@@ -305,10 +311,9 @@ class ShardedUpdate(Update):
 
         def own(gradients: Gradients) -> Gradients:
             return [
-                self._own_part(gradient, keras_internals.stored(variable))
-                if keras_internals.is_split(variable)
-                and not self._keeps_rows(gradient, variable)
-                else gradient
+                gradient
+                if self._keeps_rows(gradient, variable)
+                else self._own(gradient, variable)
                 for gradient, variable in zip(gradients, held, strict=True)
             ]
 
@@ -541,8 +546,13 @@ class ShardedUpdate(Update):
             refresh(self._variables)
 
     def _in_order(self) -> contextlib.AbstractContextManager[None]:
+        whole = self._hands_over_whole
         return keras_internals.engine_order(
-            self._optimizer, clipped=self._clipped, moved=self._moved
+            self._optimizer,
+            sent=self._taken if whole else None,
+            clipped=None if whole else self._clipped,
+            moved=self._moved,
+            done=_refresh_on_replica if whole else None,
         )
 
     def _keeps_rows(self, gradient: Any, variable: keras.Variable) -> bool:
@@ -551,6 +561,37 @@ class ShardedUpdate(Update):
         return rows and id(variable) in self._whole_rows
 
     # On a replica.
+
+    def _apply_on_replica(self, gradients: Gradients) -> None:
+        if self._hands_over_whole:
+            held = itertools.compress(self._variables, self.present)
+            gradients = list(map(self._joined, gradients, held))
+        super()._apply_on_replica(gradients)
+
+    def _joined(self, gradient: Any, variable: keras.Variable) -> Any:
+        """Returns the whole gradient, of the parts that replicas have."""
+        rows = isinstance(gradient, tf.IndexedSlices)
+        if rows or not keras_internals.is_split(variable):
+            return gradient
+        with beside(gradient):
+            return keras_internals.stored(variable).joined_here(gradient)
+
+    def _taken(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Gradients,
+        variables: list[keras.Variable],
+    ) -> Gradients:
+        """Returns what an optimizer applies here, of whole gradients."""
+        if _needs_whole(optimizer):
+            return gradients
+        return list(map(self._own, gradients, variables))
+
+    def _own(self, gradient: Any, variable: keras.Variable) -> Any:
+        """Returns what this replica stores of a whole gradient."""
+        if not keras_internals.is_split(variable):
+            return gradient
+        return self._own_part(gradient, keras_internals.stored(variable))
 
     def own_square(
         self, gradients: Gradients, known: dict[int, tf.Tensor]
@@ -844,21 +885,33 @@ def _check_own_rows(variables: list[keras.Variable]) -> None:
 
 def refresh(variables: list[keras.Variable]) -> None:
     """Writes parts to the whole copies of variables, where there are such."""
-    copied = [
-        variable.value
-        for variable in variables
-        if keras_internals.is_split(variable) and variable.value.keeps_whole
-    ]
+    copied = _copied(variables)
     if not any(variable.is_apart for variable in copied):
         for variable in copied:
             variable.refresh()
         return
+    strategy = copied[0].distribute_strategy
+    strategy.run(_refresh_on_replica, args=(variables,))
 
-    def on_replica() -> None:
-        for variable, value in zip(copied, computed(copied), strict=True):
-            variable.refresh_here(value)
 
-    copied[0].distribute_strategy.run(on_replica)
+def _refresh_on_replica(variables: list[keras.Variable]) -> None:
+    """As `refresh`. On a replica."""
+    copied = _copied(variables)
+    if not any(variable.is_apart for variable in copied):
+        context = tf.distribute.get_replica_context()
+        context.merge_call(lambda _: refresh(variables))
+        return
+    for variable, value in zip(copied, computed(copied), strict=True):
+        variable.refresh_here(value)
+
+
+def _copied(variables: list[keras.Variable]) -> list[ShardedVariable]:
+    """Returns the variables of which replicas keep whole copies."""
+    return [
+        variable.value
+        for variable in variables
+        if keras_internals.is_split(variable) and variable.value.keeps_whole
+    ]
 
 
 def _check_not_lazy(

@@ -119,10 +119,15 @@ def move_whole(
         ConfigurationError: It keeps something where it cannot be found.
     """
     rate = optimizer.learning_rate
-    slots = keras_internals.kept_for_weights(optimizer)
+    slots = [
+        pair
+        for part in keras_internals.parts(optimizer)
+        for pair in keras_internals.kept_for_weights(part)
+    ]
     _check_slots(optimizer, [kept for _, kept in slots])
     # What belongs to no weight may be written as well.
-    shared = [v for v in optimizer.variables if not keras_internals.is_split(v)]
+    state = keras_internals.state_of(optimizer)
+    shared = [v for v in state if not keras_internals.is_split(v)]
     for gradient, variable in zip(gradients, variables, strict=True):
         own = keras_internals.stored(variable)
         held = shared + [
@@ -150,7 +155,7 @@ def _check_slots(
 ) -> None:
     """Refuses what is kept for weights and cannot be found by the weight."""
     ids = {id(variable) for variable in known}
-    for variable in optimizer.variables:
+    for variable in keras_internals.state_of(optimizer):
         if keras_internals.is_split(variable) and id(variable) not in ids:
             raise ConfigurationError(
                 "An optimizer keeps what belongs to weights that are split in "
