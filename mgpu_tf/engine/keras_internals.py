@@ -20,6 +20,7 @@ import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 from keras.src.utils.python_utils import is_default
 from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.eager import record
 
 from mgpu_tf.layers import ShardedEmbedding
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
@@ -1352,11 +1353,22 @@ def overrides(model: keras.Model, method: str) -> bool:
 
 def handles_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether its author wrote what sees gradients before updates."""
-    methods = ("apply", "apply_gradients", "_clip_gradients")
-    return any(
-        not getattr(type(optimizer), name).__module__.startswith("keras.")
-        for name in methods
-    )
+    return applies_itself(optimizer) or _wrote(optimizer, "_clip_gradients")
+
+
+def applies_itself(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether its author wrote what a step calls."""
+    return _wrote(optimizer, "apply") or _wrote(optimizer, "apply_gradients")
+
+
+def _wrote(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
+    module = getattr(type(optimizer), method).__module__
+    return not module.startswith("keras.")
+
+
+def leaves_out(tape: tf.GradientTape) -> bool:
+    """Returns whether a tape is open, and does not see what runs now."""
+    return tape._recording and not record.could_possibly_record()
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:

@@ -445,6 +445,16 @@ class LayerByLayer:
         args: Any,
         kwargs: Any,
     ) -> Any:
+        leaves = tf.nest.flatten((args, kwargs))
+        masks = [keras_internals.mask_of(leaf) for leaf in leaves]
+
+        def undo() -> None:
+            scope.reset(mark)
+            del order.passes[calls:]
+            for leaf, mask in zip(leaves, masks, strict=True):
+                if mask is not None:
+                    keras_internals.set_mask(leaf, mask)
+
         while True:
             weights = _unique(
                 [
@@ -474,14 +484,12 @@ class LayerByLayer:
             late = self._joined(scope) - joined
             if scope.has_added(mark) or (late and not others):
                 self._plain.add(id(layer))
-                scope.reset(mark)
-                del order.passes[calls:]
+                undo()
                 return own(*args, **kwargs)
             if scope.narrow:
                 # By another layer, which computes in a larger type.
                 self._full.update(map(id, scope.narrow))
-                scope.reset(mark)
-                del order.passes[calls:]
+                undo()
                 continue
             if not others:
                 for variable in lent:
@@ -490,8 +498,7 @@ class LayerByLayer:
                 return outputs
             # A weight of another layer has its gradient here as well.
             self._others.setdefault(id(layer), []).extend(others)
-            scope.reset(mark)
-            del order.passes[calls:]
+            undo()
 
     def _joined(self, scope: StepScope) -> set[int]:
         """Returns the weights in parts of which a step has the whole."""

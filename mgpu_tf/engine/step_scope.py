@@ -203,7 +203,22 @@ class StepScope(keras.StatelessScope):
                 self.state_mapping[id(variable)] = value
         if value is not None and is_within_function(self.graph):
             self.inline(variable)
+        if value is not None and id(variable) in self._weights:
+            self._check_recorded(variable)
         return value
+
+    def _check_recorded(self, variable: keras.Variable) -> None:
+        """Refuses a weight whose gradient would be lost."""
+        tape = self._tape
+        if tf.executing_eagerly() or tape is None:
+            return
+        if keras_internals.leaves_out(tape):
+            raise ConfigurationError(
+                "What keras.remat or tf.recompute_grad computes again, and a "
+                "tape leaves out, reads no weights that are split. Received: "
+                f"{variable.path!r}, read there. Leave it out, and pass "
+                "recompute to the Trainer."
+            )
 
     def _note_read(
         self, variable: keras.Variable, value: tf.Tensor | None

@@ -78,6 +78,14 @@ class Update:
         self._stored_once = stored_once
         self._replicas = strategy.num_replicas_in_sync
         self._every = accumulation_steps(self._optimizer)
+        if self._every > 1 and keras_internals.applies_itself(self._optimizer):
+            raise ConfigurationError(
+                "Gradients are accumulated before an optimizer gets them. "
+                "Received: gradient_accumulation_steps of "
+                f"{type(self._optimizer).__name__}, whose author wrote its "
+                "apply or apply_gradients, which Keras calls before. Write it "
+                "as update_step, or use a larger batch size."
+            )
         self._reduced = reduced
         self._reduces_first = self._every == 1 or stored_once or reduced
         self._constrains_once = stored_once
@@ -413,7 +421,7 @@ def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int:
     inner = list(keras_internals.parts(optimizer))[1:]
     if any(part.gradient_accumulation_steps for part in inner):
         raise ConfigurationError(
-            "Optimizers inside of a MultiOptimizer cannot accumulate. "
+            "Optimizers inside of another one cannot accumulate. "
             "Received: gradient_accumulation_steps on one of them. Use a "
             "larger batch size."
         )

@@ -279,6 +279,54 @@ def test_steps_are_counted_by_one_operation():
     assert "AssignAddVariableOp" not in counting_ops(count)
 
 
+def test_the_state_of_what_an_optimizer_wraps():
+    class Around(keras.optimizers.SGD):
+        inner = None
+
+    outer, inner = Around(), keras.optimizers.Adam()
+    outer.inner = inner
+    for optimizer in (outer, inner):
+        optimizer.build([keras.Variable(1.0)])
+    held = {id(variable) for variable in keras_internals.state_of(outer)}
+    assert {id(v) for v in (*outer.variables, *inner.variables)} == held
+    scaled = keras.optimizers.LossScaleOptimizer(inner)
+    scaled.build([keras.Variable(1.0)])
+    state = keras_internals.state_of(scaled)
+    assert len(set(map(id, state))) == len(state)
+
+
+def test_who_wrote_what_sees_gradients():
+    class Own(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            super().apply(grads, trainable_variables)
+
+    class Clips(keras.optimizers.SGD):
+        def _clip_gradients(self, grads):
+            return grads
+
+    sgd = keras.optimizers.SGD()
+    assert keras_internals.applies_itself(Own())
+    assert keras_internals.handles_gradients(Clips())
+    assert not keras_internals.applies_itself(Clips())
+    assert not keras_internals.handles_gradients(sgd)
+    multi = keras.optimizers.LossScaleOptimizer(sgd)
+    assert not keras_internals.handles_gradients(multi)
+
+
+def test_what_a_tape_leaves_out():
+    seen = []
+
+    def look(x):
+        seen.append(keras_internals.leaves_out(tape))
+        return x
+
+    with tf.GradientTape() as tape:
+        look(0.0)
+        tf.function(tf.recompute_grad(look))(tf.constant(1.0))
+    look(0.0)
+    assert seen == [False, True, False]
+
+
 def test_apply_counts_with_the_counter(monkeypatch):
     """`apply` adds to the count by the method that is replaced."""
     optimizer = keras.optimizers.SGD()
