@@ -8,6 +8,7 @@ from keras import layers, ops
 
 import mgpu_tf
 from mgpu_tf.engine.untracked import untracked_variables
+from tests.conformance.outside_training import LookaheadAfter
 
 
 class Box:
@@ -68,10 +69,10 @@ class Normalized(keras.losses.Loss):
         return ops.mean(errors, -1) / self.scale
 
 
-def of_layers(*middle, loss="mse"):
+def of_layers(*middle, loss="mse", optimizer=None):
     parts = [keras.Input((4,)), *middle, layers.Dense(1)]
     model = keras.Sequential(parts)
-    model.compile(keras.optimizers.SGD(0.05), loss)
+    model.compile(optimizer or keras.optimizers.SGD(0.05), loss)
     return model
 
 
@@ -86,6 +87,9 @@ BUILDS = {
     "step": lambda: of_step(counter),
     "step, Keras": lambda: of_step(lambda: keras.Variable(0.0, False)),
     "loss": lambda: of_layers(loss=Normalized()),
+    "optimizer": lambda: of_layers(
+        optimizer=LookaheadAfter(keras.optimizers.Adam(0.05))
+    ),
 }
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -93,7 +97,7 @@ OPTIONS = {"batch_size": 6, "shuffle": False, "verbose": 0}
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored_x3", "fsdp_x3"])
-@pytest.mark.parametrize("build", ["layer", "step", "step, Keras", "loss"])
+@pytest.mark.parametrize("build", list(BUILDS))
 def test_a_resumed_run_goes_on_with_it(build, name, strategies, tmp_path):
     def run(folder, epochs):
         every = 1 if name == "mirrored_x3" else None
