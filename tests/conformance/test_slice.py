@@ -47,6 +47,8 @@ SLICE = [
     ("mirrored_x3", "a curriculum with several steps in one"),
     ("mirrored_x3", "slow weights after an optimizer"),
     ("fsdp_x3", "slow weights around an optimizer"),
+    ("fsdp_x3", "attention whose scores are penalized"),
+    ("fsdp_x3", "a block that is computed again"),
 ]
 
 
