@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.inlined import is_within_function
+from mgpu_tf.engine.inlined import check_gradient, is_within_function
 from mgpu_tf.engine.state import Writes
 
 
@@ -60,6 +60,8 @@ class AuthorScope(keras.StatelessScope):
             self.read_within(variable)
         if value is None:
             value = self.lent(variable)
+            if value is not None and variable.trainable:
+                check_gradient(variable)
         return keras_internals.stored(variable) if value is None else value
 
     def value(self, variable: keras.Variable) -> tf.Tensor:

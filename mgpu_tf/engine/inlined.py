@@ -14,7 +14,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.trace_again import ReadRefused
+from mgpu_tf.errors import ConfigurationError
 
 
 @contextlib.contextmanager
@@ -40,6 +42,29 @@ def refused(variable: keras.Variable) -> ReadRefused:
         f"{variable.path!r}, and code that needs AutoGraph. Write tf.cond and "
         "tf.while_loop there, or leave tf.function out."
     )
+
+
+def check_gradient(variable: keras.Variable) -> None:
+    """Refuses a weight that is lent to a function with its own gradient.
+
+    `tf.custom_gradient` sends gradients to its arguments and to variables. A
+    lent weight is neither, and would have none.
+
+    Raises:
+        ConfigurationError: The step reads it in such a function.
+    """
+    if tf.executing_eagerly():
+        return
+    if keras_internals.is_within_own_gradient():
+        raise ConfigurationError(
+            "Where weights are split, and in a train_step of your own, a "
+            "function of tf.custom_gradient, keras.remat or "
+            "tf.recompute_grad takes weights as arguments. Received: one that "
+            f"reads {variable.path!r}. Pass it "
+            "keras.ops.convert_to_tensor(weight). Leave keras.remat and "
+            "tf.recompute_grad out: with Keras's train_step, recompute of "
+            "the Trainer does as much."
+        )
 
 
 def is_within_function(graph: Any) -> bool:

@@ -12,6 +12,8 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 from keras.src.utils.python_utils import is_default
 from tensorflow.core.framework import attr_value_pb2
-from tensorflow.python.eager import record
+from tensorflow.python import pywrap_tfe
 
 from mgpu_tf.layers import ShardedEmbedding
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
@@ -1366,9 +1368,17 @@ def _wrote(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
     return not module.startswith("keras.")
 
 
-def leaves_out(tape: tf.GradientTape) -> bool:
-    """Returns whether a tape is open, and does not see what runs now."""
-    return tape._recording and not record.could_possibly_record()
+def is_within_own_gradient() -> bool:
+    """Returns whether `tf.custom_gradient` calls its function now.
+
+    It gives a gradient to the variables that are read there, and to no other
+    tensor. Whoever looks for variables keeps what is shown here. In a graph.
+    """
+    with tf.init_scope():
+        shown = types.SimpleNamespace(handle=tf.constant(0))
+    before = sys.getrefcount(shown)
+    pywrap_tfe.TFE_Py_VariableWatcherVariableAccessed(shown)
+    return sys.getrefcount(shown) > before
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -2065,13 +2075,19 @@ def _replaced(
 
 def parts(
     optimizer: keras.optimizers.Optimizer,
-) -> Iterator[keras.optimizers.Optimizer]:
-    """Yields an optimizer and those that it wraps."""
-    yield optimizer
-    held = [*vars(optimizer).values(), *getattr(optimizer, "optimizers", ())]
-    for part in held:
-        if isinstance(part, keras.optimizers.Optimizer):
-            yield from parts(part)
+) -> list[keras.optimizers.Optimizer]:
+    """Returns an optimizer and those that it wraps, each once."""
+    found: dict[int, keras.optimizers.Optimizer] = {}
+    left = [optimizer]
+    while left:
+        part = left.pop()
+        if id(part) in found:
+            continue
+        found[id(part)] = part
+        held = [*vars(part).values(), *getattr(part, "optimizers", ())]
+        inner = [o for o in held if isinstance(o, keras.optimizers.Optimizer)]
+        left += reversed(inner)
+    return list(found.values())
 
 
 def state_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.composites import composites_of
 from mgpu_tf.engine.contributions import BatchShare
-from mgpu_tf.engine.inlined import is_within_function
+from mgpu_tf.engine.inlined import check_gradient, is_within_function
 from mgpu_tf.engine.random_rows import RowScope
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.row_proof import (
@@ -204,21 +204,8 @@ class StepScope(keras.StatelessScope):
         if value is not None and is_within_function(self.graph):
             self.inline(variable)
         if value is not None and id(variable) in self._weights:
-            self._check_recorded(variable)
+            check_gradient(variable)
         return value
-
-    def _check_recorded(self, variable: keras.Variable) -> None:
-        """Refuses a weight whose gradient would be lost."""
-        tape = self._tape
-        if tf.executing_eagerly() or tape is None:
-            return
-        if keras_internals.leaves_out(tape):
-            raise ConfigurationError(
-                "What keras.remat or tf.recompute_grad computes again, and a "
-                "tape leaves out, reads no weights that are split. Received: "
-                f"{variable.path!r}, read there. Leave it out, and pass "
-                "recompute to the Trainer."
-            )
 
     def _note_read(
         self, variable: keras.Variable, value: tf.Tensor | None

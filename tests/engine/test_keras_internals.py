@@ -1,5 +1,6 @@
 """Fails on the release of Keras that moves what the engine relies on."""
 
+import contextlib
 import inspect
 
 import keras
@@ -313,17 +314,25 @@ def test_who_wrote_what_sees_gradients():
     assert not keras_internals.handles_gradients(multi)
 
 
-def test_what_a_tape_leaves_out():
+@pytest.mark.parametrize("wrap", [tf.recompute_grad, tf.custom_gradient])
+def test_within_a_function_with_its_own_gradient(wrap):
     seen = []
 
     def look(x):
-        seen.append(keras_internals.leaves_out(tape))
-        return x
+        seen.append(keras_internals.is_within_own_gradient())
+        return (
+            x if wrap is tf.recompute_grad else (x, lambda upstream: upstream)
+        )
 
-    with tf.GradientTape() as tape:
-        look(0.0)
-        tf.function(tf.recompute_grad(look))(tf.constant(1.0))
-    look(0.0)
+    @tf.function
+    def step(x):
+        look(x)
+        # What was shown is no variable.
+        with contextlib.suppress(AttributeError):
+            wrap(look)(x)
+        look(x)
+
+    step(tf.constant(1.0))
     assert seen == [False, True, False]
 
 

@@ -1,0 +1,102 @@
+"""Layers whose author wrote a gradient, with `tf.custom_gradient`."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import mgpu_tf
+from tests.tiers import tiered
+
+
+class Doubled(keras.layers.Layer):
+    """Twice the gradient of a dense layer, for its weights.
+
+    Args:
+        passes: Whether its function gets the weights as an argument.
+    """
+
+    def __init__(self, passes):
+        super().__init__()
+        self.passes = passes
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 6), name="kernel")
+
+    def call(self, x):
+        @tf.custom_gradient
+        def passed(x, kernel):
+            return x @ kernel, lambda upstream: (
+                upstream @ tf.transpose(kernel),
+                2 * tf.transpose(x) @ upstream,
+            )
+
+        @tf.custom_gradient
+        def read(x):
+            kernel = keras.ops.convert_to_tensor(self.kernel)
+
+            def backward(upstream, variables=()):
+                of_kernel = 2 * tf.transpose(x) @ upstream
+                return upstream @ tf.transpose(kernel), [
+                    of_kernel for _ in variables
+                ]
+
+            return x @ kernel, backward
+
+        if self.passes:
+            return passed(x, keras.ops.convert_to_tensor(self.kernel))
+        return read(x)
+
+
+class Own(keras.Model):
+    """A step that an author wrote."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def trained(model, passes, fit):
+    def build():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((8,))
+        outputs = keras.layers.Dense(1)(Doubled(passes)(inputs))
+        built = model(inputs, outputs)
+        built.compile(keras.optimizers.SGD(0.05), "mse")
+        return built
+
+    x = np.random.default_rng(0).normal(size=(17, 8))
+    options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    built = fit(build)
+    built.fit(x, x.sum(1, keepdims=True), **options)
+    return getattr(built, "model", built).get_weights()
+
+
+@pytest.mark.parametrize("passes", [True, False])
+@pytest.mark.parametrize(
+    ("column", "model"),
+    tiered(
+        [
+            (column, model)
+            for column in ("mirrored_x3", "fsdp_x3", "tensor_x3")
+            for model in (keras.Model, Own)
+        ],
+        [("mirrored_x3", Own), ("fsdp_x3", keras.Model)],
+    ),
+)
+def test_as_keras_or_refused(strategies, float64, column, model, passes):
+    def fit(build):
+        return mgpu_tf.Trainer(build, strategies[column])
+
+    lends = model is Own or column == "fsdp_x3"
+    if lends and not passes:
+        with pytest.raises(mgpu_tf.ConfigurationError, match="as arguments"):
+            trained(model, passes, fit)
+        return
+    expected = trained(model, passes, lambda build: build())
+    for ours, theirs in zip(trained(model, passes, fit), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
