@@ -53,15 +53,13 @@ def check_gradient(variable: keras.Variable) -> None:
     Raises:
         ConfigurationError: The step reads it in such a function.
     """
-    if tf.executing_eagerly():
-        return
     if keras_internals.is_within_own_gradient():
         raise ConfigurationError(
             "Where weights are split, and in a train_step of your own, a "
             "function of tf.custom_gradient, keras.remat or "
             "tf.recompute_grad takes weights as arguments. Received: one that "
             f"reads {variable.path!r}. Pass it "
-            "keras.ops.convert_to_tensor(weight). Leave keras.remat and "
+            "tf.convert_to_tensor(weight). Leave keras.remat and "
             "tf.recompute_grad out: with Keras's train_step, recompute of "
             "the Trainer does as much."
         )

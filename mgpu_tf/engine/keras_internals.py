@@ -1372,7 +1372,7 @@ def is_within_own_gradient() -> bool:
     """Returns whether `tf.custom_gradient` calls its function now.
 
     It gives a gradient to the variables that are read there, and to no other
-    tensor. Whoever looks for variables keeps what is shown here. In a graph.
+    tensor. Whoever looks for variables keeps what is shown here.
     """
     with tf.init_scope():
         shown = types.SimpleNamespace(handle=tf.constant(0))

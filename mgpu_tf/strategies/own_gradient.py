@@ -49,11 +49,18 @@ def own_gradient(function: Function) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
-        if tf.executing_eagerly():
-            return tf.custom_gradient(function)(*arguments)
         given = [tf.convert_to_tensor(each) for each in arguments]
         results, backward = function(*given)
         flat = [tf.convert_to_tensor(each) for each in tf.nest.flatten(results)]
+        if tf.executing_eagerly():
+            after = [tf.identity(each) for each in flat]
+            record.record_operation(
+                _NAME,
+                after,
+                given,
+                lambda *upstream: tf.nest.flatten(backward(*upstream)),
+            )
+            return tf.nest.pack_sequence_as(results, after)
 
         def of_all(*upstream: Any) -> list[Any]:
             found = backward(*upstream[: len(flat)])
