@@ -1,6 +1,7 @@
 """How a run of CI decides, and what its plugins of pytest note."""
 
 import json
+import pathlib
 import subprocess
 import sys
 import time
@@ -182,3 +183,13 @@ def test_the_full_tier_has_one_case_of_a_test_and_those_that_saw_a_fault():
     assert "matrix" not in seen.marks
     assert sum("matrix" not in case.marks for case in others) <= 1
     assert not any("matrix" in case.marks for case in whole)
+
+
+@pytest.mark.parametrize("name", tiers.LONG)
+def test_each_test_that_the_release_runs_is_there(name):
+    file, _, test = name.partition("::")
+    text = pathlib.Path(clusters.ROOT, file).read_text()
+    assert f"def {test}(" in text
+    case = Item(f"{name}[a]")
+    tiers.leave_to_the_matrix([case])
+    assert "matrix" in case.marks

@@ -51,11 +51,36 @@ def dealt(rows, columns, refused=()):
 
 # Their cases share a cluster, which is most of what they take.
 WHOLE = ("tests/cluster/", "tests/launch/")
+# Half a minute of the processor each, or what another test sees as well.
+LONG = (
+    "tests/asynchronous/test_cluster.py::test_one_worker_equals_one_device",
+    "tests/checkpoints/test_draws.py::test_same_bits_on_three_workers",
+    "tests/checkpoints/test_local.py::test_one_machine_has_the_parts_of_others",
+    "tests/checkpoints/test_objects.py::test_an_evaluator_follows_an_address",
+    "tests/data/test_indexed.py::test_workers_read_their_own_rows",
+    "tests/data/test_kinds.py::test_two_workers",
+    "tests/data/test_tasks.py::test_two_workers",
+    "tests/engine/test_tensor_parallel.py::test_parts_of_parts",
+    "tests/experiments/test_embeddings.py::test_numbers_of_one_device",
+    "tests/experiments/test_hyperparameter_search.py::test_trials_have_the_numbers_of_one_device",
+    "tests/experiments/test_memory_limit.py::test_from_a_preset_to_a_saved_model",
+    "tests/experiments/test_model_parallel.py::test_experiment",
+    "tests/experiments/test_planner.py::test_a_model_larger_than_memory_is_planned",
+    "tests/experiments/test_random_rows.py::test_a_ratio_for_each_model_with_and_without_xla",
+    "tests/experiments/test_reading_rates.py::test_rates",
+    "tests/experiments/test_tutorials.py::test_two_workers",
+    "tests/models/test_applications.py::test_losses_of_one_device",
+    "tests/soak/test_slice.py::test_what_ends_the_run_is_mended_and_the_same_bits",
+    "tests/strategies/test_split_over_workers.py::test_each_process_stores_its_share",
+    "tests/training/test_agreement.py::test_three_workers",
+    "tests/training/test_out_of_memory.py::test_a_device_with_too_little_memory",
+    "tests/training/test_replay.py::test_a_model_at_fault",
+)
 FAULTS = pathlib.Path(__file__).parents[1] / "docs" / "mutations.json"
 
 
 def leave_to_the_matrix(items):
-    """Marks items so that the full tier has one case of each test.
+    """Marks items so that the full tier has one case of most tests.
 
     Which one depends on the test's name, so that the tests of a file train on
     different strategies. Cases that saw a planted fault stay too.
@@ -74,5 +99,6 @@ def leave_to_the_matrix(items):
     for name, cases in tests.items():
         kept = cases[zlib.crc32(name.encode()) % len(cases)]
         for case in cases:
-            if case is not kept and case.nodeid not in seeing:
+            runs = case is kept and name not in LONG
+            if not runs and case.nodeid not in seeing:
                 case.add_marker(matrix)
