@@ -4,7 +4,7 @@
 
 All of it decides. A test that fails runs once more, alone; if it passes then,
 it is printed as flaky and counted, to be mended or deleted. Hardware: two
-quiet cores, 50 minutes; root, for what starts clusters. No test begins after
+cores, up to an hour; root, for what starts clusters. No test begins after
 78 minutes: then the run fails, and says how many tests were left.
 """
 

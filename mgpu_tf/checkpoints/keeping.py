@@ -163,13 +163,13 @@ def why_kept(
         why.setdefault(each.step, []).append(f"newest {newest}")
     for step, score in best.ranked(whole) if best else ():
         assert best is not None
-        told = f"best {best.count} by {best.monitor} ({score:.6g})"
-        why.setdefault(step, []).append(told)
+        reason = f"best {best.count} by {best.monitor} ({score:.6g})"
+        why.setdefault(step, []).append(reason)
     for each in whole:
         so_far = for_good_of(each.state)
         if so_far.kept == each.step:
-            told = f"for good, {so_far.why}"
-            why.setdefault(each.step, []).append(told)
+            reason = f"for good, {so_far.why}"
+            why.setdefault(each.step, []).append(reason)
     return {step: "; ".join(words) for step, words in why.items()}
 
 
