@@ -15,6 +15,7 @@
 # make parity  the whole parity matrix, up to two hours; writes its tables
 # make conformance  what Keras runs against Keras's numbers; writes its table
 # make matrix  the tests that no tier has; writes its table
+# make gpu-check  what needs a GPU; writes its table
 # make mutations  faults that are planted, and which tier sees them
 # make test-versions  the default tests with the oldest and newest versions
 # make commands  runs the commands of the README; writes their seconds into it
@@ -30,7 +31,7 @@ SHELL := /bin/bash
 export UV_COMPILE_BYTECODE := 1
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: commands coverage docs bench conformance growth setup demo test test-clusters test-engine test-full test-rest test-versions lint matrix mutations parity release-check slurm soak format clean
+.PHONY: commands coverage docs bench conformance gpu-check growth setup demo test test-clusters test-engine test-full test-rest test-versions lint matrix mutations parity release-check slurm soak format clean
 
 setup: $(VENV)/.base
 
@@ -68,6 +69,9 @@ test-rest: $(VENV)/.test
 
 matrix: $(VENV)/.test
 	$(BIN)/python -m tests.matrix.run $(ARGS)
+
+gpu-check: $(VENV)/.test
+	$(BIN)/python -m tests.gpu.run $(ARGS)
 
 mutations: $(VENV)/.test
 	$(BIN)/python -m tests.mutations.run $(ARGS)

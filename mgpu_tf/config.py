@@ -289,9 +289,12 @@ def _check_workers(config: RunConfig) -> None:
         raise ConfigurationError(
             f"devices must be 1 or more. Received: devices={config.devices}."
         )
-    if config.devices is not None and config.num_virtual_devices is not None:
+    gpus = config.devices
+    if isinstance(gpus, list | tuple):
+        gpus = len(gpus)
+    if (gpus or 1) != 1 and config.num_virtual_devices is not None:
         raise ConfigurationError(
-            "Give devices (GPUs) or num_virtual_devices (parts of the CPU), "
-            f"not both. Received: devices={config.devices}, "
-            f"num_virtual_devices={config.num_virtual_devices}."
+            "num_virtual_devices splits the CPU, or the one GPU that devices "
+            f"names. Received: devices={config.devices}, "
+            f"num_virtual_devices={config.num_virtual_devices}. Use devices=1."
         )

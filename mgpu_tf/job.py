@@ -135,7 +135,7 @@ def _planned(config: RunConfig) -> _Begun:
     options = config.options(StrategyOptions)
     # Devices are chosen before the first op, which data may run.
     if options.num_virtual_devices:
-        select_local(None, options.num_virtual_devices)
+        select_local(options.devices, options.num_virtual_devices)
     splits = _splits(config)
     strategy, choice = create_planned(
         lambda: _model(config, splits),

@@ -64,7 +64,8 @@ class StrategyOptions:
     )
     num_virtual_devices: int | None = option(
         None,
-        "Split the CPU into N devices, to try replicas without GPUs.",
+        "Split the CPU into N devices, to try replicas without GPUs; with one "
+        "GPU in `devices`, split that GPU.",
         least=1,
         most=MOST_VIRTUAL_DEVICES,
     )

@@ -63,7 +63,13 @@ def finish(process, seconds=LIMIT_SECONDS):
 
 
 def run_parity_cases(
-    num_workers, num_virtual_devices, names, folder, floatx="", mesh=""
+    num_workers,
+    num_virtual_devices,
+    names,
+    folder,
+    floatx="",
+    mesh="",
+    communication="auto",
 ):
     """Runs cases on a cluster; their results are then in the folder.
 
@@ -86,6 +92,7 @@ def run_parity_cases(
         f"--floatx={floatx}",
         f"--num_virtual_devices={num_virtual_devices}",
         f"--mesh={mesh}",
+        f"--communication={communication}",
     )
     hashes = {name: [] for name in names}
     pattern = r"^\[worker \d+\] RESULT (\S+) (\S+)"

@@ -102,7 +102,7 @@ from mgpu_tf.errors import ConfigurationError
         ({"num_virtual_devices": 10**9}, "must be 1024 or less"),
         (
             {"devices": 2, "num_virtual_devices": 3},
-            "not both. Received: devices=2, num_virtual_devices=3.",
+            "Received: devices=2, num_virtual_devices=3. Use devices=1.",
         ),
     ],
     ids=str,

@@ -18,7 +18,7 @@ USAGE = """mgpu-tf test
 
 Tries this installation on made-up data, in 20 seconds on two idle cores:
 
-  1. two replicas, on two GPUs or on two parts of the CPU, against one device
+  1. two replicas, on two GPUs or on two parts of a device, against one device
   2. two processes, of which one is killed and the training resumes, against
      one device
 

@@ -148,17 +148,17 @@ def machines_here(options: StrategyOptions, workers: int = 1) -> Machines:
     between = link("25gbe")
     if measured is not None and measured.link is not None:
         between = measured.link
+    names = []
+    if options.devices is not None or not options.num_virtual_devices:
+        names = _gpu_names(options)
+    row = _gpu(names[0], measured) if names else _cpu(measured)
     if options.num_virtual_devices:
         count = options.num_virtual_devices
-        row = _cpu(measured)
         row = dataclasses.replace(row, memory_bytes=row.memory_bytes / count)
         return Machines(
             row, count, workers, between, link("memory"), sharing=count
         )
-    names = _gpu_names(options)
-    if not names:
-        return Machines(_cpu(measured), 1, workers, between)
-    return Machines(_gpu(names[0], measured), len(names), workers, between)
+    return Machines(row, max(1, len(names)), workers, between)
 
 
 def _can_be_made(layout: Layout, workers: int, recomputes: bool) -> bool:
@@ -181,9 +181,10 @@ def _said(best: Candidate) -> str:
 def _devices_of(layout: Layout, options: StrategyOptions) -> dict[str, Any]:
     """Returns the option that takes as many devices as a layout has."""
     if options.num_virtual_devices:
+        gpu = {} if options.devices is None else {"devices": options.devices}
         if layout.strategy == "one_device":
-            return {}
-        return {"num_virtual_devices": layout.devices}
+            return gpu
+        return gpu | {"num_virtual_devices": layout.devices}
     if isinstance(options.devices, list | tuple):
         return {"devices": list(options.devices)[: layout.devices]}
     return {"devices": layout.devices} if _gpu_names(options) else {}

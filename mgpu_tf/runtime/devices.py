@@ -1,10 +1,15 @@
 """Which devices of this machine a process uses, and that it leaves the rest.
 
 GPUs are counted and numbered as TensorFlow sees them; memory of those that
-are selected grows as it is needed.
+are selected grows as it is needed. The CPU, or one GPU, may be split into
+several devices, to try several replicas on a machine without them.
 """
 
 from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
 
 import tensorflow as tf
 
@@ -20,26 +25,34 @@ def select_local(
 
     Args:
         devices: A number of GPUs, or GPUs by index or name; all by default.
-        num_virtual_devices: Splits the CPU into N devices instead.
+        num_virtual_devices: Splits the one GPU of `devices` into N devices;
+            the CPU where `devices` is None.
 
     Returns:
         The names of the logical devices, "CPU:0" where there is no GPU.
 
     Raises:
-        ConfigurationError: A device does not exist, both were given, or an
-            op ran before.
+        ConfigurationError: A device does not exist, several GPUs are to be
+            split, or an op ran before.
     """
-    if num_virtual_devices is not None:
-        if devices is not None:
-            raise ConfigurationError(
-                "Give `devices` (GPUs) or `num_virtual_devices` (parts of "
-                f"the CPU), not both. Received: devices={devices!r}, "
-                f"num_virtual_devices={num_virtual_devices}."
-            )
+    count = num_virtual_devices
+    StrategyOptions(num_virtual_devices=count)  # Refuses what is no number.
+    if count is not None and devices is None:
         select_gpus([])
-        _split_cpu(num_virtual_devices)
-        return [f"CPU:{i}" for i in range(num_virtual_devices)]
+        _split("CPU", tf.config.list_physical_devices("CPU")[0], count, None)
+        return [f"CPU:{i}" for i in range(count)]
     indices = gpu_indices(devices)
+    if count is not None:
+        if len(indices) > 1:
+            raise ConfigurationError(
+                "num_virtual_devices splits the CPU, or the one GPU that "
+                f"`devices` names. Received: devices={devices!r}, "
+                f"num_virtual_devices={count}. Use devices=[{indices[0]}]."
+            )
+        gpu = gpus()[indices[0]]
+        _only_visible([gpu])
+        _split("GPU", gpu, count, gpu_memory_mib() // count)
+        return [f"GPU:{i}" for i in range(count)]
     select_gpus(indices)
     if not indices:
         return ["CPU:0"]
@@ -49,6 +62,18 @@ def select_local(
 def gpus() -> list[tf.config.PhysicalDevice]:
     """Returns the GPUs of this machine that TensorFlow sees."""
     return tf.config.list_physical_devices("GPU")
+
+
+def several_here(count: int) -> dict[str, int]:
+    """Returns the options of a strategy that has several devices here.
+
+    Args:
+        count: How many parts, where there is one GPU or only the CPU.
+    """
+    present = len(gpus())
+    if present > 1:
+        return {}
+    return {"num_virtual_devices": count} | ({"devices": 1} if present else {})
 
 
 def gpu_indices(devices: Devices) -> list[int]:
@@ -88,6 +113,30 @@ def gpu_indices(devices: Devices) -> list[int]:
     return wanted
 
 
+def gpu_memory_mib() -> int:
+    """Returns the MiB that are free on each GPU of this machine, less a tenth.
+
+    Raises:
+        ConfigurationError: There is no `nvidia-smi`, which knows it.
+    """
+    command = ["nvidia-smi", "--query-gpu=memory.free"]
+    try:
+        done = subprocess.run(
+            [*command, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        return min(int(line) for line in done.stdout.split()) * 9 // 10
+    except (OSError, subprocess.SubprocessError, ValueError):
+        raise ConfigurationError(
+            "To split a GPU its free memory must be known. Received: no "
+            f"answer from {' '.join(command)}. Install the driver's "
+            "nvidia-smi, or give num_virtual_devices without devices."
+        ) from None
+
+
 def select_gpus(indices: list[int]) -> None:
     """Leaves the other GPUs alone; memory of these grows as it is needed.
 
@@ -101,32 +150,45 @@ def select_gpus(indices: list[int]) -> None:
     chosen = [present[i] for i in indices]
     if not present:
         return
+    _only_visible(chosen)
+    for gpu in chosen:
+        # After the first op, and of a GPU that was split, it stays as it is.
+        with contextlib.suppress(RuntimeError, ValueError):
+            tf.config.experimental.set_memory_growth(gpu, True)
+
+
+def _only_visible(chosen: list[tf.config.PhysicalDevice]) -> None:
     try:
         tf.config.set_visible_devices(chosen, "GPU")
-        for gpu in chosen:
-            tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError:
         if tf.config.get_visible_devices("GPU") != chosen:
-            raise ConfigurationError(
-                "GPUs must be selected before TensorFlow runs its first op. "
-                "Received: an op ran earlier in this process. Move "
-                "create_strategy() to the top of the script."
-            ) from None
+            raise _too_late("GPUs must be selected") from None
 
 
-def _split_cpu(count: int) -> None:
-    StrategyOptions(num_virtual_devices=count)  # Refuses what is no number.
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    wanted = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+def _split(
+    kind: str, device: tf.config.PhysicalDevice, count: int, mib: int | None
+) -> None:
+    """Splits a device into some, each with at most so much memory."""
+    wanted = [
+        tf.config.LogicalDeviceConfiguration(memory_limit=mib)
+        for _ in range(count)
+    ]
     try:
-        tf.config.set_logical_device_configuration(cpu, wanted)
+        tf.config.set_logical_device_configuration(device, wanted)
     except RuntimeError:
-        if len(tf.config.list_logical_devices("CPU")) < count:
-            raise ConfigurationError(
-                "The CPU must be split before TensorFlow runs its first op. "
-                "Received: an op ran earlier in this process. Move "
-                "create_strategy() to the top of the script."
-            ) from None
+        if len(tf.config.list_logical_devices(kind)) < count:
+            raise _too_late(f"The {kind} must be split") from None
+    if kind == "GPU":
+        # TensorFlow refuses `set_memory_growth` for parts of a GPU.
+        os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+
+
+def _too_late(rule: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{rule} before TensorFlow runs its first op. Received: an op ran "
+        "earlier in this process. Move create_strategy() to the top of the "
+        "script."
+    )
 
 
 def _gpu_index(device: int | str) -> int:

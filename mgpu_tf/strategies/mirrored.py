@@ -102,7 +102,7 @@ class MultiWorkerExtended(
 ):
     """TensorFlow fixes one CPU replica to a worker; this one has several.
 
-    With GPUs TensorFlow counts the visible ones itself, and nothing differs.
+    It has a replica for each whole GPU, and this one for each part of a GPU.
 
     A process may have several of these strategies. TensorFlow would connect
     the workers once more for the second, and a worker that is ahead would
@@ -119,7 +119,7 @@ class MultiWorkerExtended(
         options: tf.distribute.experimental.CommunicationOptions,
         num_local_devices: int,
     ) -> None:
-        self._num_cpu_replicas = num_local_devices
+        self._num_local_devices = num_local_devices
         super().__init__(
             strategy, cluster_resolver=resolver, communication_options=options
         )
@@ -135,14 +135,12 @@ class MultiWorkerExtended(
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
         worker_device: str,
     ) -> tuple[tuple[str, ...], str]:
-        devices, kind = super()._initialize_local_devices(
+        _, kind = super()._initialize_local_devices(
             cluster_resolver, worker_device
         )
-        if kind != "CPU":
-            return devices, kind
         devices = tuple(
-            f"{worker_device}/device:CPU:{i}"
-            for i in range(self._num_cpu_replicas)
+            f"{worker_device}/device:{kind}:{i}"
+            for i in range(self._num_local_devices)
         )
         return devices, kind
 
@@ -192,7 +190,7 @@ class MultiWorkerExtended(
 class MultiWorkerMirroredStrategy(
     OneReplicaView, tf.distribute.MultiWorkerMirroredStrategy
 ):
-    """`MultiWorkerMirroredStrategy` with a settable count of CPU replicas.
+    """`MultiWorkerMirroredStrategy` with a settable count of replicas.
 
     Raises:
         ConfigurationError: The task's port is taken, or an op ran before.

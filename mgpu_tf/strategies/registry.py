@@ -299,7 +299,8 @@ def _choose(options: StrategyOptions) -> tuple[str, str]:
         )
     if options.num_virtual_devices:
         count = options.num_virtual_devices
-        return "mirrored", f"the CPU is split into {count} virtual devices"
+        what = "CPU" if options.devices is None else "GPU"
+        return "mirrored", f"the {what} is split into {count} virtual devices"
     gpus = len(devices_lib.gpu_indices(options.devices))
     if gpus > 1:
         return "mirrored", f"{gpus} GPUs on this machine"

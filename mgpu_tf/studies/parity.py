@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError, check_integer
 from mgpu_tf.fields import checked
+from mgpu_tf.runtime.devices import several_here
 from mgpu_tf.strategies.registry import create_strategy, kind_of, topology_of
 from mgpu_tf.strategies.synchronous import create_one_device_strategy
 from mgpu_tf.studies.causes import causes_in
@@ -250,19 +251,18 @@ def _slices(data: Any, batch_size: int, steps: int) -> list[Any]:
 def create_for_check(
     name: str, num_virtual_devices: int
 ) -> tf.distribute.Strategy:
-    """Creates a strategy with several replicas, on parts of the CPU if need be.
+    """Creates a strategy with replicas, on parts of a device if need be.
 
     Args:
         name: A name for `create_strategy`.
-        num_virtual_devices: Replicas where there are no GPUs.
+        num_virtual_devices: Replicas where there is one GPU or none.
 
     Returns:
         The strategy.
     """
     several = ("mirrored", "central_storage", "multi_worker_mirrored")
-    on_cpu = not tf.config.list_physical_devices("GPU")
-    virtual = num_virtual_devices if name in several and on_cpu else None
-    return create_strategy(name, num_virtual_devices=virtual)
+    options = several_here(num_virtual_devices) if name in several else {}
+    return create_strategy(name, **options)
 
 
 def _describe(strategy: tf.distribute.Strategy) -> str:

@@ -75,19 +75,20 @@ def _keep(model: Any, name: str, folder: str) -> None:
 
 def _replicas(folder: str) -> dict[str, Any]:
     """Trains on one device and on replicas."""
-    import tensorflow as tf
-
+    from mgpu_tf.runtime import devices
     from mgpu_tf.strategies.synchronous import (
         create_mirrored_strategy,
         create_one_device_strategy,
     )
 
-    gpus = len(tf.config.list_physical_devices("GPU"))
-    split = None if gpus > 1 else 2
-    strategy = create_mirrored_strategy(num_virtual_devices=split)
+    options = devices.several_here(2)
+    strategy = create_mirrored_strategy(**options)
     _keep(_trained(create_one_device_strategy()), _ONE_DEVICE, folder)
     _keep(_trained(strategy), REPLICAS, folder)
-    return {"devices": f"{gpus} GPUs" if gpus > 1 else "2 parts of the CPU"}
+    count = strategy.num_replicas_in_sync
+    what = "GPU" if devices.gpus() else "CPU"
+    parts = f"{count} parts of the {what}"
+    return {"devices": parts if options else f"{count} GPUs"}
 
 
 def _workers(folder: str) -> dict[str, Any] | None:

@@ -30,7 +30,7 @@ PAGE = tables.ROOT / "docs" / "mutations.md"
 
 # What `pytest -m` selects, by the tier that runs it.
 TIERS = {
-    "default": "not full and not matrix",
+    "default": "not full and not matrix and not gpu",
     "full": "full and not matrix",
     "matrix": "matrix",
 }

@@ -14,25 +14,25 @@ import time
 import mgpu_tf
 from mgpu_tf.reports.report import weights_sha256
 from mgpu_tf.runtime import quiet_import
+from tests.columns import ON_GPU, parts
 
 
 def result_file(folder, case):
     return os.path.join(folder, f"{case}.npz")
 
 
-def strategy_of(mesh, num_virtual_devices):
+def strategy_of(mesh, num_virtual_devices, communication="auto"):
     """Returns the strategy of a cluster; split where there is a mesh."""
+    options = parts(num_virtual_devices) | {"communication": communication}
     if not mesh:
-        return mgpu_tf.create_multi_worker_mirrored_strategy(
-            num_virtual_devices=num_virtual_devices
-        )
+        return mgpu_tf.create_multi_worker_mirrored_strategy(**options)
     data, fsdp, shard, *tensor = mesh.split(",")
     return mgpu_tf.create_model_parallel_strategy(
         int(data),
         int(fsdp),
         *map(int, tensor),
         shard=shard,
-        num_virtual_devices=num_virtual_devices,
+        **options,
         # Of the small weights of tests the large ones are split.
         smallest_split=4,
     )
@@ -59,10 +59,19 @@ def main():
     parser.add_argument("--cases", required=True)
     parser.add_argument("--floatx", default="")
     parser.add_argument("--num_virtual_devices", type=int, default=1)
+    parser.add_argument("--communication", default="auto")
     parser.add_argument("--mesh", default="", help="data,fsdp,shard[,tensor]")
     arguments = parser.parse_args()
+    if ON_GPU:
+        # NCCL takes a GPU once on each machine.
+        task = mgpu_tf.ClusterConfig.from_environment().worker_index
+        os.environ["NCCL_HOSTID"] = f"machine {task}"
     quiet_import.import_tensorflow()
-    strategy = strategy_of(arguments.mesh, arguments.num_virtual_devices)
+    strategy = strategy_of(
+        arguments.mesh,
+        arguments.num_virtual_devices,
+        arguments.communication,
+    )
     for name in arguments.cases.split(","):
         started = time.monotonic()
         digest = trained(strategy, arguments.folder, name, arguments.floatx)

@@ -85,7 +85,7 @@ BAD = [
     ({"name": "mirrored", "devices": ["TPU:0"]}, "GPU by index or name"),
     (
         {"name": "mirrored", "devices": 1, "num_virtual_devices": 2},
-        "not both",
+        "There are 0 GPUs",
     ),
     ({"name": "mirrored", "num_virtual_devices": 0}, "1 or more"),
     ({"name": "mirrored", "num_virtual_devices": 64}, "first op"),

@@ -1,0 +1,70 @@
+"""Which devices a process takes, with GPUs that are made up.
+
+tests/gpu has the same on a real one.
+"""
+
+import os
+import stat
+
+import pytest
+import tensorflow as tf
+
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.runtime import devices
+
+
+@pytest.fixture
+def two_gpus(monkeypatch, tmp_path):
+    """Makes TensorFlow list two GPUs; returns what was asked of it."""
+    asked = {}
+    monkeypatch.setattr(devices, "gpus", lambda: ["first", "second"])
+    monkeypatch.setattr(
+        tf.config,
+        "set_visible_devices",
+        lambda chosen, kind: asked.update(visible=chosen),
+    )
+    monkeypatch.setattr(
+        tf.config,
+        "set_logical_device_configuration",
+        lambda device, parts: asked.update(
+            split=(device, [part.memory_limit for part in parts])
+        ),
+    )
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 81000\necho 80000\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "")
+    return asked
+
+
+def test_a_gpu_is_split(two_gpus):
+    names = devices.select_local([1], 3)
+    assert names == ["GPU:0", "GPU:1", "GPU:2"]
+    assert two_gpus["visible"] == ["second"]
+    assert two_gpus["split"] == ("second", [24_000] * 3)
+
+
+def test_two_gpus_are_not_split(two_gpus):
+    with pytest.raises(ConfigurationError, match=r"Use devices=\[0\]\."):
+        devices.select_local(2, 3)
+    assert not two_gpus
+
+
+def test_its_memory_must_be_known(two_gpus, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigurationError, match="Install the driver's"):
+        devices.select_local([0], 2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options"),
+    [
+        ([], {"num_virtual_devices": 2}),
+        (["one"], {"num_virtual_devices": 2, "devices": 1}),
+        (["one", "two"], {}),
+    ],
+)
+def test_several_here(gpus, options, monkeypatch):
+    monkeypatch.setattr(devices, "gpus", lambda: gpus)
+    assert devices.several_here(2) == options
