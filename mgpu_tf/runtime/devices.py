@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+from typing import Any
 
 import tensorflow as tf
 
@@ -64,7 +65,7 @@ def gpus() -> list[tf.config.PhysicalDevice]:
     return tf.config.list_physical_devices("GPU")
 
 
-def several_here(count: int) -> dict[str, int]:
+def several_here(count: int) -> dict[str, Any]:
     """Returns the options of a strategy that has several devices here.
 
     Args:

@@ -32,6 +32,7 @@ import sys
 
 import mgpu_tf
 from mgpu_tf.runtime import quiet_import
+from tests.columns import ON_GPU, parts
 from tests.conformance.ledger import FILE, Ledger
 
 COLUMNS = ("mirrored_x3", "3_workers")
@@ -79,33 +80,35 @@ def main():
 
 def local_strategies():
     """The strategies of this process, one of them after the other."""
-    # The first one splits the CPU, for the largest mesh.
-    mgpu_tf.create_mirrored_strategy(num_virtual_devices=4)
+    # The first one splits the device, for the largest mesh.
+    mgpu_tf.create_mirrored_strategy(**parts(4))
     return {
-        "mirrored_x3": mgpu_tf.create_mirrored_strategy(num_virtual_devices=3),
-        "mirrored_x2": mgpu_tf.create_mirrored_strategy(num_virtual_devices=2),
+        "mirrored_x3": mgpu_tf.create_mirrored_strategy(**parts(3)),
+        "mirrored_x2": mgpu_tf.create_mirrored_strategy(**parts(2)),
         # Of the small weights of rows the large ones are split.
         "fsdp_x3": mgpu_tf.create_model_parallel_strategy(
-            fsdp=3, num_virtual_devices=3, smallest_split=4
+            fsdp=3, **parts(3), smallest_split=4
         ),
         # As GPUs and processes do, they exchange by collectives.
         "fsdp_x3_ring": mgpu_tf.create_model_parallel_strategy(
             fsdp=3,
-            num_virtual_devices=3,
+            **parts(3),
             smallest_split=4,
             communication="ring",
         ),
         "fsdp_2_tensor_2_ring": mgpu_tf.create_model_parallel_strategy(
             fsdp=2,
             tensor=2,
-            num_virtual_devices=4,
+            **parts(4),
             smallest_split=4,
             communication="ring",
         ),
         "tensor_x2": mgpu_tf.create_model_parallel_strategy(
-            tensor=2, num_virtual_devices=2, smallest_split=4
+            tensor=2, **parts(2), smallest_split=4
         ),
-        "one_device": mgpu_tf.create_one_device_strategy("CPU:0"),
+        "one_device": mgpu_tf.create_one_device_strategy(
+            "GPU:0" if ON_GPU else "CPU:0"
+        ),
     }
 
 

@@ -113,6 +113,8 @@ print(json.dumps({
         ("--strategy=fsdp", "--devices=1", "--num_virtual_devices=2"),
         ("--strategy=one_device", "--jit_compile=auto"),
         ("--strategy=one_device", "--precision=mixed_float16"),
+        ("--num_workers=2",),
+        ("--strategy=parameter_server", "--num_workers=2", "--num_ps=1"),
     ],
     ids=str,
 )
