@@ -70,7 +70,7 @@ def started(name, processes, folder):
     tests, marks, share = GROUPS[name]
     command = [
         *(sys.executable, "-m", "pytest", *tests, "-m", marks),
-        *("-p", "no:cacheprovider", "-p", "tests.record", "--tb=short"),
+        *("-v", "-p", "no:cacheprovider", "-p", "tests.record", "--tb=short"),
         f"--record={folder / name}.json",
         f"--numprocesses={max(1, round(processes * share))}",
     ]
