@@ -34,6 +34,8 @@ PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 GRADIENT_DTYPES = ("bfloat16", "float16")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 EMBEDDING_GRADIENTS = ("keras", "summed")
+# Which GPUs a process sees, as CUDA has it.
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy")
 LATE_GRADIENTS = ("hold", "scale")
 RECOMPUTE = ("layers", "stages")

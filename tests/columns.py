@@ -11,6 +11,8 @@ import pytest
 MOST_DEVICES = 8
 # Parts of the first GPU in place of parts of the CPU: see tests/gpu/run.py.
 ON_GPU = os.environ.get("MGPU_TF_TESTS_ON") == "gpu"
+# What Keras trains on, to compare with.
+ONE = "GPU:0" if ON_GPU else "CPU:0"
 
 
 def parts(count):
@@ -97,9 +99,7 @@ def strategies():
         "fsdp_2_tensor_2": mgpu_tf.create_model_parallel_strategy(
             fsdp=2, tensor=2, **parts(4), smallest_split=4
         ),
-        "one_device": mgpu_tf.create_one_device_strategy(
-            "GPU:0" if ON_GPU else "CPU:0"
-        ),
+        "one_device": mgpu_tf.create_one_device_strategy(ONE),
         "central_storage_x2": mgpu_tf.create_central_storage_strategy(
             **parts(2)
         ),

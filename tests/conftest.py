@@ -35,6 +35,8 @@ def pytest_xdist_make_scheduler(config, log):
             file = super()._split_scope(nodeid)
             if file == BY_ROW:
                 return nodeid.rpartition("-")[2]
+            if file.startswith("tests/gpu/"):
+                return nodeid  # Each has processes of its own.
             return "those that share a cluster" if file in sharing else file
 
     return Scheduling(config, log)

@@ -177,6 +177,15 @@ class ClusterConfig:
         return len(self.chief) + len(self.worker)
 
     @property
+    def workers_beside(self) -> int:
+        """The number of workers on the machine of this task, with itself."""
+        host = self.address.rpartition(":")[0]
+        return sum(
+            address.rpartition(":")[0] == host
+            for address in (*self.chief, *self.worker)
+        )
+
+    @property
     def worker_index(self) -> int:
         """The index among the tasks that compute; the chief comes first.
 

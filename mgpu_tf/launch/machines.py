@@ -21,7 +21,7 @@ from mgpu_tf.cluster import ports
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.roles import Roles
 from mgpu_tf.errors import ClusterError
-from mgpu_tf.launch import noise
+from mgpu_tf.launch import gpus, noise
 from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.process import LocalTask, Task
 from mgpu_tf.launch.spares import Spares
@@ -140,6 +140,7 @@ class ThisMachine:
         self, cluster: ClusterConfig, told: dict[str, str], output: Output
     ) -> Task:
         """Starts a process, or hands the task to one that waits."""
+        told = gpus.share(cluster, os.environ) | told
         environment = os.environ | told
         environment.setdefault("PYTHONUNBUFFERED", "1")
         return LocalTask(

@@ -130,6 +130,18 @@ class MultiWorkerExtended(
     def _connect_once(cls) -> None:
         cls._std_server_started = True
 
+    def _update_config_proto(self, config_proto: Any) -> Any:
+        """Says that the process uses NCCL, which TensorFlow leaves out.
+
+        A worker asks the first one which operation is meant, without the hint
+        that the operation has; one that only NCCL has is not found then.
+        """
+        config = super()._update_config_proto(config_proto)
+        nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
+        if self._communication_options.implementation == nccl:
+            config.experimental.collective_nccl = True
+        return config
+
     def _initialize_local_devices(
         self,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,

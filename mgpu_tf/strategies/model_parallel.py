@@ -32,6 +32,8 @@ from mgpu_tf.strategies.fully_sharded import (
 from mgpu_tf.strategies.layout import Layout
 from mgpu_tf.strategies.pipeline import PipelineStrategy
 from mgpu_tf.strategies.synchronous import (
+    between_workers,
+    check_workers,
     collective_options,
     cross_device_ops,
 )
@@ -117,7 +119,7 @@ def create_model_parallel_strategy(
     cluster = cluster or ClusterConfig.from_environment()
     workers = 1 if cluster is None else cluster.num_workers
     if cluster is not None and workers > 1:
-        options = collective_options("model_parallel", cluster, communication)
+        check_workers("model_parallel", cluster, communication)
     names = devices_lib.select_local(devices, num_virtual_devices)
     if layout != "auto" and fsdp is None:
         fsdp = 1
@@ -125,11 +127,12 @@ def create_model_parallel_strategy(
     if layout != "auto":
         _check_layout(layout, mesh)
     if cluster is not None and workers > 1:
+        communication = between_workers(communication, cluster, devices, names)
         watchdog.begin(cluster)
         with told_of_missing(cluster):
             return MultiWorkerFullyShardedStrategy(
                 cluster,
-                options,
+                collective_options(communication),
                 len(names),
                 mesh=mesh,
                 shard=shard,

@@ -11,6 +11,9 @@ devices, and raise errors that name the remedy.
 
 from __future__ import annotations
 
+import logging
+import os
+
 import tensorflow as tf
 
 from mgpu_tf.cluster import watchdog
@@ -18,7 +21,7 @@ from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.waiting import told_of_missing
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.fields import checked
-from mgpu_tf.names import COMMUNICATIONS, Devices, Shares
+from mgpu_tf.names import COMMUNICATIONS, VISIBLE_GPUS, Devices, Shares
 from mgpu_tf.runtime import devices as devices_lib
 from mgpu_tf.strategies.balance import Balance
 from mgpu_tf.strategies.mirrored import (
@@ -120,10 +123,10 @@ def create_multi_worker_mirrored_strategy(
         ClusterError: `TF_CONFIG` is not valid.
     """
     cluster = cluster or ClusterConfig.from_environment()
-    options = collective_options(
-        "multi_worker_mirrored", cluster, communication
-    )
+    check_workers("multi_worker_mirrored", cluster, communication)
     names = devices_lib.select_local(devices, num_virtual_devices)
+    chosen = between_workers(communication, cluster, devices, names)
+    options = collective_options(chosen)
     workers = 1 if cluster is None else cluster.num_workers
     shares = Balance.of(balance, workers, workers * len(names))
     watchdog.begin(cluster)
@@ -189,10 +192,10 @@ _IMPLEMENTATIONS = {
 }
 
 
-def collective_options(
+def check_workers(
     strategy: str, cluster: ClusterConfig | None, communication: str
-) -> tf.distribute.experimental.CommunicationOptions:
-    """Returns how the workers of a cluster communicate.
+) -> None:
+    """Checks that workers can communicate in a way.
 
     Args:
         strategy: The strategy's name.
@@ -208,6 +211,50 @@ def collective_options(
     check_communication(strategy, communication, ("auto", "nccl", "ring"))
     if communication == "nccl" and not devices_lib.gpus():
         raise ConfigurationError(_no_gpu_for("nccl", "ring"))
+
+
+def between_workers(
+    communication: str,
+    cluster: ClusterConfig | None,
+    devices: Devices,
+    names: list[str],
+) -> str:
+    """Returns how workers communicate, with `auto` decided where it matters.
+
+    Left to decide, TensorFlow sends the tensors of GPUs over sockets of the
+    hosts. NCCL takes a GPU once, so it is for workers that have their own.
+
+    Args:
+        communication: `auto`, `nccl` or `ring`.
+        cluster: The cluster.
+        devices: The GPUs that were asked for; None for all that are visible.
+        names: The devices of this worker.
+    """
+    if communication != "auto" or not all("GPU" in name for name in names):
+        return communication
+    if len(names) > len(tf.config.get_visible_devices("GPU")):
+        return "ring"
+    beside = 1 if cluster is None else cluster.workers_beside
+    if beside > 1 and devices is None and VISIBLE_GPUS not in os.environ:
+        logging.getLogger("mgpu_tf").warning(
+            "%d workers of this machine take the same GPUs, which NCCL does "
+            "not do: they exchange by sockets, which is slow. Give each its "
+            "own by %s.",
+            beside,
+            VISIBLE_GPUS,
+        )
+        return "ring"
+    return "nccl"
+
+
+def collective_options(
+    communication: str,
+) -> tf.distribute.experimental.CommunicationOptions:
+    """Returns TensorFlow's options of a communication.
+
+    Args:
+        communication: As `between_workers` returns it.
+    """
     return tf.distribute.experimental.CommunicationOptions(
         implementation=_IMPLEMENTATIONS[communication]
     )

@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 import mgpu_tf
+from tests import columns
 
 BATCH_SIZE = 8
 EPOCHS = 2
@@ -90,14 +91,14 @@ class Stock:
 
     def __init__(self, build):
         keras.utils.set_random_seed(0)
-        with tf.device("CPU:0"):
+        with tf.device(columns.ONE):
             self.model = build()
 
     def __getattr__(self, name):
         method = getattr(self.model, name)
 
         def call(*arguments, **named):
-            with tf.device("CPU:0"):
+            with tf.device(columns.ONE):
                 return method(*arguments, **named)
 
         return call

@@ -32,7 +32,7 @@ import sys
 
 import mgpu_tf
 from mgpu_tf.runtime import quiet_import
-from tests.columns import ON_GPU, parts
+from tests.columns import ONE, parts
 from tests.conformance.ledger import FILE, Ledger
 
 COLUMNS = ("mirrored_x3", "3_workers")
@@ -106,9 +106,7 @@ def local_strategies():
         "tensor_x2": mgpu_tf.create_model_parallel_strategy(
             tensor=2, **parts(2), smallest_split=4
         ),
-        "one_device": mgpu_tf.create_one_device_strategy(
-            "GPU:0" if ON_GPU else "CPU:0"
-        ),
+        "one_device": mgpu_tf.create_one_device_strategy(ONE),
     }
 
 

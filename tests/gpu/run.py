@@ -7,7 +7,7 @@
     nccl    2 and 3 processes that exchange by NCCL, against one device
     parity  the parity rows of the default and the full tier, with parts of
             the GPU as devices
-    engine  the default tests of the engine, strategies and training, likewise
+    engine  default tests of the engine and of conformance, likewise
     speed   `mgpu_tf`, Keras's `fit`, a loop by hand and PyTorch
 
 The first four run at once. Hardware: one GPU with 40 GB, 16 cores; about
@@ -31,12 +31,27 @@ MARKS = ("<!-- gpu: begin -->", "<!-- gpu: end -->")
 FIGURES = "MGPU_TF_GPU_FIGURES"
 
 # Tests, the marks of those that run, and the share of the processes.
+# Of the engine those files whose strategies are all of the fixture.
 GROUPS = {
     "gpu": (["tests/gpu/test_one_gpu.py"], "gpu", 0.3),
     "nccl": (["tests/gpu/test_nccl.py"], "gpu", 0.2),
-    "parity": (["tests/parity/test_one_machine.py"], "not matrix", 0.5),
+    "parity": (["tests/parity/test_one_machine.py"], "full or not full", 0.4),
     "engine": (
-        ["tests/engine", "tests/strategies", "tests/training"],
+        [
+            *(
+                f"tests/engine/test_{name}.py"
+                for name in (
+                    *("contributions", "fused_normalization", "losses"),
+                    *("fused_optimizers", "global_sums", "own_gradients"),
+                    *("random_rows", "recompute_by_name", "reduction"),
+                    *("overridden_step", "whole_batch", "written_state"),
+                    *("over_collectives", "per_layer", "custom_gradient"),
+                    *("loss_parity", "within_functions", "update_order"),
+                )
+            ),
+            "tests/training/test_callbacks.py",
+            "tests/conformance/test_slice.py",
+        ],
         "not full and not matrix and not gpu",
         0.5,
     ),

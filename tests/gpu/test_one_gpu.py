@@ -163,31 +163,24 @@ def test_killed_and_resumed_with_the_same_bits(tmp_path):
     )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("commands")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("doctor",),
-        ("plan", "--model=cnn"),
-        ("train", "--epochs=1", "--output_dir=.", "--profile=2,2"),
-        ("report", "."),
-        ("benchmark", "--devices=1", "--steps=5", "--repeats=1"),
-        ("parity", "--steps=3"),
-        ("parity", "--steps=3", "--strategies=central_storage"),
-        ("calibrate",),
-        ("test",),
-    ],
-    ids=" ".join,
+COMMANDS = (
+    ("doctor",),
+    ("plan", "--model=cnn"),
+    ("train", "--epochs=1", "--output_dir=.", "--profile=2,2"),
+    ("report", "."),
+    ("benchmark", "--devices=1", "--steps=5", "--repeats=1"),
+    ("parity", "--steps=3"),
+    ("parity", "--steps=3", "--strategies=central_storage"),
+    ("calibrate",),
+    ("test",),
 )
-def test_commands(command, folder):
+
+
+def test_commands(tmp_path):
     """Each in the folder that the ones before it left."""
-    done = clusters.mgpu_tf(*command, cwd=folder)
-    print(done.stdout, done.stderr)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    for command in COMMANDS:
+        done = clusters.mgpu_tf(*command, cwd=tmp_path)
+        assert done.returncode == 0, (command, done.stdout, done.stderr[-3000:])
 
 
 # tensorflow#90686, #87432 (batch 61), #62915, keras#20763.

@@ -20,6 +20,7 @@ from keras import layers
 from sklearn.datasets import load_digits
 
 import mgpu_tf
+from tests import columns
 
 BATCH_SIZE = 16
 EPOCHS = 3
@@ -712,7 +713,7 @@ class Result:
 def run_stock(case):
     """Trains with `keras.Model.fit` on one device."""
     keras.utils.set_random_seed(0)
-    with tf.device("CPU:0"):
+    with tf.device(columns.ONE):
         return _run(case, case.build(), lambda model: model)
 
 

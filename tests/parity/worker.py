@@ -67,6 +67,10 @@ def main():
         task = mgpu_tf.ClusterConfig.from_environment().worker_index
         os.environ["NCCL_HOSTID"] = f"machine {task}"
     quiet_import.import_tensorflow()
+    if ON_GPU:
+        # Else GPUs add the rows of an embedding in any order, and copies
+        # differ by rounding.
+        mgpu_tf.enable_determinism()
     strategy = strategy_of(
         arguments.mesh,
         arguments.num_virtual_devices,
