@@ -8,9 +8,10 @@ those of PyTorch have one of their own. A contestant with "xla" is compiled
 (`jit_compile=True`, or `torch.compile`).
 
 It writes gpu_speed.json and prints a table: examples/s, the median of the
-turns. Hardware: one GPU with 40 GB; about five minutes. Needs torch for the
+turns. Hardware: one GPU with 40 GB; ten minutes or more, since XLA tries kernels
+for a minute for each model. Needs torch for the
 rows of PyTorch and torchvision for its ResNet-50; without them they are left
-out. Measured: docs/gpu.md.
+out. Its rows of TensorFlow were tried on a CPU alone.
 """
 
 import importlib.util
@@ -248,6 +249,7 @@ def measured(name):
             spent = time.perf_counter() - began
             if turn:
                 seconds[each].append(spent)
+                print(f"{name} {each}: {2 * len(x) / spent:.0f}", flush=True)
             else:
                 print(f"{name} {each}: first {spent:.0f} s, {loss:.4f}")
                 sys.stdout.flush()

@@ -167,6 +167,7 @@ class Engine(abc.ABC):
     ) -> None:
         _check_compiled(model, strategy)
         _check_optimizers(model, strategy)
+        check_rounding(strategy, options.gradient_dtype)
         if options.batch_normalization == "synchronized":
             for layer in normalizations(model):
                 layer.synchronized = True
@@ -443,6 +444,23 @@ def _check_compiled(
             "The model must be made in the strategy's scope. Received: the "
             f"model {model.name!r}, made outside. Create it inside "
             "build_model, or in `with strategy.scope():`."
+        )
+
+
+def check_rounding(strategy: tf.distribute.Strategy, name: str | None) -> None:
+    """Refuses a type that TensorFlow does not sum between GPUs.
+
+    Args:
+        strategy: A strategy.
+        name: The `gradient_dtype`.
+    """
+    devices = getattr(strategy.extended, "worker_devices", ())
+    several = strategy.num_replicas_in_sync > 1
+    if name == "bfloat16" and several and any("GPU" in d for d in devices):
+        raise ConfigurationError(
+            "TensorFlow sums no bfloat16 between GPUs. Received: "
+            f"gradient_dtype={name!r} with {len(devices)} GPUs here. Use "
+            "gradient_dtype='float16' with a loss scale, or leave it out."
         )
 
 

@@ -1,4 +1,4 @@
-"""What is checked on a machine with a GPU; writes docs/gpu.json and its page.
+"""What is checked on a machine with a GPU; writes docs/gpu.json.
 
     python -m tests.gpu.run [--only=gpu,nccl] [--processes=8]
     (or: make gpu-check)
@@ -26,8 +26,6 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "gpu.json"
-PAGE = ROOT / "docs" / "gpu.md"
-MARKS = ("<!-- gpu: begin -->", "<!-- gpu: end -->")
 FIGURES = "MGPU_TF_GPU_FIGURES"
 
 # Tests, the marks of those that run, and the share of the processes.

@@ -3,12 +3,15 @@
 tests/gpu has the same on a real one.
 """
 
+import contextlib
 import os
 import stat
+import types
 
 import pytest
 import tensorflow as tf
 
+from mgpu_tf.engine import base
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.runtime import devices
 
@@ -68,3 +71,25 @@ def test_its_memory_must_be_known(two_gpus, monkeypatch):
 def test_several_here(gpus, options, monkeypatch):
     monkeypatch.setattr(devices, "gpus", lambda: gpus)
     assert devices.several_here(2) == options
+
+
+@pytest.mark.parametrize(
+    ("name", "places", "refused"),
+    [
+        ("bfloat16", ("/device:GPU:0", "/device:GPU:1"), True),
+        ("float16", ("/device:GPU:0", "/device:GPU:1"), False),
+        ("bfloat16", ("/device:CPU:0", "/device:CPU:1"), False),
+        ("bfloat16", ("/device:GPU:0",), False),
+    ],
+)
+def test_gpus_sum_no_bfloat16(name, places, refused):
+    """Seen on a GPU: "does not support datatype DT_BFLOAT16"."""
+    strategy = types.SimpleNamespace(
+        extended=types.SimpleNamespace(worker_devices=places),
+        num_replicas_in_sync=len(places),
+    )
+    expected = contextlib.nullcontext()
+    if refused:
+        expected = pytest.raises(ConfigurationError, match="between GPUs")
+    with expected:
+        base.check_rounding(strategy, name)
