@@ -8,8 +8,8 @@ those of PyTorch have one of their own. A contestant with "xla" is compiled
 (`jit_compile=True`, or `torch.compile`).
 
 It writes gpu_speed.json and prints a table: examples/s, the median of the
-turns. Hardware: one GPU with 40 GB; ten minutes or more, since XLA tries kernels
-for a minute for each model. Needs torch for the
+turns. Hardware: one GPU with 40 GB; ten minutes or more, since XLA tries
+kernels for a minute for each model. Needs torch for the
 rows of PyTorch and torchvision for its ResNet-50; without them they are left
 out. Its rows of TensorFlow were tried on a CPU alone.
 """
