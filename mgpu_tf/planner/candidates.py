@@ -71,7 +71,11 @@ def _axes(devices: int, machines: Machines, layers: int) -> Iterator[Layout]:
         if 1 < machines.per_node < tensor:
             continue
         for pipeline in _divisors(devices // tensor):
-            if pipeline > 1 and (several or pipeline > layers):
+            if pipeline > 1 and pipeline > layers:
+                continue
+            # A machine has whole pipelines, or a block of stages of one.
+            own = machines.per_node
+            if several and pipeline % own and own % pipeline:
                 continue
             rest = devices // tensor // pipeline
             for fsdp in _divisors(rest):

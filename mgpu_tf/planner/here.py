@@ -162,7 +162,11 @@ def machines_here(options: StrategyOptions, workers: int = 1) -> Machines:
 
 
 def _can_be_made(layout: Layout, workers: int, recomputes: bool) -> bool:
-    """Whether `create_strategy` can make a layout, with its options alone."""
+    """Whether `create_strategy` can make a layout, with its options alone.
+
+    In a cluster a pipeline refuses more of a model than is known here, so it is
+    taken where it is asked for.
+    """
     if layout.accumulation > 1:
         return False
     if workers > 1 and layout.pipeline > 1:

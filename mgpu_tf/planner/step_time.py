@@ -358,4 +358,6 @@ def _pipeline_seconds(
     ]
     middle = sorted(made)[len(made) // 2] if made else 0.0
     hops = 2 * (layout.pipeline - 1 + layout.parts - 1)
-    return hops * network.send(middle) * layout.accumulation
+    # Stages wait for the slowest link between two of them.
+    one = network.send(middle, between=network.crosses(layout.pipeline))
+    return hops * one * layout.accumulation

@@ -31,17 +31,23 @@ def test_candidates_are_those_that_the_engine_takes():
     assert not any(x.pipeline > 1 and x.tensor > 1 for x in found)
 
 
-def test_several_machines_have_no_pipeline_and_no_wide_tensor_axis():
+def test_several_machines_have_long_pipelines_and_no_wide_tensor_axis():
     found = list(layouts(machines(2, 4), 256, GRAPH, all_devices=True))
     assert {layout.devices for layout in found} == {8}
-    assert {layout.pipeline for layout in found} == {1}
+    assert {layout.pipeline for layout in found} == {1, 2, 4, 8}
     assert max(layout.tensor for layout in found) == 2
+    # With 3 devices each, no machine has 2 stages of every pipeline.
+    found = list(layouts(machines(3, 2), 256, GRAPH, all_devices=True))
+    assert {layout.pipeline for layout in found} == {1, 3, 6}
 
 
 def test_machines_of_one_device_divide_layers_between_them():
     found = list(layouts(machines(1, 2), 64, GRAPH))
-    axes = {(x.data, x.fsdp, x.tensor) for x in found}
-    assert axes == {(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
+    axes = {(x.data, x.fsdp, x.tensor, x.pipeline) for x in found}
+    assert axes == {
+        *[(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1)],
+        *[(1, 1, 2, 1), (1, 1, 1, 2)],
+    }
 
 
 def test_every_replica_gets_a_row():

@@ -83,6 +83,17 @@ def test_a_pipeline_waits():
     assert found.bubble == pytest.approx(work * 3 / 4, rel=1e-3)
 
 
+def test_stages_of_several_machines_send_over_the_link_between_them():
+    slow = Link("slow", 1.0, 0.0)
+    layout = Layout(pipeline=2, micro_batches=4)
+    within = seconds(layout, 64, machines(2, slow, nodes=2))
+    across = seconds(layout, 64, machines(1, slow, nodes=2))
+    # Layers make 64 numbers of 4 bytes for each of 16 rows.
+    sent = 2 * (1 + 3) * 16 * 64 * 4
+    assert within.communication < 1e-3 * sent
+    assert across.communication == pytest.approx(sent, rel=1e-2)
+
+
 def test_stragglers_input_and_parts_of_one_cpu():
     late = seconds(Layout(4), 64, machines(4, deviation=0.1))
     assert late.stragglers / late.computing == pytest.approx(0.1665, rel=1e-3)
