@@ -52,7 +52,7 @@ from mgpu_tf.reports.report import (
 from mgpu_tf.runtime.determinism import enable_determinism
 from mgpu_tf.runtime.devices import select_local
 from mgpu_tf.runtime.remote import check_reachable
-from mgpu_tf.strategies.pipeline import PipelineStrategy
+from mgpu_tf.strategies.pipeline import StagedStrategy
 from mgpu_tf.strategies.registry import (
     create_planned,
     create_with,
@@ -566,7 +566,7 @@ def _check_batch(config: RunConfig, strategy: tf.distribute.Strategy) -> None:
             f"global_batch_size={config.global_batch_size} for {replicas} "
             "replicas."
         )
-    if isinstance(strategy, PipelineStrategy):
+    if isinstance(strategy, StagedStrategy):
         strategy.check_micro_batches(config.global_batch_size)
 
 

@@ -36,6 +36,14 @@ split over its members.
     fsdp       0  0    1  1                  each has its own rows of a batch
     stage      0  1    0  1                  each stores half of its layers
 
+    mesh = Mesh(data=2, pipeline=4, blocks=2)    # 8 devices, 4 replicas
+
+    process    0  0    1  1    2  2    3  3
+    replica    0  0    1  1    2  2    3  3
+    data       0  0    0  0    1  1    1  1  each has its own rows of a batch
+    blocks     0  0    1  1    0  0    1  1  neighbouring stages, in a process
+    stage      0  1    2  3    0  1    2  3
+
 This module does not import TensorFlow.
 """
 
@@ -55,43 +63,61 @@ from mgpu_tf.names import SHARDS
 MICRO_BATCHES = 4
 
 # The axes on which replicas have a place.
-REPLICA_AXES = ("data", "fsdp", "tensor")
+REPLICA_AXES = ("data", "fsdp", "tensor", "blocks")
 
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
     """The axes of a strategy's devices; the last axis changes fastest.
 
-    Ranks and groups are of replicas, each of which has `pipeline` devices.
+    Ranks and groups are of replicas. Each has a device for every stage of a
+    pipeline, or for those of a block.
 
     Attributes:
         data: How many copies of the weights there are.
         fsdp: Over how many devices each copy is split.
         tensor: Over how many devices the computing of a layer is split.
         pipeline: Into how many stages each copy is cut, a device for each.
+        blocks: Over how many processes the stages of a copy are.
     """
 
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
     pipeline: int = 1
+    blocks: int = 1
 
     @property
     def size(self) -> int:
         """Returns the number of devices."""
-        return self.replicas * self.pipeline
+        return self.replicas * self.stages
 
     @property
     def replicas(self) -> int:
         """Returns the number of replicas."""
-        return self.data * self.fsdp * self.tensor
+        return self.ranges * self.tensor * self.blocks
+
+    @property
+    def ranges(self) -> int:
+        """Returns into how many ranges the rows of a batch are cut."""
+        return self.data * self.fsdp
+
+    @property
+    def stages(self) -> int:
+        """Returns how many stages a replica has, each on a device."""
+        return self.pipeline // self.blocks
+
+    @property
+    def several(self) -> tuple[str, ...]:
+        """Returns the axes on which replicas have different places."""
+        return tuple(axis for axis in REPLICA_AXES if self.length(axis) > 1)
 
     def length(self, axis: str) -> int:
         """Returns the size of an axis, such as `fsdp`."""
         return int(getattr(self, axis))
 
     def rank(self, axis: str, replica: int) -> int:
-        """Returns the place of a replica on `data`, `fsdp` or `tensor`."""
+        """Returns the place of a replica on one of `REPLICA_AXES`."""
         return replica // self._step(axis) % self.length(axis)
 
     def along(self, axes: Sequence[str], replica: int) -> list[int]:
@@ -112,9 +138,10 @@ class Mesh:
 
     def _step(self, axis: str) -> int:
         return {
-            "data": self.fsdp * self.tensor,
-            "fsdp": self.tensor,
-            "tensor": 1,
+            "data": self.fsdp * self.tensor * self.blocks,
+            "fsdp": self.tensor * self.blocks,
+            "tensor": self.blocks,
+            "blocks": 1,
         }[axis]
 
     def __str__(self) -> str:
@@ -163,7 +190,8 @@ def mesh_of(
         fsdp = 1 if within > 1 else total // (data or 1) or 1
     if data is None:
         data = total // (fsdp * within) or 1
-    mesh = Mesh(data, fsdp, tensor, pipeline)
+    blocks = max(pipeline // devices, 1) if workers > 1 else 1
+    mesh = Mesh(data, fsdp, tensor, pipeline, blocks)
     _check_together(mesh, devices, workers)
     if mesh.size != total:
         there_are = f"{devices} devices"
@@ -186,19 +214,15 @@ def _check_together(mesh: Mesh, devices: int, workers: int) -> None:
             f"pipeline={mesh.pipeline}, tensor={mesh.tensor}. Use fsdp or data "
             "with one of them."
         )
-    if workers > 1 and mesh.pipeline > 1:
-        raise ConfigurationError(
-            "The axis pipeline is within one process. Received: "
-            f"pipeline={mesh.pipeline} with {workers} workers. Use fsdp or "
-            "tensor, or one process."
-        )
-    if workers > 1 and mesh.tensor % devices and devices % mesh.tensor:
-        raise ConfigurationError(
-            "The size of the tensor axis must divide the number of devices of "
-            "a worker, or be a multiple of it. Received: "
-            f"tensor={mesh.tensor} for {devices} devices of each worker. "
-            "Change tensor_parallel."
-        )
+    for axis in ("tensor", "pipeline"):
+        length = mesh.length(axis)
+        if workers > 1 and length % devices and devices % length:
+            raise ConfigurationError(
+                f"The size of the {axis} axis must divide the number of "
+                "devices of a worker, or be a multiple of it. Received: "
+                f"{axis}={length} for {devices} devices of each worker. "
+                f"Change {axis}_parallel."
+            )
 
 
 def check_shard(
@@ -252,7 +276,8 @@ class Split:
         shape (3, 3, 5, 7), 2      elements 0-156 | 157-314
 
     With `dim` it is divided along that dimension. With `again`, each part is
-    divided once more, as above, over the fsdp axis.
+    divided once more, as above, over the fsdp axis. With `owner`, one part has
+    all of it, and the others nothing.
 
         shape (6, 8), 2 parts along dimension 1, again 3
             (6, 4) of each part, and of these rows 0-1 | 2-3 | 4-5
@@ -263,6 +288,7 @@ class Split:
         dim: The dimension along which it is divided. None: see above.
         over: The axis of the mesh.
         again: Into how many parts each part is divided once more.
+        owner: The part that has all. None: see above.
     """
 
     shape: tuple[int, ...]
@@ -270,6 +296,7 @@ class Split:
     dim: int | None = None
     over: str = "fsdp"
     again: int = 1
+    owner: int | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -310,6 +337,9 @@ class Split:
 
     def bounds(self, part: int) -> tuple[int, int]:
         """Returns the first row or element of a part, and the next part's."""
+        if self.owner is not None:
+            first = self.length * (part > self.owner)
+            return first, self.length * (part >= self.owner)
         return (
             self.length * part // self.parts,
             self.length * (part + 1) // self.parts,

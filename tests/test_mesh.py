@@ -41,7 +41,7 @@ def test_three_axes_of_replicas():
     assert mesh.groups(["fsdp"]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert mesh.groups(["fsdp", "tensor"]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert mesh.groups(["data"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert others_than(["tensor", "fsdp"]) == ("data",)
+    assert others_than(["tensor", "fsdp"]) == ("data", "blocks")
 
 
 def test_parts_that_are_split_again():
@@ -125,9 +125,36 @@ def test_tensor_over_workers(devices, tensor):
     assert mesh == Mesh(devices * workers // tensor, tensor=tensor)
 
 
-def test_stages_are_within_one_process():
-    with pytest.raises(ConfigurationError, match="pipeline=2 with 3 workers"):
-        mesh_of(2, None, None, pipeline=2, workers=3)
+@pytest.mark.parametrize(
+    ("devices", "stages", "blocks"),
+    [(2, 2, 1), (4, 2, 1), (1, 6, 6), (1, 2, 2), (2, 4, 2), (2, 3, None)],
+)
+def test_stages_over_workers(devices, stages, blocks):
+    """A worker has whole pipelines, or neighbouring stages of one."""
+    if blocks is None:
+        match = f"pipeline={stages} for {devices} devices of each worker"
+        with pytest.raises(ConfigurationError, match=match):
+            mesh_of(devices, None, None, pipeline=stages, workers=6)
+        return
+    mesh = mesh_of(devices, None, None, pipeline=stages, workers=6)
+    assert mesh == Mesh(devices * 6 // stages, 1, 1, stages, blocks)
+    assert mesh.size == devices * 6
+    assert mesh.stages == stages // blocks
+    for replica in range(mesh.replicas):
+        block = mesh.rank("blocks", replica)
+        first = replica * mesh.stages % stages
+        assert first == block * mesh.stages
+
+
+def test_one_part_may_have_all():
+    split = Split((3, 5), 3, 0, "blocks", owner=1)
+    assert [split.bounds(part) for part in range(3)] == [(0, 0), (0, 3), (3, 3)]
+    assert [split.shape_of(part)[0] for part in range(3)] == [0, 3, 0]
+    assert [split.region(part).size for part in range(3)] == [0, 15, 0]
+    halves = Split((3, 5), 2, 0, "blocks", again=2, owner=0)
+    sizes = [[r.size for r in halves.regions(0, rank)] for rank in range(2)]
+    assert sizes == [[5], [10]]
+    assert [r.size for r in halves.regions(1, 1)] == [0]
 
 
 def test_axes_that_do_not_go_together():

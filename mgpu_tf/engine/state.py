@@ -18,7 +18,7 @@ are, bit for bit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -229,9 +229,13 @@ class ReplicaState:
             return []
         return [
             (variable, tf.identity(variable.value))
-            for variable in [*self.metrics, *self.layers]
+            for variable in self._here([*self.metrics, *self.layers])
             if id(variable) not in self._declared
         ]
+
+    def _here(self, variables: list[keras.Variable]) -> list[keras.Variable]:
+        """Returns those of some variables that this process has."""
+        return variables
 
     def metric_values(self, given: Writes) -> Writes:
         """Returns what other metrics hold than those given. On a replica."""
@@ -333,7 +337,7 @@ class ReplicaState:
             return []
         before = [tf.identity(variable.value) for variable, _ in writes]
         rules = [self.rule(variable) for variable, _ in writes]
-        summed = _sum_over_replicas(
+        summed = self._layer_sums(
             [
                 self._sent(rule, value, start)
                 for rule, (_, value), start in zip(
@@ -357,7 +361,9 @@ class ReplicaState:
         self._touched = {}
         if self._total == 1:
             return []
-        return [tf.identity(variable.value) for variable in self.layers]
+        return [
+            tf.identity(variable.value) for variable in self._here(self.layers)
+        ]
 
     def collect(
         self, notes: tf.Tensor, before: list[tf.Tensor]
@@ -377,7 +383,9 @@ class ReplicaState:
             return metrics, notes
         layers = [
             (variable, start)
-            for variable, start in zip(self.layers, before, strict=True)
+            for variable, start in zip(
+                self._here(self.layers), before, strict=True
+            )
             if self._replicas > 1
             and id(variable) in self._touched
             and not self._is_joined(variable)
@@ -387,11 +395,14 @@ class ReplicaState:
             self._sent(self.rule(v), value, tf.zeros_like(value))
             for v, value in zip(self.metrics, metrics, strict=True)
         ]
-        sent += [
-            self._sent(self.rule(v), tf.identity(v.value), start)
-            for v, start in layers
-        ]
-        summed = _sum_over_replicas([*sent, notes])
+        summed = self._sums(
+            sent,
+            [
+                self._sent(self.rule(v), tf.identity(v.value), start)
+                for v, start in layers
+            ],
+            notes,
+        )
         for place, (variable, start) in enumerate(layers, len(metrics)):
             _assign_here(
                 variable,
@@ -407,6 +418,19 @@ class ReplicaState:
             if self.rule(variable) is not Rule.SUM:
                 _assign_here(variable, value)
         return together, summed[-1] / self._total
+
+    def _layer_sums(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns sums of what replicas send of the state of layers."""
+        return sum_tensors(values, sum_over_replicas)
+
+    def _sums(
+        self,
+        metrics: list[tf.Tensor],
+        layers: list[tf.Tensor],
+        notes: tf.Tensor,
+    ) -> list[tf.Tensor]:
+        """Returns the sums of what replicas send, in one list. On a replica."""
+        return sum_tensors([*metrics, *layers, notes], sum_over_replicas)
 
     def _sent(
         self, rule: Rule, value: tf.Tensor, start: tf.Tensor
@@ -554,13 +578,20 @@ def _assign_here(variable: keras.Variable, value: tf.Tensor) -> None:
     copies[mine % len(copies)].assign(tf.cast(value, held.dtype))
 
 
-def _sum_over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums tensors over replicas with one reduction for each dtype."""
+def sum_tensors(
+    values: list[tf.Tensor], total: Callable[[tf.Tensor], tf.Tensor]
+) -> list[tf.Tensor]:
+    """Sums tensors over replicas with one reduction for each dtype.
+
+    Args:
+        values: Those of this replica.
+        total: Returns the sum of a vector over replicas.
+    """
     summed: list[tf.Tensor] = list(values)
     for dtype in sorted({v.dtype for v in values}, key=lambda d: d.name):
         places = [i for i, v in enumerate(values) if v.dtype == dtype]
         flat = tf.concat([tf.reshape(values[i], [-1]) for i in places], 0)
-        flat = sum_over_replicas(flat)
+        flat = total(flat)
         sizes = [values[i].shape.num_elements() for i in places]
         for i, part in zip(places, tf.split(flat, sizes), strict=True):
             summed[i] = tf.reshape(part, values[i].shape)

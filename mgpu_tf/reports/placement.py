@@ -72,7 +72,7 @@ def _copies(names: Sequence[str], first: int, mesh: Mesh) -> str:
         return _devices(named.items(), mesh)
     drawn = []
     for data, part in itertools.groupby(
-        places, lambda place: mesh.rank("data", place // mesh.pipeline)
+        places, lambda place: mesh.rank("data", place // mesh.stages)
     ):
         tiles = _devices(((place, named[place]) for place in part), mesh)
         drawn.append(
@@ -92,7 +92,7 @@ def _devices(named: Iterable[tuple[int, str]], mesh: Mesh) -> str:
 
 def _place(place: int, mesh: Mesh) -> str:
     """Returns where a device is on the axes that have several."""
-    replica, stage = divmod(place, mesh.pipeline)
+    replica, stage = place // mesh.stages, place % mesh.pipeline
     if mesh.size == 1:
         return "1 replica"
     if mesh.data == mesh.size:
@@ -100,7 +100,7 @@ def _place(place: int, mesh: Mesh) -> str:
     parts = [
         f"{axis} {mesh.rank(axis, replica)}"
         for axis in REPLICA_AXES[1:]
-        if mesh.length(axis) > 1
+        if axis != "blocks" and mesh.length(axis) > 1
     ]
     parts += [f"stage {stage}"] * (mesh.pipeline > 1)
     return " · ".join(parts)

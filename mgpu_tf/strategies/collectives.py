@@ -21,6 +21,10 @@ named and nowhere else. TensorFlow has no reduce-scatter on CPUs; there it is an
 all-to-all of parts, summed in the order of the group, with the same bytes:
 (n - 1)/n of s.
 
+    line = Line(devices)
+    line.send(x, pair, number)                       # on one device
+    x = line.receive(shape, dtype, pair, number)     # on another
+
 All members call the same functions in the same order. For a member that is
 missing the others wait until `strategies/peers.py` or TensorFlow's coordination
 service ends the collectives of the cluster, or for `timeout_seconds`.
@@ -42,6 +46,8 @@ from mgpu_tf.strategies.topology import synchronous_topology
 
 # Groups of TensorFlow's own strategies have small numbers.
 _FIRST_KEY = 1_000_000
+# What values are sent as; see `carrier_of`.
+_CARRIERS = (tf.float32, tf.float64, tf.float16, tf.int32, tf.int64)
 # A prime, so that numbers of rows that are in use differ by no multiple of it.
 _SHAPES = 8191
 
@@ -248,6 +254,32 @@ class Groups:
         low, high = _bounds(_length(value, axis), self.rank(), self.size)
         return _slice(value, axis, low, high)
 
+    def broadcast(
+        self, value: tf.Tensor, root: int, shape: Sequence[int]
+    ) -> tf.Tensor:
+        """Returns the value of one member, to each. On a replica.
+
+        Args:
+            value: That of this member, read where it is the root.
+            root: The place of the one that sends.
+            shape: Of what it sends.
+        """
+        if self.size == 1:
+            return tf.reshape(value, shape)
+        carrier = carrier_of(value.dtype)
+        call = self._call(tf.zeros(shape, carrier))
+        del call["ordering_token"], call["is_stateless"]
+        if self.rank() == root:
+            value = tf.reshape(value, shape)
+            found = tf.raw_ops.CollectiveBcastSendV2(
+                input=tf.cast(value, carrier), **call
+            )
+        else:
+            found = tf.raw_ops.CollectiveBcastRecvV2(
+                T=carrier, shape=tf.constant(shape, tf.int32), **call
+            )
+        return tf.cast(tf.ensure_shape(found, shape), value.dtype)
+
     # What a member sends and receives.
 
     def _all_reduce(self, value: tf.Tensor) -> tf.Tensor:
@@ -422,6 +454,109 @@ class Groups:
 
     def _group(self, replica: int) -> list[int]:
         return next(group for group in self._members if replica in group)
+
+
+class Line:
+    """Sends between two devices of different processes, without gradients.
+
+    Make it in the same order in all processes. Both sides of a message meet:
+    it has been sent once it is received. So devices that begin their messages
+    one after another, in an order that all derive from one list of all
+    messages, do not wait for each other for ever.
+
+    Args:
+        devices: The devices of this process.
+        communication: As for `Groups`.
+    """
+
+    # Those of `Groups` are below.
+    _line_keys = itertools.count(start=500_000_000, step=1_000_000)
+
+    def __init__(
+        self, devices: Sequence[str], communication: str = "auto"
+    ) -> None:
+        nccl = has_nccl(devices, communication)
+        self._communication = "nccl" if nccl else communication
+        self._key = next(self._line_keys)
+
+    def send(self, value: tf.Tensor, pair: int, number: int) -> tf.Tensor:
+        """Sends a tensor; returns what is there once it has been received.
+
+        On the device that sends.
+
+        Args:
+            value: The tensor.
+            pair: The number of the two devices, below a million and the same
+                in all processes.
+            number: Of the message, another for each between these two that is
+                in one graph. Those of one number have the same sender.
+        """
+        sent = tf.reshape(tf.cast(value, carrier_of(value.dtype)), [-1])
+        call = self._call(pair, number, sent.dtype, tf.size(sent))
+        return tf.raw_ops.CollectiveBcastSendV2(input=_not_empty(sent), **call)
+
+    def receive(
+        self,
+        shape: tf.Tensor,
+        dtype: tf.DType,
+        pair: int,
+        number: int,
+    ) -> tf.Tensor:
+        """Returns a tensor that is sent. On the device that receives.
+
+        Args:
+            shape: Its shape, `[rank]`, int32.
+            dtype: Its type.
+            pair: As for `send`.
+            number: As for `send`.
+        """
+        size, carrier = tf.reduce_prod(shape), carrier_of(dtype)
+        found = tf.raw_ops.CollectiveBcastRecvV2(
+            T=carrier,
+            shape=tf.maximum(size, 1)[tf.newaxis],
+            **self._call(pair, number, carrier, size),
+        )
+        return tf.cast(tf.reshape(found[:size], shape), dtype)
+
+    def _call(
+        self, pair: int, number: int, dtype: tf.DType, size: tf.Tensor
+    ) -> dict[str, Any]:
+        # TensorFlow remembers the type and the shape of a number.
+        number = number * len(_CARRIERS) + _CARRIERS.index(dtype)
+        return {
+            "group_size": 2,
+            "group_key": self._key + pair,
+            "instance_key": number * _SHAPES + size % _SHAPES,
+            "communication_hint": self._communication,
+        }
+
+
+def _not_empty(value: tf.Tensor) -> tf.Tensor:
+    """Returns a vector, one zero where it has no element.
+
+    An empty one does not arrive.
+    """
+    if value.shape[0]:
+        return value
+    missing = tf.maximum(1 - tf.size(value), 0)
+    return tf.pad(value, [[0, missing]])
+
+
+def carrier_of(dtype: tf.DType) -> tf.DType:
+    """Returns the type in which a value is sent to another process.
+
+    Raises:
+        ConfigurationError: It is text.
+    """
+    if dtype == tf.string:
+        raise ConfigurationError(
+            "Processes send each other numbers. Received: text. Turn it into "
+            "numbers in the data set, or with StringLookup or "
+            "TextVectorization in the first stage."
+        )
+    if dtype == tf.bfloat16:
+        return tf.float32
+    return dtype if dtype.is_floating or dtype == tf.int32 else tf.int64
 
 
 def has_nccl(devices: Sequence[str], communication: str) -> bool:

@@ -156,7 +156,9 @@ class SplittingStrategy:
 
     def along(self, *axes: str) -> Groups:
         """Returns the groups of replicas that differ on these axes only."""
-        return self._groups_along[tuple(a for a in REPLICA_AXES if a in axes)]
+        return self._groups_along[
+            tuple(axis for axis in self.mesh.several if axis in axes)
+        ]
 
     def joined(self, split: Split, part: tf.Tensor) -> tf.Tensor:
         """Returns a whole value of the parts of several replicas. On a replica.
@@ -167,11 +169,13 @@ class SplittingStrategy:
         """
         groups = self.along(split.over)
         inner = split.inner(groups.rank())
-        if inner is not None:
+        if inner is not None and inner.length:
             part = self.along("fsdp").all_gather(part, 0, inner.length)
             part = tf.reshape(part, inner.shape)
         if split.over == "fsdp":
             return part
+        if split.owner is not None:
+            return groups.broadcast(part, split.owner, split.shape)
         return groups.all_gather(part, split.dim or 0, split.length)
 
     @contextlib.contextmanager
@@ -266,8 +270,8 @@ class SplittingStrategy:
                 communication=communication,
                 beside=beside,
             )
-            for count in range(len(REPLICA_AXES) + 1)
-            for axes in itertools.combinations(REPLICA_AXES, count)
+            for count in range(len(self.mesh.several) + 1)
+            for axes in itertools.combinations(self.mesh.several, count)
         }
 
 
@@ -498,9 +502,15 @@ def split_over(
 
 
 def sharded_topology(strategy: tf.distribute.Strategy) -> Topology:
-    """Returns the topology: devices of the tensor axis have the same rows."""
+    """Returns the topology.
+
+    Devices of the tensor axis, and blocks of a pipeline, have the same rows.
+    """
     topology = synchronous_topology(strategy)
-    local = dataclasses.replace(topology.local, same_rows=strategy.mesh.tensor)
+    mesh = strategy.mesh
+    local = dataclasses.replace(
+        topology.local, same_rows=mesh.tensor * mesh.blocks
+    )
     return dataclasses.replace(
         topology, local=local, data_parallel_degree=local.ranges
     )

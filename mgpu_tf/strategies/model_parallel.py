@@ -30,7 +30,10 @@ from mgpu_tf.strategies.fully_sharded import (
     MultiWorkerFullyShardedStrategy,
 )
 from mgpu_tf.strategies.layout import Layout
-from mgpu_tf.strategies.pipeline import PipelineStrategy
+from mgpu_tf.strategies.pipeline import (
+    MultiWorkerPipelineStrategy,
+    PipelineStrategy,
+)
 from mgpu_tf.strategies.synchronous import (
     between_workers,
     check_workers,
@@ -130,6 +133,18 @@ def create_model_parallel_strategy(
         communication = between_workers(communication, cluster, devices, names)
         watchdog.begin(cluster)
         with told_of_missing(cluster):
+            if pipeline > 1:
+                return MultiWorkerPipelineStrategy(
+                    cluster,
+                    options,
+                    len(names),
+                    mesh=mesh,
+                    micro_batches=micro_batches or MICRO_BATCHES * pipeline,
+                    schedule=schedule,
+                    begins=begins,
+                    communication=communication,
+                    smallest_split=smallest_split,
+                )
             return MultiWorkerFullyShardedStrategy(
                 cluster,
                 collective_options(communication),

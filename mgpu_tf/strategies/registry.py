@@ -34,7 +34,7 @@ from mgpu_tf.strategies.parameter_server import (
     ParameterServerStrategy,
     create_parameter_server_strategy,
 )
-from mgpu_tf.strategies.pipeline import PipelineStrategy
+from mgpu_tf.strategies.pipeline import StagedStrategy
 from mgpu_tf.strategies.synchronous import (
     check_communication,
     create_central_storage_strategy,
@@ -474,7 +474,7 @@ _EVALUATOR = dataclasses.replace(
 
 # `model_parallel` with stages has another one.
 _WITH_STAGES = dataclasses.replace(
-    KINDS["model_parallel"], type=PipelineStrategy, engine=_PIPELINE
+    KINDS["model_parallel"], type=StagedStrategy, engine=_PIPELINE
 )
 
 # What `tf.distribute.get_strategy` returns where no strategy is entered.

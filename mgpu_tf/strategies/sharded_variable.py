@@ -116,6 +116,8 @@ class ShardedVariable(values.MirroredVariable):
                 processes, the one that calls this. What only stands for a
                 replica meets no other process, and gets zeros.
         """
+        if self.split.owner is not None:
+            return self._owned(replica)
         if not self._is_here(replica):
             context = tf.distribute.get_replica_context()
             if getattr(context, "is_abstract", False):
@@ -148,6 +150,31 @@ class ShardedVariable(values.MirroredVariable):
             return pieces[0]
         joined = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
         return tf.reshape(joined, inner.shape)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another block of stages has all of it."""
+        split = self.split
+        if split.owner is None:
+            return False
+        return self.mesh.rank(split.over, self._first) != split.owner
+
+    def _owned(self, replica: int) -> tf.Tensor:
+        """Returns the whole value, where one block of stages has it."""
+        if self.is_elsewhere:
+            raise ConfigurationError(
+                "Each process of a pipeline reads the weights and the state "
+                f"of its own stages. Received: {self.name}, of a stage in "
+                "another process. Name pipeline_stages so that what reads it "
+                "is in the same stage, or use 'fsdp'."
+            )
+        part = self.values[replica - self._first]
+        with tf.device(part.device):
+            value, inner = part.read_value(), self.inner(replica)
+            if inner is not None:
+                groups = self._distribute_strategy.along("fsdp")
+                value = groups.all_gather(value, 0, inner.length)
+            return tf.reshape(value, self.split.shape)
 
     def _is_here(self, replica: int) -> bool:
         """Whether this process holds all parts of a replica's group."""

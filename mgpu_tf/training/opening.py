@@ -41,7 +41,8 @@ def what_runs(strategy: tf.distribute.Strategy, batch: int | None) -> str:
         where = f"on {topology.num_workers} workers, this one with {here}"
     mesh = getattr(strategy, "mesh", None)
     axes = "" if mesh is None else f"{_axes(mesh)}, "
-    replicas = _count(strategy.num_replicas_in_sync, "replica")
+    blocks = 1 if mesh is None else mesh.blocks
+    replicas = _count(strategy.num_replicas_in_sync // blocks, "replica")
     ranges = topology.local.ranges
     return (
         f"{kind.name} {where}; {axes}{replicas}, "

@@ -237,7 +237,7 @@ ENGINE = (
     ),
     Fault(
         "a shared weight gets the gradient of one stage",
-        "engine/pipeline/step.py",
+        "engine/pipeline/run.py",
         "joined[key] = _of_stages(found[key])",
         "joined[key] = found[key][0]",
         ("tests/engine/pipeline/test_shared_weights.py",),

@@ -17,7 +17,9 @@ MODULES = [
     "engine/tensor_parallel/parts.py",
     "engine/tensor_parallel/structure.py",
     "engine/pipeline/engine.py",
+    "engine/pipeline/blocks.py",
     "engine/pipeline/head.py",
+    "engine/pipeline/run.py",
     "engine/pipeline/step.py",
     "engine/pipeline/split.py",
 ]
@@ -105,6 +107,27 @@ LISTED = {
     "A trace goes with strategies whose replicas have one device.": (
         "`trainer.trace`"
     ),
+    "A pipeline over several processes goes with Keras's own train_step, "
+    "test_step and compute_metrics.": "Your own `train_step`",
+    "Stages of several processes exchange values in graphs.": (
+        "`run_eagerly=True`, `noise_scale`"
+    ),
+    "{} goes with a pipeline in one process.": (
+        "`noise_scale`, and `check_replicas_every`"
+    ),
+    "A pipeline over several processes updates weights where their stages "
+    "are, element by element.": "Muon, Adafactor",
+    "Stages in several processes draw from the seeds of their layers.": (
+        "Draws without a seed"
+    ),
+    "A loss or a metric that needs all rows goes with one replica where a "
+    "pipeline is over several processes.": "on several replicas, and where",
+    "On a pipeline over several processes, a loss that needs all rows has a "
+    "gradient for each output of the model.": "has no gradient",
+    "A compute_loss of your own has the regularizers of all weights, and each "
+    "process of a pipeline its own weights.": "Regularizers beside",
+    "Each process of a pipeline reads the weights and the state of its own "
+    "stages.": "of a layer in another stage",
     "A pipeline computes stages again, not layers.": '`recompute="layers"`',
     "A pipeline cuts its rows into micro-batches already.": "`step_parts`",
 }

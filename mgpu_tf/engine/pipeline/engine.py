@@ -24,12 +24,13 @@ from mgpu_tf.engine.pipeline.state import PipelineState
 from mgpu_tf.engine.pipeline.step import PipelineStep
 from mgpu_tf.engine.pipeline.update import PipelineUpdate
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
-from mgpu_tf.engine.update import Update
+from mgpu_tf.engine.synchronous.sharded import needs_whole
+from mgpu_tf.engine.update import Update, unwrap
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_plan import PipelinePlan
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
-from mgpu_tf.strategies.pipeline import PipelineStrategy
+from mgpu_tf.strategies.pipeline import StagedStrategy
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -47,7 +48,7 @@ class PipelineEngine(SynchronousEngine):
             has what does not go with stages.
     """
 
-    _strategy: PipelineStrategy
+    _strategy: StagedStrategy
     _step: PipelineStep
     _state: PipelineState
 
@@ -62,6 +63,8 @@ class PipelineEngine(SynchronousEngine):
         self._plan: PipelinePlan | None = None
         _check_model(model)
         _check_options(options)
+        if self._strategy.is_apart:
+            _check_apart(model, options)
         if self._jit_compile:
             _log.info(
                 "jit_compile=True: XLA compiles for one device; the stages "
@@ -96,6 +99,8 @@ class PipelineEngine(SynchronousEngine):
             for number, stage in enumerate(stages.every)
             for variable in stage.variables
         }
+        if strategy.is_apart:
+            _check_optimizers(self._model)
         optimizers = [
             part
             for optimizer in keras_internals.optimizers_of(self._model)
@@ -103,16 +108,20 @@ class PipelineEngine(SynchronousEngine):
             if part.built
         ]
         splits = {
-            id(variable): strategy.split_of(keras_internals.stored(variable))
-            for stage in stages.every
+            id(variable): strategy.split_of(
+                keras_internals.stored(variable), number
+            )
+            for number, stage in enumerate(stages.every)
             for variable in stage.variables
         }
         kept: dict[int, int] = {}
         for optimizer in optimizers:
             for weight, own in keras_internals.kept_for_weights(optimizer):
-                kept[id(own)] = owned.get(id(weight), 0)
+                place = kept[id(own)] = owned.get(id(weight), 0)
                 if own.shape == weight.shape:
                     splits[id(own)] = splits.get(id(weight))
+                elif strategy.is_apart:
+                    splits[id(own)] = strategy.within(own.shape, place, 1)
         every = [
             *self._model.variables,
             *(v for optimizer in optimizers for v in optimizer.variables),
@@ -166,11 +175,7 @@ class PipelineEngine(SynchronousEngine):
         raise _no_trace()
 
     def _make_state(self) -> PipelineState:
-        state = PipelineState(
-            self._model,
-            self._strategy.num_replicas_in_sync,
-            self._strategy.micro_batches,
-        )
+        state = PipelineState(self._model, self._strategy)
         state.add_global_seed(self._strategy)
         state.draws_alike = self._options.random == "equal"
         if self._returns_logs():
@@ -189,7 +194,7 @@ class PipelineEngine(SynchronousEngine):
             self._model,
             self._loss,
             self._state,
-            self._strategy.num_replicas_in_sync,
+            self._local.ranges,
             self._exchange,
         )
         return self._step_with(self._loss, self._state, head)
@@ -322,8 +327,44 @@ def _check_options(options: StepOptions) -> None:
         )
 
 
-def _check_layers(model: keras.Model, strategy: PipelineStrategy) -> None:
-    if strategy.num_replicas_in_sync * strategy.micro_batches == 1:
+def _check_apart(model: keras.Model, options: StepOptions) -> None:
+    """Refuses what several processes do not have."""
+    for name in ("train_step", "test_step", "compute_metrics"):
+        if keras_internals.overrides(model, name):
+            raise ConfigurationError(
+                "A pipeline over several processes goes with Keras's own "
+                f"train_step, test_step and compute_metrics. Received: {name} "
+                f"of {type(model).__name__}. Use one process, or 'fsdp'."
+            )
+    if model.run_eagerly:
+        raise ConfigurationError(
+            "Stages of several processes exchange values in graphs. Received: "
+            "run_eagerly=True. Leave it out, or use one process."
+        )
+    for name in ("noise_scale", "check_replicas_every"):
+        if getattr(options, name):
+            raise ConfigurationError(
+                f"{name} goes with a pipeline in one process. Received: "
+                f"{name}={getattr(options, name)} with several. Leave it out, "
+                "or use one process."
+            )
+
+
+def _check_optimizers(model: keras.Model) -> None:
+    for optimizer in keras_internals.optimizers_of(model):
+        for part in keras_internals.parts(unwrap(optimizer)[1]):
+            if needs_whole(part) or keras_internals.handles_gradients(part):
+                raise ConfigurationError(
+                    "A pipeline over several processes updates weights where "
+                    "their stages are, element by element. Received: "
+                    f"{type(part).__name__}, which needs whole weights or all "
+                    "gradients. Use Adam or another such optimizer, one "
+                    "process, or 'fsdp'."
+                )
+
+
+def _check_layers(model: keras.Model, strategy: StagedStrategy) -> None:
+    if strategy.mesh.ranges * strategy.micro_batches == 1:
         return
     for layer in keras_internals.layers_of(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:

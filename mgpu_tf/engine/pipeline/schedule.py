@@ -118,20 +118,39 @@ def timing(
         backward: The time of a backward pass.
     """
     stages = len(every)
-    ends: dict[Pass, float] = {}
-    free = [0.0] * stages
-    for each in in_turn(every):
-        waits = [ends[other] for other in needed(each, stages)]
-        begin = max([free[each.stage], *waits])
-        ends[each] = begin + (backward if each.backward else forward)
-        free[each.stage] = ends[each]
-    whole = max(free)
+    whole = max(_ends(every, forward, backward).values())
     work = sum(
         backward if each.backward else forward
         for order in every
         for each in order
     )
     return Timing(1 - work / (stages * whole), [live(o) for o in every])
+
+
+def by_time(every: Sequence[Sequence[Pass]]) -> list[Pass]:
+    """Returns the passes of all stages in the order in which they end.
+
+    A pass comes after all that it needs.
+
+    Args:
+        every: The order of each stage.
+    """
+    ends = _ends(every, 1.0, 2.0)
+    return sorted(ends, key=lambda each: (ends[each], each.stage))
+
+
+def _ends(
+    every: Sequence[Sequence[Pass]], forward: float, backward: float
+) -> dict[Pass, float]:
+    """Returns when passes end; see `timing`."""
+    ends: dict[Pass, float] = {}
+    free = [0.0] * len(every)
+    for each in in_turn(every):
+        waits = [ends[other] for other in needed(each, len(every))]
+        begin = max([free[each.stage], *waits])
+        ends[each] = begin + (backward if each.backward else forward)
+        free[each.stage] = ends[each]
+    return ends
 
 
 def live(order: Sequence[Pass]) -> int:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.noise_scale import square_of
+from mgpu_tf.engine.pipeline.state import is_here
 from mgpu_tf.engine.synchronous.sharded import ShardedUpdate
 from mgpu_tf.engine.update import Gradients, beside, values
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
@@ -45,8 +46,21 @@ class PipelineUpdate(ShardedUpdate):
 
         Of a weight that replicas store in parts, each gets that of its part.
         """
-        if self._replicas == 1:
+        if self._mesh.ranges == 1:
             return gradients
+        if self._strategy.is_apart:
+            here = list(map(is_here, variables))
+            summed = iter(
+                self._summed_by_axes(
+                    list(itertools.compress(gradients, here)),
+                    list(itertools.compress(variables, here)),
+                    list(itertools.compress(alike, here)),
+                )
+            )
+            return [
+                next(summed) if is_held else gradient
+                for gradient, is_held in zip(gradients, here, strict=True)
+            ]
         rows = [isinstance(self._first(g), tf.IndexedSlices) for g in gradients]
         summed = iter(
             self._rows(

@@ -297,7 +297,7 @@ class ShardedUpdate(Update):
             id(variable)
             for part in parts
             if self._every == 1
-            and (self._hands_over_whole or _needs_whole(part))
+            and (self._hands_over_whole or needs_whole(part))
             for variable in keras_internals.variables_of(part)
         }
 
@@ -583,7 +583,7 @@ class ShardedUpdate(Update):
         variables: list[keras.Variable],
     ) -> Gradients:
         """Returns what an optimizer applies here, of whole gradients."""
-        if _needs_whole(optimizer):
+        if needs_whole(optimizer):
             return gradients
         return list(map(self._own, gradients, variables))
 
@@ -744,7 +744,7 @@ class ShardedUpdate(Update):
         """Updates by what is known of whole weights; whether it has done so."""
         if not gradients:
             return False
-        if _needs_whole(optimizer):
+        if needs_whole(optimizer):
             move_whole(optimizer, gradients, variables, self._write_parts)
             return True
         steps = two_steps(optimizer)
@@ -930,8 +930,8 @@ def _check_not_lazy(
         )
 
 
-def _needs_whole(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether an optimizer computes its update of whole weights."""
+def needs_whole(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether an optimizer computes its update of whole weights."""
     if hasattr(optimizer, "optimizers") or two_steps(optimizer) is not None:
         return False
     own = type(optimizer).update_step
