@@ -136,7 +136,7 @@ def create_model_parallel_strategy(
             if pipeline > 1:
                 return MultiWorkerPipelineStrategy(
                     cluster,
-                    options,
+                    collective_options(communication),
                     len(names),
                     mesh=mesh,
                     micro_batches=micro_batches or MICRO_BATCHES * pipeline,
