@@ -42,6 +42,12 @@ def select_local(
         select_gpus([])
         _split("CPU", tf.config.list_physical_devices("CPU")[0], count, None)
         return [f"CPU:{i}" for i in range(count)]
+    if count is not None and not gpus():
+        raise ConfigurationError(
+            "There are 0 GPUs on this machine, so none to split. Received: "
+            f"devices={devices!r}, num_virtual_devices={count}. Leave devices "
+            "out to split the CPU."
+        )
     indices = gpu_indices(devices)
     if count is not None:
         if len(indices) > 1:
