@@ -91,7 +91,7 @@ COMMANDS = {
     "more_gpus_than_there_are": ("train --devices=4", "devices=4"),
     "gpus_and_virtual_devices": (
         "train --devices=1 --num_virtual_devices=2",
-        "not both",
+        "so none to split",
     ),
     "virtual_devices_on_one": (
         "train --strategy=one_device --num_virtual_devices=2",
