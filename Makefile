@@ -29,6 +29,8 @@ SHELL := /bin/bash
 # Else each process that imports TensorFlow compiles it, where Python writes no
 # bytecode (PYTHONDONTWRITEBYTECODE, as in many images): 19 s instead of 7.
 export UV_COMPILE_BYTECODE := 1
+# The package and its tests too, in processes that tests start.
+export PYTHONDONTWRITEBYTECODE :=
 .SHELLFLAGS := -eu -o pipefail -c
 
 .PHONY: commands coverage docs bench conformance gpu-check growth setup demo test test-clusters test-engine test-full test-rest test-versions lint matrix mutations parity release-check slurm soak format clean

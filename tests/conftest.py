@@ -1,5 +1,6 @@
 """Fixtures of all tests: strategies on parts of the CPU, float64."""
 
+import gc
 import os
 import pathlib
 import time
@@ -14,6 +15,10 @@ from tests import clusters, columns, leftovers, tiers
 # Other work may take the processor for seconds.
 hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
+
+# A graph is many objects: with Python's own threshold a sixth of the time that
+# tests take is spent on looking for circles. The first strategy freezes modules.
+gc.set_threshold(20_000, 10, 10)
 
 # Here the tests of one row share what Keras computes, and nothing else.
 BY_ROW = "tests/parity/test_one_machine.py"
@@ -53,7 +58,9 @@ def strategies():
 
     For every test, since the CPU can be split before the first op only.
     """
-    return columns.strategies()
+    made = columns.strategies()
+    gc.freeze()
+    return made
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ circle; modules of commands and launching import no TensorFlow.
 """
 
 import ast
+import functools
 import pathlib
 import re
 
@@ -27,10 +28,13 @@ def module_name(path):
     return name if path.parent == ROOT else name.removesuffix(".__init__")
 
 
-MODULES = {
-    module_name(path): ast.parse(path.read_text(), str(path))
-    for path in sorted(ROOT.rglob("*.py"))
-}
+MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+@functools.cache
+def parsed(module):
+    """Not for each process that collects tests."""
+    return ast.parse(MODULES[module].read_text(), str(MODULES[module]))
 
 
 def room(module):
@@ -166,7 +170,7 @@ def test_the_list_names_every_room_once():
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_up_the_list(module):
     here = room(module)
-    for imported in own(imports(everywhere(MODULES[module]))):
+    for imported in own(imports(everywhere(parsed(module)))):
         assert imported in MODULES
         there = room(imported)
         assert here == there or ROOMS.index(there) < ROOMS.index(here), imported
@@ -194,8 +198,8 @@ def circle(graph):
 
 def test_no_circle():
     graph = {
-        module: own(imports(everywhere(tree))) - {module}
-        for module, tree in MODULES.items()
+        module: own(imports(everywhere(parsed(module)))) - {module}
+        for module in MODULES
     }
     assert circle(graph) == []
 
@@ -207,14 +211,14 @@ def test_a_circle_is_found():
 
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_import_no_heavy_ones(module):
-    imported = set(imports(on_import(MODULES[module])))
+    imported = set(imports(on_import(parsed(module))))
     assert not {name.split(".")[0] for name in imported} & HEAVY
     assert own(imported) <= set(LIGHT)
 
 
 @pytest.mark.parametrize("module", sorted(set(MODULES) - {INTERNALS}))
 def test_private_names_of_keras_are_in_one_place(module):
-    tree = MODULES[module]
+    tree = parsed(module)
     assert not any(
         name.startswith("keras.src") for name in imports(everywhere(tree))
     )

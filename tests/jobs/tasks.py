@@ -3,12 +3,12 @@
 A job is a function from a strategy and a folder to what it observed: the
 history, weights, slots of the optimizer, an evaluation and predictions.
 Without a strategy the task's own `fit` trains, on one device. All in float64.
+`keras_hub` takes seconds to import, in each process that collects tests.
 """
 
 import contextlib
 
 import keras
-import keras_hub
 import numpy as np
 import tensorflow as tf
 
@@ -40,6 +40,8 @@ def labels(seed=0):
 
 
 def backbone(words):
+    import keras_hub
+
     return keras_hub.models.BertBackbone(
         vocabulary_size=words,
         num_layers=1,
@@ -52,6 +54,8 @@ def backbone(words):
 
 
 def preprocessor():
+    import keras_hub
+
     return keras_hub.models.BertTextClassifierPreprocessor(
         keras_hub.models.BertTokenizer(vocabulary=[*SPECIAL, *WORDS]),
         sequence_length=LENGTH,
@@ -59,6 +63,8 @@ def preprocessor():
 
 
 def classifier(preprocessed=False):
+    import keras_hub
+
     task = keras_hub.models.BertTextClassifier(
         backbone(len(SPECIAL) + len(WORDS)),
         num_classes=3,
@@ -90,6 +96,8 @@ class PaddedToLongest(keras.layers.Layer):
     """Words to the length of the longest text of a batch; sees all of it."""
 
     def __init__(self):
+        import keras_hub
+
         super().__init__()
         self.tokenizer = keras_hub.models.BertTokenizer(
             vocabulary=[*SPECIAL, *WORDS]
@@ -113,6 +121,8 @@ def padded():
 
 
 def language_model():
+    import keras_hub
+
     vocabulary = {"<|endoftext|>": 0}
     merges = ["t h", "th e", "Ġ th", "i l", "f il", "fil m"]
     letters = [*"Ġabcdefghijklmnopqrstuvwxyz"]
