@@ -17,7 +17,7 @@ hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 
 # A graph is many objects: with Python's own threshold a sixth of the time that
-# tests take is spent on looking for circles. The first strategy freezes modules.
+# tests take is spent on looking for circles. Modules are frozen below.
 gc.set_threshold(20_000, 10, 10)
 
 # Here the tests of one row share what Keras computes, and nothing else.

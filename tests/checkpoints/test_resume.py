@@ -219,6 +219,7 @@ def test_same_bits_whatever_the_optimizer(name, run, strategies, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_callbacks_go_on(run, strategies, tmp_path):
     """Their counters, the best weights, and the learning rate."""
 

@@ -1,5 +1,7 @@
 """State that Keras does not track is in checkpoints as well."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from keras import layers, ops
 import mgpu_tf
 from mgpu_tf.engine.untracked import untracked_variables
 from tests.conformance.outside_training import LookaheadAfter
+from tests.tiers import tiered
 
 
 class Box:
@@ -93,11 +96,22 @@ BUILDS = {
 }
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
+COLUMNS = ["one_device", "mirrored_x3", "fsdp_x3"]
 OPTIONS = {"batch_size": 6, "shuffle": False, "verbose": 0}
 
 
-@pytest.mark.parametrize("name", ["one_device", "mirrored_x3", "fsdp_x3"])
-@pytest.mark.parametrize("build", list(BUILDS))
+@pytest.mark.parametrize(
+    ("build", "name"),
+    tiered(
+        list(itertools.product(BUILDS, COLUMNS)),
+        [
+            ("layer", "mirrored_x3"),
+            ("step", "fsdp_x3"),
+            ("step, Keras", "one_device"),
+            ("loss", "one_device"),
+        ],
+    ),
+)
 def test_a_resumed_run_goes_on_with_it(build, name, strategies, tmp_path):
     def run(folder, epochs):
         every = 1 if name == "mirrored_x3" else None

@@ -110,6 +110,7 @@ def test_tensorflow_waits_for_a_worker_that_never_comes():
         assert process.wait(60) == -signal.SIGINT
 
 
+@pytest.mark.full
 def test_port_in_use():
     server, address = listening()
     cluster = {"worker": [address, "127.0.0.1:1"]}

@@ -53,10 +53,8 @@ SLICE = [
 
 
 QUICK = [
-    ("mirrored_x3", "AUC"),
     ("mirrored_x3", "a sparse autoencoder"),
     ("mirrored_x3", "losses weighed by their place"),
-    ("mirrored_x3", "a loss that keeps a variable"),
     ("data_2_tensor_2", "forces"),
     ("mirrored_x3", "of one's own: a maximum"),
     ("one_device", "Dropout"),

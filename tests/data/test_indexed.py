@@ -20,6 +20,7 @@ from tests import clusters
 from tests.data.test_global_batches import parts, passes
 from tests.jobs import own_rows
 from tests.jobs.own_rows import Counting, InBatches, build
+from tests.tiers import tiered
 
 # Batches that are begun before a step wants them: two are read at a time,
 # and tf.data holds some more.
@@ -51,7 +52,9 @@ def test_each_row_is_read_once_by_one_worker(kind, workers, local):
     assert read == dict.fromkeys(range(length), 1)
 
 
-@pytest.mark.parametrize("name", ["one_device", "mirrored_x3"])
+@pytest.mark.parametrize(
+    "name", tiered(["one_device", "mirrored_x3"], ["mirrored_x3"])
+)
 def test_fit_is_that_of_keras(name, strategies, float64):
     length, size, epochs = 50, 8, 3
     rows = Counting(length)

@@ -179,7 +179,7 @@ class Pairs(keras.utils.PyDataset):
 @pytest.mark.parametrize(
     "lists",
     [
-        lambda: Pairs(list),
+        pytest.param(lambda: Pairs(list), marks=pytest.mark.full),
         pytest.param(lambda: pairs(list), marks=pytest.mark.full),
     ],
     ids=["py", "generator"],
@@ -195,6 +195,7 @@ def test_lists_of_python_are_tuples(lists, strategies):
     check_same(two_by_two(), act, strategies, ignored=SINGLE)
 
 
+@pytest.mark.full
 def test_a_list_of_one_target(strategies):
     def act(model):
         return [

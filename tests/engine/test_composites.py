@@ -194,9 +194,7 @@ def check(build, strategy):
         [(p, c) for p in PROGRAMS for c in ("mirrored_x3", "fsdp_x3")],
         [
             ("less the mean of all", "mirrored_x3"),
-            ("state of all", "mirrored_x3"),
             ("a loss of all", "fsdp_x3"),
-            ("sparse of Keras's, mixed", "mirrored_x3"),
             ("in a step, mixed", "mirrored_x3"),
         ],
     ),

@@ -122,7 +122,7 @@ def on_replicas(strategy, function):
     return local(part)[0].numpy(), local(gradient)[0].numpy()
 
 
-QUICK = ["correlation", "a function of a function"]
+QUICK = ["a function of a function"]
 
 
 @pytest.mark.parametrize("name", tiered(list(FUNCTIONS), QUICK))

@@ -522,14 +522,14 @@ QUICK = [
     "ignore_class",
     "compute_by_scaled_loss_objects",
     "add_after_batch_normalization",
-    "add_log",
-    "compute_log",
-    "dict_result",
     "pairs",
 ]
 # Each way in which a loss or a metric reduces rows once; what differs by a term
 # or by a function is in the matrix.
 FULL = [
+    "add_log",
+    "compute_log",
+    "dict_result",
     "ignore_class_weighted_mean",
     "function_mean_and_sum",
     "function_mean_of_each_column",

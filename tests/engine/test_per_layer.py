@@ -272,7 +272,6 @@ CELLS = [
     (column, name) for name in PROGRAMS for column in ALONE.get(name, COLUMNS)
 ]
 QUICK = [
-    ("fsdp_x3", "convolution"),
     ("fsdp_x3", "masked_attention"),
     ("fsdp_x1", "penalized"),
 ]

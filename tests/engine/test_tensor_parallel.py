@@ -434,7 +434,10 @@ def own_table(optimizer, table="own_table"):
     return models.compiled(keras.Model(words, x), optimizer, loss)
 
 
-@pytest.mark.parametrize("split", [("model", None), (None, "model")])
+@pytest.mark.parametrize(
+    "split",
+    [("model", None), pytest.param((None, "model"), marks=pytest.mark.full)],
+)
 @pytest.mark.parametrize(
     "mesh",
     tiered(

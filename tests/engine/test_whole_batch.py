@@ -263,8 +263,7 @@ CASES = OF_KERAS | {
     "a router of tokens": network(OfTokens),
     "state that is no sum": network(Centre),
 }
-QUICK = ["flattened tokens", "masked", "weights by their sum", "a router"]
-QUICK += ["functions", "an activation", "a cell", "time on the first axis"]
+QUICK = ["masked", "a router", "functions", "a cell"]
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -293,7 +292,9 @@ def test_an_activation_that_mixes_rows_after_a_sum_over_tensor(strategies):
     test_as_keras("an activation", "data_2_tensor_2", strategies)
 
 
-@pytest.mark.parametrize("name", ["functions", "within a function"])
+@pytest.mark.parametrize(
+    "name", tiered(["functions", "within a function"], ["functions"])
+)
 def test_without_xla_where_rows_are_exchanged(name, strategies, caplog):
     def build():
         model = CASES[name]()
@@ -322,8 +323,8 @@ class NeedsValues(layers.Layer):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: centred,
-        lambda: layers.Lambda(centred),
+        pytest.param(lambda: centred, marks=pytest.mark.full),
+        pytest.param(lambda: layers.Lambda(centred), marks=pytest.mark.full),
         NeedsValues,
         lambda: layers.Dense(4, "relu"),
     ],
@@ -388,6 +389,7 @@ def test_what_is_sent_is_said(name, said, strategies, caplog):
     assert all("bytes for each example" in line for line in lines)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
 def test_a_quantized_model_predicts_as_such(strategies):
     x, y = data()

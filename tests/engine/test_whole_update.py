@@ -165,6 +165,7 @@ class Changed(LARS):
         self.assign_sub(variable, 0.1 * gradient)
 
 
+@pytest.mark.full
 def test_a_step_that_replaces_two_is_taken(strategies):
     """An optimizer by norms whose author has written its `update_step`."""
     _, difference = compared(

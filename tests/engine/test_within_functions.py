@@ -176,7 +176,6 @@ def fitted(program, strategy=None):
         [
             ("a loss in a function", "mirrored_x3"),
             ("a loss in a loop", "fsdp_x3"),
-            ("a loss in a branch", "tensor_x3"),
         ],
     ),
 )

@@ -408,7 +408,6 @@ PASSED = {
         [
             ("mirrored_x3", "state, to a layer"),
             ("mirrored_x3", "rows, to compute_loss"),
-            ("mirrored_x3", "a metric in compute_loss"),
         ],
     ),
 )

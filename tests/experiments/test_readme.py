@@ -11,6 +11,7 @@ def script(tmp_path):
     return tmp_path
 
 
+@pytest.mark.full
 def test_the_first_script(script):
     done = clusters.run(["digits.py"], cwd=script)
     assert done.returncode == 0, done.stderr

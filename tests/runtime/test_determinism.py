@@ -3,15 +3,18 @@
 import json
 import logging
 
+import pytest
 import tensorflow as tf
 
 from mgpu_tf.runtime import determinism
 from tests import clusters
 
 
+@pytest.mark.full
 def test_threads_are_fixed_and_no_clock_is_read():
     code = """
 import json
+import pytest
 import tensorflow as tf
 from tensorflow.python.framework import config as tf_config
 import mgpu_tf

@@ -38,7 +38,9 @@ def trained(strategy, build=build_model, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"recompute": "layers"}], ids=["plain", "recompute"]
+    "options",
+    [{}, pytest.param({"recompute": "layers"}, marks=pytest.mark.full)],
+    ids=["plain", "recompute"],
 )
 def test_as_mirrored(options, strategies):
     found, losses = trained(strategies["data_3"], **options)

@@ -117,7 +117,7 @@ def test_exception_of_a_callback_ends_all_with_it(worker, tmp_path):
     assert lines.get(1 - worker, other) == other
 
 
-@pytest.mark.parametrize("worker", tiered([0, 1], [0], []))
+@pytest.mark.parametrize("worker", tiered([0, 1], [], [0]))
 def test_a_call_when_the_others_have_ended(worker, tmp_path):
     lines = ended(f"after_{worker}", tmp_path)
     assert list(lines) == [worker]

@@ -113,6 +113,7 @@ def test_other_tasks_do_not_train(task):
         mgpu_tf.create_multi_worker_mirrored_strategy(cluster)
 
 
+@pytest.mark.full
 def test_op_before_multi_worker_strategy():
     """Told in one line; in a process of its own, since it poisons it."""
     script = """

@@ -67,6 +67,7 @@ def test_resumed_on_another_mesh(first, then, strategies, tmp_path):
     check_elsewhere(plain, strategies[first], strategies[then], tmp_path)
 
 
+@pytest.mark.full
 def test_a_saved_model_is_an_ordinary_one(strategy, tmp_path):
     trainer = mgpu_tf.Trainer(plain, strategy)
     fit(trainer, epochs=1)

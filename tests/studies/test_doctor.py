@@ -391,6 +391,7 @@ def test_a_tensorflow_that_fails_or_hangs(tmp_path):
     assert_found(found, ERROR, "did not start within 3 s")
 
 
+@pytest.mark.full
 def test_command(tmp_path):
     """On this machine, without a fault."""
     done = clusters.mgpu_tf("doctor", f"--checkpoint_dir={tmp_path}", "--json")

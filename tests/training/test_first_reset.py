@@ -1,11 +1,14 @@
 """Metrics begin an epoch as in Keras, whose first reset comes before them."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import mgpu_tf
+from tests.tiers import tiered
 
 
 class Least(keras.metrics.Metric):
@@ -60,10 +63,20 @@ def predicts_first(model):
     return fits(model)
 
 
+RUNS = [fits, evaluates_first, validates, predicts_first]
+
+
 @pytest.mark.parametrize(
-    "run", [fits, evaluates_first, validates, predicts_first]
+    ("name", "run"),
+    tiered(
+        list(itertools.product(["mirrored_x3", "fsdp_x3"], RUNS)),
+        [
+            ("mirrored_x3", validates),
+            ("mirrored_x3", evaluates_first),
+            ("fsdp_x3", predicts_first),
+        ],
+    ),
 )
-@pytest.mark.parametrize("name", ["mirrored_x3", "fsdp_x3"])
 def test_compiled_metrics_begin_as_in_keras(run, name, strategies):
     expected = run(build())
     assert max(expected) > 0
