@@ -42,7 +42,7 @@ demo: $(VENV)/.base
 
 # More than cores, since some tests wait. What starts clusters comes early.
 THREE := --numprocesses=3 --no-loadscope-reorder --max-worker-restart=3
-# Most of the time these wait, for limits of a link or of a task that is lost.
+# Half of these wait, for limits of a link or of a task that is lost.
 FOUR := --numprocesses=4 --no-loadscope-reorder --max-worker-restart=3
 
 test: $(VENV)/.test
@@ -57,11 +57,10 @@ coverage: $(VENV)/.test
 	$(BIN)/python -m coverage report
 
 test-full: $(VENV)/.test slurm
-	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) $(ARGS)
+	$(BIN)/python -m pytest -m 'full and not matrix' $(FOUR) $(ARGS)
 
-FOLDERS ?= tests/cluster tests/launch
 test-clusters: $(VENV)/.test slurm
-	$(BIN)/python -m pytest -m 'full and not matrix' $(FOUR) $(FOLDERS) $(ARGS)
+	$(BIN)/python -m pytest -m 'full and not matrix' $(FOUR) tests/cluster tests/launch $(ARGS)
 
 test-engine: $(VENV)/.test
 	$(BIN)/python -m pytest -m 'full and not matrix' $(THREE) tests/engine tests/training $(ARGS)

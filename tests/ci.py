@@ -84,7 +84,6 @@ def tier(name):
         settings=[
             "THREE=--numprocesses=0",
             "FOUR=--numprocesses=0",
-            "FOLDERS=",
         ],
     )
     outcomes = seen.get("outcomes", {})
@@ -122,9 +121,9 @@ def main():
     decide("test")
     if missing := missing_for_clusters():
         red.append(f"make test-clusters, which needs {missing}: NOT RUN")
+        decide("test-rest")
     else:
-        decide("test-clusters")
-    decide("test-rest")
+        decide("test-full")
     run(".venv/bin/python", "-m", "tests.tables")
     for test in flaky:
         print(f"FLAKY: {test}")

@@ -47,9 +47,11 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items):
     tiers.leave_to_the_matrix(items)
+    yield
+    items[:] = tiers.in_turn(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -185,6 +185,16 @@ def test_the_full_tier_has_one_case_of_a_test_and_those_that_saw_a_fault():
     assert not any("matrix" in case.marks for case in whole)
 
 
+def test_files_that_wait_come_in_turn_with_others():
+    names = ["data/a.py::x", "data/a.py::y", "data/b.py::x", "data/c.py::x"]
+    names += ["launch/a.py::x", "launch/b.py::x", "launch/b.py::y"]
+    items = [Item(f"tests/{name}") for name in names]
+    ordered = [
+        item.nodeid.removeprefix("tests/") for item in tiers.in_turn(items)
+    ]
+    assert ordered == [names[at] for at in (4, 0, 1, 5, 6, 2, 3)]
+
+
 @pytest.mark.parametrize("name", tiers.LONG)
 def test_each_test_that_the_release_runs_is_there(name):
     file, _, test = name.partition("::")

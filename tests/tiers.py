@@ -4,6 +4,7 @@ CONTRIBUTING.md has the rule.
 """
 
 import collections
+import itertools
 import json
 import pathlib
 import zlib
@@ -49,7 +50,8 @@ def dealt(rows, columns, refused=()):
     return pairs
 
 
-# Their cases share a cluster, which is most of what they take.
+# Their cases share a cluster, which is most of what they take. They wait for
+# limits of a link or of a task that is lost, while others compute.
 WHOLE = ("tests/cluster/", "tests/launch/")
 # Half a minute of the processor each, or what another test sees as well.
 LONG = (
@@ -102,3 +104,20 @@ def leave_to_the_matrix(items):
             runs = case is kept and name not in LONG
             if not runs and case.nodeid not in seeing:
                 case.add_marker(matrix)
+
+
+def in_turn(items):
+    """Returns items so that files that wait come in turn with others.
+
+    Args:
+        items: Those of a tier, file by file.
+    """
+    files = collections.defaultdict(list)
+    for item in items:
+        files[item.nodeid.partition("::")[0]].append(item)
+    waiting = [file for file in files if file.startswith(WHOLE)]
+    others = [file for file in files if not file.startswith(WHOLE)]
+    pairs = itertools.zip_longest(waiting, others)
+    return [
+        item for pair in pairs for file in pair for item in files.get(file, ())
+    ]

@@ -425,10 +425,10 @@ DATA = (
         (f"{RESUME}::test_same_bits",),
     ),
     Fault(
-        "a resumed run is one batch late for each epoch",
+        "a resumed run is one batch late in its epoch",
         "data/feed.py",
-        "self._read(self.iterator(epoch), steps + 1)",
-        "self._read(self.iterator(epoch), steps)",
+        "self._read(self._resumed, step)",
+        "self._read(self._resumed, step + 1)",
         (
             f"{RESUME}::test_same_bits_whatever_the_data",
             f"{RESUME}::test_same_bits",
