@@ -47,7 +47,7 @@ def trainer_of(strategies, name, steps):
     suppress_health_check=list(HealthCheck),
 )
 @given(
-    name=st.sampled_from(["one_device", "mirrored_x2", "mirrored_x4"]),
+    name=st.sampled_from(["one_device", "mirrored_x4"]),
     steps=st.sampled_from([1, 3]),
     size=st.integers(1, 40),
     batch=st.integers(1, 50),

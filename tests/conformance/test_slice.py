@@ -56,7 +56,6 @@ QUICK = [
     ("mirrored_x3", "a sparse autoencoder"),
     ("mirrored_x3", "losses weighed by their place"),
     ("data_2_tensor_2", "forces"),
-    ("mirrored_x3", "of one's own: a maximum"),
     ("one_device", "Dropout"),
 ]
 

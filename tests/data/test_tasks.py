@@ -232,6 +232,7 @@ def test_a_dataset_fn_is_preprocessed_by_replica(strategies):
     assert found == [[-1, 0], [-3, -2]]
 
 
+@pytest.mark.full
 def test_the_documents_example(tmp_path, monkeypatch):
     text = DOCS.read_text().partition("## Tasks of keras-hub")[2]
     [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

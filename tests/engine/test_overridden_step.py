@@ -317,6 +317,7 @@ def test_a_step_may_clip_and_anneal(strategies):
     compare(build, arrays(), strategies["mirrored_x3"])
 
 
+@pytest.mark.full
 def test_an_inner_tape_goes_through_a_call(strategies):
     """A penalty on gradients of the inputs, as in WGAN-GP."""
 

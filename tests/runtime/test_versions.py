@@ -130,7 +130,11 @@ import mgpu_tf
     ("use", "unseen"),
     [
         ("mgpu_tf.create_strategy", "tensorflow"),
-        ("import mgpu_tf.training.trainer", "mgpu_tf.engine.keras_internals"),
+        pytest.param(
+            "import mgpu_tf.training.trainer",
+            "mgpu_tf.engine.keras_internals",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_told_before_it_is_used(use, unseen):

@@ -50,6 +50,7 @@ def test_as_mirrored(options, strategies):
     assert "LayerNormalization" in found.fused
 
 
+@pytest.mark.full
 def test_xla_compiles_the_step(strategies, caplog):
     with caplog.at_level("INFO", "mgpu_tf"):
         trained(strategies["data_3"], lambda: build_model(jit_compile=True))
