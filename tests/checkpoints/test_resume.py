@@ -169,6 +169,8 @@ def assert_same_bits(run, strategy, tmp_path, breaks, **kwargs):
         assert run(strategy, tmp_path / "broken", until=until, **kwargs) is None
     assert run(strategy, tmp_path / "broken", **kwargs) == control
     assert run.trainer.recovery.restarts == len(breaks)
+    # Fewer than from one save to the next.
+    assert run.trainer.recovery.lost_steps < 4 * max(1, len(breaks))
     assert run.trainer.global_step == steps
     spent = dataclasses.asdict(run.trainer.goodput)
     wall = spent.pop("wall_seconds")
