@@ -106,8 +106,8 @@ def launched(body, folder, num_workers=2, *flags):
             process.kill()
 
 
-def until(condition):
-    deadline = time.monotonic() + clusters.LIMIT_SECONDS
+def until(condition, seconds=clusters.LIMIT_SECONDS):
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -130,7 +130,7 @@ def runs(pid):
 
 
 def assert_gone(*pids):
-    until(lambda: not any(runs(pid) for pid in pids))
+    until(lambda: not any(runs(pid) for pid in pids), 120)
 
 
 def test_every_task_gets_its_own_cluster(tmp_path):

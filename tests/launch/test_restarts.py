@@ -230,6 +230,8 @@ def test_no_orphan_of_a_killed_supervisor(tmp_path):
     with launched("""note("child", child())""" + STAY, tmp_path, 1) as process:
         pids = noted(tmp_path, "child", "pid0")
         assert all(runs(pid) for pid in pids)
+        # Else it ends by itself, since nobody reads what it prints.
+        assert process.stdout.readline() == "[worker 0] child\n"
         process.kill()
         assert_gone(*pids)
 
