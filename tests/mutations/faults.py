@@ -176,9 +176,9 @@ ENGINE = (
     Fault(
         "a minimum over rows becomes a maximum over replicas",
         "engine/rules.py",
-        '("Minimum", Rule.MINIMUM)',
-        '("Minimum", Rule.MAXIMUM)',
-        ("tests/engine/test_state.py",),
+        "SMALLEST: Rule.MINIMUM}",
+        "SMALLEST: Rule.MAXIMUM}",
+        ("tests/engine/test_state.py", WRITTEN),
     ),
     Fault(
         "means of replicas are summed",
