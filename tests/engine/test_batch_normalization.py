@@ -9,8 +9,6 @@ import pytest
 import mgpu_tf
 from tests.tiers import full
 
-pytestmark = full
-
 
 def build():
     model = keras.Sequential(
@@ -36,6 +34,7 @@ def weights(trained):
     ]
 
 
+@full
 @pytest.mark.parametrize("name", ["mirrored_x3", "fsdp_x3", "one_device"])
 def test_one_option_gives_the_numbers_of_one_device(name, strategies, float64):
     keras.utils.set_random_seed(1)
@@ -48,6 +47,7 @@ def test_one_option_gives_the_numbers_of_one_device(name, strategies, float64):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
+@full
 def test_one_line_names_layers_of_each_replica(strategies, caplog):
     with caplog.at_level(logging.INFO, "mgpu_tf"):
         trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"], seed=1)
@@ -56,3 +56,19 @@ def test_one_line_names_layers_of_each_replica(strategies, caplog):
     lines = [r.getMessage() for r in caplog.records if "norm" in r.getMessage()]
     assert len(lines) == 1, lines
     assert "batch_normalization='synchronized'" in lines[0]
+
+
+def test_moving_means_are_the_mean_over_replicas(strategies, float64):
+    x = np.random.default_rng(0).normal(1.0, size=(30, 4))
+
+    def build():
+        layers = [keras.layers.BatchNormalization(momentum=0.5)]
+        layers += [keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile("sgd", "mse")
+        return model
+
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    trainer.fit(x, x[:, :1], batch_size=30, verbose=0)
+    found = trainer.model.layers[0].moving_mean.numpy()
+    np.testing.assert_allclose(found, 0.5 * x.mean(0), rtol=1e-12)

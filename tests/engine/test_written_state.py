@@ -193,7 +193,8 @@ def test_every_way_to_write(column, strategies):
 
 def test_a_way_of_each_kind(strategies):
     writes = {**PARTS, **SUMS, **WHOLE}
-    names = ["a moving mean", "the largest", "rounded sum", "sorted"]
+    names = ["a moving mean", "the largest", "the smallest"]
+    names += ["rounded sum", "sorted"]
     build = all_of([(name, writes[name]) for name in names])
     check(build, strategies["mirrored_x3"])
 

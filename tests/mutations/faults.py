@@ -185,10 +185,7 @@ ENGINE = (
         "engine/state.py",
         "return start + summed / self._total",
         "return start + summed",
-        (
-            "tests/engine/test_state.py",
-            row("mirrored_x3", "batch_norm_synchronized"),
-        ),
+        ("tests/engine/test_batch_normalization.py",),
     ),
     Fault(
         "the count of a random layer stays",
