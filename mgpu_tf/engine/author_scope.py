@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.inlined import check_gradient, is_within_function
+from mgpu_tf.engine.inlined import check_lent, is_within_function
 from mgpu_tf.engine.state import Writes
 
 
@@ -35,8 +35,10 @@ class AuthorScope(keras.StatelessScope):
             TensorFlow, where nothing can be kept.
         lent: Returns the value of a weight in the call that is under way, None
             where it is read as it is.
-        read_within: Called with what a `tf.function` of the author's reads of
-            the graph of the step, and would keep.
+        inline: Called with such a weight that a `tf.function` of the author's
+            reads, and would keep.
+        read_within: Called with what such a function reads or writes of the
+            state that is kept.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class AuthorScope(keras.StatelessScope):
         self.written: dict[int, keras.Variable] = {}
         self.within: dict[int, keras.Variable] = {}
         self.lent: Callable[[keras.Variable], Any] = lambda variable: None
+        self.inline: Callable[[keras.Variable], None] = lambda _: None
         self.read_within: Callable[[keras.Variable], None] = lambda _: None
         self._write = write
         self._kept = set(self.state_mapping)
@@ -60,8 +63,11 @@ class AuthorScope(keras.StatelessScope):
             self.read_within(variable)
         if value is None:
             value = self.lent(variable)
-            if value is not None and variable.trainable:
-                check_gradient(variable)
+            if value is not None:
+                if is_within_function(self._graph):
+                    self.inline(variable)
+                if variable.trainable:
+                    check_lent(variable)
         return keras_internals.stored(variable) if value is None else value
 
     def value(self, variable: keras.Variable) -> tf.Tensor:
@@ -98,6 +104,8 @@ class AuthorScope(keras.StatelessScope):
             return
         if graph_here() is not self._graph:
             self.within[id(variable)] = variable
+            if is_within_function(self._graph):
+                self.read_within(variable)
             return
         self.written[id(variable)] = variable
         # As from a variable, no gradient flows back into what was assigned.

@@ -44,15 +44,24 @@ def refused(variable: keras.Variable) -> ReadRefused:
     )
 
 
-def check_gradient(variable: keras.Variable) -> None:
-    """Refuses a weight that is lent to a function with its own gradient.
+def check_lent(variable: keras.Variable) -> None:
+    """Refuses a weight that is lent to what cannot compute with it.
 
     `tf.custom_gradient` sends gradients to its arguments and to variables. A
-    lent weight is neither, and would have none.
+    lent weight is neither, and would have none. A CPU needs XLA for the
+    gradient of a convolution in groups, and plain Python has no XLA.
 
     Raises:
-        ConfigurationError: The step reads it in such a function.
+        ConfigurationError: The step reads it there.
     """
+    plain = tf.config.functions_run_eagerly()
+    if plain and keras_internals.is_within_compiled_convolution():
+        raise ReadRefused(
+            "Where functions of tf.function are traced as plain Python, since "
+            "one of them reads what a step lends to layers, no convolution "
+            f"is in groups. Received: one with {variable.path!r}. Leave "
+            "tf.function out of layers and optimizers."
+        )
     if keras_internals.is_within_own_gradient():
         raise ConfigurationError(
             "Where weights are split, and in a train_step of your own, a "
@@ -68,10 +77,15 @@ def check_gradient(variable: keras.Variable) -> None:
 def is_within_function(graph: Any) -> bool:
     """Returns whether a `tf.function` is traced inside of a graph.
 
+    One that Keras makes for a single call keeps nothing for another.
+
     Args:
         graph: That of a step. Branches and loops in it are traced with it.
     """
     here = tf.compat.v1.get_default_graph()
+    plain = tf.config.functions_run_eagerly()
+    if not plain and keras_internals.is_within_compiled_convolution():
+        here = here.outer_graph
     while here is not None and here is not graph:
         if type(here) is tf.__internal__.FuncGraph:
             return True

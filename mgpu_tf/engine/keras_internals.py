@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow import nn as tf_nn
 from keras.src.losses import loss as keras_loss
 from keras.src.utils.python_utils import is_default
 from tensorflow.core.framework import attr_value_pb2
@@ -1379,6 +1381,19 @@ def is_within_own_gradient() -> bool:
     before = sys.getrefcount(shown)
     pywrap_tfe.TFE_Py_VariableWatcherVariableAccessed(shown)
     return sys.getrefcount(shown) > before
+
+
+def is_within_compiled_convolution() -> bool:
+    """Returns whether Keras computes a convolution by a function of XLA now.
+
+    It makes a function for each such call.
+    """
+    conv = tf_nn.conv.__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code not in conv.co_consts:
+        frame = frame.f_back
+    caller = None if frame is None else frame.f_back
+    return caller is not None and caller.f_code is not conv
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:

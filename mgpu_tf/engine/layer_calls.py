@@ -116,6 +116,9 @@ class LayerCalls:
         self.owners = Owners()
         # Raised where functions of the author's cannot be inlined.
         self._refusal: ConfigurationError | None = None
+        # Whether one that only writes cannot be.
+        self._is_read = False
+        self._keeps_functions = False
         self._of_all: WholeLayers | None = None
         self._eager: EagerLayers | None = None
         if exchange is not None:
@@ -147,7 +150,10 @@ class LayerCalls:
             except tf.errors.OperatorNotAllowedInGraphError as error:
                 if self._refusal is None:
                     raise
-                raise self._refusal from error
+                if self._is_read:
+                    raise self._refusal from error
+                self._refusal, self._keeps_functions = None, True
+                raise TraceAgain from error
 
     def inline(self, variable: keras.Variable) -> None:
         """Lets functions of the author's be traced with the step.
@@ -159,6 +165,22 @@ class LayerCalls:
             TraceAgain: They will be, in another trace.
             ConfigurationError: They cannot be.
         """
+        self._is_read = True
+        self._inline(variable)
+
+    def inline_write(self, variable: keras.Variable) -> None:
+        """Does the same, where the functions need no AutoGraph.
+
+        Args:
+            variable: What one of them writes.
+
+        Raises:
+            TraceAgain: They will be, in another trace.
+        """
+        if not self._keeps_functions:
+            self._inline(variable)
+
+    def _inline(self, variable: keras.Variable) -> None:
         again = not tf.config.functions_run_eagerly()
         self._refusal = refused(variable)
         raise TraceAgain if again else self._refusal

@@ -22,6 +22,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.step_scope import is_read_inside
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 
 
@@ -61,6 +62,9 @@ class Moments:
         mask: Any,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         kept = [layer.axis % inputs.shape.rank]
+        if layer.synchronized:
+            # Within functions, replicas exchange nothing.
+            is_read_inside([layer.moving_mean])
         if not layer.synchronized:
             mean, variance = keras_own(inputs, mask)
         elif mask is None:

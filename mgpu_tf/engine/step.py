@@ -215,6 +215,7 @@ class ReplicaStep:
             scope.share, scope.state = share, self._state
             scope.read_aside = self._calls.read_aside
             scope.inline = self._calls.inline
+            scope.inline_write = self._inline_write
             know_rows(scope, data, share)
             stack.enter_context(noting(scope.proof))
             drawn: list[tf.Tensor] = []
@@ -250,10 +251,8 @@ class ReplicaStep:
                 # Its results may be of these means as well.
                 self._write_grown(grown, scope)
             returned = self._metrics.computed((x, y, y_pred, sample_weight))
-        self._check_direct(scope.within)
         if scope.within:
-            self._direct |= scope.within
-            raise TraceAgain
+            self._write_in_place(scope.within)
         scope.check_known(self._state.variables)
         if self._replicas > 1:
             check_plain_variables(self._state.variables, reader)
@@ -339,6 +338,17 @@ class ReplicaStep:
                 value = self._by_rule(variable, value, base, reader, share)
             writes[id(variable)] = (variable, value)
         return writes
+
+    def _inline_write(self, variable: keras.Variable) -> None:
+        """Called with what a `tf.function` of the author's writes."""
+        self._calls.inline_write(variable)
+        self._write_in_place({id(variable): variable})
+
+    def _write_in_place(self, written: dict[int, keras.Variable]) -> None:
+        """Lets variables be written in place, in another trace."""
+        self._check_direct(written)
+        self._direct |= written
+        raise TraceAgain
 
     def _write_directly(self, variable: keras.Variable, value: Any) -> bool:
         """Writes to a variable in place, wherever in a step that is."""
@@ -633,7 +643,7 @@ def outputs_of_share(
     ):
         scope.share, scope.state = share, state
         scope.read_aside = calls.read_aside
-        scope.inline = calls.inline
+        scope.inline, scope.inline_write = calls.inline, calls.inline_write
         know_rows(scope, data, share)
         outputs = outputs_of(model, data, generator)
     seeds = set(map(id, state.seeds)) if eager else set()

@@ -21,7 +21,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.composites import composites_of
 from mgpu_tf.engine.contributions import BatchShare
-from mgpu_tf.engine.inlined import check_gradient, is_within_function
+from mgpu_tf.engine.inlined import check_lent, is_within_function
 from mgpu_tf.engine.random_rows import RowScope
 from mgpu_tf.engine.reading import Reader
 from mgpu_tf.engine.row_proof import (
@@ -82,6 +82,8 @@ class StepScope(keras.StatelessScope):
             rows of this replica, with its name and the tensor.
         inline: Called with what a `tf.function` of the author's reads of the
             graph of the step, and would keep.
+        inline_write: Called with what such a function writes, which would not
+            write it when it is called again.
         draws: In which random numbers are drawn; None where replicas draw
             their own.
         sources: What gradients of weights are taken from, by the identity of
@@ -142,6 +144,7 @@ class StepScope(keras.StatelessScope):
         self.proof = RowProof(known=self._known)
         self.read_aside: Callable[[str, tf.Tensor], None] | None = None
         self.inline: Callable[[keras.Variable], None] = lambda variable: None
+        self.inline_write: Callable[[keras.Variable], None] = self.inline
         self.parts: dict[int, Part] = {}
         self.within: dict[int, keras.Variable] = {}
         self.written_in_place = 0
@@ -201,11 +204,22 @@ class StepScope(keras.StatelessScope):
                 self.take_alike([value])
                 self._watch(variable, value)
                 self.state_mapping[id(variable)] = value
-        if value is not None and is_within_function(self.graph):
+        if value is None and keras_internals.is_split(variable):
+            value = self._read_outside(variable)
+        elif value is not None and is_within_function(self.graph):
             self.inline(variable)
         if value is not None and id(variable) in self._weights:
-            check_gradient(variable)
+            check_lent(variable)
         return value
+
+    def _read_outside(self, variable: keras.Variable) -> tf.Tensor | None:
+        """Reads parts of other devices, which no function of XLA does."""
+        if is_within_function(self.graph):
+            self.inline(variable)
+        if not keras_internals.is_within_compiled_convolution():
+            return None
+        with tf.compat.v1.get_default_graph().outer_graph.as_default():
+            return tf.convert_to_tensor(keras_internals.stored(variable))
 
     def _note_read(
         self, variable: keras.Variable, value: tf.Tensor | None
@@ -391,6 +405,8 @@ class StepScope(keras.StatelessScope):
             return
         if not self.is_here:
             self.within[id(variable)] = variable
+            if is_within_function(self.graph):
+                self.inline_write(variable)
             return
         self._written[id(variable)] = variable
         self.agreed.discard(id(variable))

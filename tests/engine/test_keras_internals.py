@@ -336,6 +336,22 @@ def test_within_a_function_with_its_own_gradient(wrap):
     assert seen == [False, True, False]
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_within_a_convolution_that_is_a_function(groups):
+    seen = []
+
+    class Kernel:
+        shape = (3, 4 // groups, 8)
+
+        def __tf_tensor__(self, dtype=None, name=None):
+            seen.append(keras_internals.is_within_compiled_convolution())
+            return tf.ones(self.shape)
+
+    kernel = Kernel()
+    keras.src.backend.tensorflow.nn.conv(tf.ones((2, 6, 4)), kernel)
+    assert set(seen) == {groups == 2}
+
+
 def test_apply_counts_with_the_counter(monkeypatch):
     """`apply` adds to the count by the method that is replaced."""
     optimizer = keras.optimizers.SGD()

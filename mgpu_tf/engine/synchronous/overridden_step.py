@@ -23,7 +23,7 @@ from mgpu_tf.engine import composites, keras_internals
 from mgpu_tf.engine.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.boundary import Boundary
 from mgpu_tf.engine.exchange import Cut, Exchange
-from mgpu_tf.engine.inlined import inlined
+from mgpu_tf.engine.inlined import inlined, refused
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.same_draws import SameDraws
@@ -104,8 +104,8 @@ class AuthorStep:
         # within functions.
         self._direct: dict[int, keras.Variable] = {}
         self.cuts_each = False
-        # Raised where an optimizer applies there though the author's functions
-        # of TensorFlow are traced as plain Python.
+        # Raised where the author's functions of TensorFlow cannot be traced as
+        # plain Python, or an optimizer applies in a branch or a loop.
         self._refusal: ConfigurationError | None = None
         # Each replica is a thread of its own.
         self._here = threading.local()
@@ -175,6 +175,7 @@ class AuthorStep:
             self._weights.begun(),
             self._boundary.entered(scope, cut, data, others),
         ):
+            scope.inline = self._inline
             scope.read_within = self._read_directly
             values = self._returned(data)
             writes = [(v, scope.value(v)) for v in scope.written.values()]
@@ -254,9 +255,20 @@ class AuthorStep:
         self._boundary.lend_again(variable)
 
     def _read_directly(self, variable: keras.Variable) -> None:
-        """Lets a step read and write a variable itself, in another trace."""
+        """Lets a step read and write a variable itself, in another trace.
+
+        A layer does so where its functions are traced with the step.
+        """
+        if self._boundary.is_in_call:
+            self._inline(variable)
         self._direct[id(variable)] = variable
         raise TraceAgain
+
+    def _inline(self, variable: keras.Variable) -> None:
+        """Lets functions be traced with the step, in another trace."""
+        again = self._refusal is None
+        self._refusal = refused(variable)
+        raise TraceAgain if again else self._refusal
 
     def _check_in_step(self, variable: keras.Variable) -> None:
         if self._boundary.is_in_call:
