@@ -8,6 +8,8 @@ resumed needs them. They are found through attributes.
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,9 +18,12 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.sharded_variable import ShardedVariable
 
 # Objects of their classes, but for layers, hold no variable of the author's.
 _LIBRARIES = {"builtins", "keras", "mgpu_tf", "numpy", "tensorflow"}
+_Digest = bytes
 _NO_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
@@ -45,6 +50,94 @@ class PlainVariable:
     def assign(self, value: Any) -> None:
         """Writes to the variable."""
         self._value.assign(value)
+
+
+class UnheldVariables:
+    """Variables that a step changes, and that no object of the model holds.
+
+    A closure or a module has them. What a step only reads need not be kept.
+
+    Args:
+        strategy: The model's strategy.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        self._strategy = strategy
+        # With whether each replica has its own, and the value before the step.
+        self._found: dict[int, tuple[tf.Variable, bool, _Digest]] = {}
+
+    def note(self, graph: Any, known: Iterable[Any]) -> None:
+        """Notes what is in the graph of a step, before it has run.
+
+        Args:
+            graph: Its outermost graph.
+            known: The variables that checkpoints have.
+        """
+        held = [keras_internals.stored(variable) for variable in known]
+        have = set(self._found) | {
+            id(part.handle)
+            for each in held
+            for parts in (
+                each.stored
+                if isinstance(each, ShardedVariable)
+                else [self._strategy.experimental_local_results(each)]
+            )
+            for part in parts
+        }
+        handles = {
+            id(outer)
+            for outer, _ in graph.captures
+            if outer.dtype == tf.resource and id(outer) not in have
+        }
+        if not handles:
+            return
+        made_here = self._strategy.extended.variable_created_in_scope
+        with tf.init_scope():
+            for each in gc.get_objects():
+                if not issubclass(type(each), tf.Variable) or issubclass(
+                    type(each), tf.distribute.DistributedValues
+                ):
+                    continue
+                key = id(each.handle)
+                if key in handles:
+                    self._found[key] = each, made_here(each), _digest(each)
+
+    def check_alone(self) -> None:
+        """Refuses what all replicas have changed, one after another.
+
+        Raises:
+            ConfigurationError: A step has changed a variable that was made
+                outside of the strategy's scope.
+        """
+        if self._strategy.num_replicas_in_sync == 1:
+            return
+        for variable, apart, before in self._found.values():
+            if not apart and _digest(variable) != before:
+                raise ConfigurationError(
+                    "On several replicas, a step writes variables that are "
+                    f"made in build_model. Received: {variable.name!r}, which "
+                    "was made outside of it. Make it there, as an attribute "
+                    "of the model."
+                )
+
+    def check_saved(self) -> None:
+        """Refuses a checkpoint that would lack what a step has changed.
+
+        Raises:
+            ConfigurationError: A step has changed such a variable.
+        """
+        for variable, _, before in self._found.values():
+            if _digest(variable) != before:
+                raise ConfigurationError(
+                    "A checkpoint has the variables that are attributes of "
+                    "the model or of its parts. Received: "
+                    f"{variable.name!r}, which a step writes. Make it an "
+                    "attribute of the model."
+                )
+
+
+def _digest(variable: tf.Variable) -> _Digest:
+    return hashlib.sha256(variable.numpy().tobytes()).digest()
 
 
 def untracked_variables(model: keras.Model) -> list[Any]:

@@ -128,6 +128,37 @@ def test_a_resumed_run_goes_on_with_it(build, name, strategies, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+def of_closure(count):
+    class Closure(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            count["in it"].assign_add(1.0)
+            return {"loss": ops.mean((y - self(x)) ** 2)}
+
+    def build():
+        count.setdefault("in it", counter())
+        model = Closure([keras.Input((4,)), layers.Dense(1)])
+        model.compile("sgd")
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored_x3"])
+def test_what_no_checkpoint_would_have_is_refused(name, strategies, tmp_path):
+    trainer = mgpu_tf.Trainer(of_closure({}), strategies[name])
+    with pytest.raises(mgpu_tf.ConfigurationError, match="counter") as error:
+        trainer.fit(X, Y, checkpoint_dir=str(tmp_path), **OPTIONS)
+    assert "\n" not in str(error.value)
+
+
+def test_what_each_replica_would_write_is_refused(strategies):
+    build = of_closure({"in it": counter()})
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    with pytest.raises(mgpu_tf.ConfigurationError, match="outside of it"):
+        trainer.fit(X, Y, **OPTIONS)
+
+
 def test_what_is_found():
     model = of_step(counter)
     model(tf.zeros([1, 4]))

@@ -393,7 +393,7 @@ ENGINE = (
     Fault(
         "checkpoints lack what Keras does not track",
         "engine/synchronous/engine.py",
-        "                *untracked_variables(self._model),\n",
+        "            *untracked_variables(self._model),\n",
         "",
         ("tests/checkpoints/test_untracked.py",),
     ),

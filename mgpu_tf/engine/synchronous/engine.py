@@ -68,7 +68,7 @@ from mgpu_tf.engine.traced import (
     refuse_accumulation,
     undone,
 )
-from mgpu_tf.engine.untracked import untracked_variables
+from mgpu_tf.engine.untracked import UnheldVariables, untracked_variables
 from mgpu_tf.engine.update import (
     Update,
     accumulated,
@@ -117,6 +117,7 @@ class SynchronousEngine(Engine):
         if model.built:
             chosen_layers(model, options.recompute)
         self._replica_check: ReplicaCheck | None = None
+        self._unheld = UnheldVariables(strategy)
         self._options = options
         self._local = topology_of(strategy).local
         self._functions: dict[Any, Callable[..., Any]] = {}
@@ -171,16 +172,10 @@ class SynchronousEngine(Engine):
 
     def snapshot(self) -> Snapshot:
         """Returns what takes and puts back all; as in `Engine`."""
-        optimizers = keras_internals.optimizers_of(self._model)
+        kept, own = self._kept()
         variables = Variables.of(
-            [
-                *self._model.variables,
-                *self._state.layers,
-                *(v for o in optimizers for v in keras_internals.state_of(o)),
-                *(() if self._noise is None else self._noise.variables),
-                *untracked_variables(self._model),
-            ],
-            own=[*self._state.metrics, *self._local_sums(optimizers)],
+            kept,
+            own=own,
             is_sum=self._is_sum,
             once_means=[
                 variable
@@ -190,7 +185,19 @@ class SynchronousEngine(Engine):
         )
         return Snapshot(
             variables, self._strategy, stored_once=self._state.stored_once
-        )
+        ).before_taking(self._unheld.check_saved)
+
+    def _kept(self) -> tuple[list[Any], list[Any]]:
+        """Returns what a checkpoint has, and what each replica has alone."""
+        optimizers = keras_internals.optimizers_of(self._model)
+        kept = [
+            *self._model.variables,
+            *self._state.layers,
+            *(v for o in optimizers for v in keras_internals.state_of(o)),
+            *(() if self._noise is None else self._noise.variables),
+            *untracked_variables(self._model),
+        ]
+        return kept, [*self._state.metrics, *self._local_sums(optimizers)]
 
     def check_replicas(self, step: int) -> None:
         """Checks that all replicas hold the same; as in `Engine`."""
@@ -530,6 +537,7 @@ class SynchronousEngine(Engine):
             self._measured_bounds(),
         )
         results = _traced(run, *given)
+        self._unheld.check_alone()
         done, examples, spent, ended, logs, means, watched = results
         self._check_ended(ended, int(done))
         return Execution(
@@ -742,6 +750,12 @@ class SynchronousEngine(Engine):
         if not authored and self._step.log_names:
             logs = {name: returned[name] for name in self._step.log_names}
         watched = () if watch is None else watch.end(rows, done)
+        if not tf.executing_eagerly():
+            kept, own = self._kept()
+            seeds = keras_internals.global_seed_generator()
+            if seeds is not None:
+                kept.append(seeds.state)
+            self._unheld.note(tf.compat.v1.get_default_graph(), [*kept, *own])
         return done, examples, waiting, ended, logs, mean_notes, watched
 
     def _watch(self) -> StepWatch | None:
