@@ -12,8 +12,9 @@ import pytest
 import tensorflow as tf
 
 from mgpu_tf.engine import base
+from mgpu_tf.engine.synchronous import replica_check
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.runtime import devices
+from mgpu_tf.runtime import determinism, devices
 
 
 @pytest.fixture
@@ -93,3 +94,12 @@ def test_gpus_sum_no_bfloat16(name, places, refused):
         expected = pytest.raises(ConfigurationError, match="between GPUs")
     with expected:
         base.check_rounding(strategy, name)
+
+
+def test_copies_that_differ_on_gpus(monkeypatch):
+    """Without deterministic kernels they may, and the device is whole."""
+    monkeypatch.setattr(determinism, "is_enabled", lambda: False)
+    assert "--deterministic" in replica_check.remedy(["/device:GPU:0"])
+    assert "replace the device" in replica_check.remedy(["/device:CPU:0"])
+    monkeypatch.setattr(determinism, "is_enabled", lambda: True)
+    assert "replace the device" in replica_check.remedy(["/device:GPU:0"])

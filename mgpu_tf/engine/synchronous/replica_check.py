@@ -26,6 +26,7 @@ from mgpu_tf.cluster import heartbeat
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.errors import ConfigurationError, DivergedError
 from mgpu_tf.mesh import others_than
+from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import kind_of, topology_of
 
@@ -122,8 +123,7 @@ class ReplicaCheck:
         return (
             "All replicas must hold the same weights and optimizer state. "
             f"Received: others on {where} at step {step}, in {paths}. "
-            "Go on from an earlier checkpoint; if it comes again on the same "
-            "device, replace the device."
+            + remedy(self._strategy.extended.worker_devices)
         )
 
     def _sums_of_all(self) -> tf.Tensor:
@@ -140,6 +140,24 @@ class ReplicaCheck:
 
         sums = self._strategy.run(on_replica)
         return self._strategy.experimental_local_results(sums)[0]
+
+
+def remedy(devices: Sequence[str]) -> str:
+    """Returns what to do where copies differ.
+
+    Args:
+        devices: Those of this process.
+    """
+    if any("GPU" in each for each in devices) and not determinism.is_enabled():
+        return (
+            "Kernels of GPUs add rows of an embedding in any order, so copies "
+            "of its table differ by rounding: use --deterministic, or "
+            "mgpu_tf.enable_determinism()."
+        )
+    return (
+        "Go on from an earlier checkpoint; if it comes again on the same "
+        "device, replace the device."
+    )
 
 
 def check_copies(strategy: tf.distribute.Strategy) -> None:
