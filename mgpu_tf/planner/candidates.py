@@ -97,7 +97,7 @@ def _with_options(
     recomputes: list[str | None] = [None]
     if axes.pipeline > 1:
         recomputes.append("stages")
-    elif several_layers and axes.tensor == 1 and not axes.gathers_layers:
+    elif several_layers and not axes.recomputes:
         recomputes.append("layers")
     shards = ["weights"]
     if axes.fsdp > 1 and axes.tensor == axes.pipeline == 1:

@@ -117,7 +117,7 @@ def remedies(
     if rows > 1:
         half = max(layout.replicas * layout.parts, global_batch_size // 2)
         yield Remedy(f"global_batch_size={half}", saved(layout, half))
-    if not layout.recomputes and layout.tensor == 1:
+    if not layout.recomputes and layout.recompute is None:
         kind = "stages" if layout.pipeline > 1 else "layers"
         again = dataclasses.replace(layout, recompute=kind)
         yield Remedy(f"recompute={kind!r}", saved(again))

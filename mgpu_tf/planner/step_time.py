@@ -333,18 +333,19 @@ def _with_servers(size: float, layout: Layout, machines: Machines) -> float:
 def _tensor_seconds(
     graph: Graph, layout: Layout, rows: float, network: Network
 ) -> float:
-    """Returns the seconds of sums between layers in parts, in both passes."""
+    """Returns the seconds of sums between layers in parts, in all passes."""
     parts = splits.parts_of(graph)
-    times = layout.accumulation
+    passes = 3 if layout.recomputes else 2
+    times = layout.accumulation * passes
     found = 0.0
     for tensor in parts.summed.values():
         if tensor >= 0:
             size = graph.tensors[tensor].bytes(rows)
-            found += 2 * network.all_reduce(size, layout.tensor)
+            found += network.all_reduce(size, layout.tensor)
     for tensor in parts.gathered.values():
         if tensor >= 0:
             size = graph.tensors[tensor].bytes(rows)
-            found += 2 * network.all_gather(size, layout.tensor)
+            found += network.all_gather(size, layout.tensor)
     return found * times
 
 

@@ -20,7 +20,7 @@ COMMANDS = [
 
 
 def test_the_page_has_commands():
-    assert len(COMMANDS) == 12
+    assert len(COMMANDS) == 13
 
 
 PLAN = [c for c in COMMANDS if c.startswith("mgpu-tf plan")]

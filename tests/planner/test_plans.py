@@ -29,6 +29,8 @@ def test_candidates_are_those_that_the_engine_takes():
     assert {(8, 1, 1, 1), (1, 8, 1, 1), (2, 1, 4, 1), (1, 1, 1, 8)} <= axes
     assert (2, 2, 1, 2) in axes
     assert not any(x.pipeline > 1 and x.tensor > 1 for x in found)
+    again = {x.tensor for x in found if x.recompute == "layers"}
+    assert again == {1, 2, 4, 8}
 
 
 def test_several_machines_have_long_pipelines_and_no_wide_tensor_axis():

@@ -57,6 +57,15 @@ def test_recomputing_adds_a_forward_pass():
     assert again.computing == pytest.approx(expected, rel=0.01)
 
 
+def test_recomputing_adds_sums_between_layers_in_parts():
+    slow = Link("slow", 1.0, 0.0)
+    where = dataclasses.replace(machines(2), inside=slow)
+    once = seconds(Layout(tensor=2), 64, where)
+    again = seconds(Layout(tensor=2, recompute="layers"), 64, where)
+    assert once.communication > 0
+    assert again.communication == pytest.approx(1.5 * once.communication)
+
+
 def test_gradients_go_through_the_link_of_a_machine():
     slow = Link("slow", 1.0, 0.0)
     where = machines(1, slow, nodes=4)
