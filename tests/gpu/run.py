@@ -21,6 +21,7 @@ import json
 import os
 import pathlib
 import platform
+import shutil
 import subprocess
 import sys
 
@@ -117,6 +118,8 @@ def main():
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--output", default=str(ROOT / "runs" / "gpu"))
     arguments = parser.parse_args()
+    if shutil.which("nvidia-smi") is None:
+        parser.error("it needs a GPU, and nvidia-smi is not there")
     folder = pathlib.Path(arguments.output).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "figures.jsonl").unlink(missing_ok=True)
