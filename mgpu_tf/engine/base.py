@@ -454,9 +454,10 @@ def check_rounding(strategy: tf.distribute.Strategy, name: str | None) -> None:
         strategy: A strategy.
         name: The `gradient_dtype`.
     """
-    devices = getattr(strategy.extended, "worker_devices", ())
-    several = strategy.num_replicas_in_sync > 1
-    if name == "bfloat16" and several and any("GPU" in d for d in devices):
+    if name != "bfloat16" or strategy.num_replicas_in_sync == 1:
+        return
+    devices = strategy.extended.worker_devices
+    if any("GPU" in device for device in devices):
         raise ConfigurationError(
             "TensorFlow sums no bfloat16 between GPUs. Received: "
             f"gradient_dtype={name!r} with {len(devices)} GPUs here. Use "
