@@ -25,7 +25,8 @@ the job has ended. Ctrl-C ends all processes.
 
 When a process or a node fails, all processes are ended and started again on the
 nodes that are left, at most --max_restarts times. With --num_ps, only the
-process that failed is started again, unless its node is lost.
+process that failed is started again, unless its node is lost. With
+--max_workers, the number of processes follows the room that there is.
 
 Example:
   mgpu-tf ray --num_workers=4 -- python train.py --checkpoint_dir=/shared/run

@@ -21,6 +21,7 @@ queues it again after a preemption and after the failure of a node.
 
 Example:
   mgpu-tf slurm --nodes=4 --gpus_per_node=8 -- python train.py > train.sbatch
+  mgpu-tf slurm --nodes=4 --min_nodes=2 --grow_minutes=10 -- python train.py
   mgpu-tf slurm --nodes=4 --num_ps=2 --submit -- python train.py --epochs=5
 """
 
@@ -30,6 +31,20 @@ def define(values: flags.FlagValues) -> None:
     text, number = flags.DEFINE_string, flags.DEFINE_integer
     for define_flag, name, default, meaning in (
         (number, "nodes", None, "Number of nodes. Each gets one worker."),
+        (
+            number,
+            "min_nodes",
+            None,
+            "Start with this number of nodes or more, up to --nodes, and "
+            "again after the failure of a node.",
+        ),
+        (
+            number,
+            "grow_minutes",
+            0,
+            "With fewer nodes than --nodes, look every N minutes for idle "
+            "ones. If there are any, save and queue the job again. 0: never.",
+        ),
         (number, "gpus_per_node", 0, "Number of GPUs of each node."),
         (
             number,
@@ -99,6 +114,8 @@ def run(call: Call) -> int:
         SlurmJob(
             tuple(command),
             values.nodes,
+            min_nodes=values.min_nodes,
+            grow_minutes=values.grow_minutes,
             gpus_per_node=values.gpus_per_node,
             num_ps=values.num_ps,
             evaluator=values.evaluator,

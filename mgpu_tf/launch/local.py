@@ -124,12 +124,6 @@ def supervise(
             "Received: a launcher of other machines. Run mgpu-tf replay on one "
             "of them."
         )
-    if job.policy.elastic and not machines.elastic:
-        raise ConfigurationError(
-            "max_workers goes with processes of this machine and with --ssh. "
-            f"Received: max_workers={job.policy.max_workers} on "
-            f"{machines.launcher}. Leave max_workers out."
-        )
     if job.log_dir is not None:
         make_folder("log_dir", job.log_dir, mode=0o700)
     with Guard() as guard, _Supervisor(job, guard, machines) as supervisor:

@@ -41,13 +41,11 @@ class Machines(Protocol):
     Attributes:
         launcher: The command of `mgpu-tf` that speaks of them.
         here: Whether their heartbeats can be read on this machine.
-        elastic: Whether `room` looks for machines that come and go.
         spares: Processes that wait to be tasks, None for none.
     """
 
     launcher: str
     here: bool
-    elastic: bool
     spares: Spares | None
 
     def room(self, most: int) -> int:
@@ -113,7 +111,6 @@ class ThisMachine:
 
     launcher = "launch"
     here = True
-    elastic = True
 
     def __init__(self, job: LaunchJob) -> None:
         self._command = job.command

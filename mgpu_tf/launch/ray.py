@@ -15,6 +15,7 @@ does not train Keras 3 (ray-project/ray#47464).
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import importlib
 import math
@@ -44,6 +45,10 @@ PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _POLL_SECONDS = 5.0
 # How long an actor of a node that is there takes to answer.
 _ANSWER_SECONDS = 30.0
+# How long Ray takes to find places that are free.
+_PLACE_SECONDS = 3.0
+# How long it takes to see that a node is lost.
+_LOST_SECONDS = 20.0
 # How long a cluster that is there takes; Ray itself would wait for minutes.
 _ALIVE_SECONDS = 20.0
 _CLIENT = "ray://"
@@ -116,7 +121,6 @@ class RayMachines:
 
     launcher = "ray"
     here = False
-    elastic = False
     spares: Spares | None = None
 
     def __init__(
@@ -147,6 +151,7 @@ class RayMachines:
             {"_node_ip_address": node_ip_address} if node_ip_address else {}
         )
         self._actors: dict[str, Any] = {}
+        self._nodes: set[str] = set()
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
@@ -176,8 +181,62 @@ class RayMachines:
             self._ray.shutdown()
 
     def room(self, most: int) -> int:
-        """Returns the most that are wanted: Ray tells when it places them."""
-        return most
+        """Asks Ray to place workers, beside those that there are."""
+        placed = len(self._actors)
+        if placed:
+            return placed + self._more(most - placed)
+        # A node that was lost a moment ago is still one of the cluster's.
+        if self._fits(most, _LOST_SECONDS):
+            return most
+        return bisect.bisect_left(
+            range(1, most), True, key=lambda n: not self._fits(n)
+        )
+
+    def _fits(self, workers: int, seconds: float = _PLACE_SECONDS) -> bool:
+        with self._placed(
+            [self._bundle("worker")] * workers, seconds
+        ) as placed:
+            return placed
+
+    def _more(self, most: int) -> int:
+        """Returns how many more workers there is room for, beside the others.
+
+        Ray is asked for each node, since a group of its own may not lie where
+        the others of this job are (`STRICT_SPREAD`), or must (`STRICT_PACK`).
+        """
+        alive = {
+            node["NodeManagerAddress"]
+            for node in self._ray.nodes()
+            if node["Alive"]
+        }
+        own = self._nodes
+        nodes, each = {
+            "STRICT_SPREAD": (alive - own, 1),
+            "STRICT_PACK": (alive & own, most),
+        }.get(self._placement, (alive, most))
+        with contextlib.ExitStack() as stack:
+            found = 0
+            for node in sorted(nodes):
+                # Each node has a little of a resource with its address.
+                bundle = self._bundle("worker") | {f"node:{node}": 0.001}
+                for _ in range(min(each, most - found)):
+                    if not stack.enter_context(self._placed([bundle])):
+                        break
+                    found += 1
+            return found
+
+    @contextlib.contextmanager
+    def _placed(
+        self, bundles: list[dict[str, float]], seconds: float = _PLACE_SECONDS
+    ) -> Iterator[bool]:
+        """Holds places; says whether Ray has found them in time."""
+        group = self._ray.util.placement_group(
+            bundles, strategy=self._placement
+        )
+        try:
+            yield bool(group.wait(timeout_seconds=seconds))
+        finally:
+            self._ray.util.remove_placement_group(group)
 
     @contextlib.contextmanager
     def addresses(
@@ -202,9 +261,11 @@ class RayMachines:
             ]
             names = [name for _, name in kinds]
             self._actors = dict(zip(names, actors, strict=True))
-            yield self._reserve(actors)
+            found = self._reserve(actors)
+            self._nodes = {addresses.parse(each).host for each in found}
+            yield found
         finally:
-            self._actors = {}
+            self._actors, self._nodes = {}, set()
             self._ray.util.remove_placement_group(group)
 
     def _reserve(self, actors: list[Any]) -> Sequence[str]:

@@ -8,7 +8,8 @@ beside them. Slurm signals the script some time before the job ends. The script
 tells its tasks to end; they save a checkpoint. It then puts the job back into
 the queue, and the job resumes. It does so too where the tasks of a job that is
 preempted have ended before Slurm takes the nodes. Otherwise, and where a node
-fails, Slurm queues the job itself.
+fails, Slurm queues the job itself. With `min_nodes` the job starts with as many
+nodes as there are then.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ class SlurmJob:
     Attributes:
         command: The program and its arguments.
         nodes: The number of nodes. Each has one worker.
+        min_nodes: Start, and start again, with this many nodes or more, up to
+            `nodes`. None: with `nodes`. Not with parameter servers.
+        grow_minutes: How often a job on fewer nodes than `nodes` looks for
+            idle ones of its partition. If there are any, it saves and is
+            queued again, to have more. 0: never.
         gpus_per_node: The GPUs of each node, which its worker uses.
         num_ps: The number of parameter servers. With any there is a
             coordinator as well. Both run beside the workers.
@@ -76,6 +82,8 @@ class SlurmJob:
 
     command: tuple[str, ...]
     nodes: int
+    min_nodes: int | None = None
+    grow_minutes: int = 0
     gpus_per_node: int = 0
     num_ps: int = 0
     evaluator: bool = False
@@ -97,8 +105,24 @@ class SlurmJob:
             ("num_ps", 0, _MOST),
             ("max_restarts", 0, _MOST),
             ("signal_seconds", 1, 65535),
+            ("grow_minutes", 0, _MOST),
         ):
             check_integer(field, getattr(self, field), least, most)
+        if self.min_nodes is not None:
+            check_integer("min_nodes", self.min_nodes, 1, self.nodes)
+        for field in ("min_nodes", "grow_minutes"):
+            if getattr(self, field) and self.num_ps:
+                raise ConfigurationError(
+                    f"{field} goes with synchronous jobs. Received: "
+                    f"{field}={getattr(self, field)}, num_ps={self.num_ps}. "
+                    f"Leave {field} out."
+                )
+        if self.grow_minutes and self.min_nodes is None:
+            raise ConfigurationError(
+                "grow_minutes goes with min_nodes. Received: "
+                f"grow_minutes={self.grow_minutes} without min_nodes. Give "
+                "min_nodes."
+            )
         for field, rule, example in (
             ("name", _NAME, "mnist-1"),
             ("partition", _WORD, "gpu"),
@@ -139,18 +163,29 @@ def batch_script(job: SlurmJob) -> str:
         ),
         srun=" \\\n  ".join(_srun(job)),
         command=shlex.join(job.command),
+        more=_MORE.format(
+            nodes=job.nodes,
+            seconds=60 * job.grow_minutes,
+            log_dir=shlex.quote(job.log_dir),
+        )
+        if job.grow_minutes
+        else "",
         again=_AGAIN.format(job.max_restarts) if job.max_restarts else "",
     )
 
 
 def _directives(job: SlurmJob) -> list[str]:
     tasks = job.roles.num_tasks
-    lines = [
-        f"job-name={job.name}",
-        f"nodes={job.nodes}",
-        f"ntasks={tasks}",
-        f"ntasks-per-node={-(-tasks // job.nodes)}",
-    ]
+    lines = [f"job-name={job.name}"]
+    if job.min_nodes is None:
+        lines += [
+            f"nodes={job.nodes}",
+            f"ntasks={tasks}",
+            f"ntasks-per-node={-(-tasks // job.nodes)}",
+        ]
+    else:
+        # With tasks to a node, sbatch asks for the fewest nodes alone.
+        lines.append(f"nodes={job.min_nodes}-{job.nodes}")
     if job.gpus_per_node:
         lines.append(f"gpus-per-node={job.gpus_per_node}")
     for field in ("time", "partition", "account"):
@@ -176,6 +211,8 @@ def _srun(job: SlurmJob) -> list[str]:
         "--open-mode=append",
         shlex.quote(f"--output={pattern}"),
     ]
+    if job.min_nodes is not None:
+        options += ['--ntasks="$SLURM_JOB_NUM_NODES"', "--ntasks-per-node=1"]
     if job.num_ps:
         # Each node gets one of the workers.
         options.append("--distribution=cyclic")
@@ -251,6 +288,22 @@ _AGAIN = """if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {} ]; then
   requeue=1
 fi
 """
+# A job that was queued again and has no more nodes does not ask again: others
+# have taken those that were idle.
+_MORE = """asked={log_dir}/".asked-$SLURM_JOB_ID"
+[ "$(cat "$asked" 2> /dev/null)" = "$SLURM_JOB_NUM_NODES" ] || rm -f -- "$asked"
+more() {{
+  while [ "$SLURM_JOB_NUM_NODES" -lt {nodes} ] && sleep {seconds}; do
+    idle=$(sinfo -hN --states=idle -p "$SLURM_JOB_PARTITION" -o %N)
+    if [ -n "$idle" ] && [ ! -e "$asked" ]; then
+      echo "$SLURM_JOB_NUM_NODES" > "$asked"
+      kill -USR1 $$
+    fi
+  done
+}}
+more > /dev/null 2>&1 &
+trap "kill $!" EXIT
+"""
 _SCRIPT = """#!/bin/bash
 {directives}
 
@@ -262,7 +315,7 @@ mkdir -p -- {log_dir}
 {exports}{srun} \\
   {command} &
 step=$!
-# The signal ends a wait, not the step.
+{more}# The signal ends a wait, not the step.
 while kill -0 "$step" 2>/dev/null; do
   wait "$step"
 done

@@ -93,7 +93,6 @@ class SshMachines:
 
     launcher = "launch"
     here = False
-    elastic = True
     spares: Spares | None = None
 
     def __init__(

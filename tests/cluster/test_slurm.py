@@ -302,11 +302,11 @@ def test_the_commands_of_the_page(slurm, tmp_path):
     blocks = pages.blocks("slurm.md", "sh")
     told = slurm.run("bash", "-euc", "\n".join(blocks), cwd=tmp_path)
     jobs = re.findall(r"Submitted batch job (\d+)", told)
-    assert len(jobs) == 2
+    assert len(jobs) == 3
     assert "#SBATCH --gpus-per-node=8" in told
     for job in jobs:
         assert slurm.wait(job) == ("COMPLETED", 0), logs_in(tmp_path)
-    assert len(list((tmp_path / "logs").glob(f"mgpu-tf-{jobs[1]}-*.log"))) == 4
+    assert len(list((tmp_path / "logs").glob(f"mgpu-tf-{jobs[2]}-*.log"))) == 4
 
 
 # Saves and ends with 75 when it is told to; ends well when it is back.
@@ -324,9 +324,9 @@ time.sleep(600)
 """
 
 
-def wait_until_ready(folder):
+def wait_until_ready(folder, tasks=2):
     deadline = time.monotonic() + clusters.LIMIT_SECONDS
-    while logs_in(folder).count("ready") < 2:
+    while logs_in(folder).count("ready") < tasks:
         assert time.monotonic() < deadline, logs_in(folder)
         time.sleep(0.2)
 
@@ -361,6 +361,39 @@ def test_a_job_that_is_preempted_saves(slurm, tmp_path):
     saved_and_back(slurm, job, tmp_path)
     # Else a later failure would queue it again as well.
     assert "PreemptTime=None" in slurm.run("scontrol", "show", "job", job)
+
+
+# Says how many tasks there are; the third time, it ends with all nodes.
+COUNTS = """
+import os, signal, sys, time
+from mgpu_tf.cluster import environments
+workers = environments.find(os.environ).roles.num_workers
+print("ready", os.environ["SLURM_JOB_NUM_NODES"], workers, flush=True)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+time.sleep(600 if os.environ.get("SLURM_RESTART_COUNT") != "2" else 0)
+"""
+
+
+def test_nodes_go_and_come_back(slurm, tmp_path):
+    """Three nodes, then two, and three when one is idle again."""
+    job = submit(
+        slurm,
+        tmp_path,
+        (clusters.PYTHON, "-c", COUNTS),
+        nodes=3,
+        min_nodes=2,
+        grow_minutes=1,
+    )
+    wait_until_ready(tmp_path, 3)
+    node = f"nodename={NODES[2]}"
+    # Drained, or it is back as soon as its daemon reports.
+    for state in ("drain", "down"):
+        slurm.run("scontrol", "update", node, f"state={state}", "reason=test")
+    wait_until_ready(tmp_path, 5)
+    slurm.run("scontrol", "update", node, "state=resume")
+    assert slurm.wait(job) == ("COMPLETED", 2), logs_in(tmp_path)
+    said = re.findall(r"^ready (\d) (\d)$", logs_in(tmp_path), re.M)
+    assert sorted(said) == [("2", "2")] * 2 + [("3", "3")] * 6
 
 
 def test_a_cancelled_job_stays_cancelled(slurm, tmp_path):

@@ -223,6 +223,58 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 EXIT = "\nraise SystemExit(status)\n"
 
 
+# Looks for nodes more often than each quarter of a minute.
+SOON = """
+import sys
+from mgpu_tf.launch import elastic, local
+local.SETTLED_SECONDS = elastic.LOOK_SECONDS = 1.0
+from mgpu_tf.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_nodes_go_and_come_back(ray, tmp_path):
+    """Three workers, then one, then three; no other restart is allowed."""
+    code = SERVES + (
+        "def saves(*_):\n"
+        "    child.kill()\n"
+        "    sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, saves)\n"
+        "while not restarts or len(config['cluster']['worker']) < 3:\n"
+        "    time.sleep(0.1)\n"
+        "child.kill()\n"
+    )
+    own = ray.network.address(NODES[0])
+    launcher = ray.popen(
+        *("python", "-c", SOON, "ray", f"--address={ray.address}"),
+        *(f"--node_ip_address={own}", "--num_workers=3", "--max_workers=3"),
+        *("--placement=STRICT_SPREAD", "--"),
+        *("python", "-c", code, str(tmp_path)),
+        cwd=tmp_path,
+        **PIPES,
+    )
+    try:
+        notes(tmp_path, 3, launcher)
+        for name in NODES[1:]:
+            ray.network.kill(name)
+        notes(tmp_path, 4, launcher)
+        for name in NODES[1:]:
+            ray.start(name)
+        status, output = clusters.finish(launcher)
+    finally:
+        launcher.kill()
+    assert status == 0, output
+    assert "going on with 1 workers" in output
+    assert "there are machines for 3 workers; the tasks save" in output
+    files = sorted(
+        tmp_path.glob("*.json"), key=lambda file: file.stat().st_mtime
+    )
+    seen = [json.loads(file.read_text()) for file in files]
+    assert [note[1] for note in seen[3:4]] == ["r0"]
+    assert {note[1] for note in seen[-3:]} == set(NODES)
+    gone(pid for note in seen for pid in note[3:])
+
+
 def test_a_killed_node_and_the_losses_of_one_device(ray, one_device, tmp_path):
     """All start again on the nodes that are left, from the checkpoint.
 

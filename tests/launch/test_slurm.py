@@ -36,6 +36,13 @@ JOBS = {
         options=("qos=high", "exclusive"),
         max_restarts=3,
     ),
+    "fewer": SlurmJob(
+        ("python", "train.py"),
+        nodes=4,
+        min_nodes=2,
+        grow_minutes=10,
+        log_dir="all logs",
+    ),
     "container": SlurmJob(
         ("python", "train.py"),
         nodes=2,
@@ -72,6 +79,8 @@ if name == "srun":
         file.write(str(os.getpid()))
     time.sleep(float(os.environ.get("SECONDS_TO_RUN", 0)))
     sys.exit(int(os.environ.get("CODE", 0)))
+if name == "sinfo":
+    print(os.environ["IDLE"])
 if name == "scancel" and "SLURM_JOB_ID" in os.environ:
     with open(os.environ["CALLS"] + ".pid") as file:
         os.kill(int(file.read()), signal.SIGTERM)
@@ -82,7 +91,7 @@ if name == "scancel" and "SLURM_JOB_ID" in os.environ:
 def fakes(tmp_path_factory):
     """A folder with programs that stand for those of Slurm."""
     folder = tmp_path_factory.mktemp("bin")
-    for name in ("srun", "scancel", "scontrol", "sbatch"):
+    for name in ("srun", "scancel", "scontrol", "sbatch", "sinfo"):
         (folder / name).write_text(FAKE)
         (folder / name).chmod(stat.S_IRWXU)
     return folder
@@ -220,6 +229,44 @@ def test_a_job_that_is_preempted_is_queued_again(code, fakes, tmp_path):
     assert queued_again(tmp_path) is (code != "0")
 
 
+@pytest.mark.parametrize(
+    ("nodes", "idle", "asked", "again"),
+    [
+        ("2", "1", "", True),
+        ("2", "1", "1", True),
+        ("2", "1", "2", False),
+        ("2", "", "", False),
+        ("4", "1", "", False),
+    ],
+)
+def test_idle_nodes_queue_a_smaller_job_again(
+    nodes, idle, asked, again, fakes, tmp_path
+):
+    (tmp_path / "all logs").mkdir()
+    file = tmp_path / "all logs" / ".asked-17"
+    if asked:
+        file.write_text(f"{asked}\n")
+    quick = tmp_path / "quick"
+    quick.mkdir()
+    (quick / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.1\n")
+    (quick / "sleep").chmod(stat.S_IRWXU)
+    process = start(
+        JOBS["fewer"],
+        fakes,
+        tmp_path,
+        PATH=f"{quick}:{fakes}:{os.environ['PATH']}",
+        SECONDS_TO_RUN="600" if again else "2",
+        SLURM_JOB_NUM_NODES=nodes,
+        SLURM_JOB_PARTITION="test",
+        IDLE=idle,
+    )
+    process.communicate(timeout=clusters.LIMIT_SECONDS)
+    assert queued_again(tmp_path) is again
+    assert process.returncode == (75 if again else 0)
+    if again:
+        assert file.read_text() == f"{nodes}\n"
+
+
 def test_submitted(fakes, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
@@ -242,6 +289,15 @@ def test_submitted_where_there_is_no_slurm(monkeypatch, capsys):
             ["--nodes=0", "--", "true"],
             ["nodes must be an integer of 1 or more"],
         ),
+        (
+            ["--nodes=2", "--min_nodes=3", "--", "x"],
+            ["min_nodes must be 2 or less"],
+        ),
+        (
+            ["--nodes=2", "--min_nodes=1", "--num_ps=1", "--", "x"],
+            ["min_nodes=1, num_ps=1"],
+        ),
+        (["--nodes=2", "--grow_minutes=9", "--", "x"], ["without min_nodes"]),
         (["--nodes=1", "--gpus_per_node=-1", "--", "x"], ["gpus_per_node"]),
         (["--nodes=1", "--evaluator", "--", "x"], ["without --num_ps"]),
         (["--nodes=1", "--signal_seconds=0", "--", "x"], ["signal_seconds"]),
