@@ -17,6 +17,8 @@ PRINTING = {
         "--nodes=2",
         {
             "nodes": "3",
+            "min_nodes": "1",
+            "grow_minutes": "5 --min_nodes=1",
             "gpus_per_node": "2",
             "num_ps": "1",
             "evaluator": "true --num_ps=1",

@@ -28,8 +28,7 @@ note(f"{attempt}.{index}", workers)
 
 
 def there(count):
-    (folder / "new").write_text(str(count))
-    (folder / "new").rename(folder / "there")
+    note("there", count)
 
 
 def saves(*_):
