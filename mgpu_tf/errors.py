@@ -155,13 +155,13 @@ def check_number(
         ("above", above, ""),
         ("below", below, ""),
     )
-    told = " and ".join(
+    bounds = " and ".join(
         f"{word} {end:g} {rest}".strip()
         for word, end, rest in ends
         if math.isfinite(end)
     )
     raise ConfigurationError(
-        f"{name} must be a finite number {told}".strip()
+        f"{name} must be a finite number {bounds}".strip()
         + f". Received: {name}={repr(value)[:100]}."
     )
 

@@ -145,15 +145,15 @@ def check_needs(
     names = dict.fromkeys(
         one.removeprefix("not ").split("=")[0] for one in needs
     )
-    told = ", ".join(f"{one}={values[one]!r}" for one in (name, *names))
+    received = ", ".join(f"{one}={values[one]!r}" for one in (name, *names))
     if needs[0].startswith("not "):
         raise ConfigurationError(
             f"{name} has no effect with {' and '.join(names)}. Received: "
-            f"{told}. Leave one of them out."
+            f"{received}. Leave one of them out."
         )
     raise ConfigurationError(
         f"{name} has an effect with {' or '.join(needs)} only. Received: "
-        f"{told}. Give it too, or leave {name} out."
+        f"{received}. Give it too, or leave {name} out."
     )
 
 

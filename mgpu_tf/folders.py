@@ -43,10 +43,10 @@ def check_path(name: str, path: Any) -> str:
     else:
         rule = _broken_rule(text)
     if rule or not isinstance(text, str):
-        told = repr(path)
-        told = told if len(told) < 120 else f"{told[:100]}..."
+        shown = repr(path)
+        shown = shown if len(shown) < 120 else f"{shown[:100]}..."
         raise ConfigurationError(
-            f"{name} must {rule}. Received: {name}={told}. Write such as "
+            f"{name} must {rule}. Received: {name}={shown}. Write such as "
             "/data/run."
         )
     return text

@@ -225,7 +225,7 @@ class Progress:
         self.restarted = False
         self._began = time.time()
         self._notes: Notes | None = None
-        self._told = False
+        self._warned = False
 
     def note(self, step: int, lost_workers: int = 0) -> None:
         """Notes that a step is done; a write of 68 bytes."""
@@ -244,8 +244,8 @@ class Progress:
 
     def _tell(self, error: OSError) -> None:
         """Tells once that the progress cannot be noted; the run goes on."""
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             _log.warning(
                 "the progress cannot be noted in checkpoint_dir (%s); the run "
                 "goes on",

@@ -68,7 +68,7 @@ class Registry:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._path = os.path.join(folder, FILE)
-        self._told = False
+        self._warned = False
 
     @functools.cached_property
     def damaged(self) -> dict[int, str]:
@@ -89,8 +89,8 @@ class Registry:
         try:
             storage.of(self._path).append(self._path, line.encode())
         except OSError as error:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 _log.warning(
                     "what becomes of checkpoints cannot be noted in "
                     "checkpoint_dir (%s); the run goes on",

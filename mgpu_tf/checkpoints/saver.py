@@ -283,12 +283,12 @@ class CheckpointSaver(Saver):
         peers = self._peers
         shown = str(peers.of_all(self._owner.shown)[0])
         wrong = not_seen(folder, shown) if shown else ""
-        for worker, told in enumerate(peers.of_all(wrong)):
-            if told:
+        for worker, problem in enumerate(peers.of_all(wrong)):
+            if problem:
                 raise ConfigurationError(
                     "checkpoint_dir must be a folder that every worker sees "
                     f"and can write to. Received: {folder!r}, which worker "
-                    f"{worker} {told}. Use a folder that all machines mount."
+                    f"{worker} {problem}. Use a folder that all machines mount."
                 )
         token, in_memory = peers.token(), self._options.snapshot_in == "memory"
         self._writer = Writer(
@@ -346,13 +346,13 @@ class CheckpointSaver(Saver):
             if step < 0:
                 return None
             stored, wrong = self._checked(folder, step)
-            told = [text for text in self._peers.of_all(wrong) if text]
-            if not told and stored is not None:
+            problems = [text for text in self._peers.of_all(wrong) if text]
+            if not problems and stored is not None:
                 if self._is_chief:
                     _log.info("resumed at step %d from %s", step, stored.path)
                 return stored
             if self._is_chief:
-                self._refuse(step, told[0])
+                self._refuse(step, problems[0])
             below = step
 
     def _candidate(self, folder: str, below: int) -> int:
@@ -394,7 +394,7 @@ class CheckpointSaver(Saver):
         try:
             self._owner.take()
         except OSError as error:
-            # A full disk is told when a checkpoint cannot be written.
+            # A full disk is reported when a checkpoint cannot be written.
             if error.errno != errno.ENOSPC:
                 raise _unwritable(folder, error) from None
         try:

@@ -72,11 +72,11 @@ def ask_for_ps(num_ps: int) -> None:
     """
     if not num_ps or not any(reader.detect(os.environ) for reader in READERS):
         return
-    told = os.environ.setdefault(NUM_PS, str(num_ps))
-    if told != str(num_ps):
+    given = os.environ.setdefault(NUM_PS, str(num_ps))
+    if given != str(num_ps):
         raise ClusterError(
             f"num_ps must be that of {NUM_PS}. Received: num_ps={num_ps}, "
-            f"{NUM_PS}={told}. Leave out one of them."
+            f"{NUM_PS}={given}. Leave out one of them."
         )
 
 

@@ -49,7 +49,7 @@ def read(environ: Mapping[str, str]) -> tuple[Place | None, list[str]]:
         ClusterError: A variable is missing, or this pod is none of the job's.
     """
     workers = number(environ, NUM_WORKERS)
-    roles = Roles.told(workers, environ)
+    roles = Roles.beside(workers, environ)
     if workers < 1:
         raise ClusterError(
             f"A job needs a worker. Received: {NUM_WORKERS}=0. Set it to the "

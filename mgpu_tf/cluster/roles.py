@@ -63,7 +63,7 @@ class Roles:
             ClusterError: A variable is no number, or there are too few
                 processes.
         """
-        none = cls.told(0, environ)
+        none = cls.beside(0, environ)
         rest = num_tasks - none.num_tasks
         if rest < 1:
             raise ClusterError(
@@ -76,7 +76,7 @@ class Roles:
         return dataclasses.replace(none, num_workers=rest)
 
     @classmethod
-    def told(cls, num_workers: int, environ: Mapping[str, str]) -> Roles:
+    def beside(cls, num_workers: int, environ: Mapping[str, str]) -> Roles:
         """Returns the roles beside a known number of workers.
 
         Args:
@@ -109,12 +109,12 @@ class Roles:
 
     def environment(self) -> dict[str, str]:
         """Returns the variables that tell these roles to processes."""
-        told = {}
+        variables = {}
         if self.num_ps:
-            told[NUM_PS] = str(self.num_ps)
+            variables[NUM_PS] = str(self.num_ps)
         if self.evaluator:
-            told[EVALUATOR] = "1"
-        return told
+            variables[EVALUATOR] = "1"
+        return variables
 
 
 def number(

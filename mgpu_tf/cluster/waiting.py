@@ -1,6 +1,6 @@
 """Names the tasks of a cluster that a task waits for while it starts.
 
-    with told_of_missing(cluster):
+    with naming_missing(cluster):
         strategy = ...   # returns when every task has been reached
 
 While TensorFlow waits for the other tasks, it holds Python's lock. No thread of
@@ -56,7 +56,7 @@ def missing_tasks(cluster: ClusterConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def told_of_missing(
+def naming_missing(
     cluster: ClusterConfig | None, first_seconds: float = FIRST_SECONDS
 ) -> Iterator[None]:
     """Writes to stderr who is missing, again and again, while the block waits.

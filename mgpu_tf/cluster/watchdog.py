@@ -111,9 +111,9 @@ class Watch:
             text += "Late: "
         elif len(self._seen) > 1:
             text += "No task is behind the others: "
-        text += self._told_of(names, now)
+        text += self._states_of(names, now)
         if others:
-            text += f". The others: {self._told_of(others, now)}"
+            text += f". The others: {self._states_of(others, now)}"
         return Stall(tuple(names), text)
 
     def _take(self, beats: Mapping[str, Beat], now: float) -> None:
@@ -173,10 +173,10 @@ class Watch:
                 return names
         return []
 
-    def _told_of(self, names: list[str], now: float) -> str:
-        return ", ".join(self._told(name, now) for name in names)
+    def _states_of(self, names: list[str], now: float) -> str:
+        return ", ".join(self._state_of(name, now) for name in names)
 
-    def _told(self, name: str, now: float) -> str:
+    def _state_of(self, name: str, now: float) -> str:
         """Says where a task is, such as `worker 1 (step 12, in save)`."""
         seen = self._seen[name]
         entry = seen.beat.last

@@ -91,10 +91,12 @@ def text(values: flags.FlagValues) -> str:
 
 
 def _block(title: str, names: Iterable[str], values: flags.FlagValues) -> str:
-    return "\n".join([f"{title}:", *(_told(values[name]) for name in names)])
+    return "\n".join(
+        [f"{title}:", *(_described(values[name]) for name in names)]
+    )
 
 
-def _told(flag: flags.Flag) -> str:
+def _described(flag: flags.Flag) -> str:
     """Returns a flag with its default, and its help below."""
     name = f"[no]{flag.name}" if flag.boolean else flag.name
     default = (flag.default_as_str or "").strip("'")

@@ -145,12 +145,12 @@ def run(call: Call) -> int:
         )
     if values.model is not None:
         return _model(values)
-    told = []
+    parts = []
     if values.num_parameters is not None:
-        told.append(_memory(values))
+        parts.append(_memory(values))
     if values.scaling is not None:
-        told.append(_costs(values))
-    print("\n\n".join(told))
+        parts.append(_costs(values))
+    print("\n\n".join(parts))
     return 0
 
 
@@ -192,16 +192,16 @@ def _memory(values: flags.FlagValues) -> str:
             "device_memory_gib must be a number above 0. Received: "
             f"device_memory_gib={room}."
         )
-    told = memory.text(None if room is None else int(room * (1 << 30)))
+    text = memory.text(None if room is None else int(room * (1 << 30)))
     micro = values.micro_batches
     if values.pipeline_parallel == 1:
-        return told
+        return text
     if micro is None:
         micro = MICRO_BATCHES * values.pipeline_parallel
     check_integer("micro_batches", micro, 1)
     part = bubble(values.pipeline_parallel, micro)
     return (
-        f"{told}\neach stage is without work for {part:.1%} of a step of "
+        f"{text}\neach stage is without work for {part:.1%} of a step of "
         f"{micro} micro-batches"
     )
 

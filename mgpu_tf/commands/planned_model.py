@@ -118,7 +118,7 @@ def plan_of(values: flags.FlagValues) -> Plan:
     Raises:
         ConfigurationError: A flag is wrong.
     """
-    # All that can be wrong without TensorFlow is told before it is imported.
+    # All that can be wrong without TensorFlow is said before it is imported.
     machines = _machines(values)
     check_integer("global_batch_size", values.global_batch_size, 1)
     build_model = _build_model(values)

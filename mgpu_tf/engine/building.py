@@ -132,7 +132,7 @@ def _build_in_training(model: keras.Model, batch: Any) -> None:
         else:
             keras_internals.build_in_training(model, batch)
     except Exception as error:
-        # What it makes otherwise is made next, or the reason is told there.
+        # What it makes otherwise is made next, or the reason is named there.
         _log.debug("%s is not built in training: %s", model.name, error)
 
 

@@ -571,19 +571,19 @@ class _Older:
         return found
 
 
-def _copied(units: Sequence[_Unit], told: Sequence[bytes]) -> list[Piece]:
+def _copied(units: Sequence[_Unit], received: Sequence[bytes]) -> list[Piece]:
     """Returns units that processes have sent.
 
     Args:
         units: Each is held by one process.
-        told: From each process the bytes of its units, in their order.
+        received: From each process the bytes of its units, in their order.
     """
-    ends = [0] * len(told)
+    ends = [0] * len(received)
     pieces = []
     for unit in units:
         (process,) = unit.holders
         begin, ends[process] = ends[process], ends[process] + unit.bytes
-        data = told[process][begin : ends[process]]
+        data = received[process][begin : ends[process]]
         piece = unit.piece(unit.region, 0)
         pieces.append(
             dataclasses.replace(piece, chunks=functools.partial(list, [data]))

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.errors import ClusterError, ConfigurationError
 
 # How long between two looks at machines that are away.
 LOOK_SECONDS = 15.0
@@ -56,7 +56,7 @@ class Room:
 
     def _note(self) -> None:
         # Who cannot look now looks again later.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ClusterError):
             self._seen = [*self._seen[-1:], self._look()]
 
 

@@ -149,15 +149,15 @@ class LaunchJob:
             cluster: The cluster as the task sees it.
             restarts: How often the job was started again.
         """
-        told = dict(ports.ENVIRONMENT)
+        variables = dict(ports.ENVIRONMENT)
         if not self.alone:
-            told[TF_CONFIG] = cluster.to_json()
-        told[RESTARTS] = str(restarts)
+            variables[TF_CONFIG] = cluster.to_json()
+        variables[RESTARTS] = str(restarts)
         if self.log_dir is not None:
-            told |= noise.kept()
+            variables |= noise.kept()
         # Of a task that no supervisor watches, as one on another machine.
-        told |= self.watch.to_environment()
-        return told
+        variables |= self.watch.to_environment()
+        return variables
 
 
 def check_command(command: Sequence[str]) -> None:

@@ -27,23 +27,23 @@ ALIVE = b"0\n"
 
 CODE = """
 import json, os, select, signal, subprocess, sys, threading
-told = json.loads(sys.stdin.buffer.raw.readline().decode())
+asked = json.loads(sys.stdin.buffer.raw.readline().decode())
 def refuse(error, what):
     sys.exit("mgpu-tf: %s on this machine: %s" % (error.strerror, what))
 try:
-    if told["folder"]:
-        os.chdir(told["folder"])
+    if asked["folder"]:
+        os.chdir(asked["folder"])
 except OSError as error:
-    refuse(error, told["folder"])
+    refuse(error, asked["folder"])
 try:
     task = subprocess.Popen(
-        told["command"],
-        env=dict(os.environ, **told["environment"]),
+        asked["command"],
+        env=dict(os.environ, **asked["environment"]),
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
 except OSError as error:
-    refuse(error, told["command"][0])
+    refuse(error, asked["command"][0])
 def send(number):
     try:
         os.killpg(task.pid, number)
@@ -51,7 +51,7 @@ def send(number):
         pass
 def obey():
     rest = b""
-    while select.select([0], [], [], told["silent_seconds"])[0]:
+    while select.select([0], [], [], asked["silent_seconds"])[0]:
         read = os.read(0, 4096)
         if not read:
             break
@@ -83,14 +83,14 @@ def request(
     Raises:
         ConfigurationError: The command is no text in UTF-8.
     """
-    told = {
+    asked = {
         "command": list(command),
         "environment": dict(environment),
         "folder": folder,
         "silent_seconds": SILENT_SECONDS,
     }
     try:
-        return json.dumps(told, ensure_ascii=False).encode() + b"\n"
+        return json.dumps(asked, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:
         raise ConfigurationError(
             f"A command must be text in UTF-8. Received: {list(command)!r}. "

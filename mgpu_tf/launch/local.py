@@ -241,7 +241,7 @@ class _Supervisor:
         """
         least = self._job.policy.min_workers or 1
         limit = self._job.startup_seconds or math.inf
-        began, told = time.monotonic(), False
+        began, said = time.monotonic(), False
         while not self._signal:
             there = self._machines.room(self._most)
             if there >= least:
@@ -250,8 +250,8 @@ class _Supervisor:
                 return there
             if time.monotonic() - began > limit:
                 break
-            if not told:
-                told = True
+            if not said:
+                said = True
                 self._say(
                     f"there are machines for {there} workers; waiting for "
                     f"{least}"
@@ -311,13 +311,13 @@ class _Supervisor:
 
     def _start(self, cluster: ClusterConfig) -> None:
         options, name = self._job, cluster.task_name
-        told = options.environment(cluster, self._restarts)
+        variables = options.environment(cluster, self._restarts)
         if self._machines.here:
             # Of the task itself, and not of the one before it.
             if name in self._boards:
                 self._boards[name].close()
             self._boards[name] = heartbeat.Board()
-            told[heartbeat.FILE] = self._boards[name].path
+            variables[heartbeat.FILE] = self._boards[name].path
         if options.log_dir is not None:
             paths = {n: board.path for n, board in self._boards.items()}
             status.write(options.log_dir, paths, self._restarts)
@@ -330,7 +330,7 @@ class _Supervisor:
         raw = options.shows_progress and cluster.is_chief
         task = self._machines.start(
             cluster,
-            told,
+            variables,
             Output(raw, log_path, self._output_closed),
         )
         if task.group:

@@ -3,7 +3,7 @@
     machines = ThisMachine(job)
     with machines.addresses(job.roles) as addresses:
         for cluster in job.clusters(addresses):
-            task = machines.start(cluster, told, output)
+            task = machines.start(cluster, variables, output)
 
 `ssh` and `ray` have those of other machines. The supervisor in `local` is the
 same for all of them.
@@ -72,13 +72,13 @@ class Machines(Protocol):
         """
 
     def start(
-        self, cluster: ClusterConfig, told: dict[str, str], output: Output
+        self, cluster: ClusterConfig, variables: dict[str, str], output: Output
     ) -> Task:
         """Starts a task.
 
         Args:
             cluster: The cluster as the task sees it.
-            told: Environment variables for the task.
+            variables: Environment variables for the task.
             output: Where its output belongs.
         """
 
@@ -134,11 +134,11 @@ class ThisMachine:
             yield [f"127.0.0.1:{number}" for number in numbers]
 
     def start(
-        self, cluster: ClusterConfig, told: dict[str, str], output: Output
+        self, cluster: ClusterConfig, variables: dict[str, str], output: Output
     ) -> Task:
         """Starts a process, or hands the task to one that waits."""
-        told = gpus.share(cluster, os.environ) | told
-        environment = os.environ | told
+        variables = gpus.share(cluster, os.environ) | variables
+        environment = os.environ | variables
         environment.setdefault("PYTHONUNBUFFERED", "1")
         return LocalTask(
             cluster.task_name,
@@ -147,5 +147,5 @@ class ThisMachine:
             raw=output.raw,
             log_path=output.log_path,
             on_output_closed=output.on_closed,
-            process=self.spares.take(told) if self.spares else None,
+            process=self.spares.take(variables) if self.spares else None,
         )

@@ -165,9 +165,9 @@ def _error(status: int, failures: list[Task]) -> WorkerError:
         return WorkerError(f"The tasks ended with exit code {status}.")
     task = failures[-1]
     lines = task.tail()
-    told = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     error = WorkerError(
-        f"{task.name} failed with {task.cause()}: {told or 'no output'}"
+        f"{task.name} failed with {task.cause()}: {last or 'no output'}"
     )
     error.add_note("\n".join(lines))
     return error

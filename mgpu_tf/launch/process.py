@@ -188,7 +188,7 @@ class LocalTask(Task):
         raw: Whether it writes to this process's output directly.
         log_path: A file that gets its output as well, None for none.
         on_output_closed: Called when this process's output was closed.
-        told: What it reads from its input first; None gives it no input.
+        first_input: What it reads from its input first; None gives it no input.
         process: A process that runs the command already; None starts one.
 
     Raises:
@@ -204,17 +204,17 @@ class LocalTask(Task):
         raw: bool,
         log_path: str | None,
         on_output_closed: Callable[[], None],
-        told: bytes | None = None,
+        first_input: bytes | None = None,
         process: subprocess.Popen[bytes] | None = None,
     ) -> None:
         super().__init__(name, log_path, on_output_closed)
         self._oom_kills = oom_kills()
         self.process = process or start_process(
-            command, environment, has_input=told is not None, raw=raw
+            command, environment, has_input=first_input is not None, raw=raw
         )
         self.group = self.process.pid
-        if told is not None:
-            self._tell(told)
+        if first_input is not None:
+            self._tell(first_input)
         if self.process.stdout is not None:
             label = f"process {self.process.pid}"
             self._copy(_lines(self.process.stdout), label)
@@ -335,7 +335,7 @@ class _Log:
     def __init__(self, path: str | None, label: str) -> None:
         self._path, self._label = path, label
         self._file: IO[bytes] | None = None
-        self._told = False
+        self._warned = False
 
     def __enter__(self) -> _Log:
         if self._path is not None:
@@ -357,8 +357,8 @@ class _Log:
             self._tell(error)
 
     def _tell(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             print(
                 f"mgpu-tf launch: {self._path} cannot be written "
                 f"({error.strerror}); the job goes on.",

@@ -152,6 +152,7 @@ class RayMachines:
         )
         self._actors: dict[str, Any] = {}
         self._nodes: set[str] = set()
+        self._asking = threading.Lock()
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
@@ -178,10 +179,27 @@ class RayMachines:
         try:
             yield
         finally:
-            self._ray.shutdown()
+            with self._asking:
+                self._ray.shutdown()
 
     def room(self, most: int) -> int:
-        """Asks Ray to place workers, beside those that there are."""
+        """Asks Ray to place workers, beside those that there are.
+
+        Raises:
+            ClusterError: Ray does not answer.
+        """
+        try:
+            with self._asking:
+                # A call of a thread that comes late would start a cluster.
+                return self._room(most) if self._ray.is_initialized() else 0
+        except self._ray.exceptions.RayError as error:
+            raise ClusterError(
+                "The head of a Ray cluster must answer while a job runs. "
+                f"Received: {_short(error)} Start the cluster again, and the "
+                "job: it resumes."
+            ) from None
+
+    def _room(self, most: int) -> int:
         placed = len(self._actors)
         if placed:
             return placed + self._more(most - placed)
@@ -282,14 +300,14 @@ class RayMachines:
             ) from None
 
     def start(
-        self, cluster: ClusterConfig, told: dict[str, str], output: Output
+        self, cluster: ClusterConfig, variables: dict[str, str], output: Output
     ) -> Task:
         """Starts a task on the node of its actor."""
-        told = {"PYTHONUNBUFFERED": "1"} | told
+        variables = {"PYTHONUNBUFFERED": "1"} | variables
         if not self._gpus or cluster.task_type != "worker":
             # A server or a coordinator that takes a GPU keeps it from all.
-            told = {"CUDA_VISIBLE_DEVICES": ""} | told
-        request = keeper.request(self._job.command, told, os.getcwd())
+            variables = {"CUDA_VISIBLE_DEVICES": ""} | variables
+        request = keeper.request(self._job.command, variables, os.getcwd())
         actor = self._actors[cluster.task_name]
         return RayTask(
             self._ray, cluster, actor, request, output.log_path, output

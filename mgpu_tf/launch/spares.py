@@ -2,7 +2,7 @@
 
     spares = Spares(("python", "train.py"), count=1)
     spares.keep()                   # starts what is missing
-    process = spares.take(told)     # runs the command now; None for none
+    process = spares.take(variables)     # runs the command now; None for none
     spares.close()
 
 Most of the time that a task takes to start, it imports TensorFlow. A spare has
@@ -75,16 +75,18 @@ class Spares:
                 )
             )
 
-    def take(self, told: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+    def take(
+        self, variables: Mapping[str, str]
+    ) -> subprocess.Popen[bytes] | None:
         """Makes a process that waits a task.
 
         Args:
-            told: Environment variables for the task.
+            variables: Environment variables for the task.
 
         Returns:
             The process, which runs the command; None where none waits.
         """
-        line = json.dumps({**told, BEGAN: repr(time.time())}) + "\n"
+        line = json.dumps({**variables, BEGAN: repr(time.time())}) + "\n"
         while self._waiting:
             process = self._waiting.pop(0)
             if process.poll() is None and process.stdin is not None:

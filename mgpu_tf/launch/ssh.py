@@ -161,7 +161,7 @@ class SshMachines:
         yield [f"{host}:{number}" for host, number in dealt]
 
     def start(
-        self, cluster: ClusterConfig, told: dict[str, str], output: Output
+        self, cluster: ClusterConfig, variables: dict[str, str], output: Output
     ) -> Task:
         """Starts a task on the machine of its address."""
         host = cluster.address.rpartition(":")[0].strip("[]")
@@ -173,8 +173,10 @@ class SshMachines:
             raw=output.raw,
             log_path=output.log_path,
             on_output_closed=output.on_closed,
-            told=keeper.request(
-                self._command, {"PYTHONUNBUFFERED": "1"} | told, os.getcwd()
+            first_input=keeper.request(
+                self._command,
+                {"PYTHONUNBUFFERED": "1"} | variables,
+                os.getcwd(),
             ),
         )
 

@@ -69,7 +69,7 @@ def write(log_dir: str, beats: Mapping[str, str], restarts: int) -> None:
         beats: Where the heartbeat of each task is read, by its name.
         restarts: How often tasks were started again.
     """
-    told = {
+    record = {
         "supervisor": os.getpid(),
         "beats": dict(beats),
         "restarts": restarts,
@@ -77,7 +77,7 @@ def write(log_dir: str, beats: Mapping[str, str], restarts: int) -> None:
     path = os.path.join(log_dir, FILE)
     with contextlib.suppress(OSError):
         with open(f"{path}.new", "w", opener=own_only) as file:
-            json.dump(told, file)
+            json.dump(record, file)
         os.replace(f"{path}.new", path)
 
 
@@ -92,9 +92,9 @@ def read(log_dir: str) -> JobStatus:
     """
     try:
         with open(os.path.join(log_dir, FILE), encoding="utf-8") as file:
-            told = json.load(file)
-        supervisor, beats = int(told["supervisor"]), dict(told["beats"])
-        restarts = int(told["restarts"])
+            record = json.load(file)
+        supervisor, beats = int(record["supervisor"]), dict(record["beats"])
+        restarts = int(record["restarts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
             "status takes the log_dir of a job. Received: "

@@ -32,10 +32,10 @@ def main() -> None:
             0, os.getcwd() if is_module else os.path.dirname(script)
         )
     _import_all()
-    told = sys.stdin.buffer.readline()
-    if not told:
+    line = sys.stdin.buffer.readline()
+    if not line:
         return
-    os.environ.update(json.loads(told))
+    os.environ.update(json.loads(line))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -97,7 +97,7 @@ IN_PLACE = frozenset(
     }
 )
 
-# Kinds of memory, in the order in which they are told.
+# Kinds of memory, in the order in which they are listed.
 KINDS = (
     "parameters",
     "gradients",

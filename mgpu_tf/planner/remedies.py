@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import keras
 
 _MIB = 1 << 20
-_TOLD = 3
+_LISTED = 3
 _MOST_PARTS = 8
 
 
@@ -68,7 +68,7 @@ def explain(
         largest.by_kind.items(), key=lambda pair: pair[1], reverse=True
     )
     taken = ", ".join(
-        f"{kind} {_mib(size)}" for kind, size in takers[:_TOLD] if size >= 1
+        f"{kind} {_mib(size)}" for kind, size in takers[:_LISTED] if size >= 1
     )
     every = remedies(graph, layout, global_batch_size)
     ways = sorted(
@@ -76,13 +76,13 @@ def explain(
         key=lambda remedy: remedy.saves,
         reverse=True,
     )
-    told = "; ".join(
-        f"{way.words} saves {_mib(way.saves)}" for way in ways[:_TOLD]
+    listed = "; ".join(
+        f"{way.words} saves {_mib(way.saves)}" for way in ways[:_LISTED]
     )
     return (
         f"A device has no room for a step. Received: {known} on {layout}, "
         f"which takes about {_mib(largest.total)} of each device: {taken}. "
-        f"Remedies: {told}."
+        f"Remedies: {listed}."
     )
 
 

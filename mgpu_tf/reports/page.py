@@ -254,13 +254,13 @@ def _of_one(
     steps: tuple[float, float] | None,
 ) -> dict[str, str]:
     found = {"What happened": _events(report)}
-    told = wall_time.draw(report, time) if wall_time.length(report) else ""
+    drawn = wall_time.draw(report, time) if wall_time.length(report) else ""
     if report.goodput:
         names = wall_time.PARTS
         parts = {name: report.goodput[f"{name}_seconds"] for name in names}
-        told += charts.bar(parts, "s", names)
-    if told:
-        found[_TIME] = told
+        drawn += charts.bar(parts, "s", names)
+    if drawn:
+        found[_TIME] = drawn
     if steps and report.distributions:
         axis = tracks.log_axis(*steps)
         found["How long steps took"] = step_times.draw(report, axis)
@@ -348,36 +348,36 @@ def _memory(report: Report) -> str:
 
 
 def _events(report: Report) -> str:
-    told = []
+    events = []
     if report.restarts:
         lost = (
             f"Time lost: {report.lost_seconds:.0f} s."
             if report.lost_seconds
             else "They came before the first step."
         )
-        told.append(
+        events.append(
             f"Restarts: {report.restarts}. Steps done again: "
             f"{report.lost_steps}. {lost}"
         )
     if report.lost_workers:
-        told.append(f"Workers lost for a time: {report.lost_workers}.")
-    told += [
+        events.append(f"Workers lost for a time: {report.lost_workers}.")
+    events += [
         f"Epoch {batch['epoch']}, batch {batch['batch']}: left out, since its "
         f"loss was {batch['loss']}."
         for batch in report.left_out
     ]
-    told += [
+    events += [
         f"Epoch {one['epoch']}: worker {one['worker']} was slow at "
         f"{one['section']}, {1e3 * one['seconds']:.3g} ms where the others "
         f"took {1e3 * one['others']:.3g} ms."
         for one in report.slow
     ]
-    told += [f"Warning: {text}" for text in report.warnings]
-    if not told:
+    events += [f"Warning: {text}" for text in report.warnings]
+    if not events:
         return '<p class="none">No restart, no fault, no warning.</p>'
     return (
         '<ol class="events">'
-        + "".join(f"<li>{html.escape(text)}</li>" for text in told)
+        + "".join(f"<li>{html.escape(text)}</li>" for text in events)
         + "</ol>"
     )
 

@@ -293,10 +293,10 @@ class PipelineTrace:
             for number, share in enumerate(self.step.shares)
         )
         whole = {w.name: w.before.shape for w in self.step.weights}
-        told = f"Sum over devices, by their part of the rows: {parts}."
+        text = f"Sum over devices, by their part of the rows: {parts}."
         if any(each.shape != whole[each.name] for each in self.step.received):
-            told += " Each device gets its part of the sum."
-        return told
+            text += " Each device gets its part of the sum."
+        return text
 
 
 def joined(step: StepTrace, every: list[dict[str, Any]]) -> StepTrace:

@@ -58,8 +58,8 @@ def show(report: Report, console: Console | None = None) -> None:
     noise = report.epochs[-1].gradient_noise if report.epochs else None
     if noise is not None:
         scale = noise["noise_scale"]
-        told = "not known" if scale is None else f"{scale:,.0f} examples"
-        summary.add_row("noise scale", told)
+        words = "not known" if scale is None else f"{scale:,.0f} examples"
+        summary.add_row("noise scale", words)
     if report.suggested_batch_size is not None:
         summary.add_row("suggested batch", str(report.suggested_batch_size))
     if report.predicted is not None:
@@ -82,28 +82,28 @@ def _time_of(goodput: Goodput) -> str:
         for name, seconds in vars(goodput).items()
         if name != "wall_seconds" and seconds >= whole / 100
     }
-    told = ", ".join(
+    words = ", ".join(
         f"{name} {seconds:.0f}"
         for name, seconds in sorted(parts.items(), key=lambda p: -p[1])[:4]
     )
     share = "" if whole < _SHORT_RUN else f"; goodput {goodput.share:.0%}"
-    return f"{whole:.0f} s: {told}{share}"
+    return f"{whole:.0f} s: {words}{share}"
 
 
 def predicted_text(predicted: dict[str, Any]) -> str:
     """Returns predictions beside what was measured, as one line."""
     memory, step = predicted["memory_bytes"], predicted["step_seconds"]
-    told = []
+    words = []
     if memory["measured"]:
-        told.append(
+        words.append(
             f"{rounded(memory['predicted'] / 1e6)} MB of each device "
             f"({rounded(memory['measured'] / 1e6)} measured)"
         )
-    told.append(
+    words.append(
         f"{rounded(step['predicted'] * 1e3)} ms a step "
         f"({rounded(step['measured'] * 1e3)} measured)"
     )
-    return ", ".join(told)
+    return ", ".join(words)
 
 
 def show_trace(trace: PipelineTrace, console: Console | None = None) -> None:

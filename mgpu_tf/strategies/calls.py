@@ -1,8 +1,8 @@
 """Calls that all workers of a cluster make, and how they fail.
 
 call = Call(number, "fit")
-told = described(worker, error)       # kind and message, for the others
-raise error_of(*told)
+failure = described(worker, error)       # kind and message, for the others
+raise error_of(*failure)
 """
 
 from __future__ import annotations

@@ -112,12 +112,12 @@ class Watch:
 
     def _run(self) -> None:
         last: tuple[str, str] | None = None
-        told: tuple[str, str] | None = None
+        reported: tuple[str, str] | None = None
         while not self._done.wait(_TICK_SECONDS):
             here = self._here
-            if here is not None and here is last and here is not told:
+            if here is not None and here is last and here is not reported:
                 # It may be the end of the cluster that is waited in.
                 with contextlib.suppress(tf.errors.OpError):
                     put(*here)
-                told = here
+                reported = here
             last = here

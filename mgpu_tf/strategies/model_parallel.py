@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.cluster.waiting import told_of_missing
+from mgpu_tf.cluster.waiting import naming_missing
 from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
 from mgpu_tf.fields import checked
 from mgpu_tf.mesh import MICRO_BATCHES, Mesh, check_shard, mesh_of
@@ -132,7 +132,7 @@ def create_model_parallel_strategy(
     if cluster is not None and workers > 1:
         communication = between_workers(communication, cluster, devices, names)
         watchdog.begin(cluster)
-        with told_of_missing(cluster):
+        with naming_missing(cluster):
             if pipeline > 1:
                 return MultiWorkerPipelineStrategy(
                     cluster,

@@ -25,7 +25,7 @@ import tensorflow as tf
 from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.ports import answers
-from mgpu_tf.cluster.waiting import told_of_missing
+from mgpu_tf.cluster.waiting import naming_missing
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.fields import checked
 from mgpu_tf.launch.job import RESTARTS
@@ -225,7 +225,7 @@ def create_parameter_server_strategy(
     if cluster.task_type == "evaluator":
         return EvaluatorStrategy(cluster)
     logging.getLogger("tensorflow").addFilter(_losses)
-    with told_of_missing(cluster):
+    with naming_missing(cluster):
         strategy = ParameterServerStrategy(cluster, options)
     if RESTARTS not in os.environ:  # No supervisor ends the servers.
         atexit.register(dismiss_unless_failed, cluster)

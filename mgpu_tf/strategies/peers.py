@@ -383,8 +383,8 @@ class Peers:
         """Lets the others know under a key what this worker waits in."""
         assert _HERE.watch is not None
         text = text or f"the next step of {_HERE.calls[-1].name}"
-        told = json.dumps((self._worker, kind, text))
-        with _HERE.watch.inside(key, told):
+        waiting = json.dumps((self._worker, kind, text))
+        with _HERE.watch.inside(key, waiting):
             yield
 
     def _wait(self, key: str) -> str:
@@ -408,7 +408,7 @@ class Peers:
             left = messages.take(_LEFT, 50)
             try:
                 text = self._looked_around(key)
-                # It told of a failure, and sent its messages, before it left.
+                # It announced a failure, and sent its messages, before it left.
                 if text is None and left is not None:
                     text = messages.take(key, 50)
             except tf.errors.UnavailableError:
@@ -426,9 +426,9 @@ class Peers:
             The message, if it has come meanwhile.
         """
         for call in _HERE.calls:
-            told = self._told(call, 50)
-            if told is not None:
-                raise told
+            failure = self._failure_of_others(call, 50)
+            if failure is not None:
+                raise failure
             # What this worker would come to next, while another is in it.
             for place in (
                 call.key("waits", call.sections + 1),
@@ -490,10 +490,10 @@ class Peers:
         if mistake is None and comes_from(error, tf.errors.OpError):
             # A worker that ends the others tells why before it does so.
             is_ended = comes_from(error, tf.errors.AbortedError)
-            told = self._told(call, 10_000 if is_ended else 100)
-            failed = told or unheard(error) or failed
+            failure = self._failure_of_others(call, 10_000 if is_ended else 100)
+            failed = failure or unheard(error) or failed
         if not call.agreed:
-            self._tell(call, failed, aborted=is_abort(error))
+            self._announce(call, failed, aborted=is_abort(error))
         elif call.apart:
             self._lose(call, described(self._worker, failed))
         self._part_together()
@@ -519,7 +519,9 @@ class Peers:
                 left = max(end - time.monotonic(), 0.0)
                 messages.take(f"{_LOST}/heard/{worker}", 1 + int(1000 * left))
 
-    def _told(self, call: Call, milliseconds: int) -> Exception | None:
+    def _failure_of_others(
+        self, call: Call, milliseconds: int
+    ) -> Exception | None:
         """Returns what another worker has failed with."""
         with contextlib.suppress(tf.errors.OpError):
             lost = messages.take(_LOST, milliseconds)
@@ -534,23 +536,23 @@ class Peers:
                 return error_of(*json.loads(failure))
         return None
 
-    def _tell(self, call: Call, error: Exception, *, aborted: bool) -> None:
+    def _announce(self, call: Call, error: Exception, *, aborted: bool) -> None:
         """Tells the others of a failure, and ends those that wait."""
         if _HERE.lost is not None:
             return
-        told = described(self._worker, error)
+        failure = described(self._worker, error)
         with contextlib.suppress(tf.errors.OpError):
             if call.rounds == 0:
                 # Nobody can be in a collective: all look here first.
                 place = "verdict" if self._worker == 0 else self._worker
-                text = json.dumps({"failure": told})
+                text = json.dumps({"failure": failure})
                 messages.put(call.key(0, place), text)
                 return
-            messages.put(call.key("failure"), json.dumps(told))
+            messages.put(call.key("failure"), json.dumps(failure))
             messages.put(call.key("failed", self._worker), "")
             if not (aborted or call.apart) and self._all_failed(call):
                 return
-        self._lose(call, told)
+        self._lose(call, failure)
 
     def _all_failed(self, call: Call) -> bool:
         """Returns whether the other workers fail in the same call."""
@@ -569,13 +571,13 @@ class Peers:
         messages.put(call.key("settled"), "all" if failed else "some")
         return failed
 
-    def _lose(self, call: Call, told: tuple[str, str]) -> None:
+    def _lose(self, call: Call, failure: tuple[str, str]) -> None:
         """Ends the collectives of the cluster, and says why to all."""
         number = _HERE.calls[0].number
-        _HERE.lost = (number, told[1])
+        _HERE.lost = (number, failure[1])
         with contextlib.suppress(tf.errors.OpError):
-            messages.put(_LOST, json.dumps((number, *told)))
-        messages.end_collectives(told[1])
+            messages.put(_LOST, json.dumps((number, *failure)))
+        messages.end_collectives(failure[1])
 
     def _sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
         def on_replica(value: tf.Tensor) -> tf.Tensor:

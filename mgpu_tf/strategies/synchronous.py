@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.cluster.waiting import told_of_missing
+from mgpu_tf.cluster.waiting import naming_missing
 from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.fields import checked
 from mgpu_tf.names import COMMUNICATIONS, VISIBLE_GPUS, Devices, Shares
@@ -130,7 +130,7 @@ def create_multi_worker_mirrored_strategy(
     workers = 1 if cluster is None else cluster.num_workers
     shares = Balance.of(balance, workers, workers * len(names))
     watchdog.begin(cluster)
-    with told_of_missing(cluster):
+    with naming_missing(cluster):
         return MultiWorkerMirroredStrategy(cluster, options, len(names), shares)
 
 

@@ -82,7 +82,7 @@ def measure(
     for _ in range(workload.repeats):
         for run in runs:
             run.repeat()
-            _tell(run.told())
+            _tell(run.text())
     points = [run.point() for run in runs]
     return ScalingTable(workload.model, kind, workload.scaling, points)
 
@@ -134,7 +134,7 @@ class _Run:
         """Measures once more; the first epoch finds the pace again."""
         self._fit(2)
 
-    def told(self) -> str:
+    def text(self) -> str:
         """Returns what the last repeat reached."""
         rate = self._trainer.records[-1].examples_per_second
         noun = "device" if self._devices == 1 else "devices"

@@ -159,7 +159,7 @@ def _flat(prefix: str, value: Any, names: dict[str, str]) -> dict[str, str]:
     elif isinstance(value, list | tuple):
         items = list(enumerate(value))
     else:
-        return {prefix.rstrip(". "): _told(value, names)}
+        return {prefix.rstrip(". "): _shown(value, names)}
     facts: dict[str, str] = {}
     for key, item in items:
         facts |= _flat(f"{prefix}{key}.", item, names)
@@ -170,7 +170,7 @@ def _flat(prefix: str, value: Any, names: dict[str, str]) -> dict[str, str]:
 _IGNORED = {"name", "registered_name", "build_config", "shared_object_id"}
 
 
-def _told(value: Any, names: dict[str, str]) -> str:
+def _shown(value: Any, names: dict[str, str]) -> str:
     if isinstance(value, str):
         return names.get(value, value)
     if callable(value) and hasattr(value, "__code__"):

@@ -25,7 +25,7 @@ _UNFIT = re.compile(
     r"|Input to reshape is a tensor|must be of equal dimensions)[^\n]*"
 )
 # An error of this package in a function that a dataset calls.
-_TOLD = re.compile(r"ConfigurationError: ([^\n]*)")
+_MESSAGE = re.compile(r"ConfigurationError: ([^\n]*)")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # What Keras says where data and model do not fit together.
 _SHAPES = (
@@ -66,9 +66,9 @@ def explained(source: data_lib.Source) -> Iterator[None]:
     except ConfigurationError:
         raise
     except tf.errors.InvalidArgumentError as error:
-        told = _TOLD.search(str(error))
-        if told is not None:
-            raise ConfigurationError(told[1]) from error
+        match = _MESSAGE.search(str(error))
+        if match is not None:
+            raise ConfigurationError(match[1]) from error
         if "Inputs to operation AddN" in str(error):
             raise ConfigurationError(_KERAS_EVALUATES) from error
         if data_lib.SIZES_DIFFER in str(error):
@@ -178,14 +178,14 @@ def _has_targets(example: Any) -> bool:
 def _described(example: object, *, text: bool = False) -> str:
     """Tells the shapes of a batch, or where it holds text."""
     parts = example if isinstance(example, tuple) else (example,)
-    told = []
+    words = []
     for name, part in zip(("x", "y"), parts, strict=False):
         specs = tf.nest.flatten(part)
         if text and not any(spec.dtype == tf.string for spec in specs):
             continue
         if text:
-            told.append(f"text in {name}")
+            words.append(f"text in {name}")
             continue
         shapes = tf.nest.map_structure(lambda spec: tuple(spec.shape), part)
-        told.append(f"{name} of shape {shapes}")
-    return ", ".join(told)
+        words.append(f"{name} of shape {shapes}")
+    return ", ".join(words)

@@ -56,10 +56,10 @@ def follow(
     history.on_train_begin()
     for state in _states(saving.folder, epochs, snapshot):
         scores = evaluate()
-        told = ", ".join(
+        values = ", ".join(
             f"{name} {value:.4f}" for name, value in scores.items()
         )
-        _log.info("evaluator: step %d: %s", state["global_step"], told)
+        _log.info("evaluator: step %d: %s", state["global_step"], values)
         epoch = state["position"]["epoch"]
         history.epoch.append(epoch)
         for name, value in scores.items():

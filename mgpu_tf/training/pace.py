@@ -28,9 +28,9 @@ class Trial:
         self._choose = choose
         ways: list[bool | None] = [False, True] * self.ROUNDS
         # The time of an execution is known when the next one has ended.
-        told = [None, None, None, *ways]
+        measured = [None, None, None, *ways]
         chosen = [True, *ways, False, None]
-        self._plan = list(zip(told, chosen, strict=True))
+        self._plan = list(zip(measured, chosen, strict=True))
         self._best = {False: float("inf"), True: float("inf")}
 
     @property
@@ -45,9 +45,9 @@ class Trial:
             seconds: What a step took in the execution before the one that
                 has just ended; equal on all workers.
         """
-        told, way = self._plan.pop(0)
-        if told is not None:
-            self._best[told] = min(self._best[told], seconds)
+        measured, way = self._plan.pop(0)
+        if measured is not None:
+            self._best[measured] = min(self._best[measured], seconds)
         if way is None:
             way = self._best[True] < self._best[False]
             _log.info(

@@ -118,8 +118,8 @@ def replay(
 
     one, other = run(False), run(False)
     peers = one.peers
-    told = peers.of_all(verdict(step, folder, one, other))
-    reason = next((text for text in told if text), "")
+    verdicts = peers.of_all(verdict(step, folder, one, other))
+    reason = next((text for text in verdicts if text), "")
     if reason:
         return "hardware", reason
     if not peers.any(one.broken):

@@ -936,11 +936,11 @@ class Trainer:
 
         blamed, reason = replay(step, folder, source, one_pass)
         if self._distributed.is_chief:
-            told = f"replay of step {step}: {blamed or 'no fault'} ({reason})"
-            tell_verdict(told)
+            line = f"replay of step {step}: {blamed or 'no fault'} ({reason})"
+            tell_verdict(line)
             if verbose != 0:
                 print()  # A progress bar has left the cursor in its line.
-            print(told)
+            print(line)
         raise SystemExit(FOUND if blamed else 0)
 
     def _leave_out(

@@ -28,7 +28,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from mgpu_tf.cluster import waiting
 from mgpu_tf.cluster.config import ClusterConfig
 cluster = ClusterConfig.from_environment()
-with waiting.told_of_missing(cluster, first_seconds=0.2):
+with waiting.naming_missing(cluster, first_seconds=0.2):
     # As TensorFlow does while it waits: no thread and no handler runs.
     ctypes.PyDLL(None).pause()
 """
@@ -85,11 +85,11 @@ def test_nothing_is_told_when_all_are_there(capfd, interruptible):
     with server:
         cluster = ClusterConfig("worker", 0, worker=("a:1", here))
         assert waiting.missing_tasks(cluster) == []
-        with waiting.told_of_missing(cluster, first_seconds=0.01):
+        with waiting.naming_missing(cluster, first_seconds=0.01):
             assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
             # The child looks several times.
             time.sleep(1)
-        with waiting.told_of_missing(None):
+        with waiting.naming_missing(None):
             pass
     assert signal.getsignal(signal.SIGINT) is before
     assert capfd.readouterr().err == ""

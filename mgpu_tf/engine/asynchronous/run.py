@@ -35,7 +35,9 @@ class Run:
         self._sums: Any = None
         self._handed = self._pieces = 0
         self._waiting: tuple[int, Any] | None = None
-        self._done = self._examples = self._told = self._told_examples = 0
+        self._done = self._examples = self._reported = (
+            self._reported_examples
+        ) = 0
         self._ended = False
         self._kind = ""
         self._outputs: dict[int, Any] = {}
@@ -64,13 +66,13 @@ class Run:
         if not self._kind:
             self._begin(kind)
         if settle:
-            ahead = max(self._handed - self._told, wanted)
+            ahead = max(self._handed - self._reported, wanted)
         if ahead is not None and kind == "train":
             # A piece that ended within an update would lose what it has
             # accumulated.
             ahead = -(-ahead // self._engine.every) * self._engine.every
-        end = math.inf if ahead is None else self._told + ahead
-        while self._done - self._told < wanted:
+        end = math.inf if ahead is None else self._reported + ahead
+        while self._done - self._reported < wanted:
             self._hand_out(wanted, end)
             if self._dispatcher.idle:
                 break
@@ -102,7 +104,7 @@ class Run:
     def next_outputs(self) -> Any | None:
         """Returns the model's outputs for the next batch in order."""
         self._kind = "predict"
-        while self._told not in self._outputs:
+        while self._reported not in self._outputs:
             self._hand_out(self._engine.most_steps, math.inf)
             if self._dispatcher.idle:
                 return None
@@ -116,8 +118,8 @@ class Run:
                     self._outputs[at] = tf.nest.pack_sequence_as(
                         rows, list(batch)
                     )
-        self._told += 1
-        return self._outputs.pop(self._told - 1)
+        self._reported += 1
+        return self._outputs.pop(self._reported - 1)
 
     def _begin(self, kind: str) -> None:
         engine = self._engine
@@ -216,7 +218,7 @@ class Run:
         self._sums = self._sums + sums
 
     def _tell(self) -> tuple[int, int]:
-        steps = self._done - self._told
-        examples = self._examples - self._told_examples
-        self._told, self._told_examples = self._done, self._examples
+        steps = self._done - self._reported
+        examples = self._examples - self._reported_examples
+        self._reported, self._reported_examples = self._done, self._examples
         return steps, examples

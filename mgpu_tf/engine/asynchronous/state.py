@@ -50,7 +50,7 @@ class SharedStatistics:
         self._state = state
         self._workers = workers
         self._kept = keras_internals.kept_shares(model)
-        self._told: set[int] = set()
+        self._warned: set[int] = set()
         self._packs = Packs(state.layers if packed else [], also=state.layers)
 
     def read(self) -> Writes:
@@ -131,11 +131,11 @@ class SharedStatistics:
 
     def _tell(self, variable: keras.Variable) -> None:
         """Warns once of what steps of several workers overwrite."""
-        if id(variable) not in self._told:
+        if id(variable) not in self._warned:
             _log.warning(
                 "on 'parameter_server' %s holds what the last step of any "
                 "worker wrote, since it is neither a sum nor a moving "
                 "statistic of Keras",
                 variable.path,
             )
-        self._told.add(id(variable))
+        self._warned.add(id(variable))

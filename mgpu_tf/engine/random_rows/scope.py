@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine.random_rows.dimensions import OTHER, ROWS, RowDimensions
 
-# Is told of draws: the tensor, the axis of its rows, their block.
+# Gets each draw: the tensor, the axis of its rows, their block.
 Taken = Callable[[tf.Tensor, int, int], None]
 
 _log = logging.getLogger("mgpu_tf")

@@ -193,19 +193,19 @@ def links(driver: Driver) -> Iterator[Finding]:
     if not driver.links:
         return
     counts = Counter(driver.links)
-    told = ", ".join(f"{count} x {kind}" for kind, count in counts.items())
+    facts = ", ".join(f"{count} x {kind}" for kind, count in counts.items())
     slow = sorted(set(_SLOW_LINKS) & set(counts))
     if slow and any(kind.startswith("NV") for kind in counts):
         yield warning(
             "GPU links",
-            f"Some pairs of GPUs have no NVLink: {told}.",
+            f"Some pairs of GPUs have no NVLink: {facts}.",
             "Set CUDA_VISIBLE_DEVICES to GPUs with NVLink between them "
             "(nvidia-smi topo -m), or check the bridges.",
         )
     elif slow:
-        yield ok("GPU links", f"{told}: over PCI Express and processors")
+        yield ok("GPU links", f"{facts}: over PCI Express and processors")
     else:
-        yield ok("GPU links", told)
+        yield ok("GPU links", facts)
 
 
 def nccl(output: str) -> Iterator[Finding]:
@@ -222,19 +222,19 @@ def nccl(output: str) -> Iterator[Finding]:
     if version is None:
         return
     ways = Counter(_NCCL_WAY.findall(output))
-    told = f"NCCL {version[1]}"
+    facts = f"NCCL {version[1]}"
     if ways:
-        told += ", channels: " + ", ".join(
+        facts += ", channels: " + ", ".join(
             f"{count} by {way}" for way, count in ways.items()
         )
     if ways["SHM"] and not ways["P2P"]:
         yield warning(
             "NCCL",
-            f"{told}. GPUs of one machine do not reach each other directly.",
+            f"{facts}. GPUs of one machine do not reach each other directly.",
             "Check nvidia-smi topo -p2p r, and NCCL_P2P_DISABLE.",
         )
     else:
-        yield ok("NCCL", told)
+        yield ok("NCCL", facts)
 
 
 def _asked(command: list[str]) -> str:
