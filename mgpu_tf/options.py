@@ -199,7 +199,7 @@ class StepOptions:
         "layers: keep only the inputs of each layer for the backward pass, "
         "and compute the layer again there. Less memory, more computing. "
         "NAME,NAME: the same with layers or models of these names, in which * "
-        "stands for anything. stages: the same with the stages of a pipeline. "
+        "matches anything. stages: the same with the stages of a pipeline. "
         "In Python, a list of names, or a function of a layer, also works. "
         "Default: with weights that are split, layers; otherwise none.",
     )

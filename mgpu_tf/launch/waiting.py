@@ -52,7 +52,7 @@ def _import_all() -> None:
     from mgpu_tf.runtime.quiet_import import import_tensorflow
 
     import_tensorflow()
-    # As the script will do, which this program stands for: by name, since the
+    # As the script will do that runs in this process: by name, since the
     # rooms of this package do not import those below them.
     package = importlib.import_module("mgpu_tf")
     _ = package.Trainer  # Is imported when it is asked for.

@@ -149,7 +149,7 @@ class Trainer:
                 backward pass, and computes the layer again there: less
                 memory, more computing. Names of layers or models do so for
                 these alone: a list, or a string with commas, in which "*"
-                stands for anything; or a function that says of a layer
+                matches anything; or a function that says of a layer
                 whether it is computed again. "stages" does the same with the
                 stages of a pipeline. Default: "layers" where weights are
                 split.
