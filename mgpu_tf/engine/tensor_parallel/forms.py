@@ -2,6 +2,7 @@
 
     columns      inputs -> some outputs             -> gathered, if they must be
     rows         a part of inputs -> a part of all  -> summed, bias, activation
+    experts      a part of inputs -> some outputs   -> gathered, if they must be
     vocabulary   ids -> the rows of its own ids     -> summed
 
 Devices of the tensor axis have the same inputs. Where weights are split over
@@ -81,8 +82,8 @@ class Form:
         with lent([(kernel, part(kernel))]):
             if self.dim == self.linear.rows:
                 return self._rows_of_table(own, inputs, *args, **kwargs)
-            if self.linear.sums(self.dim) and not self.arrives:
-                axis = self.linear.input_axis(self.dim) or 0
+            axis = self.linear.input_axis(self.dim)
+            if axis is not None and not self.arrives:
                 inputs = self.groups.own_part(inputs, axis)
             layer = self.linear.layer
             with keras_internals.without(

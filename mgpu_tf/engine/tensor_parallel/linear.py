@@ -6,6 +6,9 @@ EinsumDense         as its equation says
 Conv                [..., channels, filters]  -1               -2
 Embedding           [vocabulary, features]    1                0: by rows
 ShardedEmbedding    [vocabulary, features]                     0: by rows
+
+The equation of an EinsumDense may have a label in inputs, kernel and outputs,
+as for experts. A part of the inputs makes that part of the outputs then.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class Linear:
         self.bias: keras.Variable | None = getattr(layer, "bias", None)
         self._outputs: dict[int, int] = {}
         self._summed: dict[int, int] = {}
+        self._alike: dict[int, tuple[int, int]] = {}
         self.rows: int | None = None
         if isinstance(layer, ShardedEmbedding):
             self.rows = 0
@@ -57,10 +61,15 @@ class Linear:
                 inputs.partition(label)[2],
                 wanted.partition(label)[2],
             )
-            if label in wanted and label not in inputs and "." not in rest:
-                self._outputs[dim] = -1 - len(rest)
-            elif label in inputs and label not in wanted and "." not in behind:
-                self._summed[dim] = -1 - len(behind)
+            if "." in behind + rest:
+                continue  # The place of what is before it is not known.
+            match label in inputs, label in wanted:
+                case False, True:
+                    self._outputs[dim] = -1 - len(rest)
+                case True, False:
+                    self._summed[dim] = -1 - len(behind)
+                case True, True:
+                    self._alike[dim] = -1 - len(behind), -1 - len(rest)
 
     @property
     def is_spread(self) -> bool:
@@ -81,12 +90,15 @@ class Linear:
     def dims(self) -> list[int]:
         """The dimensions along which the kernel may be split."""
         rows = [] if self.rows is None else [self.rows]
-        return [*rows, *self._outputs, *self._summed]
+        return [*rows, *self.output_dims, *self._summed]
 
     @property
     def output_dims(self) -> list[int]:
-        """Those of them that make an axis of the outputs."""
-        return list(self._outputs)
+        """Those of them that make an axis of the outputs, the best first.
+
+        Of experts each needs a part of the inputs alone.
+        """
+        return [*self._alike, *self._outputs]
 
     def sums(self, dim: int) -> bool:
         """Returns whether outputs are a sum over a dimension."""
@@ -94,15 +106,19 @@ class Linear:
 
     def input_axis(self, dim: int) -> int | None:
         """Returns the axis of inputs, from the end, that goes with one."""
+        if dim in self._alike:
+            return self._alike[dim][0]
         return self._summed.get(dim)
 
     def output_axis(self, dim: int) -> int | None:
         """Returns the axis of outputs, from the end, that one makes."""
+        if dim in self._alike:
+            return self._alike[dim][1]
         return self._outputs.get(dim)
 
     def bias_dim(self, dim: int) -> int | None:
         """Returns the dimension of the bias that goes with one."""
-        axis = self._outputs.get(dim)
+        axis = self.output_axis(dim)
         if self.bias is None or axis is None:
             return None
         if not isinstance(self.layer, keras.layers.EinsumDense):

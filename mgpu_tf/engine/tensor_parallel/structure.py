@@ -396,7 +396,7 @@ class _Search:
             else:
                 self.dims[layer] = dim
         dim = self.dims.get(layer)
-        if dim is not None and linear.sums(dim):
+        if dim is not None and linear.input_axis(dim) is not None:
             alike = {self._separate(each) for h in found for each in h.layers}
             fits = axis == linear.input_axis(dim) and alike <= {
                 self._separate(layer)
@@ -406,8 +406,8 @@ class _Search:
             else:
                 self._need(*found)
                 self.whole_inputs.add(layer)
-            return
-        self._need(*found)
+        else:
+            self._need(*found)
         output_axis = None if dim is None else linear.output_axis(dim)
         if output_axis is None or layer in self._gathered:
             return
