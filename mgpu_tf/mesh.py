@@ -36,6 +36,13 @@ split over its members.
     fsdp       0  0    1  1                  each has its own rows of a batch
     stage      0  1    0  1                  each stores half of its layers
 
+    mesh = Mesh(tensor=2, pipeline=2)    # 4 devices, 2 replicas
+
+    replica    0  0    1  1
+    tensor     0  0    1  1                  these have the same rows
+    stage      0  1    0  1                  each computes with half of its
+                                             layers' weights
+
     mesh = Mesh(data=2, pipeline=4, blocks=2)    # 8 devices, 4 replicas
 
     process    0  0    1  1    2  2    3  3
@@ -208,11 +215,11 @@ def mesh_of(
 
 
 def _check_together(mesh: Mesh, devices: int, workers: int) -> None:
-    if mesh.pipeline > 1 and mesh.tensor > 1:
+    if mesh.pipeline > 1 and mesh.tensor > 1 and workers > 1:
         raise ConfigurationError(
-            "The axis pipeline does not go with tensor. Received: "
-            f"pipeline={mesh.pipeline}, tensor={mesh.tensor}. Use fsdp or data "
-            "with one of them."
+            "The axis pipeline goes with tensor in one process. Received: "
+            f"pipeline={mesh.pipeline}, tensor={mesh.tensor} for {workers} "
+            "workers. Use fsdp or data with one of them."
         )
     for axis in ("tensor", "pipeline"):
         length = mesh.length(axis)

@@ -5,6 +5,7 @@
     create_model_parallel_strategy(fsdp=2, tensor=2)      both
     create_model_parallel_strategy(data=2, pipeline=2)    layers in stages
     create_model_parallel_strategy(fsdp=2, pipeline=2)    both in parts
+    create_model_parallel_strategy(tensor=2, pipeline=2)  parts of layers
 
 All axes go with data; `mesh.mesh_of` refuses by name what does not go together.
 """
@@ -169,6 +170,7 @@ def create_model_parallel_strategy(
             begins,
             reducing,
             smallest_split,
+            layout,
         )
     return FullyShardedStrategy(
         names, mesh, shard, reducing, smallest_split, layout, communication
@@ -185,17 +187,17 @@ def _names(stages: Any) -> tuple[str, ...]:
 
 
 def _check_layout(layout: Any, mesh: Mesh) -> None:
-    if mesh.pipeline > 1:
-        raise ConfigurationError(
-            "A layout goes with the axes data, fsdp and tensor. Received: "
-            f"layout={layout!r} with {mesh}. Leave the layout out, or the "
-            "pipeline."
-        )
-    if mesh.fsdp > 1 and "data" in Layout(layout).names:
+    if max(mesh.fsdp, mesh.pipeline) > 1 and "data" in Layout(layout).names:
         raise ConfigurationError(
             "In a layout, 'batch' goes with the axes data and tensor. "
             f"Received: layout={layout!r} with {mesh}. Name 'model', or use "
-            "fsdp=1."
+            "fsdp=1 and pipeline=1."
+        )
+    if mesh.pipeline > 1 and mesh.tensor == 1:
+        raise ConfigurationError(
+            "On a pipeline a layout goes with tensor. Received: "
+            f"layout={layout!r} with {mesh}. Use tensor=2 or more, or leave "
+            "the layout out."
         )
 
 

@@ -14,6 +14,11 @@ stages, its weights are in the memory of the host.
 Replicas of the fsdp axis share one copy of the weights: of a large weight, each
 of the devices that compute its stage stores a part.
 
+    create_model_parallel_strategy(tensor=2, pipeline=2, num_virtual_devices=4)
+
+Replicas of the tensor axis have the same rows, and each device computes parts
+of the layers of its stage.
+
     create_model_parallel_strategy(pipeline=4)      in 2 processes of 2 devices
 
     stages 0, 1    worker 0, CPU:0 -> CPU:1         a block of stages
@@ -80,8 +85,9 @@ class StagedStrategy(SplittingStrategy):
         schedule: str,
         begins: tuple[str, ...] | None,
         smallest_split: int,
+        layout: Any = "auto",
     ) -> None:
-        self._split_over(mesh, "weights", smallest_split)
+        self._split_over(mesh, "weights", smallest_split, layout)
         self.micro_batches = micro_batches
         self.schedule = schedule
         self.begins = begins
@@ -213,7 +219,9 @@ class PipelineStrategy(StagedStrategy, MirroredStrategy):
             stages begin; None for stages by cost.
         cross_device_ops: How replicas sum what no stage has to itself.
         smallest_split: The elements of the smallest weight that is split over
-            the fsdp axis.
+            the fsdp or the tensor axis.
+        layout: Which layers are computed in parts on the tensor axis; as for
+            `FullyShardedStrategy`.
     """
 
     def __init__(
@@ -225,8 +233,11 @@ class PipelineStrategy(StagedStrategy, MirroredStrategy):
         begins: tuple[str, ...] | None,
         cross_device_ops: tf.distribute.CrossDeviceOps | None,
         smallest_split: int = SMALLEST_SPLIT,
+        layout: Any = "auto",
     ) -> None:
-        self._in_stages(mesh, micro_batches, schedule, begins, smallest_split)
+        self._in_stages(
+            *(mesh, micro_batches, schedule, begins, smallest_split, layout)
+        )
         self._names = devices
         self._collective_key_base = next(self._groups)
         tf.distribute.Strategy.__init__(

@@ -20,13 +20,15 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.pipeline.head import Head
 from mgpu_tf.engine.pipeline.schedule import orders, timing
 from mgpu_tf.engine.pipeline.split import Stages, no_graph, stages_of
-from mgpu_tf.engine.pipeline.state import PipelineState
+from mgpu_tf.engine.pipeline.state import BlockState, PipelineState
 from mgpu_tf.engine.pipeline.step import PipelineStep
 from mgpu_tf.engine.pipeline.update import PipelineUpdate
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
 from mgpu_tf.engine.synchronous.sharded import needs_whole
+from mgpu_tf.engine.tensor_parallel.parts import TensorParallel, plan_of
 from mgpu_tf.engine.update import Update, unwrap
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.mesh import Split
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_plan import PipelinePlan
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
@@ -61,6 +63,7 @@ class PipelineEngine(SynchronousEngine):
         super().__init__(model, strategy, options)
         self._stages: Stages | None = None
         self._plan: PipelinePlan | None = None
+        self._parts: TensorParallel | None = None
         _check_model(model)
         _check_options(options)
         if self._strategy.is_apart:
@@ -71,8 +74,8 @@ class PipelineEngine(SynchronousEngine):
                 "of %s run without",
                 model.name,
             )
-        if model.built:
-            self._cut()
+        if model.built and self._strategy.mesh.tensor == 1:
+            self._cut({})
 
     def build(self, source: Source) -> None:
         """Creates all variables, each where it belongs; as in `Engine`."""
@@ -84,12 +87,22 @@ class PipelineEngine(SynchronousEngine):
     def build_layers(self, source: Source, *, training: bool = False) -> None:
         """Creates the variables of layers, in stages; as in `Engine`."""
         super().build_layers(source, training=training)
-        self._cut()
-
-    def _cut(self) -> None:
-        """Cuts the model, and moves its variables to their stages."""
         if self._stages is not None:
             return
+        if self._strategy.mesh.tensor == 1:
+            self._cut({})
+            return
+        plan = plan_of(self._model, self._strategy, source.example())
+        self._cut({id(variable): split for variable, split in plan.splits})
+        self._parts = TensorParallel(self._model, self._strategy, plan)
+
+    def _cut(self, parts: dict[int, Split]) -> None:
+        """Cuts the model, and moves its variables to their stages.
+
+        Args:
+            parts: How weights are divided, by identity, where layers are
+                computed in parts.
+        """
         strategy = self._strategy
         count = strategy.mesh.pipeline
         stages = stages_of(self._model, count, strategy.begins)
@@ -108,9 +121,9 @@ class PipelineEngine(SynchronousEngine):
             if part.built
         ]
         splits = {
-            id(variable): strategy.split_of(
-                keras_internals.stored(variable), number
-            )
+            id(variable): parts[id(variable)]
+            if id(variable) in parts
+            else strategy.split_of(keras_internals.stored(variable), number)
             for number, stage in enumerate(stages.every)
             for variable in stage.variables
         }
@@ -175,7 +188,9 @@ class PipelineEngine(SynchronousEngine):
         raise _no_trace()
 
     def _make_state(self) -> PipelineState:
-        state = PipelineState(self._model, self._strategy)
+        blocks = self._strategy.mesh.blocks > 1
+        kind = BlockState if blocks else PipelineState
+        state = kind(self._model, self._strategy)
         state.add_global_seed(self._strategy)
         state.draws_alike = self._options.random == "equal"
         if self._returns_logs():
@@ -211,7 +226,13 @@ class PipelineEngine(SynchronousEngine):
             self._stages,
             recompute=self._options.recompute == "stages",
             head=head,
+            tensor=self._parts,
         )
+
+    def _predict_step(self, *arguments: Any) -> Any:
+        parts = self._parts
+        with parts.in_place() if parts else contextlib.nullcontext():
+            return super()._predict_step(*arguments)
 
     @property
     def _update_type(self) -> type[Update]:
@@ -220,7 +241,7 @@ class PipelineEngine(SynchronousEngine):
     def _local_sums(
         self, optimizers: list[keras.optimizers.Optimizer]
     ) -> list[keras.Variable]:
-        if self._strategy.mesh.fsdp > 1:
+        if self._strategy.mesh.fsdp * self._strategy.mesh.tensor > 1:
             return []
         return super()._local_sums(optimizers)
 

@@ -116,7 +116,7 @@ class Run:
         """Comes before the variables of a stage are read."""
 
     def _read(self, variable: keras.Variable) -> tf.Tensor:
-        return tf.identity(variable.value)
+        return self._step.read(variable)
 
     def _seeds_of(self, micro: int) -> dict[int, tf.Tensor]:
         return self._step.seeds_of(micro)
@@ -128,7 +128,7 @@ class Run:
 
     def train(self, scale: Callable[[tf.Tensor], tf.Tensor]) -> dict[int, Any]:
         """Runs all passes; returns the sums of gradients by weight."""
-        seed = scale(tf.ones([], self._loss_type()))
+        seed = scale(tf.ones([], self._loss_type())) / self._step.same_loss
         sums = [Sums() for _ in self._devices]
         for each in self._passes():
             if each.backward and not self._headed:

@@ -23,11 +23,10 @@ class PipelineState(ReplicaState):
 
     def __init__(self, model: keras.Model, strategy: StagedStrategy) -> None:
         mesh = strategy.mesh
-        super().__init__(model, mesh.ranges, same_rows=mesh.blocks)
+        same_rows = mesh.tensor * mesh.blocks
+        super().__init__(model, mesh.ranges, same_rows=same_rows)
         self._strategy = strategy
         self._several = mesh.ranges * strategy.micro_batches > 1
-        # The last block has the loss and all metrics.
-        self._has_metrics = strategy.block == mesh.blocks - 1
 
     def is_declared_mean(self, variable: keras.Variable) -> bool:
         """Returns whether a variable is a mean over replicas, unread."""
@@ -69,6 +68,20 @@ class PipelineState(ReplicaState):
         del state
         return drawn
 
+
+class BlockState(PipelineState):
+    """The same where each process has a block of stages.
+
+    Args:
+        model: As for `PipelineState`.
+        strategy: As for `PipelineState`.
+    """
+
+    def __init__(self, model: keras.Model, strategy: StagedStrategy) -> None:
+        super().__init__(model, strategy)
+        # The last block has the loss and all metrics.
+        self._has_metrics = strategy.block == strategy.mesh.blocks - 1
+
     def _here(self, variables: list[keras.Variable]) -> list[keras.Variable]:
         return list(filter(is_here, variables))
 
@@ -81,8 +94,6 @@ class PipelineState(ReplicaState):
         layers: list[tf.Tensor],
         notes: tf.Tensor,
     ) -> list[tf.Tensor]:
-        if self._same_rows == 1:
-            return super()._sums(metrics, layers, notes)
         if not self._has_metrics:
             metrics = list(map(tf.zeros_like, metrics))
         *metrics, notes = sum_tensors([*metrics, notes], sum_over_replicas)
@@ -90,8 +101,6 @@ class PipelineState(ReplicaState):
 
     def _layer_sums(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """As in the base; blocks have different layers."""
-        if self._same_rows == 1:
-            return super()._layer_sums(values)
         groups = self._strategy.along("data", "fsdp")
         return sum_tensors(values, groups.all_reduce)
 

@@ -50,6 +50,8 @@ from mgpu_tf.engine.step import (
     of_unknown_length,
 )
 from mgpu_tf.engine.step_scope import StepScope
+from mgpu_tf.engine.synchronous.parts import computed
+from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.mirrored import as_one_replica
 from mgpu_tf.strategies.pipeline import StagedStrategy
@@ -102,6 +104,9 @@ class PipelineStep(ReplicaStep):
             pass, and computes everything else again.
         head: Computes losses and metrics that need all rows; None for
             predictions.
+        tensor: What computes with parts of weights, where weights are split
+            so. Replicas exchange nothing within a function, so each pass of a
+            stage is traced then.
     """
 
     _state: PipelineState
@@ -116,6 +121,7 @@ class PipelineStep(ReplicaStep):
         *,
         recompute: bool,
         head: Head | None = None,
+        tensor: TensorParallel | None = None,
     ) -> None:
         self._micro = strategy.micro_batches
         parts = strategy.mesh.ranges * self._micro
@@ -124,6 +130,7 @@ class PipelineStep(ReplicaStep):
             loss,  # type: ignore[arg-type]
             state,
             parts,
+            tensor=tensor,
             in_parts=parts > 1,
         )
         self._strategy = strategy
@@ -222,10 +229,9 @@ class PipelineStep(ReplicaStep):
                 return self._compute(stage, kind, *args)
 
             # One that runs eagerly reads Python's values of a step.
+            inlined = tf.executing_eagerly() or self._tensor is not None
             self._functions[key] = (
-                compute
-                if tf.executing_eagerly()
-                else tf.function(compute, autograph=False)
+                compute if inlined else tf.function(compute, autograph=False)
             )
         return self._functions[key]
 
@@ -266,10 +272,18 @@ class PipelineStep(ReplicaStep):
         local, total, *first = places
         share = _Share(local, total, parts, low=first[0] if first else None)
         trained, others = self.variables_of(number)
-        given = [
-            *zip(trained, weights, strict=True),
-            *zip(others, held, strict=True),
-        ]
+        if self._tensor is not None:
+            # Other passes read the same tensors.
+            weights = list(map(tf.identity, weights))
+        given = list(zip(others, held, strict=True))
+        sources: Writes = []
+        for variable, weight in zip(trained, weights, strict=True):
+            own = sources if self.is_in_parts(variable) else given
+            own.append((variable, weight))
+        join = None
+        if self._tensor is not None:
+            join = self._tensor.join(sources)
+            given += self._tensor.given(join, trained)
         if self._state.generator is not None:
             keras_internals.lend_global_seed(self._state.generator)
         with contextlib.ExitStack() as stack:
@@ -280,7 +294,14 @@ class PipelineStep(ReplicaStep):
             rows = [t for t, _ in taken if t.shape.rank and not t.shape[0]]
             drawn: list[tf.Tensor] = []
             scope = stack.enter_context(
-                StepScope(self._model, given, None, self._refuse_other_stage)
+                StepScope(
+                    self._model,
+                    given,
+                    None,
+                    self._refuse_other_stage,
+                    {id(v): source for v, source in sources},
+                    join,
+                )
             )
             scope.share, scope.state = share, self._state
             scope.read_aside = self._calls.read_aside
@@ -474,6 +495,23 @@ class PipelineStep(ReplicaStep):
             others += self._state.metrics
         others += filter(self.is_global_seed, self._state.seeds)
         return own, list({id(v): v for v in others}.values())
+
+    def is_in_parts(self, variable: keras.Variable) -> bool:
+        """Returns whether replicas compute with parts of a weight."""
+        if self._tensor is None or not keras_internals.is_split(variable):
+            return False
+        return keras_internals.stored(variable).split.over != "fsdp"
+
+    def read(self, variable: keras.Variable) -> tf.Tensor:
+        """Returns what a replica computes with of a variable. On a replica."""
+        if not self.is_in_parts(variable):
+            return tf.identity(variable.value)
+        return tf.identity(computed([keras_internals.stored(variable)])[0])
+
+    @property
+    def same_loss(self) -> int:
+        """How many replicas compute the same loss, each its share of it."""
+        return self._strategy.mesh.tensor
 
     def stored_in(self, number: int) -> list[keras.Variable]:
         """Returns the trainable weights that a stage stores."""

@@ -14,8 +14,9 @@ from mgpu_tf.engine.noise_scale import square_of
 from mgpu_tf.engine.pipeline.state import is_here
 from mgpu_tf.engine.synchronous.sharded import ShardedUpdate
 from mgpu_tf.engine.update import Gradients, beside, values
+from mgpu_tf.mesh import others_than
 from mgpu_tf.strategies.own_gradient import sum_over_replicas
-from mgpu_tf.strategies.sharded_variable import ShardedVariable, stored_part
+from mgpu_tf.strategies.sharded_variable import ShardedVariable, part_of
 
 
 class PipelineUpdate(ShardedUpdate):
@@ -29,7 +30,7 @@ class PipelineUpdate(ShardedUpdate):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._splits = any(map(keras_internals.is_split, self._variables))
-        if not self._splits:
+        if not self._splits and self._mesh.fsdp * self._mesh.tensor == 1:
             # Sums over micro-steps are those of each replica.
             self._reduces_first = self._every == 1 or self._reduced
             self._are_alike = self._reduces_first or self._replicas == 1
@@ -46,55 +47,36 @@ class PipelineUpdate(ShardedUpdate):
 
         Of a weight that replicas store in parts, each gets that of its part.
         """
-        if self._mesh.ranges == 1:
+        if self._mesh.ranges * self._mesh.tensor == 1:
             return gradients
-        if self._strategy.is_apart:
-            here = list(map(is_here, variables))
-            summed = iter(
-                self._summed_by_axes(
-                    list(itertools.compress(gradients, here)),
-                    list(itertools.compress(variables, here)),
-                    list(itertools.compress(alike, here)),
-                )
-            )
-            return [
-                next(summed) if is_held else gradient
-                for gradient, is_held in zip(gradients, here, strict=True)
-            ]
-        rows = [isinstance(self._first(g), tf.IndexedSlices) for g in gradients]
+        here = list(map(is_here, variables))
         summed = iter(
-            self._rows(
-                list(itertools.compress(gradients, rows)),
-                list(itertools.compress(alike, rows)),
+            self._summed_by_axes(
+                list(itertools.compress(gradients, here)),
+                list(itertools.compress(variables, here)),
+                list(itertools.compress(alike, here)),
             )
         )
         return [
-            self._own_rows(next(summed), variable)
-            if each and self._takes_part(variable)
-            else next(summed)
-            if each
-            else self._dense_sum(gradient, variable)
-            for gradient, variable, each in zip(
-                gradients, variables, rows, strict=True
-            )
+            next(summed) if is_held else gradient
+            for gradient, is_held in zip(gradients, here, strict=True)
         ]
 
-    def _takes_part(self, table: keras.Variable) -> bool:
-        """Whether a replica updates the rows of its part of a table only."""
-        return (
-            keras_internals.is_split(table)
-            and id(table) not in self._whole_rows
-        )
+    def _dense_of_axes(
+        self,
+        axes: tuple[str, ...],
+        gradients: Gradients,
+        variables: list[keras.Variable],
+    ) -> Gradients:
+        if self._strategy.is_apart:
+            return super()._dense_of_axes(axes, gradients, variables)
+        return list(map(self._dense_sum, gradients, variables))
 
     def _dense_sum(self, gradient: Any, variable: keras.Variable) -> Any:
         every = self._strategy.experimental_local_results(gradient)
-        sent = []
-        for each in every:
-            with tf.device(each.device):
-                small = self._dtype and self._dtype.size < each.dtype.size
-                sent.append(tf.cast(each, self._dtype) if small else each)
         totals: dict[int, tf.Tensor] = {}
-        for same in self._same_parts(variable):
+        for same, senders in self._same_parts(variable):
+            sent = [every[sender] for sender in senders]
             parts = [self._part_for(same[0], each, variable) for each in sent]
             with tf.device(every[same[0]].device):
                 total = tf.cast(tf.add_n(parts), every[0].dtype)
@@ -106,21 +88,36 @@ class PipelineUpdate(ShardedUpdate):
             lambda context: totals[context.replica_id_in_sync_group]
         )
 
-    def _same_parts(self, variable: keras.Variable) -> list[list[int]]:
-        """Returns the replicas that store the same of a weight, together."""
-        is_split = keras_internals.is_split(variable)
-        return self._mesh.groups(["data"] if is_split else ["data", "fsdp"])
+    def _same_parts(
+        self, variable: keras.Variable
+    ) -> list[tuple[list[int], list[int]]]:
+        """Returns the replicas that store the same of a weight, together.
+
+        With them come those that have something of its gradient.
+        """
+        axes: tuple[str, ...] = ()
+        if keras_internals.is_split(variable):
+            axes = keras_internals.stored(variable).split.axes
+        senders = others_than([axis for axis in axes if axis != "fsdp"])
+        return [
+            (same, self._mesh.along(senders, same[0]))
+            for same in self._mesh.groups(others_than(axes))
+        ]
 
     def _part_for(
         self, replica: int, gradient: tf.Tensor, variable: keras.Variable
     ) -> tf.Tensor:
         """Returns what a replica stores of a gradient, where that one lies."""
-        if not keras_internals.is_split(variable):
-            return gradient
-        split = keras_internals.stored(variable).split
         with tf.device(gradient.device):
-            whole = tf.ensure_shape(gradient, split.shape)
-            return stored_part(whole, split, self._mesh, replica)
+            if self._dtype and self._dtype.size < gradient.dtype.size:
+                gradient = tf.cast(gradient, self._dtype)
+            if not keras_internals.is_split(variable):
+                return gradient
+            inner = keras_internals.stored(variable).inner(replica)
+            if inner is None:
+                return gradient
+            whole = tf.ensure_shape(gradient, inner.shape)
+            return part_of(whole, inner, self._mesh.rank("fsdp", replica))
 
     # On a replica.
 
@@ -136,7 +133,8 @@ class PipelineUpdate(ShardedUpdate):
         self, gradients: Gradients, known: dict[int, tf.Tensor]
     ) -> tf.Tensor:
         """Returns the squared norm of a replica's gradients, in float64."""
-        del known
+        if self._mesh.tensor > 1:
+            return super().own_square(gradients, known)
         return tf.add_n(self._squares_of(gradients))
 
     def _squares_of(self, gradients: Gradients) -> list[tf.Tensor]:

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -62,18 +62,33 @@ class Plan:
         over: The axis of the mesh of each, by identity.
         dropouts: The layers that draw for parts, each with its axis from the
             end, the length of that axis and the axis of the mesh.
+        splits: How weights are stored in parts.
     """
 
     linear: list[Linear]
     structure: structure.Structure
     over: dict[int, str]
     dropouts: list[tuple[keras.layers.Layer, int, int, str]]
+    splits: list[tuple[keras.Variable, Split]]
 
 
 def split_model(
     model: keras.Model, strategy: tf.distribute.Strategy, example: Any
 ) -> Plan:
-    """Splits the weights of a model, as the layout of its strategy says.
+    """Splits the weights of a model; the arguments are those of `plan_of`."""
+    plan = plan_of(model, strategy, example)
+    for variable, split in plan.splits:
+        if not _is_stored_as(variable, split):
+            _store_in_parts(model, variable, split)
+    for optimizer in _built_optimizers(model):
+        keras_internals.index_again(optimizer)
+    return plan
+
+
+def plan_of(
+    model: keras.Model, strategy: tf.distribute.Strategy, example: Any
+) -> Plan:
+    """Returns what is split, as the layout of a strategy says.
 
     Args:
         model: A built model, made in the strategy's scope.
@@ -115,14 +130,9 @@ def split_model(
                 found.dims[key] = dim
     used = [linear[key] for key in found.dims]
     splits = chooser.splits(found.dims, linear, over)
-    for variable, split in splits:
-        if not _is_stored_as(variable, split):
-            _store_in_parts(model, variable, split)
-    for optimizer in _built_optimizers(model):
-        keras_internals.index_again(optimizer)
     _report(model, strategy, splits, found)
     drawn = _dropouts(passes, found, dropouts, over)
-    return Plan(used, found, over, drawn)
+    return Plan(used, found, over, drawn, splits)
 
 
 def _passes(
@@ -512,10 +522,23 @@ class TensorParallel:
         return joined
 
     def given(
-        self, join: Callable[[keras.Variable], tf.Tensor | None]
+        self,
+        join: Callable[[keras.Variable], tf.Tensor | None],
+        among: Iterable[keras.Variable] | None = None,
     ) -> Writes:
-        """Returns the weights that are read whole, by layers not known."""
-        return [(variable, join(variable)) for variable in self._read_whole]
+        """Returns the weights that are read whole, by layers not known.
+
+        Args:
+            join: Makes whole weights of parts.
+            among: The weights that are read at all. Default: those of the
+                model.
+        """
+        known = None if among is None else set(map(id, among))
+        return [
+            (variable, join(variable))
+            for variable in self._read_whole
+            if known is None or id(variable) in known
+        ]
 
     def _join_before(self, variables: list[keras.Variable]) -> None:
         """Lets weights be whole before branches and loops read them.
@@ -581,13 +604,13 @@ class TensorParallel:
         raise TraceAgain
 
     def _part(self, variable: keras.Variable) -> Any:
-        if id(variable) in self._by_rows:
-            return self._here(variable)
         scope = keras_internals.stateless_scope()
         if isinstance(scope, StepScope | Replay):
             source = scope.sources.get(id(variable))
             if source is not None:
                 return source
+        if id(variable) in self._by_rows:
+            return self._here(variable)
         return note(computed([keras_internals.stored(variable)])[0], FIXED)
 
     def _drop(
