@@ -90,6 +90,30 @@ def strategies():
             **parts(6),
             smallest_split=4,
         ),
+        "tensor_2_pipeline_2": mgpu_tf.create_model_parallel_strategy(
+            tensor=2,
+            pipeline=2,
+            micro_batches=2,
+            **parts(4),
+            smallest_split=4,
+        ),
+        "data_2_tensor_2_pipeline_2": mgpu_tf.create_model_parallel_strategy(
+            data=2,
+            tensor=2,
+            pipeline=2,
+            micro_batches=1,
+            schedule="gpipe",
+            **parts(8),
+            smallest_split=4,
+        ),
+        "fsdp_2_tensor_2_pipeline_2": mgpu_tf.create_model_parallel_strategy(
+            fsdp=2,
+            tensor=2,
+            pipeline=2,
+            micro_batches=2,
+            **parts(8),
+            smallest_split=4,
+        ),
         "tensor_x3": mgpu_tf.create_model_parallel_strategy(
             tensor=3, **parts(3), smallest_split=4
         ),

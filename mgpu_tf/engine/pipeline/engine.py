@@ -211,6 +211,8 @@ class PipelineEngine(SynchronousEngine):
             self._state,
             self._local.ranges,
             self._exchange,
+            self._parts,
+            self._strategy.mesh.tensor,
         )
         return self._step_with(self._loss, self._state, head)
 

@@ -26,6 +26,7 @@ from mgpu_tf.engine.exchange import Exchange
 from mgpu_tf.engine.losses import GlobalLoss
 from mgpu_tf.engine.state import ReplicaState, Writes
 from mgpu_tf.engine.step import Logs, ReplicaStep
+from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
 from mgpu_tf.errors import ConfigurationError
 
 
@@ -38,6 +39,9 @@ class Head(ReplicaStep):
         state: What a step may write besides weights.
         replicas: Number of replicas that step together.
         exchange: Gives replicas the rows of all; None where there is one.
+        tensor: What computes with parts of weights, where weights are split
+            so.
+        same_rows: How many replicas compute the loss of the same rows.
     """
 
     def __init__(
@@ -47,8 +51,15 @@ class Head(ReplicaStep):
         state: ReplicaState,
         replicas: int,
         exchange: Exchange | None,
+        tensor: TensorParallel | None,
+        same_rows: int,
     ) -> None:
-        super().__init__(model, loss, state, replicas, exchange=exchange)
+        super().__init__(
+            *(model, loss, state, replicas),
+            same_rows=same_rows,
+            exchange=exchange,
+        )
+        self._parts = tensor
         self._own_loss = keras_internals.overrides(model, "compute_loss")
         # Those of other losses are counted with the stages.
         self._regularized = None if self._own_loss else []
@@ -76,7 +87,8 @@ class Head(ReplicaStep):
             data: The rows.
             share: The part of the replica in the global batch.
             added: The contributions of the stages to the loss.
-            weights: The weights that have regularizers, with their values.
+            weights: The weights that have regularizers, with what this
+                replica computes with of each.
             scale: Scales the loss; None where nothing is trained.
 
         Returns:
@@ -90,16 +102,18 @@ class Head(ReplicaStep):
             for variable, value in self._state.values()
             if self._state.is_metric(variable)
         ]
-        given = [*self._state.replica_seeds(), *metrics, *weights]
         values = [value for _, value in weights]
         watched = [each for each in outputs if each.dtype.is_floating]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*watched, *values])
+            whole = self._whole(weights)
+            given = [*self._state.replica_seeds(), *metrics, *whole]
             with reached():
                 loss, writes, logs = self.forward(
                     data, share, scale is not None, given
                 )
             scaled = loss if scale is None else scale(loss)
+            scaled = scaled / tf.cast(self._same_rows, scaled.dtype)
         gradients: list[Any] = [None] * len(outputs)
         of_weights: list[Any] = [None] * len(values)
         if scale is not None:
@@ -110,6 +124,19 @@ class Head(ReplicaStep):
                 for each in outputs
             ]
         return loss, gradients, of_weights, writes, logs
+
+    def _whole(self, weights: Writes) -> Writes:
+        """Returns whole weights, which have the gradients of their parts."""
+        if self._parts is None:
+            return list(weights)
+        join = self._parts.join(weights)
+        joined = [(variable, join(variable)) for variable, _ in weights]
+        return [
+            (variable, value if found is None else found)
+            for (variable, value), (_, found) in zip(
+                weights, joined, strict=True
+            )
+        ]
 
     def _read(self, variable: keras.Variable) -> None:
         """Refuses what only stages read, which write it after this."""

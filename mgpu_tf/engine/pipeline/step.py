@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -61,7 +62,13 @@ _log = logging.getLogger("mgpu_tf")
 
 @dataclasses.dataclass(frozen=True)
 class _Share(BatchShare):
-    """The share of a micro-batch in the global batch."""
+    """The share of a micro-batch in the global batch.
+
+    Attributes:
+        place: Which of all micro-batches it is, where each is traced.
+    """
+
+    place: int = 0
 
     def sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
         """Refuses a sum that is known after all micro-batches only."""
@@ -220,19 +227,28 @@ class PipelineStep(ReplicaStep):
 
     # In the function of a stage.
 
-    def stage_function(self, stage: int, kind: str) -> Callable[..., Any]:
-        """Returns the function of a stage: of tensors, traced once."""
+    def stage_function(
+        self, stage: int, kind: str, micro: int
+    ) -> Callable[..., Any]:
+        """Returns the function of a stage: of tensors, traced once.
+
+        Where it runs eagerly it reads Python's values of a step, and where
+        replicas exchange something it is traced with the step.
+        """
+
+        def compute(*args: Any, place: int = 0) -> Any:
+            return self._compute(stage, kind, place, *args)
+
+        if tf.executing_eagerly():
+            return compute
+        if self._tensor is not None:
+            context = tf.distribute.get_replica_context()
+            replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+            rows = replica // self._strategy.mesh.tensor
+            return functools.partial(compute, place=rows * self._micro + micro)
         key = stage, kind
         if key not in self._functions:
-
-            def compute(*args: Any) -> Any:
-                return self._compute(stage, kind, *args)
-
-            # One that runs eagerly reads Python's values of a step.
-            inlined = tf.executing_eagerly() or self._tensor is not None
-            self._functions[key] = (
-                compute if inlined else tf.function(compute, autograph=False)
-            )
+            self._functions[key] = tf.function(compute, autograph=False)
         return self._functions[key]
 
     def traced(self, stage: int, kind: str) -> _Traced:
@@ -243,6 +259,7 @@ class PipelineStep(ReplicaStep):
         self,
         number: int,
         kind: str,
+        place: int,
         taken: list[tuple[tf.Tensor, tf.Tensor | None]],
         weights: list[tf.Tensor],
         held: list[tf.Tensor],
@@ -254,6 +271,7 @@ class PipelineStep(ReplicaStep):
         Args:
             number: The stage.
             kind: `train`, `evaluate` or `predict`.
+            place: The number of the micro-batch, where each is traced.
             taken: Its inputs, with their masks.
             weights: The values of its trainable weights.
             held: The values of what else it reads.
@@ -270,11 +288,14 @@ class PipelineStep(ReplicaStep):
         stage = self._stages.every[number]
         parts = self._replicas
         local, total, *first = places
-        share = _Share(local, total, parts, low=first[0] if first else None)
+        low = first[0] if first else None
+        share = _Share(local, total, parts, low=low, place=place)
         trained, others = self.variables_of(number)
         if self._tensor is not None:
             # Other passes read the same tensors.
             weights = list(map(tf.identity, weights))
+            self._calls.owners.note([taken, data], share.place)
+            self._calls.owners.note(weights, None)
         given = list(zip(others, held, strict=True))
         sources: Writes = []
         for variable, weight in zip(trained, weights, strict=True):
@@ -301,6 +322,8 @@ class PipelineStep(ReplicaStep):
                     self._refuse_other_stage,
                     {id(v): source for v, source in sources},
                     join,
+                    owners=self._calls.owners,
+                    place=share.place,
                 )
             )
             scope.share, scope.state = share, self._state
@@ -463,10 +486,8 @@ class PipelineStep(ReplicaStep):
     def _check_scope(
         self, scope: StepScope, trained: list[keras.Variable]
     ) -> None:
-        graph = tf.compat.v1.get_default_graph()
         known = {id(variable) for variable in trained}
         read = [v.path for v in scope.seen.values() if id(v) not in known]
-        read += [v.name for v in getattr(graph, "variables", ())]
         if read:
             raise of_another_stage(read[0])
         for variable in trained:
