@@ -101,7 +101,7 @@ def strategies():
             data=2,
             tensor=2,
             pipeline=2,
-            micro_batches=1,
+            micro_batches=2,
             schedule="gpipe",
             **parts(8),
             smallest_split=4,

@@ -159,7 +159,14 @@ def test_one_part_may_have_all():
 
 def test_axes_that_do_not_go_together():
     with pytest.raises(ConfigurationError, match="pipeline=2, tensor=2"):
-        mesh_of(4, None, None, tensor=2, pipeline=2)
+        mesh_of(4, None, None, tensor=2, pipeline=2, workers=2)
+
+
+def test_stages_may_be_computed_in_parts():
+    mesh = mesh_of(8, None, None, tensor=2, pipeline=2)
+    assert mesh == Mesh(2, tensor=2, pipeline=2)
+    assert (mesh.replicas, mesh.ranges, mesh.stages) == (4, 2, 2)
+    assert mesh.groups(["tensor"]) == [[0, 1], [2, 3]]
 
 
 def test_stages_may_be_split():

@@ -15,7 +15,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.planner.graph import Graph
 from mgpu_tf.planner.layout import Layout
 from mgpu_tf.planner.step_time import Machines
@@ -73,16 +72,15 @@ def _axes(devices: int, machines: Machines, layers: int) -> Iterator[Layout]:
         for pipeline in _divisors(devices // tensor):
             if pipeline > 1 and pipeline > layers:
                 continue
+            if several and pipeline > 1 and tensor > 1:
+                continue  # They go together in one process.
             # A machine has whole pipelines, or a block of stages of one.
             own = machines.per_node
             if several and pipeline % own and own % pipeline:
                 continue
             rest = devices // tensor // pipeline
             for fsdp in _divisors(rest):
-                try:
-                    yield Layout(rest // fsdp, fsdp, tensor, pipeline)
-                except ConfigurationError:
-                    continue  # Axes that do not go together.
+                yield Layout(rest // fsdp, fsdp, tensor, pipeline)
 
 
 def _divisors(number: int) -> list[int]:

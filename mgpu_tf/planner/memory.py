@@ -327,8 +327,9 @@ def _stages(
         if number == 0 or number == layout.pipeline - 1:
             kinds["batches"] = batch
         kinds["allocator"] = wasted_bytes(kinds, layout, fitted)
+        count = layout.replicas * layout.tensor
         found.append(
-            DeviceMemory(f"stage {number}", layout.replicas, _in_order(kinds))
+            DeviceMemory(f"stage {number}", count, _in_order(kinds))
         )
     return found
 

@@ -103,8 +103,9 @@ class StateMemory:
 
     @property
     def _stage(self) -> int:
-        """Bytes of the weights of one stage."""
-        return -(-_FLOAT32 * self.parameters // self.pipeline)
+        """Bytes of what one device computes with of the weights."""
+        devices = self.tensor * self.pipeline
+        return -(-_FLOAT32 * self.parameters // devices)
 
     @property
     def _part(self) -> int:

@@ -335,18 +335,20 @@ def _tensor_seconds(
 ) -> float:
     """Returns the seconds of sums between layers in parts, in all passes."""
     parts = splits.parts_of(graph)
-    passes = 3 if layout.recomputes else 2
-    times = layout.accumulation * passes
+    again = layout.recomputes or layout.recompute == "stages"
+    times = layout.accumulation * layout.parts * (3 if again else 2)
+    # The devices of a replica are its stages.
+    stride = layout.pipeline
     found = 0.0
     for tensor in parts.summed.values():
         if tensor >= 0:
-            size = graph.tensors[tensor].bytes(rows)
-            found += network.all_reduce(size, layout.tensor)
+            size = graph.tensors[tensor].bytes(rows / layout.parts)
+            found += network.all_reduce(size, layout.tensor, stride)
     for tensor in parts.gathered.values():
         if tensor >= 0:
-            size = graph.tensors[tensor].bytes(rows)
-            found += network.all_gather(size, layout.tensor)
-    return found * times
+            size = graph.tensors[tensor].bytes(rows / layout.parts)
+            found += network.all_gather(size, layout.tensor, stride)
+    return found * times / layout.pipeline
 
 
 def _pipeline_seconds(

@@ -352,8 +352,13 @@ def test_backbones_of_keras_hub(name, strategies):
 
 WRONG = [
     (
-        {"tensor": 2, "pipeline": 2, "devices": 4},
-        "pipeline does not go with tensor",
+        {
+            "tensor": 2,
+            "pipeline": 2,
+            "devices": 4,
+            "layout": {".*": (None, "batch")},
+        },
+        "'batch' goes with the axes data and tensor",
     ),
     (
         {"fsdp": 2, "layout": {".*": (None, "batch")}},

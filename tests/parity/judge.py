@@ -55,6 +55,14 @@ def verdict(name, result, hashes=("one",)):
     return finite and agree and found <= limit(name), found
 
 
+STAGED = (
+    "pipeline_x2",
+    "data_2_pipeline_2",
+    "fsdp_3_pipeline_2",
+    "tensor_2_pipeline_2",
+    "data_2_tensor_2_pipeline_2",
+    "fsdp_2_tensor_2_pipeline_2",
+)
 # What a column cannot have, refused in one line.
 REFUSED = (
     {
@@ -64,11 +72,12 @@ REFUSED = (
         ("central_storage_x2", "own_train_step_clipped"): "of your own",
     }
     | {
-        ("fsdp_2_tensor_2", "embedding_lazy_adam"): "split by its rows",
+        (column, "embedding_lazy_adam"): "split by its rows"
+        for column in ("fsdp_2_tensor_2", "fsdp_2_tensor_2_pipeline_2")
     }
     | {
         (column, name): rule
-        for column in ("pipeline_x2", "data_2_pipeline_2", "fsdp_3_pipeline_2")
+        for column in STAGED
         for name, rule in {
             "loss_scale_overflow": "a layer for each stage",
             "batch_norm_synchronized": "synchronized=True",

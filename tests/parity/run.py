@@ -46,6 +46,8 @@ MACHINE = (
     "pipeline_x2",
     "data_2_pipeline_2",
     "fsdp_3_pipeline_2",
+    "tensor_2_pipeline_2",
+    "data_2_tensor_2_pipeline_2",
 )
 # Processes, devices of each, and a mesh over the devices of all of them.
 CLUSTERS = {

@@ -19,6 +19,9 @@ SPLIT = (
     "pipeline_x2",
     "data_2_pipeline_2",
     "fsdp_3_pipeline_2",
+    "tensor_2_pipeline_2",
+    "data_2_tensor_2_pipeline_2",
+    "fsdp_2_tensor_2_pipeline_2",
     "tensor_x3",
     "data_2_tensor_2",
     "fsdp_2_tensor_2",
@@ -45,6 +48,7 @@ QUICK = [
     ("data_3", "mixed_float16"),
     ("fsdp_2_tensor_2", "embedding_adam"),
     ("fsdp_3_pipeline_2", "adam_global_clipnorm"),
+    ("tensor_2_pipeline_2", "mask"),
     ("zero1_x2", "accumulation_3_uneven"),
 ]
 # Rows that another row, another tier's cluster or a cheaper test stands for:

@@ -50,8 +50,6 @@ def test_options_make_the_layout():
     assert (made.data, made.tensor) == (2, 2)
     with pytest.raises(ConfigurationError, match="multiply"):
         layout_of("fsdp", 4, data_parallel=3)
-    with pytest.raises(ConfigurationError, match="does not go with"):
-        Layout(tensor=2, pipeline=2)
 
 
 def test_it_reads_as_words():

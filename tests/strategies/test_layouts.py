@@ -26,6 +26,7 @@ COLUMNS = {
     "`tensor`": "tensor_x3",
     "`pipeline`": "data_2_pipeline_2",
     "`fsdp` x `pipeline`": "fsdp_3_pipeline_2",
+    "`tensor` x `pipeline`": "data_2_tensor_2_pipeline_2",
 }
 
 

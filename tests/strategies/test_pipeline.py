@@ -124,10 +124,6 @@ def test_names():
     ("options", "rule"),
     [
         (
-            {"pipeline_parallel": 2, "tensor_parallel": 2},
-            "pipeline does not go with tensor",
-        ),
-        (
             {"pipeline_parallel": 3, "data_parallel": 2},
             "data=2 x fsdp=1 x pipeline=3 = 6 for 4 devices",
         ),

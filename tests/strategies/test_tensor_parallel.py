@@ -16,6 +16,7 @@ from tests.strategies.resuming import (
 from tests.tiers import tiered
 
 TENSOR = ["tensor_x3", "data_2_tensor_2", "fsdp_2_tensor_2"]
+STAGES = ["tensor_2_pipeline_2", "fsdp_2_tensor_2_pipeline_2"]
 
 
 @pytest.fixture(params=tiered(TENSOR, ["fsdp_2_tensor_2"], []))
@@ -41,7 +42,9 @@ def plain():
     return build(rate=0.0)
 
 
-@pytest.mark.parametrize("name", tiered(TENSOR, [], ["data_2_tensor_2"]))
+@pytest.mark.parametrize(
+    "name", tiered(TENSOR + STAGES, [], ["data_2_tensor_2", STAGES[0]])
+)
 def test_resumed_bit_for_bit(name, strategies, tmp_path):
     check_same_bits(build, strategies[name], tmp_path)
 
@@ -58,9 +61,17 @@ def test_resumed_bit_for_bit(name, strategies, tmp_path):
             ("tensor_x3", "data_2_pipeline_2"),
             ("fsdp_2_tensor_2", "data_2_tensor_2"),
             ("data_2_pipeline_2", "fsdp_2_tensor_2"),
+            ("tensor_2_pipeline_2", "mirrored_x3"),
+            ("mirrored_x3", "tensor_2_pipeline_2"),
+            ("tensor_x3", "fsdp_2_tensor_2_pipeline_2"),
+            ("fsdp_2_tensor_2_pipeline_2", "data_2_tensor_2_pipeline_2"),
         ],
         [],
-        [("one_device", "tensor_x3"), ("tensor_x3", "data_2_pipeline_2")],
+        [
+            ("one_device", "tensor_x3"),
+            ("tensor_x3", "data_2_pipeline_2"),
+            ("mirrored_x3", "tensor_2_pipeline_2"),
+        ],
     ),
 )
 def test_resumed_on_another_mesh(first, then, strategies, tmp_path):

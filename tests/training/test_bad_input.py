@@ -443,7 +443,10 @@ OTHERS = {
     "mesh_of_text": (mesh(data="2", fsdp=2), "data='2'"),
     "mesh_too_large": (mesh(data=3, fsdp=2), "= 6 for 4 devices"),
     "mesh_immense": (mesh(data=10**9, fsdp=10**9), "= 10000"),
-    "mesh_of_parts_and_stages": (mesh(tensor=2, pipeline=2), "2, tensor=2"),
+    "layout_of_stages": (
+        mesh(pipeline=4, layout={".*kernel": (None, "model")}),
+        "goes with tensor",
+    ),
     "unknown_shard": (mesh(fsdp=4, shard="weight"), "Did you mean 'weights'"),
     "no_shard": (mesh(fsdp=4, shard=None), "None"),
     "split_below_0": (mesh(fsdp=4, smallest_split=-1), "smallest_split=-1"),

@@ -24,7 +24,7 @@ from mgpu_tf.engine.pipeline.state import BlockState, PipelineState
 from mgpu_tf.engine.pipeline.step import PipelineStep
 from mgpu_tf.engine.pipeline.update import PipelineUpdate
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
-from mgpu_tf.engine.synchronous.sharded import needs_whole
+from mgpu_tf.engine.synchronous.sharded import check_not_lazy, needs_whole
 from mgpu_tf.engine.tensor_parallel.parts import TensorParallel, plan_of
 from mgpu_tf.engine.update import Update, unwrap
 from mgpu_tf.errors import ConfigurationError
@@ -95,6 +95,7 @@ class PipelineEngine(SynchronousEngine):
         plan = plan_of(self._model, self._strategy, source.example())
         self._cut({id(variable): split for variable, split in plan.splits})
         self._parts = TensorParallel(self._model, self._strategy, plan)
+        check_not_lazy(self._model, self._parts.tables)
 
     def _cut(self, parts: dict[int, Split]) -> None:
         """Cuts the model, and moves its variables to their stages.

@@ -126,9 +126,7 @@ class ShardedEngine(SynchronousEngine):
         if has_tables or self._strategy.splits_later:
             plan = split_model(self._model, self._strategy, source.example())
             self._parts = TensorParallel(self._model, self._strategy, plan)
-            if self._parts.tables:
-                for optimizer in keras_internals.optimizers_of(self._model):
-                    _check_not_lazy(optimizer, self._parts.tables)
+            check_not_lazy(self._model, self._parts.tables)
             if self._options.noise_scale:
                 _check_own_rows(self._model.trainable_variables)
 
@@ -914,12 +912,19 @@ def _copied(variables: list[keras.Variable]) -> list[ShardedVariable]:
     ]
 
 
-def _check_not_lazy(
-    optimizer: keras.optimizers.Optimizer, tables: list[str]
-) -> None:
-    """Refuses what tells rows that were looked up from rows of zeros."""
-    if any(
+def check_not_lazy(model: keras.Model, tables: list[str]) -> None:
+    """Refuses what tells rows that were looked up from rows of zeros.
+
+    Args:
+        model: A compiled model.
+        tables: The paths of those that are split by rows and not read so.
+
+    Raises:
+        ConfigurationError: There are some, and an optimizer is `LazyAdam`.
+    """
+    if tables and any(
         isinstance(part, LazyAdam)
+        for optimizer in keras_internals.optimizers_of(model)
         for part in keras_internals.parts(unwrap(optimizer)[1])
     ):
         raise ConfigurationError(

@@ -193,13 +193,15 @@ ROWS = [
     ("name", "data", "fsdp", "stages"), tiered(ROWS, QUICK)
 )
 def test_as_on_one_device(name, data, fsdp, stages):
+    check(name, strategy_of(name, data, fsdp, stages))
+
+
+def check(name, strategy):
     options = {"epochs": 2, "shuffle": False, "verbose": 0}
     expected = builder(name)()
     x, y = data_of(expected)
     curve = expected.fit(x, y, BATCH, **options).history["loss"]
-    trainer = mgpu_tf.Trainer(
-        builder(name), strategy_of(name, data, fsdp, stages), seed=None
-    )
+    trainer = mgpu_tf.Trainer(builder(name), strategy, seed=None)
     found = trainer.fit(x, y, batch_size=BATCH, **options).history["loss"]
     np.testing.assert_allclose(found, curve, rtol=1e-9)
     for ours, theirs in zip(
