@@ -328,9 +328,7 @@ def _stages(
             kinds["batches"] = batch
         kinds["allocator"] = wasted_bytes(kinds, layout, fitted)
         count = layout.replicas * layout.tensor
-        found.append(
-            DeviceMemory(f"stage {number}", count, _in_order(kinds))
-        )
+        found.append(DeviceMemory(f"stage {number}", count, _in_order(kinds)))
     return found
 
 

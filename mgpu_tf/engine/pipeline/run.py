@@ -297,9 +297,7 @@ class Run:
         values = self._values[each.micro]
         masks = [values[key][1] for key in stage.inputs]
         taken = list(zip(tensors, masks, strict=True))
-        function = self._step.stage_function(
-            each.stage, self._kind, each.micro
-        )
+        function = self._step.stage_function(each.stage, self._kind, each.micro)
         data, share = self._parts[each.micro]
         last = each.stage == self._count - 1 and self._kind != "predict"
         with reached():
