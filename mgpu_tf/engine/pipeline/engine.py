@@ -1,6 +1,7 @@
 """The synchronous engine where the layers of a replica are in stages.
 
-build     cut the model, and put each weight on the device of its stage
+build     cut the model, and put each weight on the device of its stage, in
+          parts where replicas compute parts of layers
 step      micro-batches through the stages (`step.py`)
 update    on the devices of the stages (`update.py`)
 """

@@ -10,10 +10,12 @@ replica is on other strategies: it has contributions to the loss of the global
 batch, draws its rows of the random numbers, and its writes become one by the
 rules of `rules.py`.
 
-Each stage is one function of tensors, traced once for all micro-batches. Its
-passes are put in order by control dependencies. Gradients are taken by a tape
-for each pass, on the device of the stage: the tape of a whole model would
-compute all of its backward pass on one device.
+Each stage is one function of tensors, traced once for all micro-batches. Where
+replicas of the tensor axis compute parts of its layers, they exchange
+activations, which they cannot within a function: there each pass is traced
+with the step. Passes are put in order by control dependencies. Gradients are
+taken by a tape for each pass, on the device of the stage: the tape of a whole
+model would compute all of its backward pass on one device.
 """
 
 from __future__ import annotations
