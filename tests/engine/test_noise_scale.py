@@ -192,6 +192,7 @@ SPLIT = {
     "data_2_tensor_2": 2,
     "fsdp_2_tensor_2": 2,
     "data_2_pipeline_2": 2,
+    "data_2_tensor_2_pipeline_2": 2,
 }
 
 
@@ -235,6 +236,7 @@ def test_split_weights_against_gradients_of_tensorflow(
         ("fsdp_x3", "mirrored_x3"),
         ("data_2_tensor_2", "mirrored_x2"),
         ("data_2_pipeline_2", "mirrored_x2"),
+        ("data_2_tensor_2_pipeline_2", "mirrored_x2"),
     ],
 )
 @pytest.mark.parametrize("how", ["accumulation", "step_parts", "run_eagerly"])
