@@ -298,11 +298,14 @@ class PipelineStep(ReplicaStep):
             weights = list(map(tf.identity, weights))
             self._calls.owners.note([taken, data], share.place)
             self._calls.owners.note(weights, None)
-        given = list(zip(others, held, strict=True))
+        given: Writes = []
         sources: Writes = []
-        for variable, weight in zip(trained, weights, strict=True):
+        for variable, value in [
+            *zip(trained, weights, strict=True),
+            *zip(others, held, strict=True),
+        ]:
             own = sources if self.is_in_parts(variable) else given
-            own.append((variable, weight))
+            own.append((variable, value))
         join = None
         if self._tensor is not None:
             join = self._tensor.join(sources)
