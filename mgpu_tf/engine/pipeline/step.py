@@ -523,10 +523,8 @@ class PipelineStep(ReplicaStep):
         return own, list({id(v): v for v in others}.values())
 
     def is_in_parts(self, variable: keras.Variable) -> bool:
-        """Returns whether replicas compute with parts of a weight."""
-        if self._tensor is None or not keras_internals.is_split(variable):
-            return False
-        return keras_internals.stored(variable).split.over != "fsdp"
+        """Returns whether a weight is joined where layers read it whole."""
+        return self._tensor is not None and keras_internals.is_split(variable)
 
     def read(self, variable: keras.Variable) -> tf.Tensor:
         """Returns what a replica computes with of a variable. On a replica."""

@@ -123,7 +123,7 @@ def normalizes():
         [
             (drops, "tensor_2_pipeline_2", 2, ()),
             (drops, "fsdp_2_tensor_2_pipeline_2", 4, ("recompute",)),
-            (normalizes, "data_2_tensor_2_pipeline_2", 2, ()),
+            (normalizes, "data_2_tensor_2_pipeline_2", 4, ()),
         ],
         [],
     ),
