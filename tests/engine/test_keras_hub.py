@@ -116,6 +116,7 @@ def tensor_x2():
 
 MESHES = ["tensor_x2", "fsdp_x3", "data_2_tensor_2"]
 MESHES += ["pipeline_x2", "data_2_pipeline_2", "fsdp_3_pipeline_2"]
+MESHES += ["tensor_2_pipeline_2"]
 ROWS_OF_TESTS = list(itertools.product(MESHES, TASKS))
 
 
