@@ -644,12 +644,6 @@ def call_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return restored
 
 
-def is_in_call() -> bool:
-    """Returns whether a layer is being called."""
-    state = keras.src.backend.common.global_state
-    return state.get_global_attribute("current_call_ctx") is not None
-
-
 def stateless_scope() -> keras.StatelessScope | None:
     """Returns the scope that variables are read in, None outside of one."""
     return keras.src.backend.common.stateless_scope.get_stateless_scope()

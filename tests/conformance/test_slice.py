@@ -37,7 +37,7 @@ SLICE = [
     ("fsdp_x3", "the root of a loss added to Keras's"),
     ("one_device", "RandomCrop"),
     ("mirrored_x3", "a loss that keeps a variable"),
-    ("data_2_tensor_2", "forces"),
+    ("tensor_x3", "forces"),
     ("data_2_tensor_2", "a penalty on the gradient in compute_loss"),
     ("data_2_tensor_2", "a penalty in the call of a training step"),
     ("tensor_x3", "saliency of words"),
@@ -55,7 +55,7 @@ SLICE = [
 QUICK = [
     ("mirrored_x3", "a sparse autoencoder"),
     ("mirrored_x3", "losses weighed by their place"),
-    ("data_2_tensor_2", "forces"),
+    ("tensor_x3", "forces"),
     ("one_device", "Dropout"),
 ]
 
@@ -63,7 +63,7 @@ QUICK = [
 @pytest.mark.parametrize(("column", "name"), tiered(SLICE, QUICK))
 def test_row(column, name, strategies):
     cell = judge.cell(ROWS[name], column, strategies[column])
-    assert cell.verdict in ("equal", "refused", "documented"), cell.note
+    assert cell.verdict == "equal", (cell.verdict, cell.note)
 
 
 def test_every_class_of_keras_has_rows():

@@ -45,6 +45,37 @@ def test_as_keras(name, strategies):
     assert result.largest_difference(reference) < 1e-12
 
 
+class Places(keras.layers.Layer):
+    """Looks up the places of a sequence, which are the same in all rows."""
+
+    def build(self, shape):
+        self.table = keras.layers.Embedding(shape[1], 3)
+        self.table.build(())
+
+    def call(self, x):
+        return x[..., None] * self.table(keras.ops.arange(x.shape[1]))
+
+
+def test_rows_that_all_replicas_look_up_are_summed(strategies):
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((cases.FEATURES,)),
+                Places(),
+                keras.layers.Flatten(),
+                keras.layers.Dense(cases.CLASSES),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.1), cases.CROSS_ENTROPY["loss"]())
+        return model
+
+    case = cases.Case(build, cases.classes)
+    reference = cases.run_stock(case)
+    result = cases.run(case, strategies["mirrored_x3"])
+    assert result.loss_difference(reference) < 1e-12
+    assert result.largest_difference(reference) < 1e-12
+
+
 ROWS, WIDTH = 1013, 5
 
 

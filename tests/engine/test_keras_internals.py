@@ -678,18 +678,6 @@ def test_compiled_losses():
     assert loss(tf.zeros([1, 2]), 2.0 * tf.ones([1, 2])) == 4.0
 
 
-def test_a_layer_is_being_called():
-    class Says(keras.layers.Layer):
-        def call(self, x):
-            self.said = keras_internals.is_in_call()
-            return x
-
-    layer = Says()
-    layer(tf.ones([1, 1]))
-    assert layer.said
-    assert not keras_internals.is_in_call()
-
-
 def test_compiled_metrics_are_reset_once_they_are_built():
     model = build()
     keras_internals.build(model, SPEC)

@@ -402,46 +402,56 @@ def test_a_step_reads_whole_weights_where_they_are_split(column, strategies):
     assert any(map(keras_internals.is_split, slots))
 
 
-class Mixing(keras.layers.Layer):
-    """It subtracts the mean of the batch, adds a loss, and keeps a mean."""
+class Mixes(keras.layers.Layer):
+    def call(self, x):
+        return x - ops.mean(x, axis=0)
 
-    def __init__(self):
-        super().__init__()
-        self.inner = keras.layers.Dense(4, activation="tanh")
 
+class Adds(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * ops.sum(ops.square(ops.mean(x, axis=0))))
+        return x
+
+
+class Leaves(keras.layers.Layer):
+    def call(self, x):
+        self.aux = ops.sum(ops.square(ops.mean(x, axis=0)))
+        return x
+
+
+class Writes(keras.layers.Layer):
     def build(self, shape):
-        self.inner.build(shape)
         self.kept = self.add_weight(
-            shape=(4,), initializer="zeros", trainable=False, name="kept"
+            shape=shape[1:], initializer="zeros", trainable=False, name="kept"
         )
 
     def call(self, x):
-        x = self.inner(x)
-        mean = ops.mean(x, axis=0)
-        self.kept.assign(0.9 * self.kept + 0.1 * mean)
-        self.aux = ops.sum(ops.square(mean))
-        self.add_loss(0.1 * self.aux)
-        return x - self.kept
+        self.kept.assign(0.9 * self.kept + 0.1 * ops.mean(x, axis=0))
+        return x
 
 
-def test_a_layer_that_mixes_rows_is_computed_whole(strategies):
-    """Its loss, its state and what it keeps on itself are one device's."""
+def test_layers_that_mix_rows_are_computed_whole(strategies):
+    """Each by one thing: its outputs, a loss, what it keeps, its state."""
 
     class Mixed(keras.Model):
         def __init__(self):
             super().__init__()
-            self.mixing = Mixing()
+            self.first = keras.layers.Dense(4, activation="tanh")
+            self.middle = [Adds(), Leaves(), Writes(), Mixes()]
             self.head = keras.layers.Dense(1)
 
         def call(self, x):
-            return self.head(self.mixing(x))
+            x = self.first(x)
+            for layer in self.middle:
+                x = layer(x)
+            return self.head(x)
 
         def train_step(self, data):
             x, y = data
             with tf.GradientTape() as tape:
                 p = self(x, training=True)
                 loss = ops.mean(squares(x, y, p)) + sum(self.losses)
-                loss += 0.3 * self.mixing.aux
+                loss += 0.3 * self.middle[1].aux
             variables = self.trainable_variables
             self.optimizer.apply(tape.gradient(loss, variables), variables)
             return {"loss": loss, "after": sum(self.losses)}

@@ -586,8 +586,7 @@ class TensorParallel:
         @own_gradient
         def watched(outputs: tf.Tensor) -> Any:
             def gradient(up: Any) -> Any:
-                within = isinstance(scope, StepScope) and not scope.is_over
-                if within or keras_internals.is_in_call():
+                if isinstance(scope, StepScope) and not scope.is_over:
                     self._take_whole()
                 return up
 
