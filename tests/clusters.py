@@ -13,12 +13,14 @@ LIMIT_SECONDS = 900
 
 PYTHON = sys.executable
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# What a child imports from: this package, and `tests/lean` when it starts.
+PATH = os.pathsep.join((ROOT, os.path.join(ROOT, "tests", "lean")))
 
 
 def environment(**extra):
     """The environment for a child: no cluster of its own, this package."""
     inherited = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
-    path = os.pathsep.join(p for p in (ROOT, os.environ.get("PYTHONPATH")) if p)
+    path = os.pathsep.join(p for p in (PATH, os.environ.get("PYTHONPATH")) if p)
     return inherited | {"PYTHONPATH": path} | extra
 
 
@@ -231,7 +233,7 @@ def run_jobs(
         folder: Where jobs leave what they observed, and their files.
         names: Which jobs; all by default.
         num_virtual_devices: Replicas of each process.
-        shared: Whether the cluster of two workers may have run other jobs,
+        shared: Whether a cluster of two workers may have run other jobs,
             and may run more. Not for jobs that end a cluster.
 
     Returns:
@@ -241,7 +243,7 @@ def run_jobs(
 
     names = list(names or module.JOBS)
     layout = (num_workers, num_virtual_devices)
-    shared = shared and layout == (2, 1)
+    shared = shared and num_workers == 2
     workers = _shared.pop(layout, None) if shared else None
     workers = workers or Workers(*layout)
     workers.run(module.__name__, names, folder)

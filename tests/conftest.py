@@ -78,6 +78,27 @@ def shared_clusters():
     clusters.end_shared()
 
 
+@pytest.fixture(scope="module")
+def of_this_run(request):
+    """Tells which cases of a module's tests run, so that no others are made.
+
+    The function that it gives takes names, the argument of tests that has
+    them, and a test's name, if it is of one; it returns those that run.
+    """
+
+    def of(names, argument, test=""):
+        wanted = {
+            item.callspec.params.get(argument)
+            for item in request.session.items
+            if item.module is request.module
+            and hasattr(item, "callspec")
+            and test in ("", item.originalname)
+        }
+        return [name for name in names if name in wanted]
+
+    return of
+
+
 @pytest.fixture
 def floatx_of():
     """Sets the type that a case is run in, for the length of a test."""

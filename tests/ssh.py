@@ -28,7 +28,7 @@ KbdInteractiveAuthentication no
 UsePAM no
 StrictModes no
 PermitRootLogin prohibit-password
-SetEnv PYTHONPATH={root}
+SetEnv PYTHONPATH={path}
 """
 
 
@@ -91,7 +91,7 @@ class SshHosts:
             )
         config = self._folder / "sshd_config"
         config.write_text(
-            _CONFIG.format(folder=self._folder, root=clusters.ROOT)
+            _CONFIG.format(folder=self._folder, path=clusters.PATH)
         )
         # Where Debian's sshd gives up its rights; made at boot elsewhere.
         pathlib.Path("/run/sshd").mkdir(exist_ok=True)

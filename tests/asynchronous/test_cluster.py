@@ -70,8 +70,11 @@ SEVERAL = [
     "sharded_embedding",
     "staleness:2:hold",
     "staleness:2:scale",
+    "digits_of_two_seeds",
+    "half_made",
+    "staleness",
+    "statistics",
 ]
-SLOTS = ["digits_of_five_seeds", "half_made", "staleness", "statistics"]
 OF_EQUAL = "test_one_worker_equals_one_device"
 OF_TEXT = "test_one_worker_trains_embeddings_as_keras_does"
 OF_SLOTS = "test_no_update_of_a_slot_is_lost"
@@ -97,27 +100,12 @@ def start(num_workers, num_ps, cases, folder):
 
 
 @pytest.fixture(scope="module")
-def of_this_tier(request):
-    """The names, of those that a test has one by one, which are to run."""
-
-    def of(test, names):
-        wanted = {
-            item.callspec.params["name"]
-            for item in request.session.items
-            if item.module is request.module and item.originalname == test
-        }
-        return [name for name in names if name in wanted]
-
-    return of
-
-
-@pytest.fixture(scope="module")
-def one_worker(tmp_path_factory, of_this_tier):
+def one_worker(tmp_path_factory, of_this_run):
     folder = tmp_path_factory.mktemp("one_worker")
     # What saves makes operations repeat from there on, so it comes last.
     cases = [
-        *(f"equal_{name}" for name in of_this_tier(OF_EQUAL, EQUAL)),
-        *(f"text_{name}" for name in of_this_tier(OF_TEXT, TEXT)),
+        *(f"equal_{n}" for n in of_this_run(EQUAL, "name", OF_EQUAL)),
+        *(f"text_{n}" for n in of_this_run(TEXT, "name", OF_TEXT)),
     ]
     cases += ["task_of_keras_hub", "saved_in_accumulation", "keeps_the_best"]
     start(1, 1, cases, folder)
@@ -125,17 +113,11 @@ def one_worker(tmp_path_factory, of_this_tier):
 
 
 @pytest.fixture(scope="module")
-def three_workers(tmp_path_factory):
+def three_workers(tmp_path_factory, of_this_run):
     folder = tmp_path_factory.mktemp("three_workers")
-    folder.joinpath("output").write_text(start(3, 2, SEVERAL, folder))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def updating_at_once(tmp_path_factory, of_this_tier):
-    folder = tmp_path_factory.mktemp("updating_at_once")
-    optimizers = of_this_tier(OF_SLOTS, slots.OPTIMIZERS)
-    start(3, 2, SLOTS + [f"slots_{name}" for name in optimizers], folder)
+    optimizers = of_this_run(slots.OPTIMIZERS, "name", OF_SLOTS)
+    cases = SEVERAL + [f"slots_{name}" for name in optimizers]
+    folder.joinpath("output").write_text(start(3, 2, cases, folder))
     return folder
 
 
@@ -187,9 +169,9 @@ def test_only_the_coordinator_runs_the_script(three_workers):
     assert "[chief 0] COORDINATOR" in output
 
 
-def test_counts_are_exact_and_digits_are_learned(updating_at_once):
-    runs = result(updating_at_once, "digits_of_five_seeds")
-    assert len(runs) == 5
+def test_counts_are_exact_and_digits_are_learned(three_workers):
+    runs = result(three_workers, "digits_of_two_seeds")
+    assert len(runs) == 2
     for run in runs:
         assert run["global_step"] == run["iterations"] == 900
         assert run["examples_seen"] == 900 * 32
@@ -263,8 +245,8 @@ def test_staleness_is_measured(three_workers):
     check_staleness(result(three_workers, "staleness:2:scale"))
 
 
-def test_staleness_is_measured_without_a_limit(updating_at_once):
-    check_staleness(result(updating_at_once, "staleness"))
+def test_staleness_is_measured_without_a_limit(three_workers):
+    check_staleness(result(three_workers, "staleness"))
 
 
 def check_staleness(found):
@@ -305,9 +287,9 @@ def test_rows_of_an_embedding_on_all_parameter_servers(three_workers):
 @pytest.mark.parametrize(
     "name", tiered(list(slots.OPTIMIZERS), [], FULL["slots"])
 )
-def test_no_update_of_a_slot_is_lost(name, updating_at_once):
+def test_no_update_of_a_slot_is_lost(name, three_workers):
     """Three workers end with the slots of one device, and Keras's own."""
-    found = result(updating_at_once, f"slots_{name}")
+    found = result(three_workers, f"slots_{name}")
     # Where a step depends on its number, that number is another's at times.
     bound = 1e-12 if found["exact"] else 1e-3
     assert max(found["weights"].values()) < bound, found["weights"]
@@ -316,15 +298,15 @@ def test_no_update_of_a_slot_is_lost(name, updating_at_once):
     assert max(found["slots"].values()) < bound, found["slots"]
 
 
-def test_no_worker_sees_half_of_an_update(updating_at_once):
+def test_no_worker_sees_half_of_an_update(three_workers):
     """Every update makes weights negative before it constrains them."""
-    found = result(updating_at_once, "half_made")
+    found = result(three_workers, "half_made")
     assert found["negative"] == [0.0] * 3
     assert found["least"] == 0.0
     assert found["count"] == found["steps"]
 
 
-def test_no_batch_of_a_moving_statistic_is_lost(updating_at_once):
-    found = result(updating_at_once, "statistics")
+def test_no_batch_of_a_moving_statistic_is_lost(three_workers):
+    found = result(three_workers, "statistics")
     assert len(found) == 4
     assert max(found.values()) < 1e-12, found

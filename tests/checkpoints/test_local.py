@@ -36,8 +36,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def workers(folder):
-    jobs = [job for job in local_saves.JOBS if job != "moved"]
+def workers(folder, of_this_run):
+    left_out = {*CASES, "moved"} - {*of_this_run(CASES, "case")}
+    jobs = [job for job in local_saves.JOBS if job not in left_out]
     return clusters.run_jobs(local_saves, 2, folder, jobs)
 
 

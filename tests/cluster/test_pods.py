@@ -26,7 +26,7 @@ USER = 1000
 # What an image has: Python and the package. PATH is that of the image.
 IMAGE = {
     "PATH": "/usr/bin:/bin",
-    "PYTHONPATH": clusters.ROOT,
+    "PYTHONPATH": clusters.PATH,
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 # Where pods mount their claim; unlike /checkpoints, each machine has it.

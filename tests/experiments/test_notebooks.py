@@ -21,7 +21,7 @@ def executed(path, folder):
         kernel_name="python3",
         resources={"metadata": {"path": str(folder)}},
     )
-    client.execute(env=os.environ | {"PYTHONPATH": clusters.ROOT})
+    client.execute(env=os.environ | {"PYTHONPATH": clusters.PATH})
     return book
 
 
@@ -91,7 +91,7 @@ def test_an_interrupted_cell_ends_its_tasks(tmp_path):
         resources={"metadata": {"path": str(tmp_path)}},
     )
     with pytest.raises(CellExecutionError, match="KeyboardInterrupt"):
-        client.execute(env=os.environ | {"PYTHONPATH": clusters.ROOT})
+        client.execute(env=os.environ | {"PYTHONPATH": clusters.PATH})
     pids = [path.name for path in tmp_path.iterdir()]
     assert len(pids) == 2
     assert not [pid for pid in pids if pathlib.Path("/proc", pid).exists()]

@@ -13,7 +13,6 @@ from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.policy import RestartPolicy
 from tests import clusters
 from tests.launch.test_local import PRELUDE
-from tests.soak.harness import TOTAL_STEPS, Fault, Job
 
 AGAIN = RestartPolicy(max_restarts=1, backoff_seconds=0.0)
 
@@ -47,7 +46,7 @@ if attempt == 0:
 @pytest.mark.parametrize("module", [False, True])
 def test_a_spare_is_the_task(module, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    monkeypatch.setenv("PYTHONPATH", clusters.ROOT)
+    monkeypatch.setenv("PYTHONPATH", clusters.PATH)
     monkeypatch.setattr(local, "SETTLED_SECONDS", 1.0)
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "told.py"
@@ -69,19 +68,6 @@ def test_a_spare_is_the_task(module, tmp_path, monkeypatch, capfd):
     assert known == ["True", "False"]
     out = capfd.readouterr().out.splitlines()
     assert "[worker 0] attempt 1" in out and "[worker 1] attempt 1" in out
-
-
-@pytest.mark.full
-def test_the_bits_of_a_job_with_spares(tmp_path):
-    folders = [tmp_path / name for name in ("control", "struck")]
-    for folder in folders:
-        folder.mkdir()
-    control = Job("2_workers", str(folders[0])).run()
-    faults = [Fault("step", 1, 37), Fault("step", 0, 91)]
-    job = Job("2_workers", str(folders[1]), ["--spares=2"])
-    struck = job.run(faults)
-    assert (struck.sha, struck.step) == (control.sha, TOTAL_STEPS)
-    assert struck.restarts == 2
 
 
 def test_a_spare_that_fails_is_told_once(capfd):

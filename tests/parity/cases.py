@@ -17,7 +17,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
-from sklearn.datasets import load_digits
 
 import mgpu_tf
 from tests import columns
@@ -128,6 +127,8 @@ def images(examples=UNEVEN):
 
 def digits(examples=1797):
     """scikit-learn's digits, all of them, one-hot."""
+    from sklearn.datasets import load_digits  # Half a second, for few rows.
+
     x, y = load_digits(return_X_y=True)
     x = (x[:examples] / 16.0).astype(keras.config.floatx())
     return {"x": x, "y": np.eye(10)[y[:examples]]}

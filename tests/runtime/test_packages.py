@@ -22,7 +22,8 @@ BUILT_FROM = ("LICENSE", "README.md", "pyproject.toml", "setup.cfg")
 
 def run(*command, folder):
     """Runs a command that sees nothing of this checkout; returns its output."""
-    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "TF_CONFIG")
+    # Of what is installed a small part is imported, and compiled then.
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "TF_CONFIG", "UV_COMPILE_BYTECODE")
     done = subprocess.run(
         list(map(str, command)),
         cwd=folder,
@@ -54,18 +55,24 @@ def built(tmp_path_factory):
     return {"sdist": sdist, "wheel": wheel}
 
 
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("environment")
+    python = ("--python", sys.executable)
+    run(UV, "venv", "--quiet", "--clear", *python, folder, folder=folder)
+    return folder
+
+
 @pytest.fixture
-def installed(request, built, tmp_path):
-    """A folder with programs: an environment that has one of them alone."""
-    environment = tmp_path / "environment"
+def installed(request, built, environment, tmp_path):
+    """A folder with programs: an environment that has one of them alone.
+
+    What it needs stays there for the next.
+    """
     python = environment / "bin" / "python"
     run(
-        *(UV, "venv", "--quiet", "--python", sys.executable, environment),
-        folder=tmp_path,
-    )
-    run(
         *(UV, "pip", "install", "--quiet", "--python", python),
-        built[request.param],
+        *("--reinstall-package", "mgpu_tf", built[request.param]),
         folder=tmp_path,
     )
     where = run(

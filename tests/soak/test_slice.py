@@ -1,5 +1,6 @@
 """A few of the faults of `make soak`, over real processes."""
 
+import functools
 import json
 import os
 import re
@@ -12,8 +13,20 @@ import pytest
 
 from mgpu_tf.checkpoints import store
 from tests import clusters
-from tests.soak.harness import OF_CHIEF, SAVE_EVERY_STEPS, TOTAL_STEPS, Fault
+from tests.soak.harness import (
+    OF_CHIEF,
+    SAVE_EVERY_STEPS,
+    TOTAL_STEPS,
+    Fault,
+    Job,
+)
 from tests.soak.run import run_job
+
+
+@functools.cache
+def control_of(strategy):
+    """A job that nothing has struck, once for all tests."""
+    return run_job(strategy)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +110,7 @@ from tests.soak.run import run_job
     ],
 )
 def test_killed_and_the_same_bits(strategy, faults):
-    control, result = run_job(strategy), run_job(strategy, faults)
+    control, result = control_of(strategy), run_job(strategy, faults)
     assert result.sha == control.sha
     assert result.step == control.step == TOTAL_STEPS
     assert (control.restarts, control.lost_steps) == (0, 0)
@@ -118,11 +131,19 @@ def test_what_ends_the_run_is_mended_and_the_same_bits(strategy):
         Fault("unreadable", worker=0, step=22),
         Fault("newer", worker=0, step=61),
     ]
-    control = run_job(strategy)
-    result = run_job(strategy, faults)
+    control, result = control_of(strategy), run_job(strategy, faults)
     assert (result.sha, result.step) == (control.sha, TOTAL_STEPS)
     # Nothing but what came after the last checkpoint was done again.
     assert 0 < result.lost_steps < len(faults) * 2 * SAVE_EVERY_STEPS
+
+
+@pytest.mark.full
+def test_the_bits_of_a_job_with_spares(tmp_path):
+    faults = [Fault("step", 1, 37), Fault("step", 0, 91)]
+    struck = Job("2_workers", str(tmp_path), ["--spares=2"]).run(faults)
+    sha = control_of("2_workers").sha
+    assert (struck.sha, struck.step) == (sha, TOTAL_STEPS)
+    assert struck.restarts == 2
 
 
 @pytest.mark.full

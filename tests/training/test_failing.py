@@ -8,12 +8,19 @@ from tests import clusters
 from tests.jobs import failing
 
 pytestmark = pytest.mark.full
+# Each job with the part of a step in which a worker is slow.
+SLOW = {
+    "slow_input": "input",
+    "slow_step": "compute",
+    "slow_step_that_repeats": "compute",
+}
 
 
 @pytest.fixture(scope="module")
-def two_workers(tmp_path_factory):
+def two_workers(tmp_path_factory, of_this_run):
     folder = str(tmp_path_factory.mktemp("failing"))
-    return clusters.run_jobs(failing, 2, folder)
+    names = ["restore", *of_this_run(SLOW, "job"), "healthy"]
+    return clusters.run_jobs(failing, 2, folder, names)
 
 
 def test_workers_leave_out_the_same_batch(two_workers):
@@ -32,19 +39,12 @@ def test_workers_leave_out_the_same_batch(two_workers):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("job", "section"),
-    [
-        ("slow_input", "input"),
-        ("slow_step", "compute"),
-        ("slow_step_that_repeats", "compute"),
-    ],
-)
-def test_a_slow_worker_is_named_once(job, section, two_workers):
+@pytest.mark.parametrize("job", SLOW)
+def test_a_slow_worker_is_named_once(job, two_workers):
     first, second = two_workers[job]
     assert first == second
     ((worker, found, text),) = first
-    assert (worker, found) == (1, section)
+    assert (worker, found) == (1, SLOW[job])
     assert text.startswith("worker 1 is slow: in epoch ")
 
 
