@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 from tests import clusters, columns, leftovers, tiers
+from tests.lean import sitecustomize  # noqa: F401  Before Keras is imported.
 
 # Other work may take the processor for seconds.
 hypothesis.settings.register_profile("shared machine", deadline=None)

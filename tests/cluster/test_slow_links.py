@@ -18,7 +18,7 @@ pytestmark = pytest.mark.full
 HOSTS = ("host0", "host1", "host2")
 RATE = "200mbit"
 TRAIN = (
-    *("train", "--epochs=6", "--global_batch_size=48", "--optimizer=sgd"),
+    *("train", "--epochs=3", "--global_batch_size=48", "--optimizer=sgd"),
     *("--learning_rate=0.05", "--model=cnn"),
 )
 # From the cut to the end of all tasks, also of the one behind it.

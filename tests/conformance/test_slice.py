@@ -56,7 +56,7 @@ QUICK = [
     ("mirrored_x3", "a sparse autoencoder"),
     ("mirrored_x3", "losses weighed by their place"),
     ("tensor_x3", "forces"),
-    ("one_device", "Dropout"),
+    ("mirrored_x3", "Dropout"),
 ]
 
 

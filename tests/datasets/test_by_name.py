@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
-from sklearn.datasets import load_digits
 
 import mgpu_tf
 from mgpu_tf import datasets
@@ -22,6 +21,8 @@ def test_digits_are_scikit_learns(data_dir):
     assert splits.num_classes == 10
     assert train_x.dtype == np.float32
     assert (train_x.min(), train_x.max()) == (0.0, 1.0)
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     ours = np.concatenate([train_x, test_x]).reshape(-1, 64) * 16
     theirs = np.column_stack([images, labels])

@@ -932,7 +932,7 @@ class WholeStep(keras.Model):
     "column",
     tiered(
         ["one_device", "mirrored_x3", "fsdp_x3", "data_2_tensor_2"],
-        ["one_device"],
+        [],
     ),
 )
 def test_a_step_in_one_function_of_tensorflow(column, strategies):

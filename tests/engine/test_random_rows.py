@@ -310,8 +310,8 @@ def differences(trainer):
             "data_2_pipeline_2",
             "central_storage_x2",
         ],
-        ["mirrored_x3"],
-        ["fsdp_x3", "data_2_pipeline_2"],
+        [],
+        ["mirrored_x3", "fsdp_x3", "data_2_pipeline_2"],
     ),
 )
 def test_layers_that_draw(name, strategies, float64):

@@ -281,7 +281,6 @@ def fitted(program, strategy=None):
         ],
         [
             ("a loss in a function", "mirrored_x3"),
-            ("a loss in a loop", "fsdp_x3"),
             ("a layer of a step that is a function", "mirrored_x3"),
             ("dropout in a function", "tensor_x3"),
             ("convolutions in groups", "fsdp_x3"),

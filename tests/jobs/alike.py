@@ -37,10 +37,20 @@ def model(activation="tanh", optimizer=None, loss="mse", first=()):
     return made
 
 
+# Of each strategy, and the weights that it begins with.
+_trainers = {}
+
+
 def good(strategy):
-    """Trains as if nothing had been."""
-    trainer = mgpu_tf.Trainer(model, strategy)
-    history = trainer.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
+    """Trains as if nothing had been; traced once for all jobs."""
+    if strategy not in _trainers:
+        trainer = mgpu_tf.Trainer(model, strategy)
+        _trainers[strategy] = trainer, trainer.model.get_weights()
+    trainer, begins = _trainers[strategy]
+    trainer.model.set_weights(begins)
+    history = trainer.fit(
+        X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0
+    )
     return history.history["loss"]
 
 

@@ -81,7 +81,7 @@ def observed(folders, request):
             known[layout] = clusters.run_jobs(
                 *(split, workers, folders[layout], names, devices),
                 # Others end their cluster, or make very many strategies.
-                shared=set(names) <= {*QUICK, "parts_by_batch"},
+                shared=set(names) <= set(QUICK),
             )
         return known[layout][job]
 
