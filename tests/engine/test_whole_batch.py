@@ -263,7 +263,7 @@ CASES = OF_KERAS | {
     "a router of tokens": network(OfTokens),
     "state that is no sum": network(Centre),
 }
-QUICK = ["masked", "a router"]
+QUICK = ["masked", "a router", "a router that stays cut"]
 
 
 @pytest.mark.parametrize("column", COLUMNS)

@@ -335,7 +335,7 @@ ENGINE = (
         "strategies/turns.py",
         "        each()",
         "        del each",
-        (WRITTEN,),
+        (f"{WRITTEN}::test_what_passes_by_the_arguments",),
     ),
     Fault(
         "what a function writes of its rows counts as alike",
@@ -350,14 +350,14 @@ ENGINE = (
         "        for variable in scope.written_since(mark):\n"
         "            scope.agree(variable)\n",
         "        pass\n",
-        (WHOLE,),
+        (f"{WRITTEN}::test_a_metric_of_all_rows_is_added_once",),
     ),
     Fault(
         "a mean over the batch is one over a replica's rows",
         "engine/contributions.py",
         "rows = share.same_rows * tf.cast(share.total, summed.dtype)",
         "rows = share.replicas * tf.cast(share.local, summed.dtype)",
-        (WHOLE,),
+        (f"{WHOLE}::test_as_keras[a router that stays cut-mirrored_x3]",),
     ),
     Fault(
         "the regularizer of an activation that mixes rows is of a replica's",
@@ -371,7 +371,7 @@ ENGINE = (
         "engine/keras_internals.py",
         "        if id(before) in each._loss_ids:",
         "        if each is layer:",
-        ("tests/engine/test_keras_internals.py",),
+        ("tests/engine/test_keras_internals.py::test_what_layers_have_added",),
     ),
     Fault(
         "a gradient within a call goes through layers in parts",
