@@ -60,7 +60,6 @@ FULL = [
     ("mirrored_x3", "padded"),
     ("mirrored_x3", "low_rank"),
     ("mirrored_x3", "language_model"),
-    ("fsdp_x3", "pairs"),
 ]
 
 
