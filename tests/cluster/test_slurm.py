@@ -186,6 +186,8 @@ def test_a_hint_where_srun_is_not_used(slurm):
     assert "None" in told.splitlines()
 
 
+# The full tier has the script of all platforms on the same nodes.
+@pytest.mark.matrix
 def test_the_losses_of_one_device(slurm, one_device, tmp_path):
     told = slurm.run(
         *("srun", "-N3", "-n3", "mgpu-tf", *TRAIN, "--strategy=auto"),

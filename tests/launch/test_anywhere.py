@@ -13,8 +13,16 @@ pytestmark = pytest.mark.full
 
 @pytest.mark.parametrize(
     "flags",
-    [None, ("--num_workers=3",), ("--num_workers=2", "--num_ps=1")],
-    ids=["one device", "three workers", "a parameter server"],
+    [
+        pytest.param(None, id="one device"),
+        # `tests/test_job.py` starts workers of this machine.
+        pytest.param(
+            ("--num_workers=3",), id="three workers", marks=pytest.mark.matrix
+        ),
+        pytest.param(
+            ("--num_workers=2", "--num_ps=1"), id="a parameter server"
+        ),
+    ],
 )
 def test_the_losses_of_keras(flags, tmp_path):
     command = (clusters.PYTHON, losses.SCRIPT, str(tmp_path))
