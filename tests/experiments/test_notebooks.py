@@ -142,7 +142,7 @@ def test_scaling_and_report(tmp_path):
 
 @pytest.mark.full
 def test_model_parallel(tmp_path):
-    smaller = {"Dense(1024": "Dense(64", "epochs=3": "epochs=1"}
+    smaller = {"Dense(1024": "Dense(256", "epochs=3": "epochs=1"}
     book = executed(FOLDER / "05_model_parallel.ipynb", tmp_path, smaller)
     [losses] = [
         eval(text) for text in outputs(book, "text/plain") if text[0] == "{"
