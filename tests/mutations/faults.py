@@ -603,7 +603,8 @@ LAUNCH = (
         "cluster/watchdog.py",
         "if 0 < self._limit(seen) <= now - self._since(seen)",
         "if 0 < self._limit(seen) <= now - now",
-        ("tests/launch/test_stalls.py", "tests/cluster/test_heartbeat.py"),
+        # On real tasks it is a hang.
+        ("tests/cluster/test_heartbeat.py::test_the_late_one_is_named",),
     ),
     Fault(
         "a job that Slurm preempts is not queued again",
@@ -624,7 +625,7 @@ LAUNCH = (
         "cluster/slurm.py",
         "        tasks.sort(key=lambda task: (task[1], task[0]))\n",
         "        pass\n",
-        ("tests/cluster/test_environments.py", "tests/cluster/test_slurm.py"),
+        ("tests/cluster/test_environments.py",),
     ),
 )
 
