@@ -263,7 +263,7 @@ CASES = OF_KERAS | {
     "a router of tokens": network(OfTokens),
     "state that is no sum": network(Centre),
 }
-QUICK = ["masked", "a router", "a router that stays cut"]
+QUICK = ["masked", "a router", "a router that stays cut", "functions"]
 
 
 @pytest.mark.parametrize("column", COLUMNS)
