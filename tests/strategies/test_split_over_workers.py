@@ -32,7 +32,8 @@ ONTO = ["one_device", "mirrored_x3", "fsdp_x3"]
 
 # On two workers the full tier has every job. Two workers with two devices take
 # five times as long, so it has of theirs what several devices in a process
-# change; the rest is in the matrix.
+# change, and a row of `tests/parity/test_multi_worker.py`; the rest is in the
+# matrix.
 BOTH = ["2_workers", "2_workers_x2"]
 OF_TWO_DEVICES = ["stored", "checkpointed"]
 
@@ -261,8 +262,7 @@ TRAINED_FULL = [
     ("2_workers", "transformer_adam"),
     ("2_workers", "parts_cnn"),
     ("2_workers", "parts_transformer"),
-    ("2_workers_x2", "mlp_momentum"),
-    ("2_workers_x2", "parts_by_batch"),
+    ("2_workers", "parts_by_batch"),
 ]
 
 
