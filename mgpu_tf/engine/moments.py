@@ -32,18 +32,29 @@ class Moments:
     Args:
         model: A built model.
         replicas: Number of replicas that step together.
+        same_rows: How many replicas have the same rows.
     """
 
-    def __init__(self, model: keras.Model, replicas: int) -> None:
+    def __init__(
+        self, model: keras.Model, replicas: int, same_rows: int = 1
+    ) -> None:
         self._model = model
         self._replicas = replicas
+        self._same_rows = same_rows
         self._noted = threading.local()
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Lets the layers take them so. Outside of replicas."""
         if self._replicas == 1:
-            yield
+            with contextlib.ExitStack() as stack:
+                # Each replica has all rows: there is nothing to exchange.
+                if self._same_rows > 1:
+                    for layer in normalizations(self._model):
+                        stack.enter_context(
+                            keras_internals.without(layer, "synchronized")
+                        )
+                yield
             return
         with keras_internals.moments_replaced(self._model, self._take):
             yield

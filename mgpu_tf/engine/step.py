@@ -113,7 +113,7 @@ class ReplicaStep:
         self._loss = loss
         self._state = state
         self._replicas = replicas
-        self._moments = Moments(model, replicas)
+        self._moments = Moments(model, replicas, same_rows)
         # Whose regularizers count with the loss; by default those of all.
         self._regularized: list[keras.Variable] | None = None
         # State that is written within functions, branches and loops.

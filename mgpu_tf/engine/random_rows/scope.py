@@ -22,6 +22,10 @@ _log = logging.getLogger("mgpu_tf")
 # What was warned of in this process, and of which draw.
 warned: set[tuple[str, str]] = set()
 
+# Where a graph notes the draws that replicas made here. Replicas with the same
+# rows draw in one graph, each by a scope of its own.
+_NOTED = "mgpu_tf/draws"
+
 # Operations that draw with a state of their own, which no other layout has.
 _STATEFUL = {
     "Multinomial",
@@ -84,7 +88,6 @@ class RowScope:
         self.low, self.local, self.total = low, local, total
         self.compiled = compiled
         self._dimensions = RowDimensions(tf.nest.flatten(data))
-        self._own: set[str] = set()
 
     def rows_of(self, shape: Any) -> DrawnRows | None:
         """Returns which part of a draw this replica has.
@@ -128,7 +131,7 @@ class RowScope:
     def note(self, drawn: tf.Tensor) -> tf.Tensor:
         """Notes a draw that was made here; returns it."""
         if tf.is_symbolic_tensor(drawn):
-            self._own.add(drawn.op.name)
+            drawn.graph.add_to_collection(_NOTED, drawn.op.name)
         return drawn
 
     def take(self, drawn: tf.Tensor, rows: DrawnRows) -> tf.Tensor:
@@ -143,8 +146,10 @@ class RowScope:
         Args:
             operations: What was traced in this scope.
         """
+        graph = tf.compat.v1.get_default_graph()
+        noted = set(graph.get_collection(_NOTED))
         for op in operations:
-            if op.name in self._own:
+            if op.name in noted:
                 continue
             if op.type in _STATEFUL:
                 _warn_once(

@@ -99,9 +99,12 @@ class RowProof:
                 rows of another replica.
         """
         self._unknown, self._refuse = unknown, refuse
-        count = len(graph.get_operations())
-        self._walked[id(graph)] = self._skipped[id(graph)] = count
-        self._alive.append(graph)
+        while graph is not None:
+            count = len(graph.get_operations())
+            self._walked[id(graph)] = self._skipped[id(graph)] = count
+            self._alive.append(graph)
+            # Around a loop of steps stands the first step.
+            graph = getattr(graph, "outer_graph", None)
 
     def begin_as(self, other: RowProof) -> None:
         """Takes for known what another proof was given as known."""
