@@ -15,32 +15,85 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.trace_again import ReadRefused
+from mgpu_tf.engine.trace_again import ReadRefused, TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
 
-@contextlib.contextmanager
-def inlined() -> Iterator[None]:
-    """Lets each `tf.function` be the Python function that it was made of."""
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)
+class Inlined:
+    """Functions of the author's that are traced in the graph of a step.
+
+    Code that needs AutoGraph is converted by it, as TensorFlow does.
+    """
+
+    def __init__(self) -> None:
+        # Raised where they cannot be traced so; None where none is.
+        self._refusal: ConfigurationError | None = None
+        # Of those that need AutoGraph, what it makes of them.
+        self._converted: dict[Any, Any] = {}
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Lets each `tf.function` be the Python function that it was made of.
+
+        Nothing changes where no function has to be.
+
+        Raises:
+            TraceAgain: Another function needs AutoGraph.
+            ConfigurationError: A function cannot be traced so.
+        """
+        if self._refusal is None:
+            yield
+            return
+        before = tf.config.functions_run_eagerly()
+        tf.config.run_functions_eagerly(True)
+        try:
+            with keras_internals.python_replaced(self._converted.items()):
+                yield
+        except tf.errors.OperatorNotAllowedInGraphError as error:
+            raise self._after(error) from error
+        finally:
+            tf.config.run_functions_eagerly(before)
+
+    def begin(self, refusal: ConfigurationError) -> None:
+        """Lets functions be traced with the step.
+
+        Args:
+            refusal: What to raise where they cannot be.
+
+        Raises:
+            TraceAgain: They will be, in another trace.
+            ConfigurationError: They cannot be.
+        """
+        again = not tf.config.functions_run_eagerly()
+        self._refusal = refusal
+        raise TraceAgain if again else refusal
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether functions are traced with the step."""
+        return self._refusal is not None
+
+    def _after(self, error: Exception) -> Exception:
+        """Returns what to raise in the place of an error of plain Python."""
+        function = keras_internals.function_around(error)
+        if function is None or function in self._converted:
+            assert self._refusal is not None
+            return self._refusal
+        self._converted[function] = keras_internals.by_autograph(function)
+        return TraceAgain()
 
 
 def refused(variable: keras.Variable) -> ReadRefused:
-    """Returns what to raise where functions cannot be inlined.
+    """Returns what to raise where functions cannot be traced with a step.
 
     Args:
-        variable: What one of them reads.
+        variable: What one of them reads or writes.
     """
     return ReadRefused(
-        "A tf.function that reads what a step lends to layers is traced as "
-        "plain Python, without AutoGraph. Received: one that reads "
-        f"{variable.path!r}, and code that needs AutoGraph. Write tf.cond and "
-        "tf.while_loop there, or leave tf.function out."
+        "A tf.function that reads or writes what a step lends to layers is "
+        "traced as plain Python, with AutoGraph where it needs it. Received: "
+        f"one with {variable.path!r} that cannot be. Leave tf.function out "
+        "there."
     )
 
 

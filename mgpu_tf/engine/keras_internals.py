@@ -25,6 +25,12 @@ from keras.src.losses import loss as keras_loss
 from keras.src.utils.python_utils import is_default
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.eager.polymorphic_function import (
+    autograph_util,
+    polymorphic_function,
+)
+from tensorflow.python.framework import auto_control_deps_utils
 
 from mgpu_tf.layers import ShardedEmbedding
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
@@ -973,6 +979,65 @@ def without(layer: keras.layers.Layer, *names: str) -> Iterator[None]:
     nothing = {name: False if held[name] is True else None for name in held}
     with _replaced([layer], lambda _: nothing):
         yield
+
+
+def function_around(error: BaseException) -> Any:
+    """Returns the innermost `tf.function` whose Python raised an error."""
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    frame = None if trace is None else trace.tb_frame
+    while frame is not None:
+        function = frame.f_locals.get("self")
+        called = frame.f_code.co_name == "__call__"
+        if called and isinstance(function, polymorphic_function.Function):
+            return function
+        frame = frame.f_back
+    return None
+
+
+def by_autograph(function: Any) -> Callable[..., Any]:
+    """Returns the Python of a `tf.function`, converted as TensorFlow does."""
+    python = function._python_function
+    if not function._autograph:
+        return python
+    converted = autograph_util.py_func_from_autograph(
+        python, function._experimental_autograph_options
+    )
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        # A step is traced without AutoGraph.
+        with ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED):
+            return converted(*arguments, **named)
+
+    return call
+
+
+@contextlib.contextmanager
+def python_replaced(forms: Iterable[tuple[Any, Any]]) -> Iterator[None]:
+    """Gives each `tf.function` another Python function."""
+    with contextlib.ExitStack() as stack:
+        for function, python in forms:
+            own = function._python_function
+            stack.callback(setattr, function, "_python_function", own)
+            function._python_function = python
+        yield
+
+
+def written_in(graph: Any) -> set[int]:
+    """Returns the ids of the handles that a graph may write to.
+
+    Also within its functions, branches and loops.
+    """
+    return {
+        id(handle)
+        for op in graph.get_operations()
+        for handle in auto_control_deps_utils.get_read_write_resource_inputs(
+            op
+        )[1]
+    }
 
 
 @contextlib.contextmanager

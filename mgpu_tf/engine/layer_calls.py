@@ -31,7 +31,7 @@ from mgpu_tf.engine.contributions import (
 )
 from mgpu_tf.engine.eager_layers import EagerLayers
 from mgpu_tf.engine.exchange import Exchange
-from mgpu_tf.engine.inlined import inlined, refused
+from mgpu_tf.engine.inlined import Inlined, refused
 from mgpu_tf.engine.row_proof import (
     FIXED,
     MEAN,
@@ -114,11 +114,7 @@ class LayerCalls:
         }
         self._whole: set[int] = set()
         self.owners = Owners()
-        # Raised where functions of the author's cannot be inlined.
-        self._refusal: ConfigurationError | None = None
-        # Whether one that only writes cannot be.
-        self._is_read = False
-        self._keeps_functions = False
+        self._inlined = Inlined()
         self._of_all: WholeLayers | None = None
         self._eager: EagerLayers | None = None
         if exchange is not None:
@@ -128,14 +124,13 @@ class LayerCalls:
     @property
     def inlines(self) -> bool:
         """Whether functions of the author's are traced with the step."""
-        return self._refusal is not None
+        return self._inlined.is_begun
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Lets layers be called so, while a step is traced."""
         with contextlib.ExitStack() as stack:
-            if self.inlines:
-                stack.enter_context(inlined())
+            stack.enter_context(self._inlined.in_place())
             if self._exchange is not None or self._in_parts:
                 stack.enter_context(
                     keras_internals.calls_replaced(self._every, self._called)
@@ -145,45 +140,20 @@ class LayerCalls:
                         self._regularized, self._regularize
                     )
                 )
-            try:
-                yield
-            except tf.errors.OperatorNotAllowedInGraphError as error:
-                if self._refusal is None:
-                    raise
-                if self._is_read:
-                    raise self._refusal from error
-                self._refusal, self._keeps_functions = None, True
-                raise TraceAgain from error
+            yield
 
     def inline(self, variable: keras.Variable) -> None:
         """Lets functions of the author's be traced with the step.
 
         Args:
-            variable: What one of them reads that the step lends to it.
+            variable: What one of them reads that the step lends to it, or
+                writes.
 
         Raises:
             TraceAgain: They will be, in another trace.
             ConfigurationError: They cannot be.
         """
-        self._is_read = True
-        self._inline(variable)
-
-    def inline_write(self, variable: keras.Variable) -> None:
-        """Does the same, where the functions need no AutoGraph.
-
-        Args:
-            variable: What one of them writes.
-
-        Raises:
-            TraceAgain: They will be, in another trace.
-        """
-        if not self._keeps_functions:
-            self._inline(variable)
-
-    def _inline(self, variable: keras.Variable) -> None:
-        again = not tf.config.functions_run_eagerly()
-        self._refusal = refused(variable)
-        raise TraceAgain if again else self._refusal
+        self._inlined.begin(refused(variable))
 
     def compute_whole(self, variable: keras.Variable) -> bool:
         """Lets the layer that writes a variable be computed whole.

@@ -215,7 +215,6 @@ class ReplicaStep:
             scope.share, scope.state = share, self._state
             scope.read_aside = self._calls.read_aside
             scope.inline = self._calls.inline
-            scope.inline_write = self._inline_write
             know_rows(scope, data, share)
             stack.enter_context(noting(scope.proof))
             drawn: list[tf.Tensor] = []
@@ -338,11 +337,6 @@ class ReplicaStep:
                 value = self._by_rule(variable, value, base, reader, share)
             writes[id(variable)] = (variable, value)
         return writes
-
-    def _inline_write(self, variable: keras.Variable) -> None:
-        """Called with what a `tf.function` of the author's writes."""
-        self._calls.inline_write(variable)
-        self._write_in_place({id(variable): variable})
 
     def _write_in_place(self, written: dict[int, keras.Variable]) -> None:
         """Lets variables be written in place, in another trace."""
@@ -643,7 +637,7 @@ def outputs_of_share(
     ):
         scope.share, scope.state = share, state
         scope.read_aside = calls.read_aside
-        scope.inline, scope.inline_write = calls.inline, calls.inline_write
+        scope.inline = calls.inline
         know_rows(scope, data, share)
         outputs = outputs_of(model, data, generator)
     seeds = set(map(id, state.seeds)) if eager else set()

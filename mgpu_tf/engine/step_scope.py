@@ -81,9 +81,8 @@ class StepScope(keras.StatelessScope):
         read_aside: Called where something of all rows reads what is of the
             rows of this replica, with its name and the tensor.
         inline: Called with what a `tf.function` of the author's reads of the
-            graph of the step, and would keep.
-        inline_write: Called with what such a function writes, which would not
-            write it when it is called again.
+            graph of the step, and would keep; and with what it writes, which
+            it would not write when it is called again.
         draws: In which random numbers are drawn; None where replicas draw
             their own.
         sources: What gradients of weights are taken from, by the identity of
@@ -144,7 +143,6 @@ class StepScope(keras.StatelessScope):
         self.proof = RowProof(known=self._known)
         self.read_aside: Callable[[str, tf.Tensor], None] | None = None
         self.inline: Callable[[keras.Variable], None] = lambda variable: None
-        self.inline_write: Callable[[keras.Variable], None] = self.inline
         self.parts: dict[int, Part] = {}
         self.within: dict[int, keras.Variable] = {}
         self.written_in_place = 0
@@ -406,7 +404,7 @@ class StepScope(keras.StatelessScope):
         if not self.is_here:
             self.within[id(variable)] = variable
             if is_within_function(self.graph):
-                self.inline_write(variable)
+                self.inline(variable)
             return
         self._written[id(variable)] = variable
         self.agreed.discard(id(variable))

@@ -84,11 +84,15 @@ class UnheldVariables:
             )
             for part in parts
         }
-        handles = {
-            id(outer)
-            for outer, _ in graph.captures
+        unknown = {
+            id(inner): id(outer)
+            for outer, inner in graph.captures
             if outer.dtype == tf.resource and id(outer) not in have
         }
+        # To look for variables, and to read them after each execution, costs
+        # more than a step where they are large.
+        written = keras_internals.written_in(graph) if unknown else ()
+        handles = {unknown[key] for key in unknown.keys() & written}
         if not handles:
             return
         made_here = self._strategy.extended.variable_created_in_scope

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import mgpu_tf
+from mgpu_tf.engine import untracked
 from mgpu_tf.engine.untracked import untracked_variables
 from tests.conformance.outside_training import LookaheadAfter
 from tests.tiers import tiered
@@ -157,6 +158,23 @@ def test_what_each_replica_would_write_is_refused(strategies):
     trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
     with pytest.raises(mgpu_tf.ConfigurationError, match="outside of it"):
         trainer.fit(X, Y, **OPTIONS)
+
+
+def test_what_a_step_only_reads_is_not_compared(strategies, monkeypatch):
+    table = counter()
+
+    class Reads(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            return {"loss": ops.mean((y - self(x) - table) ** 2)}
+
+    def build():
+        model = Reads([keras.Input((4,)), layers.Dense(1)])
+        model.compile("sgd")
+        return model
+
+    monkeypatch.setattr(untracked, "_digest", pytest.fail)
+    mgpu_tf.Trainer(build, strategies["mirrored_x3"]).fit(X, Y, **OPTIONS)
 
 
 def test_what_is_found():

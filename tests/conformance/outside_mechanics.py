@@ -50,7 +50,9 @@ class MomentumContrast(keras.Model):
         size = ops.shape(x)[0]
         one = x + 0.1 * normal(self.seeds, x)
         two = x + 0.1 * normal(self.seeds, x)
-        for slow, fast in zip(self.key.weights, self.query.weights, strict=True):
+        for slow, fast in zip(
+            self.key.weights, self.query.weights, strict=True
+        ):
             slow.assign(0.9 * slow + 0.1 * fast)
         order = keras.random.shuffle(ops.arange(size), seed=self.seeds)
         keys = self.key(ops.take(two, order, axis=0))
@@ -67,9 +69,7 @@ class MomentumContrast(keras.Model):
             )
         learn(self.optimizer, tape, loss, self.trainable_variables)
         places = (self.pointer + ops.arange(size)) % 26
-        self.queue.assign(
-            ops.scatter_update(self.queue, places[:, None], keys)
-        )
+        self.queue.assign(ops.scatter_update(self.queue, places[:, None], keys))
         self.pointer.assign((self.pointer + size) % 26)
         self.hits.update_state(ops.argmax(logits, axis=1) == 0)
         return {"loss": loss, "hits": self.hits.result()}
@@ -361,9 +361,9 @@ class Kappa(keras.metrics.Metric):
     def result(self):
         total = ops.sum(self.matrix)
         agreed = ops.sum(ops.diagonal(self.matrix)) / total
-        chance = ops.sum(
-            ops.sum(self.matrix, 0) * ops.sum(self.matrix, 1)
-        ) / (total * total)
+        chance = ops.sum(ops.sum(self.matrix, 0) * ops.sum(self.matrix, 1)) / (
+            total * total
+        )
         return (agreed - chance) / (1.0 - chance + 1e-7)
 
 
@@ -696,9 +696,7 @@ def words_of_its_own_more_and_more(run):
         return models.compiled(Scheduled(), sparse(), adam())
 
     words = outside.words(padded=False)
-    outside.use(
-        run, build, words, words[:, 1:], callbacks=[MoreOfItsOwn()]
-    )
+    outside.use(run, build, words, words[:, 1:], callbacks=[MoreOfItsOwn()])
 
 
 class Normalized(layers.Wrapper):
@@ -753,7 +751,9 @@ class Stateless(keras.Model):
         with tf.GradientTape() as tape:
             tape.watch(values)
             found, state = self.stateless_call(
-                values, [ops.convert_to_tensor(v) for v in others], x,
+                values,
+                [ops.convert_to_tensor(v) for v in others],
+                x,
                 training=True,
             )
             loss = ops.mean(
@@ -912,9 +912,9 @@ class Cell(layers.Layer):
 def own_cells_both_ways_over_images_of_time(run):
     def build():
         inputs = keras.Input((3, 6, 6, 2))
-        x = layers.TimeDistributed(
-            layers.Conv2D(3, 3, activation="relu")
-        )(inputs)
+        x = layers.TimeDistributed(layers.Conv2D(3, 3, activation="relu"))(
+            inputs
+        )
         x = layers.TimeDistributed(layers.GlobalMaxPooling2D())(x)
         x = layers.Bidirectional(
             layers.RNN(Cell(4), return_sequences=True),
@@ -1262,9 +1262,7 @@ class Trust(Optimizer):
         step = ops.cast(self.iterations + 1, variable.dtype)
         self.assign(m, 0.9 * m + 0.1 * gradient)
         self.assign(v, 0.99 * v + 0.01 * gradient**2)
-        way = (m / (1 - 0.9**step)) / (
-            ops.sqrt(v / (1 - 0.99**step)) + 1e-6
-        )
+        way = (m / (1 - 0.9**step)) / (ops.sqrt(v / (1 - 0.99**step)) + 1e-6)
         norm = ops.norm(variable)
         trust = ops.where(norm > 0, norm / (ops.norm(way) + 1e-6), 1.0)
         rate = ops.cast(learning_rate, variable.dtype)
@@ -1298,9 +1296,7 @@ class Neighbours(Optimizer):
             (self.norms,) = self.add_optimizer_variables(
                 variables, ["norm"], initializer="zeros"
             )
-            self.pace = self.add_variable(
-                (), name="pace", initializer="zeros"
-            )
+            self.pace = self.add_variable((), name="pace", initializer="zeros")
 
     def update_step(self, gradient, variable, learning_rate):
         index = self._get_variable_index(variable)
@@ -1343,9 +1339,7 @@ class Everything(Optimizer):
             top += ops.sum(of * gradient)
             of.assign(0.9 * of + self.scale * gradient)
             bottom += ops.sum(ops.abs(of))
-        self.scale.assign(
-            ops.maximum(self.scale, ops.abs(top) / bottom)
-        )
+        self.scale.assign(ops.maximum(self.scale, ops.abs(top) / bottom))
         for gradient, variable in zip(grads, variables, strict=True):
             variable.assign_sub(self.scale * gradient)
         self.iterations.assign_add(1)
@@ -1382,7 +1376,9 @@ class Factors(Optimizer):
         square = self.squares[self._get_variable_index(variable)]
         rate = ops.cast(learning_rate, variable.dtype)
         if len(variable.shape) == 2:
-            self.assign_add(square, ops.matmul(gradient, ops.transpose(gradient)))
+            self.assign_add(
+                square, ops.matmul(gradient, ops.transpose(gradient))
+            )
             values, vectors = ops.eigh(
                 square + 1e-2 * ops.eye(square.shape[0], dtype=square.dtype)
             )
@@ -1424,26 +1420,6 @@ for _name, _optimizer in {
     add(GROUP, f"an optimizer with {_name}", _program)
 
 
-def _again(scoped):
-    def build():
-        x = inputs = keras.Input((4,))
-        hidden = [
-            layers.Dense(6, activation="tanh"),
-            layers.Dropout(0.2, seed=1),
-            layers.Dense(6, activation="tanh"),
-        ]
-        if scoped:
-            with keras.RematScope("full"):
-                wide = layers.Dense(6, activation="tanh", name="scoped")
-                x = wide(x)
-        for layer in hidden:
-            x = layer(x)
-        x = layers.Dense(3)(x)
-        return models.compiled(keras.Model(inputs, x), sparse(), adam())
-
-    return build
-
-
 class Block(layers.Layer):
     """A block that is computed again by `keras.remat` in its call."""
 
@@ -1461,11 +1437,6 @@ class Block(layers.Layer):
 
     def call(self, x):
         return self.again(x)
-
-
-@row(GROUP)
-def layers_computed_again_in_a_scope(run):
-    outside.use(run, _again(True), outside.points(), outside.kinds())
 
 
 @row(GROUP)

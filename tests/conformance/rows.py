@@ -15,6 +15,7 @@ from tests.conformance import (  # noqa: F401
     outside_layers,
     outside_loops,
     outside_losses,
+    outside_mechanics,
     outside_pairs,
     outside_regularizers,
     outside_steps,

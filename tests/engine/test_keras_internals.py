@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 
-from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine import keras_internals, throwaway
 
 
 def build():
@@ -622,6 +622,61 @@ def test_what_tensorflow_keeps_of_functions_and_operations():
         return drawn
 
     outer.get_concrete_function(tf.constant(0.0))
+
+
+def test_what_a_graph_may_write_to():
+    read, added, set_ = (tf.Variable(1.0) for _ in range(3))
+
+    @tf.function
+    def step(x):
+        for _ in tf.range(2):
+            if x > 0.0:
+                added.assign_add(x)
+            x += tf.gather(tf.reshape(read, [1]), 0)
+        tf.function(lambda: set_.assign(2.0))()
+        return x
+
+    graph = step.get_concrete_function(tf.constant(0.0)).graph
+    written = keras_internals.written_in(graph)
+    found = {
+        id(outer) for outer, inner in graph.captures if id(inner) in written
+    }
+    assert found == {id(added.handle), id(set_.handle)}
+
+
+def test_functions_that_need_autograph():
+    class Holder:
+        @tf.function
+        def branch(self, x):
+            return x + 1.0 if x > 0.0 else x
+
+        @tf.function
+        def around(self, x):
+            return self.branch(x)
+
+    holder, forms = Holder(), []
+
+    def step(x):
+        with keras_internals.python_replaced(forms):
+            return holder.around(x)
+
+    def traced():
+        return tf.function(step, autograph=False).get_concrete_function(
+            tf.TensorSpec([])
+        )
+
+    tf.config.run_functions_eagerly(True)
+    try:
+        with pytest.raises(tf.errors.OperatorNotAllowedInGraphError) as error:
+            throwaway.graph_of(step, tf.TensorSpec([]))
+        function = keras_internals.function_around(error.value)
+        assert function is holder.branch
+        forms.append((function, keras_internals.by_autograph(function)))
+        throwaway.graph_of(step, tf.TensorSpec([]))
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert float(traced()(tf.constant(1.0))) == 2.0
+    assert keras_internals.function_around(ValueError()) is None
 
 
 def test_what_layers_have_added():

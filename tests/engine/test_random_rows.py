@@ -169,6 +169,29 @@ def _of_tensorflow(x, seed):
     return x + tf.random.uniform(shape_of(x))
 
 
+def test_replicas_with_the_same_rows_know_the_draws_of_each_other(caplog):
+    holder = Holder()
+
+    def step(x):
+        zero, count = tf.constant(0, tf.int64), tf.constant(B, tf.int64)
+        x = tf.ensure_shape(x, [None, 3])
+        with rows_of_global_draws(zero, count, count, x):
+            # In the turn of another replica.
+            with rows_of_global_draws(zero, count, count, x):
+                other = draw.uniform(shape_of(x), seed=holder.seeds)
+            return other + draw.uniform(shape_of(x), seed=holder.seeds)
+
+    with (
+        keras_internals.seeds_replaced(holder, None, seed_for_rows),
+        caplog.at_level(logging.WARNING, "mgpu_tf"),
+    ):
+        scope.warned.clear()
+        tf.function(step, autograph=False).get_concrete_function(
+            tf.TensorSpec([None, 3])
+        )
+    assert not caplog.records
+
+
 def _pairs(x, seed):
     rows = shape_of(x)[0]
     return x + keras.ops.mean(draw.uniform((rows, rows), seed=seed))

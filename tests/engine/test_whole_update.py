@@ -40,6 +40,16 @@ class Elsewhere(Whitened):
         self.kept = dict(enumerate(self.kept))
 
 
+class ReadsAgain(keras.optimizers.SGD):
+    """It reads a weight again by what it has made of it before it wrote."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        before = ops.convert_to_tensor(variable)
+        copy = ops.copy(variable)
+        self.assign_sub(variable, learning_rate * gradient)
+        self.assign_add(variable, 0.1 * before - 0.05 * copy)
+
+
 class Centred(keras.optimizers.Adam):
     """It takes means of gradients, and norms of weights, before it applies."""
 
@@ -62,6 +72,7 @@ OPTIMIZERS = {
     "accumulated": lambda: keras.optimizers.Muon(
         0.02, gradient_accumulation_steps=3
     ),
+    "read again": lambda: ReadsAgain(0.05, clipnorm=0.1),
     "centred": lambda: Centred(0.02, clipnorm=0.05, use_ema=True),
     "wrapped": lambda: LookaheadAfter(
         keras.optimizers.Adam(0.02, global_clipnorm=0.05)
@@ -71,6 +82,7 @@ CASES = [
     "muon on fsdp_x3",
     "adafactor on tensor_x3",
     "own on fsdp_2_tensor_2",
+    "read again on fsdp_2_tensor_2",
     "own on fsdp_x3",
     "adafactor on fsdp_3_pipeline_2",
     "accumulated on data_2_fsdp_2",

@@ -334,7 +334,6 @@ class PipelineStep(ReplicaStep):
             scope.share, scope.state = share, self._state
             scope.read_aside = self._calls.read_aside
             scope.inline = self._calls.inline
-            scope.inline_write = self._inline_write
             know_rows(scope, [rows, data], share)
             stack.enter_context(noting(scope.proof))
             with drawing(share, [rows, data], drawn):

@@ -23,7 +23,7 @@ from mgpu_tf.engine import composites, keras_internals
 from mgpu_tf.engine.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.boundary import Boundary
 from mgpu_tf.engine.exchange import Cut, Exchange
-from mgpu_tf.engine.inlined import inlined, refused
+from mgpu_tf.engine.inlined import Inlined, refused
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.same_draws import SameDraws
@@ -104,9 +104,7 @@ class AuthorStep:
         # within functions.
         self._direct: dict[int, keras.Variable] = {}
         self.cuts_each = False
-        # Raised where the author's functions of TensorFlow cannot be traced as
-        # plain Python, or an optimizer applies in a branch or a loop.
-        self._refusal: ConfigurationError | None = None
+        self._inlined = Inlined()
         # Each replica is a thread of its own.
         self._here = threading.local()
         # With one replica of `MirroredStrategy`, optimizers apply as with more.
@@ -236,8 +234,6 @@ class AuthorStep:
             return flat_logs(getattr(self._model, self._method)(data))
         except Exception as error:
             refusal = refusal_within(error)
-            if isinstance(error, tf.errors.OperatorNotAllowedInGraphError):
-                refusal = self._refusal
             if refusal is None:
                 raise
             raise refusal from None
@@ -266,9 +262,7 @@ class AuthorStep:
 
     def _inline(self, variable: keras.Variable) -> None:
         """Lets functions be traced with the step, in another trace."""
-        again = self._refusal is None
-        self._refusal = refused(variable)
-        raise TraceAgain if again else self._refusal
+        self._inlined.begin(refused(variable))
 
     def _check_in_step(self, variable: keras.Variable) -> None:
         if self._boundary.is_in_call:
@@ -297,8 +291,7 @@ class AuthorStep:
                 stack.enter_context(seeds)
                 stack.enter_context(self._boundary.around())
                 stack.enter_context(self._weights.around())
-                if self._refusal is not None:
-                    stack.enter_context(inlined())
+                stack.enter_context(self._inlined.in_place())
             yield
 
     def _apply(
@@ -315,16 +308,16 @@ class AuthorStep:
                 hand_over(optimizer, gradients, variables, by_pairs=by_pairs)
             return
         if within:
-            again = self._refusal is None
-            self._refusal = ConfigurationError(
-                "On several replicas an optimizer applies outside of tf.cond, "
-                "loops of TensorFlow and what AutoGraph makes of them. "
-                f"Received: {optimizer.name!r}, inside of one in "
-                f"{self._method} of {type(self._model).__name__}. Apply in "
-                "the step itself; the option gradient_accumulation_steps of "
-                "an optimizer accumulates."
+            self._inlined.begin(
+                ConfigurationError(
+                    "On several replicas an optimizer applies outside of "
+                    "tf.cond, loops of TensorFlow and what AutoGraph makes of "
+                    f"them. Received: {optimizer.name!r}, inside of one in "
+                    f"{self._method} of {type(self._model).__name__}. Apply "
+                    "in the step itself; the option "
+                    "gradient_accumulation_steps of an optimizer accumulates."
+                )
             )
-            raise TraceAgain if again else self._refusal
         present = [gradient is not None for gradient in gradients]
         given = [gradient for gradient in gradients if gradient is not None]
 

@@ -24,8 +24,11 @@ from mgpu_tf.strategies.sharded_variable import ShardedVariable
 Write = Callable[[list[keras.Variable], list[tf.Tensor]], None]
 
 
-class Held:
+class Held(tf.__internal__.types.Tensor):
     """A variable in an update: a value that is read and assigned to.
+
+    As of a variable, `keras.ops.convert_to_tensor` makes no copy of it: what
+    is assigned later is read by it as well.
 
     Args:
         variable: TensorFlow's variable, which is left as it is.
@@ -44,6 +47,16 @@ class Held:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.variable, name)
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The type of the variable."""
+        return self.variable.dtype
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of the whole variable."""
+        return self.variable.shape
 
     def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
         return self.value if dtype is None else tf.cast(self.value, dtype)
