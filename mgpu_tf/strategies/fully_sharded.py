@@ -41,6 +41,7 @@ from mgpu_tf.strategies.mirrored import (
 )
 from mgpu_tf.strategies.sharded_variable import (
     ShardedVariable,
+    new_source,
     own_buffer,
     stored_part,
 )
@@ -433,14 +434,16 @@ class Splitting:
         mesh, devices = strategy.mesh, self._devices_of_parts(beside)
         name = kwargs.get("name") or "Variable"
 
-        def create(place: int, initial: tf.Tensor, suffix: str) -> Any:
+        def create(
+            place: int, initial: tf.Tensor, suffix: str, **more: Any
+        ) -> Any:
             # No tape watches them: gradients are of the whole weight.
             options = dict(
                 kwargs, initial_value=lambda: initial, trainable=False
             )
             options["name"] = f"{name}{suffix}" if suffix else name
             with tf.init_scope(), tf.device(devices[place]):
-                return next_creator(**options)
+                return next_creator(**options | more)
 
         parts, whole = [], []
         keeps_whole = strategy.shard != "weights" and kwargs.get("trainable")
@@ -451,6 +454,16 @@ class Splitting:
             parts.append(create(place, own_buffer(part), suffix))
             if keeps_whole:
                 whole.append(create(place, value, f"/whole_{replica}"))
+        source = None
+        if kwargs.get("trainable") and value.dtype.is_floating:
+            source = new_source(
+                lambda initial_value, shape: create(
+                    *(0, initial_value, "/gradient"),
+                    shape=shape,
+                    trainable=True,
+                ),
+                value.dtype,
+            )
         return ShardedVariable(
             strategy,
             parts,
@@ -458,6 +471,7 @@ class Splitting:
             mesh=mesh,
             split=split,
             whole=whole,
+            source=source,
         )
 
 

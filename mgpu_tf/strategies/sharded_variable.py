@@ -27,6 +27,7 @@ from tensorflow.python.distribute import distribute_lib, values
 
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Mesh, Split, others_than
+from mgpu_tf.strategies.own_gradient import own_gradient
 
 
 class Lender(Protocol):
@@ -51,6 +52,8 @@ class ShardedVariable(values.MirroredVariable):
         whole: A copy for each replica of this process to read, as the last
             `refresh` wrote it; none where a replica gathers the parts
             whenever it reads.
+        source: A scalar that tapes outside of replicas know it by; None where
+            they take no gradient of it.
 
     Attributes:
         mesh: The axes of the replicas.
@@ -71,6 +74,7 @@ class ShardedVariable(values.MirroredVariable):
         mesh: Mesh,
         split: Split,
         whole: Sequence[tf.Variable] = (),
+        source: tf.Variable | None = None,
     ) -> None:
         self.mesh = mesh
         self.split = split
@@ -78,6 +82,7 @@ class ShardedVariable(values.MirroredVariable):
         self.lender: Lender | None = None
         self.assigned = ""
         self._whole = tuple(whole)
+        self._source = source
         self._first = strategy.first_replica
         super().__init__(strategy, parts, aggregation)
 
@@ -89,6 +94,11 @@ class ShardedVariable(values.MirroredVariable):
     def get_shape(self) -> tf.TensorShape:
         """Returns the shape of the whole variable."""
         return self.shape
+
+    @property
+    def trainable(self) -> bool:
+        """Whether tapes take gradients of it."""
+        return self._source is not None
 
     @property
     def stored(self) -> list[tuple[tf.Variable, ...]]:
@@ -265,6 +275,8 @@ class ShardedVariable(values.MirroredVariable):
         if distribute_lib.get_update_replica_id() is not None:
             return self.here().handle
         if self._replica() is None:
+            if self._source is not None:
+                return self._source.handle
             return super().handle  # Refuses, where there is no replica.
         if self.lender is None:
             return self.here().handle
@@ -274,8 +286,12 @@ class ShardedVariable(values.MirroredVariable):
         if self.reader is not None:
             return self.reader()
         if self.is_apart:
-            return self._distribute_strategy.read_together(self)
-        return self.gathered(self._first)
+            value = self._distribute_strategy.read_together(self)
+        else:
+            value = self.gathered(self._first)
+        if self._source is None:
+            return value
+        return from_source(self._source.read_value(), value)
 
     def _get_cross_replica(self) -> Any:
         return self._get()
@@ -389,6 +405,32 @@ class ShardedVariable(values.MirroredVariable):
             "A sharded variable cannot be copied by copy.deepcopy. Received: "
             f"{self.name}. Copy its value: variable.numpy()."
         )
+
+
+@own_gradient
+def from_source(source: tf.Tensor, whole: tf.Tensor) -> Any:
+    """Returns a whole value, whose gradient flows to a scalar.
+
+    Args:
+        source: The scalar that a tape knows a weight by.
+        whole: The value of the weight.
+    """
+    del source
+    return tf.identity(whole), lambda up: (up, None)
+
+
+def new_source(
+    create: Callable[..., tf.Variable], dtype: tf.DType
+) -> tf.Variable:
+    """Makes what the gradients of a weight flow to.
+
+    Args:
+        create: As `tf.Variable`.
+        dtype: The type of the weight.
+    """
+    # A graph would refuse a gradient of another shape than the variable's.
+    any_shape = tf.TensorShape(None)
+    return create(initial_value=tf.zeros([], dtype), shape=any_shape)
 
 
 def stored_part(

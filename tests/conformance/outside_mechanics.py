@@ -647,7 +647,7 @@ class Prototypes(keras.Model):
 def codes_balanced_over_the_batch(run):
     def build():
         model = Prototypes()
-        model.build((None, 4))
+        model(ops.zeros((1, 4)))
         return models.compiled(model, None, adam())
 
     outside.train(run, build, outside.points())

@@ -105,6 +105,28 @@ def test_outside_of_replicas_it_is_one_variable(strategy):
     np.testing.assert_array_equal(variable.value.read_value(), expected + 1)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
+def test_tapes_outside_of_replicas_have_whole_gradients(wrap, strategy):
+    """As a callback takes them, and gradients of gradients."""
+    value = np.arange(35.0).reshape(5, 7)
+    with strategy.scope():
+        variable = keras.Variable(value, dtype="float64")
+        fixed = keras.Variable(value, dtype="float64", trainable=False)
+
+    def gradients():
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                cubes = tf.reduce_sum(variable**3 * fixed)
+            first = inner.gradient(cubes, variable)
+            squares = tf.reduce_sum(first**2)
+        return first, *outer.gradient(squares, [variable, fixed])
+
+    first, second, nothing = wrap(gradients)()
+    np.testing.assert_allclose(first, 3.0 * value**3)
+    np.testing.assert_allclose(second, 36.0 * value**5)
+    assert nothing is None
+
+
 def test_a_replica_reads_all_and_keeps_its_part(strategy):
     with strategy.scope():
         variable = keras.Variable(np.arange(35.0).reshape(5, 7))

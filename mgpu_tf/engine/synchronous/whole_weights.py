@@ -29,8 +29,11 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author_scope import graph_here
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.own_gradient import own_gradient
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.sharded_variable import (
+    ShardedVariable,
+    from_source,
+    new_source,
+)
 
 
 class WholeWeights:
@@ -95,7 +98,7 @@ class WholeWeights:
             whole = known[id(held)]
         source = self._source_here(held)
         with tf.device(source.device):
-            return _from_source(source.read_value(), whole)
+            return from_source(source.read_value(), whole)
 
     def _within(self, held: ShardedVariable) -> tf.Tensor:
         """Reads a weight in a graph inside of the step.
@@ -125,15 +128,7 @@ class WholeWeights:
             self._here.known.pop(id(keras_internals.stored(variable)), None)
 
 
-@own_gradient
-def _from_source(source: tf.Tensor, whole: tf.Tensor) -> Any:
-    del source
-    return tf.identity(whole), lambda up: (up, None)
-
-
 def _source(part: tf.Variable) -> tf.Variable:
-    """Makes what the gradients of a weight flow to, on the device of a part."""
-    # A graph would refuse a gradient of another shape than the variable's.
-    any_shape = tf.TensorShape(None)
+    """Makes one on the device of a part."""
     with tf.init_scope(), tf.device(part.device):
-        return tf.Variable(tf.zeros([], part.dtype), shape=any_shape)
+        return new_source(tf.Variable, part.dtype)
