@@ -747,12 +747,12 @@ class Stateless(keras.Model):
         x, y = data
         weights = self.trainable_variables
         others = self.non_trainable_variables
-        values = [ops.convert_to_tensor(w) for w in weights]
+        values = [tf.convert_to_tensor(w) for w in weights]
         with tf.GradientTape() as tape:
             tape.watch(values)
             found, state = self.stateless_call(
                 values,
-                [ops.convert_to_tensor(v) for v in others],
+                [tf.convert_to_tensor(v) for v in others],
                 x,
                 training=True,
             )
@@ -764,7 +764,7 @@ class Stateless(keras.Model):
         gradients = tape.gradient(loss, values)
         slots = self.optimizer.variables
         values, slot_values = self.optimizer.stateless_apply(
-            [ops.convert_to_tensor(s) for s in slots], gradients, values
+            [tf.convert_to_tensor(s) for s in slots], gradients, values
         )
         for variable, value in zip(
             [*weights, *others, *slots],
@@ -806,8 +806,7 @@ class Balanced(keras.Model):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as outer:
-            outer.watch(self.weight.value)
-            weight = ops.convert_to_tensor(self.weight)
+            weight = tf.convert_to_tensor(self.weight)
             outer.watch(weight)
             with tf.GradientTape(persistent=True) as tape:
                 tape.watch(weight)

@@ -174,7 +174,7 @@ def test_replicas_with_the_same_rows_know_the_draws_of_each_other(caplog):
 
     def step(x):
         zero, count = tf.constant(0, tf.int64), tf.constant(B, tf.int64)
-        x = tf.ensure_shape(x, [None, 3])
+        x = tf.ensure_shape(x, [None, 4])
         with rows_of_global_draws(zero, count, count, x):
             # In the turn of another replica.
             with rows_of_global_draws(zero, count, count, x):
@@ -187,7 +187,7 @@ def test_replicas_with_the_same_rows_know_the_draws_of_each_other(caplog):
     ):
         scope.warned.clear()
         tf.function(step, autograph=False).get_concrete_function(
-            tf.TensorSpec([None, 3])
+            tf.TensorSpec([None, 4])
         )
     assert not caplog.records
 

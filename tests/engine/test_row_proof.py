@@ -474,3 +474,23 @@ def test_every_rule_is_tried():
     # Older forms of the same, which no function of today makes.
     others = {"BatchMatMul", "ResourceGather", "TensorListFromTensor"}
     assert rules - seen - others == set()
+
+
+def test_what_a_step_before_a_loop_wrote_is_not_of_the_loop():
+    variable, found = tf.Variable(0.0), []
+
+    @tf.function(autograph=False)
+    def steps(x):
+        before = x + 1.0
+        variable.assign(tf.random.uniform([]))
+
+        def body(i):
+            proof = RowProof()
+            proof.skip(tf.compat.v1.get_default_graph())
+            found.append((proof.of(before * 2.0), proof.writes_rows))
+            return i + 1
+
+        return tf.while_loop(lambda i: i < 2, body, [0])
+
+    steps.get_concrete_function(tf.TensorSpec([]))
+    assert found == [(FIXED, False)]

@@ -40,13 +40,15 @@ class Elsewhere(Whitened):
         self.kept = dict(enumerate(self.kept))
 
 
-class ReadsAgain(keras.optimizers.SGD):
-    """It reads a weight again by what it has made of it before it wrote."""
+class ReadsAgain(Whitened):
+    """It writes a weight, and reads it by what it had made of it before."""
 
     def update_step(self, gradient, variable, learning_rate):
-        before = ops.convert_to_tensor(variable)
-        copy = ops.copy(variable)
-        self.assign_sub(variable, learning_rate * gradient)
+        kept = self.kept[self._get_variable_index(variable)]
+        before, copy = ops.convert_to_tensor(variable), ops.copy(variable)
+        moves = ops.convert_to_tensor(kept)
+        self.assign(kept, 0.9 * kept + gradient)
+        self.assign_sub(variable, learning_rate * moves)
         self.assign_add(variable, 0.1 * before - 0.05 * copy)
 
 

@@ -162,13 +162,16 @@ class Normalizes(layers.Layer):
     def __init__(self):
         super().__init__()
         self.norm = layers.BatchNormalization(synchronized=True)
+        self.first, self.last = layers.Dense(4), layers.Dense(4)
 
     def build(self, shape):
-        self.norm.build(shape)
+        self.first.build(shape)
+        self.norm.build((None, 4))
+        self.last.build((None, 4))
 
     @tf.function
     def call(self, x, training=False):
-        return self.norm(x, training=training)
+        return self.last(self.norm(self.first(x), training=training))
 
 
 class Looped(layers.Layer):
