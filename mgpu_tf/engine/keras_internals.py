@@ -1414,6 +1414,12 @@ def overrides(model: keras.Model, method: str) -> bool:
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
+def wrote(model: keras.Model, method: str) -> bool:
+    """Returns whether neither Keras nor keras-hub wrote a method of a model."""
+    library = getattr(type(model), method).__module__.partition(".")[0]
+    return overrides(model, method) and library not in ("keras", "keras_hub")
+
+
 def handles_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether its author wrote what sees gradients before updates."""
     return applies_itself(optimizer) or _wrote(optimizer, "_clip_gradients")

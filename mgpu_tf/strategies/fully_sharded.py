@@ -31,6 +31,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 
 from mgpu_tf.cluster.config import ClusterConfig
+from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import REPLICA_AXES, Mesh, Split
 from mgpu_tf.strategies.collectives import Groups
 from mgpu_tf.strategies.layout import Layout
@@ -397,6 +398,24 @@ class Splitting:
         if strategy.is_apart:
             value = self._of_first_worker(value, kwargs)
         return self._split(next_creator, value, kwargs, split, beside)
+
+    def _update(
+        self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool
+    ) -> Any:
+        """Updates parts; a step gives each replica what belongs to its own."""
+        if isinstance(var, ShardedVariable) and any(
+            tf.is_tensor(each) and each.shape == var.shape != var.values[0].shape
+            for each in args
+        ):
+            raise ConfigurationError(
+                "Outside of a step an optimizer applies no gradients to "
+                f"weights that are split. Received: {var.name!r}. Assign to "
+                "the weight, apply in a train_step of your own, or use "
+                "'mirrored'."
+            )
+        return super()._update(  # type: ignore[misc]
+            var, fn, args, kwargs, group
+        )
 
     def _not_split(self, next_creator: Any, kwargs: dict[str, Any]) -> Any:
         return super()._create_variable(  # type: ignore[misc]

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from mgpu_tf import data as data_lib
 from mgpu_tf.checkpoints import storage
+from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.base import DataFeed
 from mgpu_tf.errors import ConfigurationError, check_integer, is_integer
 from mgpu_tf.folders import check_path
@@ -168,6 +169,27 @@ def check_real(source: data_lib.Source, model: keras.Model) -> None:
                     f"{spec.dtype.name}. Pass real and imaginary parts as two "
                     "features."
                 )
+
+
+def check_called(model: keras.Model, *methods: str) -> None:
+    """Refuses methods of the author's that a `Trainer` calls nowhere.
+
+    Args:
+        model: The model.
+        methods: Those of which a call of the `Trainer` stands in the place.
+
+    Raises:
+        ConfigurationError: The author wrote one of them.
+    """
+    for method in methods:
+        if keras_internals.wrote(model, method):
+            raise ConfigurationError(
+                "A Trainer trains, evaluates and predicts in the place of the "
+                "model, by its train_step, test_step and predict_step. "
+                f"Received: {type(model).__name__}, whose author wrote "
+                f"{method}. Do what it does around the call of the Trainer, "
+                "in a callback or in a step, and leave it out."
+            )
 
 
 def data_facts(source: data_lib.Source) -> dict[str, str]:

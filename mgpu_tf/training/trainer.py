@@ -63,6 +63,7 @@ from mgpu_tf.training.call_arguments import (
     FitNumbers,
     by_batch,
     check_build_model,
+    check_called,
     check_evaluation,
     check_finite,
     check_flag,
@@ -392,6 +393,7 @@ class Trainer:
         """
         with self._distributed.peers.together("fit"):
             saving = saving_of(checkpoint_dir, checkpoint)
+            check_called(self.model, "fit", "make_train_function")
             if check_fraction(validation_split):
                 if not data_lib.is_batched(x):
                     x, y, sample_weight = self._distributed.arrays(
@@ -416,6 +418,7 @@ class Trainer:
             check_repeats(numbers, source)
             validation = None
             if validation_data is not None:
+                check_called(self.model, "evaluate", "make_test_function")
                 val_x, val_y, weight = unpack_validation(
                     validation_data, targets=y is not None
                 )
@@ -522,6 +525,7 @@ class Trainer:
         distributed = self._distributed
         check_evaluation(steps)
         with distributed.peers.together("evaluate"):
+            check_called(self.model, "evaluate", "make_test_function")
             source = distributed.source(
                 x, y, sample_weight, batch_size, steps=steps
             )
@@ -572,6 +576,7 @@ class Trainer:
         distributed = self._distributed
         check_evaluation(steps)
         with distributed.peers.together("predict"):
+            check_called(self.model, "predict", "make_predict_function")
             source = distributed.source(x, batch_size=batch_size, steps=steps)
             if not source.totals_known:
                 raise ConfigurationError(
@@ -884,6 +889,7 @@ class Trainer:
         """Returns arrays as a source of a single batch."""
         if not kind_of(self.strategy).in_step:
             raise ConfigurationError(by_batch(method))
+        check_called(self.model, method)
         (inputs,) = self._distributed.arrays(x)
         rows = data_lib.batch_rows(inputs)
         return self._distributed.source(

@@ -779,6 +779,7 @@ class Stateless(keras.Model):
 def a_step_by_stateless_calls(run):
     def build():
         model = models.compiled(Stateless(), None, adam())
+        model(ops.zeros((1, 4)))
         model.optimizer.build(model.trainable_variables)
         return model
 
@@ -879,6 +880,7 @@ def a_state_of_each_place_carried_over_batches(run):
     outside.train(run, build, x, outside.numbers())
 
 
+@keras.saving.register_keras_serializable("outside")
 class Cell(layers.Layer):
     """A cell of two states with dropout on its recurrence."""
 
@@ -888,6 +890,9 @@ class Cell(layers.Layer):
         self.state_size = [width, width]
         self.output_size = width
         self.dropped = layers.Dropout(0.3, seed=3)
+
+    def get_config(self):
+        return super().get_config() | {"width": self.width}
 
     def build(self, shape):
         self.kernel = self.add_weight(

@@ -289,3 +289,12 @@ def test_parts_do_not_keep_the_whole_value_that_was_assigned(strategies):
     weight.assign(keras.random.normal((3, 1 << 20), seed=1))
     assert held() - before < 1 << 20
     assert np.std(weight.numpy()) > 0.9
+
+
+def test_gradients_applied_outside_of_a_step_are_refused(strategies):
+    with strategies["fsdp_x3"].scope():
+        optimizer = keras.optimizers.SGD(0.1)
+    model = model_and_optimizer(strategies["fsdp_x3"], optimizer)
+    weights = model.trainable_variables
+    with pytest.raises(mgpu_tf.ConfigurationError, match="Outside of a step"):
+        optimizer.apply([tf.ones_like(w.value) for w in weights], weights)

@@ -438,3 +438,53 @@ def test_the_seed_that_keras_was_given_is_taken(strategies):
 def test_a_name_is_a_strategy():
     trainer = mgpu_tf.Trainer(build, "one_device")
     assert trainer.strategy.num_replicas_in_sync == 1
+
+
+class WithItsOwn(keras.Sequential):
+    """Methods of Keras that an author wrote anew."""
+
+    def fit(self, *arguments, **options):
+        return super().fit(*arguments, **options)
+
+    def make_train_function(self, force=False):
+        return super().make_train_function(force)
+
+
+class Scored(keras.Sequential):
+    def evaluate(self, *arguments, **options):
+        return 2 * super().evaluate(*arguments, **options)
+
+    def predict(self, *arguments, **options):
+        return -super().predict(*arguments, **options)
+
+    def train_on_batch(self, *arguments, **options):
+        return super().train_on_batch(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "method"),
+    [
+        (WithItsOwn, lambda t, x, y: t.fit(x, y), "fit"),
+        (Scored, lambda t, x, y: t.evaluate(x, y), "evaluate"),
+        (
+            Scored,
+            lambda t, x, y: t.fit(x, y, validation_data=(x, y)),
+            "evaluate",
+        ),
+        (Scored, lambda t, x, y: t.predict(x), "predict"),
+        (Scored, lambda t, x, y: t.train_on_batch(x, y), "train_on_batch"),
+    ],
+)
+def test_methods_that_a_trainer_calls_nowhere_are_refused(
+    kind, call, method, strategies
+):
+    def build():
+        model = kind([keras.Input((6,)), keras.layers.Dense(3)])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        return model
+
+    trainer = mgpu_tf.Trainer(build, strategies["one_device"])
+    words = f"{kind.__name__}, whose author wrote {method}\\."
+    with pytest.raises(mgpu_tf.ConfigurationError, match=words) as error:
+        call(trainer, *arrays())
+    assert "\n" not in str(error.value)
