@@ -1,6 +1,7 @@
 """Programs from outside whose mechanics no other row has."""
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
@@ -726,66 +727,6 @@ def kernels_of_a_direction_and_a_length(run):
     outside.use(run, build, outside.points(), outside.numbers())
 
 
-class Stateless(keras.Model):
-    """The step of the guides to other backends, by stateless calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.network = keras.Sequential(
-            [
-                keras.Input((4,)),
-                layers.Dense(6, activation="tanh"),
-                layers.Dropout(0.3, seed=4),
-                layers.Dense(3),
-            ]
-        )
-
-    def call(self, x, training=False):
-        return self.network(x, training=training)
-
-    def train_step(self, data):
-        x, y = data
-        weights = self.trainable_variables
-        others = self.non_trainable_variables
-        values = [tf.convert_to_tensor(w) for w in weights]
-        with tf.GradientTape() as tape:
-            tape.watch(values)
-            found, state = self.stateless_call(
-                values,
-                [tf.convert_to_tensor(v) for v in others],
-                x,
-                training=True,
-            )
-            loss = ops.mean(
-                keras.losses.sparse_categorical_crossentropy(
-                    y, found, from_logits=True
-                )
-            )
-        gradients = tape.gradient(loss, values)
-        slots = self.optimizer.variables
-        values, slot_values = self.optimizer.stateless_apply(
-            [tf.convert_to_tensor(s) for s in slots], gradients, values
-        )
-        for variable, value in zip(
-            [*weights, *others, *slots],
-            [*values, *state, *slot_values],
-            strict=True,
-        ):
-            variable.assign(value)
-        return {"loss": loss}
-
-
-@row(GROUP)
-def a_step_by_stateless_calls(run):
-    def build():
-        model = models.compiled(Stateless(), None, adam())
-        model(ops.zeros((1, 4)))
-        model.optimizer.build(model.trainable_variables)
-        return model
-
-    outside.train(run, build, outside.points(), outside.kinds())
-
-
 class Balanced(keras.Model):
     """GradNorm: weights of tasks follow the norms of their gradients."""
 
@@ -1394,6 +1335,45 @@ class Factors(Optimizer):
         self.assign_sub(variable, rate * gradient)
 
 
+class Finalizes(keras.optimizers.Adam):
+    """Averages at the end of each update, as optimizers of addons do."""
+
+    def build(self, variables):
+        if not self.built:
+            super().build(variables)
+            self.averages = [
+                self.add_variable_from_reference(v, "average")
+                for v in variables
+            ]
+
+    def finalize_variable_values(self, var_list):
+        for variable, average in zip(
+            self._trainable_variables, self.averages, strict=True
+        ):
+            average.assign(0.9 * average + 0.1 * variable)
+            variable.assign(0.9 * variable + 0.1 * average)
+        super().finalize_variable_values(var_list)
+
+
+class Decays(keras.optimizers.SGD):
+    """It takes decay from kernels alone."""
+
+    def _apply_weight_decay(self, variables):
+        for variable in variables:
+            if len(variable.shape) > 1:
+                variable.assign(variable * 0.97)
+
+
+class Rounds(keras.optimizers.SGD):
+    """It rounds what it subtracts."""
+
+    def assign_sub(self, variable, value):
+        super().assign_sub(variable, ops.round(value * 1e3) / 1e3)
+
+    def assign_add(self, variable, value):
+        super().assign_add(variable, ops.round(value * 1e3) / 1e3)
+
+
 for _name, _optimizer in {
     "a rate by norms of the weight and its step": Trust,
     "a weight read before it is written twice": Alias,
@@ -1401,6 +1381,9 @@ for _name, _optimizer in {
     "one scalar of all weights in its apply": Everything,
     "roots of squares of gradients": Factors,
     "centred gradients": Centred,
+    "an average at the end of its update": lambda: Finalizes(0.02),
+    "a decay of its own": lambda: Decays(0.05, weight_decay=0.1),
+    "assignments of its own": lambda: Rounds(0.1, momentum=0.9),
     "a rate by norms, accumulated": lambda: Trust(
         gradient_accumulation_steps=2
     ),
@@ -1453,3 +1436,213 @@ def a_block_with_remat_in_its_call(run):
         return models.compiled(keras.Model(inputs, x), sparse(), adam())
 
     outside.use(run, build, outside.points(), outside.kinds())
+
+
+class Factor(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule with a factor that a callback lowers."""
+
+    def __init__(self):
+        self.factor = keras.Variable(1.0, trainable=False, name="factor")
+
+    def __call__(self, step):
+        done = ops.cast(step, self.factor.dtype)
+        return 0.05 * self.factor / (1.0 + 0.1 * done)
+
+
+class Strength(keras.regularizers.Regularizer):
+    """A penalty that a callback raises."""
+
+    def __init__(self):
+        self.strength = keras.Variable(0.0, trainable=False, name="strength")
+
+    def __call__(self, x):
+        return self.strength * ops.sum(ops.abs(x))
+
+
+class Orthogonal(keras.constraints.Constraint):
+    """It needs the whole weight, and counts how often it was used."""
+
+    def __init__(self):
+        self.count = keras.Variable(0.0, trainable=False, name="count")
+
+    def __call__(self, w):
+        self.count.assign(self.count + 1.0)
+        q, r = ops.qr(w)
+        size = ops.mean(ops.abs(w)) / (1.0 + 0.01 * self.count)
+        return 0.5 * w / ops.norm(w) + ops.matmul(q, r) * size
+
+
+class Moves(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        factor = self.model.optimizer._learning_rate.factor
+        factor.assign(factor * 0.9)
+        strength = self.model.layers[1].kernel_regularizer.strength
+        strength.assign(strength + 0.01)
+
+
+class Descends(keras.callbacks.Callback):
+    """A step of its own on all rows, and new slots, after each epoch."""
+
+    def __init__(self, data, by_optimizer):
+        super().__init__()
+        self.data, self.by_optimizer = data, by_optimizer
+
+    def on_epoch_end(self, epoch, logs=None):
+        x, y = (tf.constant(part) for part in self.data)
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(
+                y, self.model(x, training=True), from_logits=True
+            )
+            loss = ops.mean(losses)
+        weights = self.model.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        logs["of_all"] = float(loss)
+        if self.by_optimizer:
+            self.model.optimizer.apply(gradients, weights)
+            return
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.assign_sub(0.1 * gradient)
+        for slot in self.model.optimizer.variables[2:]:
+            slot.assign(ops.zeros_like(slot))
+
+
+def by_numpy(y, y_pred):
+    """A number of all rows, as other libraries compute it."""
+
+    def score(y, y_pred):
+        return np.float64(np.median(y_pred.max(-1)) + y.mean())
+
+    found = tf.numpy_function(score, [y, y_pred], tf.float64)
+    found.set_shape([])
+    return found
+
+
+def _held(optimizer, callbacks, **options):
+    def program(run):
+        def build():
+            x = inputs = keras.Input((4,))
+            x = layers.Dense(8, activation="tanh", **_made(options))(x)
+            x = layers.Dropout(0.2, seed=1)(x)
+            model = keras.Model(inputs, layers.Dense(3)(x))
+            return models.compiled(
+                model, sparse(), optimizer(), metrics=[by_numpy]
+            )
+
+        data = outside.points(), outside.kinds()
+        outside.use(run, build, *data, callbacks=callbacks(data))
+
+    return program
+
+
+def _made(options):
+    return {name: make() for name, make in options.items()}
+
+
+add(
+    GROUP,
+    "variables of a schedule, a regularizer and a constraint",
+    _held(
+        lambda: adam(Factor()),
+        lambda data: [Moves()],
+        kernel_regularizer=Strength,
+        kernel_constraint=Orthogonal,
+    ),
+)
+add(
+    GROUP,
+    "a callback that descends on all rows",
+    _held(adam, lambda data: [Descends(data, False)]),
+)
+add(
+    GROUP,
+    "a callback that applies gradients",
+    _held(adam, lambda data: [Descends(data, True)]),
+)
+
+
+class Attacked(keras.Model):
+    """Inputs are moved within a loop of TensorFlow, weights looked ahead."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = mlp(3)
+
+    def call(self, x, training=False):
+        return self.network(x, training=training)
+
+    @tf.function
+    def train_step(self, data):
+        x, y = data
+
+        def moved(step, z):
+            with tf.GradientTape() as tape:
+                tape.watch(z)
+                loss = self.compute_loss(x, y, self(z))
+            slope = tf.sign(tape.gradient(loss, z))
+            return step + 1, x + tf.clip_by_value(z + 0.05 * slope - x, -1, 1)
+
+        _, z = tf.while_loop(lambda step, z: step < 3, moved, [0, x])
+        weights = self.trainable_variables
+        before = [tf.identity(weight) for weight in weights]
+        for last in (False, True):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(z, training=True))
+            gradients = tape.gradient(loss, weights)
+            norm = tf.linalg.global_norm(gradients)
+            if norm > 0.5:
+                gradients = [g * 0.5 / norm for g in gradients]
+            if last:
+                for weight, value in zip(weights, before, strict=True):
+                    weight.assign(value)
+            self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss, "rate": self.optimizer.learning_rate}
+
+
+@row(GROUP)
+def extra_gradients_on_moved_inputs_in_a_decorated_step(run):
+    def build():
+        return models.compiled(Attacked(), sparse(), adam())
+
+    outside.use(run, build, outside.points(), outside.kinds())
+
+
+@row(GROUP)
+def compiled_again_with_a_frozen_layer(run):
+    def build():
+        x = inputs = keras.Input((4,))
+        x = layers.Dense(6, activation="tanh")(x)
+        model = keras.Model(inputs, layers.Dense(3)(x))
+        return models.compiled(model, sparse(), adam())
+
+    data = outside.points(), outside.kinds()
+    trainer = outside.train(run, build, *data)
+    with run.scope():
+        trainer.model.layers[1].trainable = False
+        models.compiled(trainer.model, sparse(), keras.optimizers.RMSprop(0.01))
+    outside.train(run, None, *data, trainer=trainer)
+
+
+class Scaled(keras.Model):
+    """Its `fit` looks at the data first."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = mlp(3)
+        self.scale = self.add_weight(
+            shape=(4,), initializer="ones", trainable=False
+        )
+
+    def call(self, x):
+        return self.network(x * self.scale)
+
+    def fit(self, x=None, y=None, **options):
+        self.scale.assign(1.0 / ops.std(ops.convert_to_tensor(x), axis=0))
+        return super().fit(x, y, **options)
+
+
+@row(GROUP)
+def a_fit_of_its_own(run):
+    def build():
+        return models.compiled(Scaled(), sparse(), adam())
+
+    outside.train(run, build, outside.points(), outside.kinds())

@@ -49,6 +49,11 @@ SLICE = [
     ("fsdp_x3", "slow weights around an optimizer"),
     ("fsdp_x3", "attention whose scores are penalized"),
     ("fsdp_x3", "a block that is computed again"),
+    ("fsdp_x3", "weights held by their importance"),
+    ("fsdp_x3", "a callback that descends on all rows"),
+    ("data_2_tensor_2", "a callback that applies gradients"),
+    ("mirrored_x3", "a fit of its own"),
+    ("mirrored_x3", "extra gradients on moved inputs in a decorated step"),
 ]
 
 
