@@ -404,7 +404,7 @@ class Splitting:
     ) -> Any:
         """Updates parts; a step gives each replica what belongs to its own."""
         if isinstance(var, ShardedVariable) and any(
-            tf.is_tensor(each)
+            isinstance(each, tf.Tensor)
             and each.shape == var.shape != var.values[0].shape
             for each in args
         ):

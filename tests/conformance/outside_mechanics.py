@@ -1453,7 +1453,9 @@ class Strength(keras.regularizers.Regularizer):
     """A penalty that a callback raises."""
 
     def __init__(self):
-        self.strength = keras.Variable(0.0, trainable=False, name="strength")
+        self.strength = keras.Variable(
+            0.0, dtype=keras.config.floatx(), trainable=False, name="strength"
+        )
 
     def __call__(self, x):
         return self.strength * ops.sum(ops.abs(x))
@@ -1463,7 +1465,9 @@ class Orthogonal(keras.constraints.Constraint):
     """It needs the whole weight, and counts how often it was used."""
 
     def __init__(self):
-        self.count = keras.Variable(0.0, trainable=False, name="count")
+        self.count = keras.Variable(
+            0.0, dtype=keras.config.floatx(), trainable=False, name="count"
+        )
 
     def __call__(self, w):
         self.count.assign(self.count + 1.0)

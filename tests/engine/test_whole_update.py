@@ -74,7 +74,7 @@ OPTIMIZERS = {
     "accumulated": lambda: keras.optimizers.Muon(
         0.02, gradient_accumulation_steps=3
     ),
-    "read again": lambda: ReadsAgain(0.05, clipnorm=0.1),
+    "read again": lambda: ReadsAgain(0.05, clipnorm=0.1, use_ema=True),
     "centred": lambda: Centred(0.02, clipnorm=0.05, use_ema=True),
     "wrapped": lambda: LookaheadAfter(
         keras.optimizers.Adam(0.02, global_clipnorm=0.05)
