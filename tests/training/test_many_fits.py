@@ -78,7 +78,7 @@ def test_a_thousand_fits(strategies):
             trainer.fit(x, x[:, :1], batch_size=6, verbose=0)
 
     fits(100)
-    before, known = resident_bytes(), graphs()
+    known, before = graphs(), resident_bytes()  # Collected first.
     fits(1000)
     assert graphs() == known
     assert (resident_bytes() - before) / 1000 < 8192
