@@ -20,7 +20,7 @@ COMMANDS = [
 
 
 def test_the_page_has_commands():
-    assert len(COMMANDS) == 13
+    assert len(COMMANDS) == 14
 
 
 PLAN = [c for c in COMMANDS if c.startswith("mgpu-tf plan")]
