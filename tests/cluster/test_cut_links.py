@@ -1,11 +1,14 @@
-"""Machines that lose their link come back, and the job ends as without it."""
+"""Machines that lose their link come back, and the job ends as without it.
+
+Before a release: `test_slow_links` cuts a link too, and compares bits.
+"""
 
 import pytest
 
 from tests.soak.harness import TOTAL_STEPS, Fault
 from tests.soak.run import run_job
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.matrix
 
 
 def test_the_bits_of_a_run_with_all_links():

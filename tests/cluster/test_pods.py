@@ -18,6 +18,7 @@ from tests import clusters
 from tests.launch import losses
 from tests.launch.pods import pods_of
 from tests.network import Network
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.full
 
@@ -108,7 +109,9 @@ def run_pods(folder, claim, **fields):
     return outputs
 
 
-@pytest.mark.parametrize("kind", ["jobset", "job", "trainjob"])
+@pytest.mark.parametrize(
+    "kind", tiered(["jobset", "job", "trainjob"], [], ["jobset", "job"])
+)
 def test_workers(kind, claim, tmp_path):
     """Two, and three where the script of all platforms has three."""
     count = 3 if kind == "jobset" else 2
