@@ -24,7 +24,7 @@ import mgpu_tf
 
 FITS = flags.DEFINE_integer("fits", 300, "Calls of fit, 10 or more.")
 EXECUTION = flags.DEFINE_string(
-    "steps_per_execution", "auto", "As a Trainer's."
+    "steps_per_execution", "auto", "Steps in one execution, or auto."
 )
 BATCH, STEPS, EPOCHS = 32, 20, 2
 

@@ -93,8 +93,8 @@ class ForGood:
         Args:
             step: The global step.
             seconds: The time of the run, its restarts included.
-            every_steps: The first one after every so many steps is kept.
-            every_hours: The first one after so many hours is kept.
+            every_steps: Of each span of this many steps the first is kept.
+            every_hours: The first that many hours after the last is kept.
         """
         if step == self.kept:
             return self  # It is saved again.

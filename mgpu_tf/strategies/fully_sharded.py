@@ -234,8 +234,8 @@ class SplittingStrategy:
             self._readers["asked"] = tf.function(
                 self._sum, autograph=False
             ).get_concrete_function(tf.TensorSpec([], tf.int64))
-        told = 0 if place is None else place + 1
-        return int(self._readers["asked"](tf.constant(told, tf.int64))) - 1
+        number = 0 if place is None else place + 1
+        return int(self._readers["asked"](tf.constant(number, tf.int64))) - 1
 
     def _sum(self, number: tf.Tensor) -> tf.Tensor:
         """Returns the sum of a number over processes."""

@@ -84,7 +84,6 @@ CASES = [
     "muon on fsdp_x3",
     "adafactor on tensor_x3",
     "own on fsdp_2_tensor_2",
-    "read again on fsdp_2_tensor_2",
     "own on fsdp_x3",
     "adafactor on fsdp_3_pipeline_2",
     "accumulated on data_2_fsdp_2",
@@ -113,6 +112,12 @@ def test_the_numbers_of_one_device(case, strategies):
     assert difference < 1e-9
     slots = trainer.model.optimizer.variables
     assert any(map(keras_internals.is_split, slots))
+
+
+@pytest.mark.full
+def test_what_an_update_has_read_follows_the_weight(strategies):
+    """What `ops.convert_to_tensor` makes of a weight is the weight itself."""
+    test_the_numbers_of_one_device("read again on fsdp_2_tensor_2", strategies)
 
 
 def tagger(optimizer):

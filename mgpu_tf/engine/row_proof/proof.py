@@ -103,7 +103,7 @@ class RowProof:
             count = len(graph.get_operations())
             self._walked[id(graph)] = self._skipped[id(graph)] = count
             self._alive.append(graph)
-            # Around a loop of steps stands the first step.
+            # The first step of several is in the graph around their loop.
             graph = getattr(graph, "outer_graph", None)
 
     def begin_as(self, other: RowProof) -> None:
