@@ -14,9 +14,11 @@ rows of PyTorch and torchvision for its ResNet-50; without them they are left
 out. Its rows of TensorFlow were tried on a CPU alone.
 """
 
+import functools
 import importlib.util
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -30,7 +32,9 @@ flags.DEFINE_string("output_dir", "runs/gpu_speed", "Where to write.")
 flags.DEFINE_list("models", ["resnet50", "gpt2"], "resnet50 or gpt2.")
 flags.DEFINE_string("dtype", "bfloat16", "float32 or bfloat16.")
 flags.DEFINE_integer("turns", 5, "Turns of each contestant.")
-flags.DEFINE_integer("batches", 8, "Different batches; a turn has each twice.")
+flags.DEFINE_integer("batches", 8, "Different batches.")
+flags.DEFINE_integer("passes", 10, "How often a turn has each of them.")
+flags.DEFINE_string("contestants", ".", "A regular expression of their names.")
 flags.DEFINE_string("only", "", "tensorflow or torch: a process of this.")
 
 # Batch size, and the shape of an example. Tokens are of VOCABULARY.
@@ -89,7 +93,12 @@ class Fit:
 
     def turn(self, x, y):
         history = self._trains.fit(
-            x, y, batch_size=self._batch, epochs=2, verbose=0, shuffle=False
+            x,
+            y,
+            batch_size=self._batch,
+            epochs=FLAGS.passes,
+            verbose=0,
+            shuffle=False,
         )
         return history.history["loss"][-1]
 
@@ -97,12 +106,12 @@ class Fit:
 class Loop:
     """A `tf.function` with a gradient tape, as TensorFlow's guides have it."""
 
-    def __init__(self, name, model):
+    def __init__(self, name, model, xla):
         import tensorflow as tf
 
         self._batch = SIZES[name][0]
 
-        @tf.function(jit_compile=True)
+        @tf.function(jit_compile=xla)
         def step(x, y):
             with tf.GradientTape() as tape:
                 loss = model.loss(y, model(x, training=True))
@@ -116,30 +125,37 @@ class Loop:
         import tensorflow as tf
 
         rows = tf.data.Dataset.from_tensor_slices((x, y))
-        for batch in rows.batch(self._batch).repeat(2).prefetch(2):
+        for batch in rows.batch(self._batch).repeat(FLAGS.passes).prefetch(2):
             loss = self._step(*batch)
         return float(loss)
 
 
 def tensorflow_contestants(name):
-    """Yields names and objects with `turn`."""
+    """Yields names, and what makes objects with `turn`."""
     import mgpu_tf
 
-    mirrored = mgpu_tf.create_mirrored_strategy(devices=1)
-    one_device = mgpu_tf.create_one_device_strategy(0)
-    for xla in (True, False):
+    strategies = {
+        "one_device": mgpu_tf.create_one_device_strategy(0),
+        "mirrored": mgpu_tf.create_mirrored_strategy(devices=1),
+    }
+
+    def trainer(strategy, xla):
+        made = mgpu_tf.Trainer(lambda: keras_model(name, xla), strategy)
+        return Fit(name, made)
+
+    for xla in (False, True):
         suffix = ", xla" if xla else ""
-        yield f"keras fit{suffix}", Fit(name, keras_model(name, xla))
-        if xla:
-            yield "loop by hand, xla", Loop(name, keras_model(name, xla))
-        for kind, strategy in (
-            ("one_device", one_device),
-            ("mirrored", mirrored),
-        ):
-            trainer = mgpu_tf.Trainer(
-                lambda xla=xla: keras_model(name, xla), strategy
+        model = functools.partial(keras_model, name, xla)
+        yield f"keras fit{suffix}", lambda model=model: Fit(name, model())
+        yield (
+            f"loop by hand{suffix}",
+            lambda model=model, xla=xla: Loop(name, model(), xla),
+        )
+        for kind, strategy in strategies.items():
+            yield (
+                f"mgpu_tf {kind}{suffix}",
+                functools.partial(trainer, strategy, xla),
             )
-            yield f"mgpu_tf {kind}{suffix}", Fit(name, trainer)
 
 
 def torch_model(name):
@@ -204,7 +220,7 @@ class Torch:
         import torch
 
         dtype = getattr(torch, FLAGS.dtype)
-        for start in list(range(0, len(x), self._batch)) * 2:
+        for start in list(range(0, len(x), self._batch)) * FLAGS.passes:
             part = slice(start, start + self._batch)
             batch = x[part].cuda(non_blocking=True)
             label = y[part].cuda(non_blocking=True).long()
@@ -218,9 +234,12 @@ class Torch:
 
 
 def torch_contestants(name):
-    """Yields names and objects with `turn`."""
-    for compiled in (True, False):
-        yield f"pytorch{', compile' * compiled}", Torch(name, compiled)
+    """Yields names, and what makes objects with `turn`."""
+    for compiled in (False, True):
+        yield (
+            f"pytorch{', compile' * compiled}",
+            functools.partial(Torch, name, compiled),
+        )
 
 
 def measured(name):
@@ -234,14 +253,20 @@ def measured(name):
             # From [n, h, w, c] in memory to its channels_last view.
             x = x.permute(0, 3, 1, 2)
         x, y = x.pin_memory(), y.pin_memory()
-        contestants = dict(torch_contestants(name))
+        found = torch_contestants(name)
     else:
         import keras
 
         if FLAGS.dtype != "float32":
             keras.config.set_dtype_policy(f"mixed_{FLAGS.dtype}")
-        contestants = dict(tensorflow_contestants(name))
+        found = tensorflow_contestants(name)
+    contestants = {
+        each: make()
+        for each, make in found
+        if re.search(FLAGS.contestants, each)
+    }
     seconds = {each: [] for each in contestants}
+    rows = FLAGS.passes * len(x)
     for turn in range(FLAGS.turns + 1):
         for each, contestant in contestants.items():
             began = time.perf_counter()
@@ -249,12 +274,12 @@ def measured(name):
             spent = time.perf_counter() - began
             if turn:
                 seconds[each].append(spent)
-                print(f"{name} {each}: {2 * len(x) / spent:.0f}", flush=True)
+                print(f"{name} {each}: {rows / spent:.0f}", flush=True)
             else:
                 print(f"{name} {each}: first {spent:.0f} s, {loss:.4f}")
                 sys.stdout.flush()
     return {
-        each: sorted(2 * len(x) / spent for spent in turns)
+        each: sorted(rows / spent for spent in turns)
         for each, turns in seconds.items()
     }
 

@@ -75,8 +75,7 @@ def run_parity_cases(
 ):
     """Runs cases on a cluster; their results are then in the folder.
 
-    With a mesh, "data,fsdp,shard" or "data,fsdp,shard,tensor", weights are
-    split.
+    With a mesh, "data,fsdp,shard[,tensor[,pipeline]]", weights are split.
 
     Returns:
         For each case the set of weight hashes that the workers ended with.

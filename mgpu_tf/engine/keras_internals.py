@@ -1770,9 +1770,7 @@ def engine_order(
                 gradients = sent(part, gradients, variables)
             part._apply_weight_decay(variables)
             if moved is None or not moved(part, gradients, variables):
-                part._backend_update_step(
-                    gradients, variables, part.learning_rate
-                )
+                update_by_steps(part, gradients, variables)
             if part.use_ema:
                 update_averages(part)
             if done is not None:
@@ -1785,6 +1783,17 @@ def engine_order(
 
     with _replaced(parts(optimizer), instructions):
         yield
+
+
+def update_by_steps(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: list[Any],
+    variables: list[keras.Variable],
+) -> None:
+    """Calls an optimizer's `update_step` for each variable."""
+    optimizer._backend_update_step(
+        gradients, variables, optimizer.learning_rate
+    )
 
 
 @contextlib.contextmanager

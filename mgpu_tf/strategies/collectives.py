@@ -48,6 +48,8 @@ from mgpu_tf.strategies.topology import synchronous_topology
 _FIRST_KEY = 1_000_000
 # What values are sent as; see `carrier_of`.
 _CARRIERS = (tf.float32, tf.float64, tf.float16, tf.int32, tf.int64)
+# Arguments of sums that broadcasts do not have.
+_OF_SUMS = ("ordering_token", "is_stateless")
 # A prime, so that numbers of rows that are in use differ by no multiple of it.
 _SHAPES = 8191
 
@@ -266,18 +268,12 @@ class Groups:
         """
         if self.size == 1:
             return tf.reshape(value, shape)
-        carrier = carrier_of(value.dtype)
+        carrier = _carrier(value.dtype, self._has_nccl)
         call = self._call(tf.zeros(shape, carrier))
-        del call["ordering_token"], call["is_stateless"]
+        sent = None
         if self.rank() == root:
-            value = tf.reshape(value, shape)
-            found = tf.raw_ops.CollectiveBcastSendV2(
-                input=tf.cast(value, carrier), **call
-            )
-        else:
-            found = tf.raw_ops.CollectiveBcastRecvV2(
-                T=carrier, shape=tf.constant(shape, tf.int32), **call
-            )
+            sent = tf.cast(tf.reshape(value, shape), carrier)
+        found = _from_one(sent, tf.constant(shape, tf.int32), carrier, call)
         return tf.cast(tf.ensure_shape(found, shape), value.dtype)
 
     # What a member sends and receives.
@@ -491,9 +487,11 @@ class Line:
             number: Of the message, another for each between these two that is
                 in one graph. Those of one number have the same sender.
         """
-        sent = tf.reshape(tf.cast(value, carrier_of(value.dtype)), [-1])
-        call = self._call(pair, number, sent.dtype, tf.size(sent))
-        return tf.raw_ops.CollectiveBcastSendV2(input=_not_empty(sent), **call)
+        carrier = _carrier(value.dtype, self._communication == "nccl")
+        sent = tf.reshape(tf.cast(value, carrier), [-1])
+        call = self._call(pair, number, carrier, tf.size(sent))
+        sent = _not_empty(sent)
+        return _from_one(sent, tf.shape(sent), carrier, call)
 
     def receive(
         self,
@@ -510,12 +508,11 @@ class Line:
             pair: As for `send`.
             number: As for `send`.
         """
-        size, carrier = tf.reduce_prod(shape), carrier_of(dtype)
-        found = tf.raw_ops.CollectiveBcastRecvV2(
-            T=carrier,
-            shape=tf.maximum(size, 1)[tf.newaxis],
-            **self._call(pair, number, carrier, size),
-        )
+        carrier = _carrier(dtype, self._communication == "nccl")
+        size = tf.reduce_prod(shape)
+        call = self._call(pair, number, carrier, size)
+        length = tf.maximum(size, 1)[tf.newaxis]
+        found = _from_one(None, length, carrier, call)
         return tf.cast(tf.reshape(found[:size], shape), dtype)
 
     def _call(
@@ -527,7 +524,10 @@ class Line:
             "group_size": 2,
             "group_key": self._key + pair,
             "instance_key": number * _SHAPES + size % _SHAPES,
+            "ordering_token": [],
             "communication_hint": self._communication,
+            "timeout_seconds": 0.0,
+            "is_stateless": False,
         }
 
 
@@ -540,6 +540,43 @@ def _not_empty(value: tf.Tensor) -> tf.Tensor:
         return value
     missing = tf.maximum(1 - tf.size(value), 0)
     return tf.pad(value, [[0, missing]])
+
+
+def _from_one(
+    value: tf.Tensor | None,
+    shape: tf.Tensor,
+    dtype: tf.DType,
+    call: dict[str, Any],
+) -> tf.Tensor:
+    """Returns what one member of a group sends, on each member.
+
+    With NCCL it is a sum, in which the others have the number that changes no
+    bit of a sum, minus zero. TensorFlow's NcclManager lets a receive write its
+    memory while kernels before it still use that: only collectives that have
+    an input wait for them.
+
+    Args:
+        value: What is sent; None where it is received.
+        shape: Its shape.
+        dtype: Its type.
+        call: The arguments of a collective operation.
+    """
+    if call["communication_hint"] == "nccl":
+        if value is None:
+            value = tf.fill(shape, -tf.zeros([], dtype))
+        return tf.raw_ops.CollectiveReduceV2(
+            input=value, merge_op="Add", final_op="Id", **call
+        )
+    call = {k: v for k, v in call.items() if k not in _OF_SUMS}
+    if value is None:
+        return tf.raw_ops.CollectiveBcastRecvV2(T=dtype, shape=shape, **call)
+    return tf.raw_ops.CollectiveBcastSendV2(input=value, **call)
+
+
+def _carrier(dtype: tf.DType, by_nccl: bool) -> tf.DType:
+    """Returns `carrier_of`; TensorFlow's GPU operations on int32 are few."""
+    carrier = carrier_of(dtype)
+    return tf.int64 if by_nccl and carrier == tf.int32 else carrier
 
 
 def carrier_of(dtype: tf.DType) -> tf.DType:

@@ -29,6 +29,7 @@ MESHES = {
     "3_workers_fsdp_3": "1,3,gradients",
     "2_workers_zero1": "1,2,optimizer",
     "2_workers_tensor_2": "1,1,weights,2",
+    "2_workers_pipeline_2": "1,1,weights,1,2",
 }
 ROWS = (
     *("adam_global_clipnorm", "accumulation_3_uneven", "last_batch_of_1"),

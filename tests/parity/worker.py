@@ -26,11 +26,11 @@ def strategy_of(mesh, num_virtual_devices, communication="auto"):
     options = parts(num_virtual_devices) | {"communication": communication}
     if not mesh:
         return mgpu_tf.create_multi_worker_mirrored_strategy(**options)
-    data, fsdp, shard, *tensor = mesh.split(",")
+    data, fsdp, shard, *others = mesh.split(",")
     return mgpu_tf.create_model_parallel_strategy(
         int(data),
         int(fsdp),
-        *map(int, tensor),
+        **dict(zip(("tensor", "pipeline"), map(int, others), strict=False)),
         shard=shard,
         **options,
         # Of the small weights of tests the large ones are split.
@@ -60,7 +60,9 @@ def main():
     parser.add_argument("--floatx", default="")
     parser.add_argument("--num_virtual_devices", type=int, default=1)
     parser.add_argument("--communication", default="auto")
-    parser.add_argument("--mesh", default="", help="data,fsdp,shard[,tensor]")
+    parser.add_argument(
+        "--mesh", default="", help="data,fsdp,shard[,tensor[,pipeline]]"
+    )
     arguments = parser.parse_args()
     if ON_GPU:
         # NCCL takes a GPU once on each machine.

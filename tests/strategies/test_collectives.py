@@ -1,12 +1,14 @@
 """Groups of replicas: results and gradients, against what is done by hand."""
 
+import concurrent.futures
 import os
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.strategies.collectives import Groups, has_nccl
+from mgpu_tf.strategies.collectives import Groups, Line, has_nccl
 from tests import clusters
 from tests.jobs import groups as jobs
 from tests.tiers import tiered
@@ -45,6 +47,41 @@ def test_three_replicas_divide_nothing_exactly(strategies):
 def test_a_group_of_one_has_its_own_value(strategies):
     found = jobs.largest_differences(strategies["mirrored_x2"], [[0], [1]])
     assert not close(found)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "float16", "bfloat16", "int32", "int64"]
+)
+def test_what_nccl_sends_has_the_same_bits(dtype, strategies, monkeypatch):
+    """Its sum on CPUs, where TensorFlow's is a ring."""
+    devices = strategies["mirrored_x2"].extended.worker_devices
+    line = Line(devices)
+    monkeypatch.setattr(line, "_communication", "nccl")
+    floats = [0.0, -0.0, 1e-4, -np.inf, np.nan, 1 / 3]
+    kept = tf.cast(
+        [5, -7, 0] if dtype.startswith("int") else floats, tf.as_dtype(dtype)
+    )
+    sender = tf.Variable(kept)
+
+    @tf.function(autograph=False)
+    def sending():
+        with tf.device(devices[0]):
+            return line.send(sender, 0, 0)
+
+    @tf.function(autograph=False)
+    def receiving():
+        with tf.device(devices[1]):
+            return line.receive(tf.shape(kept), kept.dtype, 0, 0)
+
+    graph = receiving.get_concrete_function().graph
+    kinds = {operation.type for operation in graph.get_operations()}
+    assert "CollectiveReduceV2" in kinds
+    # NcclManager does not let a receive wait for the use of its memory.
+    assert "CollectiveBcastRecvV2" not in kinds
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        threads.submit(sending)
+        found = threads.submit(receiving).result(60).numpy()
+    assert found.tobytes() == kept.numpy().tobytes()
 
 
 @pytest.mark.full

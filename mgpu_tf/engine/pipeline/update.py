@@ -121,9 +121,24 @@ class PipelineUpdate(ShardedUpdate):
 
     # On a replica.
 
-    def _moved(self, *args: Any) -> bool:
-        """As in `ShardedUpdate`; whole weights need nothing else."""
-        return self._splits and super()._moved(*args)
+    def _moved(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: list[Any],
+        variables: list[keras.Variable],
+    ) -> bool:
+        """As in `ShardedUpdate`; a process updates what it stores alone."""
+        if self._splits and super()._moved(optimizer, gradients, variables):
+            return True
+        if not self._strategy.is_apart:
+            return False
+        here = list(map(is_here, variables))
+        keras_internals.update_by_steps(
+            optimizer,
+            list(itertools.compress(gradients, here)),
+            list(itertools.compress(variables, here)),
+        )
+        return True
 
     def _own_part(self, gradient: Any, held: ShardedVariable) -> Any:
         with beside(gradient):
