@@ -21,7 +21,7 @@ STRATEGIES = {
     "mirrored": ("--num_virtual_devices=4",),
     "multi_worker_mirrored": ("--num_workers=2",),
 }
-ROWS = tiered(list(STRATEGIES), ["one_device"])
+ROWS = tiered(list(STRATEGIES), ["one_device"], ["multi_worker_mirrored"])
 
 
 @pytest.fixture(scope="module")

@@ -324,11 +324,6 @@ def split_control(strategy, folder):
     return Machine(strategy, folder, "split_control").train()
 
 
-def split_nothing(strategy, folder):
-    strategy = split.strategy_of(strategy, (1, 2, 1))
-    return broken_off(Machine(strategy, folder, "split_nothing"), nothing)
-
-
 def split_lost(strategy, folder):
     """A part of the weights was on the lost disk only."""
     strategy = split.strategy_of(strategy, (1, 2, 1))
@@ -363,7 +358,6 @@ JOBS = {
         moved,
         failing,
         split_control,
-        split_nothing,
         split_lost,
         unwritable,
         left_for_one,

@@ -12,11 +12,13 @@ import argparse
 import json
 import os
 import signal
+import time
 
 import keras
 import numpy as np
 
 import mgpu_tf
+from mgpu_tf.checkpoints import store
 from mgpu_tf.reports.report import weights_sha256
 from mgpu_tf.runtime import quiet_import
 
@@ -56,15 +58,20 @@ def build():
 
 
 class Kills(keras.callbacks.Callback):
-    """Kills its own process after some steps, unless a file says it has."""
+    """Kills its own process after some steps, unless a file says it has.
 
-    def __init__(self, once):
+    A checkpoint is there by then: uploads are behind on a busy machine.
+    """
+
+    def __init__(self, once, address):
         super().__init__()
-        self._once, self._steps = once, 0
+        self._once, self._address, self._steps = once, address, 0
 
     def on_train_batch_end(self, batch, logs=None):
         self._steps += 1
         if self._steps == STEP and not os.path.exists(self._once):
+            while not store.newest(self._address):
+                time.sleep(0.05)
             open(self._once, "x").close()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -121,7 +128,8 @@ def main():
         return
     strategy = mgpu_tf.create_multi_worker_mirrored_strategy()
     worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    kills = Kills(arguments.once if worker else os.devnull)
+    once = arguments.once if worker else os.devnull
+    kills = Kills(once, f"{arguments.address}/killed")
     for name, callbacks, options in (
         ("whole", [], {}),
         ("killed", [kills], {}),

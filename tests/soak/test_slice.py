@@ -35,7 +35,7 @@ def control_of(strategy):
         pytest.param(
             "mirrored",
             [Fault("save", worker=0, step=61)],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "2_workers",
@@ -44,7 +44,7 @@ def control_of(strategy):
                 Fault("save", worker=0, step=58),
                 Fault("preempt", worker=0, step=91),
             ],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "2_workers_fsdp",
@@ -96,7 +96,7 @@ def control_of(strategy):
                 Fault("readonly", worker=0, step=62),
                 Fault("clock", worker=0, step=92),
             ],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
             id="storage",
         ),
         pytest.param(
@@ -105,7 +105,7 @@ def control_of(strategy):
                 Fault("step", worker=1, step=22),
                 Fault("save", worker=0, step=58),
             ],
-            marks=pytest.mark.full,
+            marks=pytest.mark.matrix,
         ),
     ],
 )
@@ -138,9 +138,10 @@ def test_what_ends_the_run_is_mended_and_the_same_bits(strategy):
 
 
 @pytest.mark.full
-def test_the_bits_of_a_job_with_spares(tmp_path):
-    faults = [Fault("step", 1, 37), Fault("step", 0, 91)]
-    struck = Job("2_workers", str(tmp_path), ["--spares=2"]).run(faults)
+def test_the_bits_of_a_job_with_a_spare(tmp_path):
+    """After each kill one task is a spare, and the other a new process."""
+    faults = [Fault("step", 1, 22), Fault("save", 0, 58)]
+    struck = Job("2_workers", str(tmp_path), ["--spares=1"]).run(faults)
     sha = control_of("2_workers").sha
     assert (struck.sha, struck.step) == (sha, TOTAL_STEPS)
     assert struck.restarts == 2
