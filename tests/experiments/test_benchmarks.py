@@ -225,8 +225,7 @@ def test_table(benchmark):
 @pytest.mark.parametrize(
     "job", [job for job in JOBS.values() if job.dataset is None]
 )
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_parts_of_workers_are_the_global_batches(job, workers):
+def test_parts_of_workers_are_the_global_batches(job, workers=3):
     x, _ = job.data(workers)
     parts = [job.part(index, workers)[0] for index in range(workers)]
     first = sum(len(part[0]) for part in parts)
