@@ -20,8 +20,9 @@ def test_the_first_script(script):
     assert (script / "model.keras").exists()
 
 
-@pytest.mark.full
+@pytest.mark.matrix
 def test_the_first_script_on_two_workers(script):
+    """Before a release: `tests/launch/test_ssh.py` has it on two machines."""
     done = clusters.mgpu_tf(
         *("launch", "--num_workers=2", "--startup_seconds=0"),
         *("--", clusters.PYTHON, "digits.py"),

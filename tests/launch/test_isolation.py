@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -192,9 +193,15 @@ def test_logs_are_of_the_owner_only(tmp_path):
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
-@pytest.mark.full
 @needs_namespaces
-@pytest.mark.parametrize("flags", [(), ("--isolate=off",)])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), marks=pytest.mark.full),
+        # `test_who_reaches_the_tasks` has it by default.
+        pytest.param(("--isolate=off",), marks=pytest.mark.matrix),
+    ],
+)
 def test_no_port_of_a_training_is_reachable(flags, tmp_path):
     """Every port that a task of TensorFlow listens on."""
     process = subprocess.Popen(
@@ -209,7 +216,7 @@ def test_no_port_of_a_training_is_reachable(flags, tmp_path):
     try:
         while not list(tmp_path.glob("checkpoints/step-*")):
             assert process.poll() is None
-            pathlib.Path(tmp_path, "waits").touch()
+            time.sleep(0.05)
         pids = [
             re.search(
                 r"^--- process (\d+)",

@@ -362,7 +362,7 @@ class Job:
     def _said(self, text):
         return sum(self._log(task).count(text) for task in self._tasks)
 
-    def _until(self, condition, pause=0.002, watch=True):
+    def _until(self, condition, pause=0.01, watch=True):
         deadline = time.monotonic() + clusters.LIMIT_SECONDS
         while not condition():
             assert time.monotonic() < deadline, self._told()
