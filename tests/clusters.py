@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 
 # Guards against a hang; on a starved machine a start takes minutes.
 LIMIT_SECONDS = 900
@@ -49,9 +50,21 @@ def report_in(folder):
 
 
 def report_of_one_device(train, folder):
-    """Runs `mgpu-tf train` on one device, to compare with; its report."""
-    done = mgpu_tf(*train, "--strategy=one_device", f"--output_dir={folder}")
-    assert done.returncode == 0, done.stderr
+    """Trains on one device in this process, to compare with; its report.
+
+    Args:
+        train: Words of the command `mgpu-tf train`.
+        folder: Of its output.
+    """
+    from mgpu_tf import job
+    from mgpu_tf.config import RunConfig
+
+    given = dict(word[2:].split("=", 1) for word in train[1:])
+    kinds = typing.get_type_hints(RunConfig)
+    for name, value in given.items():
+        kind, *_ = typing.get_args(kinds[name]) or (kinds[name],)
+        given[name] = kind(value)
+    job.run(RunConfig(strategy="one_device", output_dir=str(folder), **given))
     return report_in(folder)
 
 

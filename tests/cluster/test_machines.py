@@ -1,6 +1,5 @@
 """The commands of `mgpu-tf launch --hosts --print`, run on two machines."""
 
-import json
 import subprocess
 
 import pytest
@@ -11,11 +10,6 @@ from tests.network import Network
 pytestmark = pytest.mark.full
 
 TRAIN = ("train", "--epochs=2", "--global_batch_size=48")
-
-
-def losses(folder):
-    report = json.loads((folder / "report.json").read_text())
-    return [epoch["loss"] for epoch in report["epochs"]]
 
 
 def test_the_printed_commands_train(tmp_path):
@@ -49,9 +43,8 @@ def test_the_printed_commands_train(tmp_path):
     assert [p.returncode for p in started] == [0, 0], outputs
     assert outputs[0].count("auto: TF_CONFIG names 2 workers") == 1
     assert outputs[1] == ""  # The chief speaks for all.
-    alone = tmp_path / "one_device"
-    done = clusters.mgpu_tf(
-        *TRAIN, "--strategy=one_device", f"--output_dir={alone}"
+    alone = clusters.report_of_one_device(TRAIN, tmp_path / "one_device")
+    ours = clusters.report_in(tmp_path)
+    assert [epoch["loss"] for epoch in ours["epochs"]] == pytest.approx(
+        [epoch["loss"] for epoch in alone["epochs"]], rel=1e-5
     )
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)
