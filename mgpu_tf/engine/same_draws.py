@@ -39,9 +39,10 @@ class SameDraws:
             return sum_over_replicas(tf.where(first, number, 0))
 
         number = int.from_bytes(os.urandom(3), "little")
+        # TensorFlow warns of functions that are traced by each call of them.
         numbers = tf.function(
             lambda: strategy.run(on_replica), autograph=False
-        )()
+        ).get_concrete_function()()
         self._number = int(strategy.experimental_local_results(numbers)[0])
 
     def begin(self) -> tf.Operation | None:

@@ -3,11 +3,15 @@
 Keras keeps one generator for them, which goes on from step to step.
 """
 
+import logging
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mgpu_tf
+from mgpu_tf.engine.same_draws import SameDraws
 from tests.tiers import full, tiered
 
 ROWS = 12
@@ -90,3 +94,15 @@ def test_a_generator_from_before(strategies):
     keras.random.normal([2])
     trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"], seed=None)
     assert losses(trainer.fit) == pytest.approx(expected, rel=1e-5)
+
+
+def test_many_trainers_trace_without_a_warning(strategies, caplog):
+    logger = tf.get_logger()
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.WARNING, logger.name):
+            for _ in range(7):
+                SameDraws(strategies["mirrored_x3"])
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not [r for r in caplog.messages if "retracing" in r]

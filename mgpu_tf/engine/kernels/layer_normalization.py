@@ -7,7 +7,9 @@ Normalization" (2016), of what is normalized:
     inputs' = inverse * (scaled - mean(scaled)
                          - normalized * mean(scaled * normalized))
 
-where `scaled` is the gradient of the outputs times gamma.
+where `scaled` is the gradient of the outputs times gamma. Keras takes the
+variance by `tf.nn.moments`, in which the mean counts as a constant. That changes
+no gradient, but gradients of gradients, so it counts as one here too.
 """
 
 from __future__ import annotations
@@ -80,15 +82,18 @@ def _normalized(
     def normalize(
         inputs: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor
     ) -> tuple[tf.Tensor, Callable[..., Any]]:
-        centered = inputs - _mean(inputs)
-        inverse = tf.math.rsqrt(_mean(tf.square(centered)) + epsilon)
-        normalized = centered * inverse
+        mean = _mean(inputs)
+        apart = inputs - tf.stop_gradient(mean)
+        inverse = tf.math.rsqrt(_mean(tf.square(apart)) + epsilon)
+        normalized = (inputs - mean) * inverse
 
         def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, ...]:
             rows = list(range(upstream.shape.rank - 1))
             scaled = upstream * gamma
             of_inputs = inverse * (
-                scaled - _mean(scaled) - normalized * _mean(scaled * normalized)
+                scaled
+                - _mean(scaled)
+                - apart * inverse * _mean(scaled * normalized)
             )
             return (
                 of_inputs,
