@@ -166,6 +166,7 @@ class Engine(abc.ABC):
         options: StepOptions,
     ) -> None:
         _check_compiled(model, strategy)
+        _complete(model, strategy)
         _check_optimizers(model, strategy)
         check_rounding(strategy, options.gradient_dtype)
         if options.batch_normalization == "synchronized":
@@ -445,6 +446,17 @@ def _check_compiled(
             f"model {model.name!r}, made outside. Create it inside "
             "build_model, or in `with strategy.scope():`."
         )
+
+
+def _complete(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Gives a model the optimizer that its own `train_step` does not use.
+
+    `compile` gives it one, unless it is told that there is none.
+    """
+    authored = keras_internals.overrides(model, "train_step")
+    if model.optimizer is None and authored:
+        with strategy.scope():
+            model.optimizer = keras.optimizers.SGD()
 
 
 def check_rounding(strategy: tf.distribute.Strategy, name: str | None) -> None:

@@ -374,9 +374,18 @@ class Update:
 
 
 def unwrap(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: keras.optimizers.Optimizer | None,
 ) -> tuple[Any, keras.optimizers.Optimizer]:
-    """Returns the loss scaling, or None, and the optimizer inside."""
+    """Returns the loss scaling, or None, and the optimizer inside.
+
+    Raises:
+        ConfigurationError: The model was compiled without an optimizer.
+    """
+    if optimizer is None:
+        raise ConfigurationError(
+            "Keras's own train_step needs an optimizer. Received: a model "
+            "compiled with optimizer=None. Give one to `compile`."
+        )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer, optimizer.inner_optimizer
     return None, optimizer

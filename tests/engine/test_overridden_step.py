@@ -944,3 +944,52 @@ def test_a_step_in_one_function_of_tensorflow(column, strategies):
         return model
 
     compare(build, arrays((5, 2)), strategies[column])
+
+
+class Held(keras.Model):
+    """Its optimizer is an attribute of its own; `compile` is given none."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class HeldStep(Held):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x) - y) ** 2)
+        weights = self.trainable_weights
+        self.own.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def trained_without_an_optimizer(kind, fit):
+    def build():
+        model = kind()
+        model.own = keras.optimizers.SGD(0.1)
+        model(keras.ops.zeros((1, 4)))
+        model.compile(optimizer=None, loss="mse")
+        return model
+
+    x = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
+    made = fit(build)
+    made.fit(
+        x, x.sum(1, keepdims=True) + 1.0, batch_size=5, shuffle=False, verbose=0
+    )
+    return getattr(made, "model", made).get_weights()
+
+
+def test_a_model_compiled_without_an_optimizer(strategies):
+    def trainer(build):
+        return mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+
+    expected = trained_without_an_optimizer(HeldStep, lambda build: build())
+    found = trained_without_an_optimizer(HeldStep, trainer)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    with pytest.raises(mgpu_tf.ConfigurationError, match="needs an optimizer"):
+        trained_without_an_optimizer(Held, trainer)
