@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
@@ -351,6 +352,59 @@ class ReplicaState:
                 writes, rules, summed, before, strict=True
             )
         ]
+
+    def made_with(
+        self,
+        reset: dict[int, tf.Tensor],
+        kept: dict[int, tf.Tensor],
+        *,
+        as_made: bool,
+    ) -> Writes:
+        """Returns what metrics begin at. Outside of replicas.
+
+        A metric that nothing has reset yet holds its initial value on each
+        replica, or a share of what its author has assigned by a reset.
+
+        Args:
+            reset: What a reset sets, by identity of the variable.
+            kept: The same of metrics that were reset.
+            as_made: Whether the others were not.
+        """
+        found = []
+        for variable in self.metrics:
+            held = variable.value
+            value = reset.get(id(variable))
+            copies = isinstance(held, tf.distribute.DistributedValues)
+            if as_made and id(variable) not in kept and copies:
+                own = tf.convert_to_tensor(held.values[0])
+                shared = value is not None and bool(
+                    tf.reduce_all(
+                        own == tf.cast(value / self._total, own.dtype)
+                    )
+                )
+                value = value if shared and np.any(own) else own
+            if value is not None:
+                found.append((variable, value))
+        return found
+
+    def begin_metrics_at(self, values: Writes, first: int) -> None:
+        """Writes what metrics begin at. Outside of replicas.
+
+        TensorFlow gives each replica a share of it, which is no whole number
+        of a count, and not where a largest value begins.
+
+        Args:
+            values: Metric variables, with what their reset has set.
+            first: The first replica of this process.
+        """
+        for variable, value in values:
+            held = variable.value
+            if not isinstance(held, tf.distribute.DistributedValues):
+                continue
+            adds_up = self.rule(variable) is Rule.SUM
+            for replica, copy in enumerate(held.values, first):
+                own = tf.zeros_like(value) if adds_up and replica else value
+                copy.assign(tf.cast(own, copy.dtype))
 
     def begin(self) -> list[tf.Tensor]:
         """Begins an execution. On a replica.

@@ -225,6 +225,45 @@ class SmallestReset(Smallest):
         self.least.assign(1e9)
 
 
+class Begun(keras.metrics.Metric):
+    """A count, a sum and a minimum that begin at numbers of their own."""
+
+    def __init__(self, name="begun", count=2):
+        super().__init__(name=name)
+        self.begin = count
+
+        def made(value, dtype=None):
+            start = keras.initializers.Constant(value)
+            return self.add_weight(shape=(), initializer=start, dtype=dtype)
+
+        self.count = made(count, "int64")
+        self.total, self.least = made(0.5), made(0.2)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        error = tf.abs(y_true - y_pred)
+        self.count.assign_add(tf.size(error, tf.int64))
+        self.total.assign_add(tf.reduce_sum(error))
+        self.least.assign(tf.minimum(self.least, tf.reduce_min(error) + 0.1))
+
+    def result(self):
+        mean = self.total / tf.cast(self.count, self.dtype)
+        return {"mean": mean, "least": tf.convert_to_tensor(self.least)}
+
+    def reset_state(self):
+        self.count.assign(self.begin)
+        self.total.assign(0.5)
+        self.least.assign(0.2)
+
+
+class BegunAtSums(Begun):
+    """The same without what is no sum."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        error = tf.abs(y_true - y_pred)
+        self.count.assign_add(tf.size(error, tf.int64))
+        self.total.assign_add(tf.reduce_sum(error))
+
+
 class Last(keras.metrics.Metric):
     """The mean of the last batch: a value that is set, not added up."""
 
@@ -285,6 +324,8 @@ _own("a maximum", Largest)
 _own("a maximum declared as a mean", LargestDeclared)
 _own("a minimum", SmallestReset)
 _own("a minimum that a reset sets to zero", Smallest)
+_own("a count, a sum and a minimum that begin at numbers", Begun)
+_own("sums that begin at numbers", BegunAtSums)
 _own("the last batch", Last)
 _own("a dict", Several)
 _own("a count of batches", Batches)

@@ -12,6 +12,7 @@ from tests.conformance import (  # noqa: F401
     outside_forces,
     outside_gans,
     outside_generative,
+    outside_guides,
     outside_layers,
     outside_loops,
     outside_losses,

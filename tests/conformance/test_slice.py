@@ -42,6 +42,13 @@ SLICE = [
     ("data_2_tensor_2", "a penalty in the call of a training step"),
     ("tensor_x3", "saliency of words"),
     ("mirrored_x3", "of one's own: a minimum that a reset sets to zero"),
+    (
+        "mirrored_x3",
+        "of one's own: a count, a sum and a minimum that begin at numbers",
+    ),
+    ("mirrored_x3", "of one's own: sums that begin at numbers"),
+    ("mirrored_x3", "a critic with dropout and a penalty"),
+    ("fsdp_x3", "a body of a maker and a judge"),
     ("one_device", "own: a moving mean, not synchronized"),
     ("mirrored_x3", "gan with r1 and spectral norms"),
     ("mirrored_x3", "a curriculum with several steps in one"),

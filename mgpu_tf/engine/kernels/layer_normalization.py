@@ -8,8 +8,8 @@ Normalization" (2016), of what is normalized:
                          - normalized * mean(scaled * normalized))
 
 where `scaled` is the gradient of the outputs times gamma. Keras takes the
-variance by `tf.nn.moments`, in which the mean counts as a constant. That changes
-no gradient, but gradients of gradients, so it counts as one here too.
+variance by `tf.nn.moments`, in which the mean counts as a constant. That
+changes no gradient, but gradients of gradients, so it is one here too.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.data import BatchSource, Feed, Source, next_batch
@@ -130,6 +131,8 @@ class SynchronousEngine(Engine):
         self._seconds: Callable[[], tf.Tensor] = determinism.seconds
         self._work = Work()
         self._exchange: Exchange | None = None
+        # What a reset has set metrics to, until a step reads it.
+        self._metrics_begin_at: Writes = []
         # In which replicas call layers to predict.
         self._calls: LayerCalls | None = None
         self._loss: GlobalLoss
@@ -268,6 +271,31 @@ class SynchronousEngine(Engine):
         chosen = None if shares is None else tuple(shares)
         balance_of(self._strategy).shares = chosen
         self._local = topology_of(self._strategy).local
+
+    def reset_metrics(self, *, first: bool = False) -> None:
+        """Sets every metric of the model to its beginning; as in `Engine`."""
+        as_made = first and self._as_made
+        super().reset_metrics(first=first)
+        if self._local.total == 1 or self._state.stored_once:
+            return
+        kept = self._reset_to(as_made=True) if as_made else {}
+        self._metrics_begin_at = [
+            (variable, value)
+            for variable, value in self._state.made_with(
+                self._reset_to(as_made=False), kept, as_made=as_made
+            )
+            if np.any(value)
+        ]
+
+    def _reset_to(self, *, as_made: bool) -> dict[int, tf.Tensor]:
+        """Returns what a reset sets metrics to, by identity."""
+        with keras.StatelessScope() as scope:
+            keras_internals.reset_metrics(self._model, as_made=as_made)
+        values = [
+            (variable, scope.get_current_value(variable))
+            for variable in self._state.metrics
+        ]
+        return {id(v): value for v, value in values if value is not None}
 
     def evaluate(
         self, iterator: Any, steps: int, source: Source, seconds: float = 0.0
@@ -536,6 +564,13 @@ class SynchronousEngine(Engine):
             tf.constant(notes),
             self._measured_bounds(),
         )
+        if self._metrics_begin_at and not self._model.run_eagerly:
+            # The trace reads by which rules replicas bring metrics together.
+            _traced(run.get_concrete_function, *given)
+            authored = isinstance(step, AuthorStep)
+            held = self._agreed if authored else self._state
+            held.begin_metrics_at(self._metrics_begin_at, self._local.first)
+        self._metrics_begin_at = []
         results = _traced(run, *given)
         self._unheld.check_alone()
         done, examples, spent, ended, logs, means, watched = results
