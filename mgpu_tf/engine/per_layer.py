@@ -673,6 +673,8 @@ class _Pass:
         if any(dense):
             sent = list(itertools.compress(gradients, dense))
             owners = list(itertools.compress(variables, dense))
+            with tf.control_dependencies(self._order.exchanged()):
+                sent = list(map(tf.identity, sent))
             parts = self._layers.scattered(sent, owners, self._scope.share)
             squares: list[tf.Tensor] = []
             if self._layers.measures:
@@ -734,7 +736,7 @@ class _Pass:
         if gathered is None:
             gathered = self.gather(arrived)
         # While this layer computes.
-        order.gather_before(self, arrived)
+        order.gather_before(self, [*arrived, *gathered])
         with tf.control_dependencies([*arrived, *order.scattered_before()]):
             again = [tf.identity(operand) for operand in operands]
         trained = self._trained()
@@ -838,7 +840,7 @@ class Order:
 
         Args:
             one: The call that computes its gradients now.
-            after: What it begins with.
+            after: What it begins with, and its weights.
         """
         place = next(
             (n for n, each in enumerate(self.passes) if each is one), 0
@@ -848,6 +850,16 @@ class Order:
         before = self.passes[place - 1]
         last = self.scattered[-1] if self.scattered else []
         self.ahead[id(before)] = before.gather([*after, *last])
+
+    def exchanged(self) -> list[tf.Tensor]:
+        """Returns what is known before a layer's gradients are packed.
+
+        That is what was exchanged last: a copy of gradients that waited for
+        its turn would be one layer more.
+        """
+        last = self.scattered[-1] if self.scattered else []
+        ahead = itertools.chain.from_iterable(self.ahead.values())
+        return _of_this_graph([*last, *ahead])
 
     def scattered_before(self) -> list[tf.Tensor]:
         """Returns what is known before a layer may compute its gradients."""

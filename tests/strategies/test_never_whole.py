@@ -19,6 +19,8 @@ WIDTH, LAYERS = 32, 8
 # The layer that computes, and the next one, which is gathered meanwhile.
 AT_ONCE = 2
 PASSES_ON = ("Identity", "IdentityN", "Reshape")
+# Their outputs are views of what they take.
+VIEWS = ("Unpack", "StridedSlice")
 # What a replica without rows has zeros for.
 CHOOSES = ("If", "StatelessIf")
 
@@ -63,6 +65,10 @@ def takers(tensor, run):
             for chosen in op.outputs:
                 yield from takers(chosen, run)
             continue
+        if op.type in VIEWS and op.inputs[0] is tensor:
+            for view in op.outputs:
+                yield from takers(view, run)
+            continue
         if op.type not in PASSES_ON:
             yield op
             continue
@@ -84,17 +90,27 @@ def differentiates(op):
     return op.type == "MatMul"
 
 
-def made_by(kind, graph):
+def copies(op):
+    """Whether an operation makes what is as large as a layer, or larger."""
+    if op.type == "MatMul":
+        # Others make activations.
+        return op.outputs[0].shape == (WIDTH, WIDTH)
+    makes = ("ConcatV2", "CollectiveGatherV2", "CollectiveAllToAllV2")
+    return op.type in makes
+
+
+def layer_sized(shape):
+    """Whether a shape may be that of a layer's weights, with zeros or none."""
+    return shape.num_elements() is None or shape.num_elements() >= WIDTH**2
+
+
+def made_by(kind, graph, is_whole=lambda shape: shape == (WIDTH, WIDTH)):
     """Operations of a device -> all that is ordered after their last use."""
     ends = [*graph.control_outputs, *(tensor.op for tensor in graph.outputs)]
     run = closure(ends, before)
     found = {}
     for op in run:
-        if (
-            kind(op)
-            and op.outputs[0].shape == (WIDTH, WIDTH)
-            and not device(op)
-        ):
+        if kind(op) and is_whole(op.outputs[0].shape) and not device(op):
             users = list(takers(op.outputs[0], run))
             assert users
             ordered = [closure(after(user), after) for user in users]
@@ -122,11 +138,13 @@ def most_at_once(held):
     return len(held) - sum(matched(one, set()) for one in held)
 
 
-def graph_of(build):
-    strategy = mgpu_tf.create_model_parallel_strategy(num_virtual_devices=2)
+def graph_of(build, **options):
+    strategy = mgpu_tf.create_model_parallel_strategy(
+        **{"num_virtual_devices": 2, **options}
+    )
     trainer = mgpu_tf.Trainer(build, strategy)
-    x = np.ones((16, WIDTH), "float32")
-    trainer.fit(x, x, batch_size=8, verbose=0)
+    x = np.ones((18, WIDTH), "float32")
+    trainer.fit(x, x, batch_size=9, verbose=0)
     return body_of(trainer)
 
 
@@ -155,3 +173,15 @@ def test_weights_travel_in_the_type_that_layers_compute_in():
     assert len(weights) == 2 * LAYERS
     assert {op.outputs[0].dtype for op in weights} == {tf.bfloat16}
     assert most_at_once(weights) == AT_ONCE
+
+
+def test_copies_for_collectives_wait_for_their_turn():
+    """Where devices do not divide the rows, what is sent is copied."""
+    found = graph_of(build, num_virtual_devices=3, communication="ring")
+    held = made_by(copies, found, layer_sized)
+    packed = [op for op in held if op.outputs[0].shape == (WIDTH + 1, WIDTH)]
+    received = [op for op in held if op.type.startswith("Collective")]
+    assert len(packed) == LAYERS
+    assert len(received) == 3 * LAYERS
+    # Weights and gradients of two layers, or what these are copied from.
+    assert most_at_once(held) == 2 * AT_ONCE
