@@ -19,8 +19,9 @@ They run in the order in which they are written here, layer n below n + 1:
                 scatter n, gather n - 2  while n - 1 computes
 
 so that a device holds whole weights of two layers at most, and whole gradients
-of two. Vectors, such as biases, are little of a model and are gathered together
-once a step.
+of two. Copies that are sent are made when the exchange before has ended.
+Vectors, such as biases, are little of a model and are gathered together once a
+step.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Zhao et al.,
 "PyTorch FSDP", VLDB 2023.
