@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from experiments.planner import jobs, memory, published, step_time
+from experiments.planner import jobs, memory, on_gpu, published, step_time
 from mgpu_tf.planner.scratch import FITTED
 from tests import clusters
 from tests.tiers import full
@@ -49,6 +49,20 @@ def test_memory_is_as_near_as_the_table_says():
     assert summary["median_error"] <= 0.07
     assert summary["worst_error"] <= 0.2
     assert {tuple(row["case"]) for row in told["rows"]} <= set(memory.CASES)
+
+
+def test_one_gpu_is_predicted_now_as_the_table_says():
+    saved = json.loads((DOCS / "planner_gpu.json").read_text())
+    assert (DOCS / "planner_gpu.md").read_text() == on_gpu.markdown(saved)
+    worst = {
+        what: max(abs(row["error"][what]) for row in saved["rows"])
+        for what in ("bytes", "seconds")
+    }
+    assert worst["bytes"] < 0.225
+    assert worst["seconds"] < 0.62
+    row = saved["rows"][0]
+    found = on_gpu.predicted(tuple(row["case"]), saved["device"])
+    assert found == row["predicted"]
 
 
 def test_step_times_are_as_near_as_the_table_says():

@@ -111,8 +111,11 @@ def _fused(
     if training:
         kept, new = layer.momentum, 1.0 - layer.momentum
         size = tf.size(inputs, tf.int64) // inputs.shape[-1]
-        count = tf.cast(tf.maximum(size, 1), variance.dtype)
-        variance *= tf.maximum(count - 1.0, 1.0) / count
+        count = tf.cast(tf.maximum(size, 2), variance.dtype)
+        # That of a single value is zero; GPUs have divided by n - 1.
+        variance = tf.where(
+            size == 1, tf.zeros_like(variance), variance * (count - 1.0) / count
+        )
         layer.moving_mean.assign(moving_mean * kept + mean * new)
         layer.moving_variance.assign(moving_variance * kept + variance * new)
     return tf.squeeze(outputs, added) if added else outputs
