@@ -26,6 +26,11 @@ def momentum():
     return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
+def lion():
+    """Keras takes an update without elements for a bias."""
+    return keras.optimizers.Lion(0.01)
+
+
 def scaled():
     """Loss scaling over sums of the gradients of two steps."""
     inner = keras.optimizers.AdamW(
@@ -95,7 +100,7 @@ def unlike():
 
 TWO = {"pipeline": 2}
 ROWS = {
-    "skip": Row(models.skip, TWO | {"micro_batches": 3}, momentum),
+    "skip": Row(models.skip, TWO | {"micro_batches": 3}, lion),
     "gpipe": Row(models.skip, TWO | {"micro_batches": 2, "schedule": "gpipe"}),
     "drops": Row(models.drops, TWO | {"micro_batches": 3}),
     "normalizes": Row(models.normalizes, TWO | {"micro_batches": 1}, momentum),

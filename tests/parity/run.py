@@ -61,6 +61,7 @@ CLUSTERS = {
     "3_workers_fsdp_3": (3, 1, "1,3,gradients"),
     "2_workers_x2_tensor_4": (2, 2, "1,1,weights,4"),
     "2_workers_x2_fsdp_2_tensor_2": (2, 2, "1,2,weights,2"),
+    "2_workers_pipeline_2": (2, 1, "1,1,weights,1,2"),
 }
 # What runs where weights are split over the devices of all workers.
 SPLIT_ROWS = [
@@ -100,7 +101,14 @@ SPLIT_ROWS = [
     "own_train_step_clipped",
 ]
 # As in one process: refused by name.
-SPLIT_REFUSED = {("2_workers_x2_fsdp_2_tensor_2", "embedding_lazy_adam")}
+SPLIT_REFUSED = {
+    ("2_workers_x2_fsdp_2_tensor_2", "embedding_lazy_adam"),
+    ("2_workers_pipeline_2", "loss_scale_overflow"),
+    ("2_workers_pipeline_2", "batch_norm_synchronized"),
+    ("2_workers_pipeline_2", "own_compute_loss"),
+    ("2_workers_pipeline_2", "own_train_step"),
+    ("2_workers_pipeline_2", "own_train_step_clipped"),
+}
 # What the README shows of them.
 SHOWN = (
     "one_device",
