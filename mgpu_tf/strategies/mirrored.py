@@ -162,15 +162,19 @@ class MultiWorkerExtended(
         """Returns the value of the first worker, which it sends to the others.
 
         TensorFlow has no such operation for bfloat16, which is sent as float32,
-        and sends less than 2 GiB at once, so larger values go in parts.
+        and sends less than 2 GiB at once, so larger values go in parts. They go
+        between hosts: with NCCL a receive does not wait for kernels that use
+        its memory.
         """
         get = super()._get_variable_creator_initial_value
         if replica_id:
             return get(replica_id, device, primary_var, **kwargs)
+        spec = tf.DeviceSpec.from_string(device)
+        host = spec.replace(device_type="CPU", device_index=0).to_string()
 
         def sent(value: tf.Tensor) -> tf.Tensor:
             given = kwargs | {"initial_value": value, "dtype": value.dtype}
-            return get(replica_id, device, primary_var, **given)()
+            return get(replica_id, host, primary_var, **given)()
 
         def of_the_first() -> tf.Tensor:
             with tf.device(device):

@@ -5,6 +5,7 @@ tests/gpu has the same on a real one.
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy
 
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.strategies import mirrored, synchronous
@@ -62,3 +63,26 @@ def test_tensorflow_hears_of_nccl(communication):
     config = tf.compat.v1.ConfigProto()
     found = strategy.extended._update_config_proto(config)
     assert found.experimental.collective_nccl == (communication == "nccl")
+
+
+def test_initial_values_go_between_hosts(strategies, monkeypatch):
+    """Of a replica on any device: NCCL's receives do not wait for its use."""
+    device = strategies["mirrored_x2"].extended.worker_devices[1]
+    given = []
+
+    def broadcast(self, replica, device, primary, **options):
+        given.append(device)
+        return lambda: options["initial_value"] + 1.0
+
+    monkeypatch.setattr(
+        collective_all_reduce_strategy.CollectiveAllReduceExtended,
+        "_get_variable_creator_initial_value",
+        broadcast,
+    )
+    extended = object.__new__(mirrored.MultiWorkerExtended)
+    value = extended._get_variable_creator_initial_value(
+        0, device, None, initial_value=2.0
+    )
+    assert value().numpy() == 3.0
+    assert device.endswith("device:CPU:1")
+    assert [name[-12:] for name in given] == ["device:CPU:0"]
