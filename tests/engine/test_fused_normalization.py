@@ -40,7 +40,10 @@ def computed(
     jit_compile=False,
     **options,
 ):
-    """Outputs, gradients and moving statistics by name; what is fused."""
+    """Outputs, gradients and moving statistics by name; what is fused.
+
+    Second gradients are those of the gradients times fixed vectors.
+    """
     model, layer = one_layer(strategy, shape, dtype, **options)
     layer.trainable = trainable
     random = np.random.default_rng(0)
@@ -50,20 +53,41 @@ def computed(
     )
     held = {"gamma": layer.gamma, "beta": layer.beta}
     weights = {name: v.value for name, v in held.items() if v is not None}
+    vectors = [
+        np.float32(random.normal(size=one.shape))
+        for one in (x, *weights.values())
+    ]
 
     def step(x, upstream):
-        with tf.GradientTape() as tape:
-            tape.watch([x, *weights.values()])
-            y = layer(x, training=training)
-            loss = tf.reduce_sum(y * tf.cast(upstream, y.dtype))
-        return y, *tape.gradient(loss, [x, *weights.values()])
+        given = [x, *weights.values()]
+        with tf.GradientTape() as outer:
+            outer.watch([upstream, *given])
+            with tf.GradientTape() as tape:
+                tape.watch(given)
+                y = layer(x, training=training)
+                loss = tf.reduce_sum(y * tf.cast(upstream, y.dtype))
+            first = tape.gradient(loss, given)
+            along = sum(
+                tf.cast(
+                    tf.reduce_sum(one * tf.cast(vector, one.dtype)), "float64"
+                )
+                for one, vector in zip(first, vectors, strict=True)
+            )
+        second = outer.gradient(
+            along, [upstream, *given], unconnected_gradients="zero"
+        )
+        return y, *first, *second
 
     forms = Kernels(model, strategy, kernels)
     step = tf.function(step, autograph=False, jit_compile=jit_compile)
     with forms.in_place():
         found = step(x, upstream)
     found = [*found, layer.moving_mean.value, layer.moving_variance.value]
-    names = ["outputs", "inputs", *weights, "mean", "variance"]
+    names = [
+        *("outputs", "inputs", *weights),
+        *(f"second {name}" for name in ("upstream", "inputs", *weights)),
+        *("mean", "variance"),
+    ]
     return dict(
         zip(
             names,
@@ -212,7 +236,9 @@ class Penalized(keras.Model):
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = self.last(self.norm(self.first(x), training=training))
-        slopes = tape.gradient(y, x)
+            # Of a sum of `y`, that of the normalized values would be zero.
+            bent = tf.tanh(y)
+        slopes = tape.gradient(bent, x)
         if slopes is not None:
             self.add_loss(tf.reduce_mean(tf.reduce_sum(slopes**2, -1)))
         return y
@@ -266,6 +292,13 @@ PROGRAMS = {
         ),
         ("of every time", "one_device", {}),
         ("gradients of gradients", "one_device", {}),
+        ("gradients of gradients", "mirrored_x3", {}),
+        pytest.param(
+            "gradients of gradients", "fsdp_x3", {}, marks=pytest.mark.full
+        ),
+        pytest.param(
+            "gradients of gradients", "tensor_x3", {}, marks=pytest.mark.full
+        ),
     ],
 )
 def test_programs(program, column, options, strategies):
