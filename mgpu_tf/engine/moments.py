@@ -50,10 +50,11 @@ class Moments:
             with contextlib.ExitStack() as stack:
                 # Each replica has all rows: there is nothing to exchange.
                 if self._same_rows > 1:
-                    for layer in normalizations(self._model):
-                        stack.enter_context(
-                            keras_internals.without(layer, "synchronized")
+                    stack.enter_context(
+                        keras_internals.moments_replaced(
+                            self._model, _take_alone
                         )
+                    )
                 yield
             return
         with keras_internals.moments_replaced(self._model, self._take):
@@ -88,6 +89,23 @@ class Moments:
         return mean, variance
 
 
+def _take_alone(
+    layer: keras.layers.Layer,
+    keras_own: Callable[..., Any],
+    inputs: tf.Tensor,
+    mask: Any,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance of this replica's rows, which are all there are.
+
+    Of a synchronized layer, as Keras takes them: the mean within the variance
+    is no constant to gradients of gradients.
+    """
+    if layer.synchronized and mask is None:
+        kept = [layer.axis % inputs.shape.rank]
+        return _of_all(inputs, kept, lambda own: own)
+    return keras_own(inputs, mask)
+
+
 def normalizations(
     model: keras.Model,
 ) -> list[keras.layers.BatchNormalization]:
@@ -99,7 +117,11 @@ def normalizations(
     ]
 
 
-def _of_all(inputs: tf.Tensor, kept: list[int]) -> tuple[tf.Tensor, tf.Tensor]:
+def _of_all(
+    inputs: tf.Tensor,
+    kept: list[int],
+    summed: Callable[[Any], Any] = sum_over_replicas,
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Mean and variance of the rows of all replicas."""
     dtype = inputs.dtype
     if dtype.size < tf.float32.size:
@@ -107,10 +129,10 @@ def _of_all(inputs: tf.Tensor, kept: list[int]) -> tuple[tf.Tensor, tf.Tensor]:
     axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
     own = tf.reduce_sum(inputs, axes, keepdims=True)
     size = tf.size(inputs) // tf.maximum(tf.size(own), 1)
-    total, count = sum_over_replicas([own, tf.cast(size, inputs.dtype)])
+    total, count = summed([own, tf.cast(size, inputs.dtype)])
     mean = tf.math.divide_no_nan(total, count)
     squares = tf.reduce_sum(tf.square(inputs - mean), axes, keepdims=True)
-    variance = tf.math.divide_no_nan(sum_over_replicas(squares), count)
+    variance = tf.math.divide_no_nan(summed(squares), count)
     return (
         tf.cast(tf.squeeze(mean, axes), dtype),
         tf.cast(tf.squeeze(variance, axes), dtype),

@@ -5,6 +5,7 @@ import logging
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mgpu_tf
 from tests.tiers import full
@@ -72,3 +73,48 @@ def test_moving_means_are_the_mean_over_replicas(strategies, float64):
     trainer.fit(x, x[:, :1], batch_size=30, verbose=0)
     found = trainer.model.layers[0].moving_mean.numpy()
     np.testing.assert_allclose(found, 0.5 * x.mean(0), rtol=1e-12)
+
+
+class Penalized(keras.Model):
+    """Its loss has a gradient in it."""
+
+    def __init__(self, *, synchronized):
+        super().__init__()
+        self.first = keras.layers.Dense(5, activation="tanh")
+        self.norm = keras.layers.BatchNormalization(synchronized=synchronized)
+        self.last = keras.layers.Dense(1)
+
+    def call(self, x, training=False):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = self.last(self.norm(self.first(x), training=training))
+            bent = tf.tanh(y)
+        slopes = tape.gradient(bent, x)
+        if slopes is not None:
+            self.add_loss(tf.reduce_mean(tf.reduce_sum(slopes**2, -1)))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("name", "synchronized"),
+    [
+        ("tensor_x3", True),
+        pytest.param("tensor_x3", False, marks=full),
+        pytest.param("mirrored_x3", True, marks=full),
+        pytest.param("fsdp_x3", True, marks=full),
+    ],
+)
+def test_gradients_of_gradients(name, synchronized, strategies, float64):
+    """Keras counts the mean as a constant where a layer is on its own."""
+
+    def build():
+        model = Penalized(synchronized=synchronized)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model(np.zeros((2, 4)))
+        return model
+
+    keras.utils.set_random_seed(1)
+    expected = weights(build())
+    found = weights(mgpu_tf.Trainer(build, strategies[name], seed=1))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
