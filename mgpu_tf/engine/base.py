@@ -451,7 +451,7 @@ def _check_compiled(
 def _complete(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     """Gives a model the optimizer that its own `train_step` does not use.
 
-    `compile` gives it one, unless it is told that there is none.
+    `compile` gives it one, but for `optimizer=None`.
     """
     authored = keras_internals.overrides(model, "train_step")
     if model.optimizer is None and authored:
