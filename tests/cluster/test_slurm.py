@@ -410,9 +410,14 @@ def test_a_cancelled_job_stays_cancelled(slurm, tmp_path):
 
 def test_a_failure_ends_all_tasks_and_starts_them_again(slurm, tmp_path):
     folder = tmp_path / "100% 'mine' $(touch owned)"
+    # Slurm may miss a task that it has not started yet, so one fails later.
+    begun = f"{tmp_path}/begun-$try"
     code = (
-        'if [ "${SLURM_RESTART_COUNT:-0}" = 2 ]; then echo done; exit; fi; '
-        'if [ "$SLURM_PROCID" = 1 ]; then exit 3; fi; sleep 600'
+        "try=${SLURM_RESTART_COUNT:-0}; "
+        'if [ "$try" = 2 ]; then echo done; exit; fi; '
+        f'if [ "$SLURM_PROCID" = 0 ]; then touch "{begun}"; sleep 600; '
+        f'echo slept; exit; fi; until [ -e "{begun}" ]; do sleep 0.1; done; '
+        "exit 3"
     )
     job = submit(
         slurm, folder, ("bash", "-c", code), nodes=2, name="t", max_restarts=2
@@ -420,5 +425,7 @@ def test_a_failure_ends_all_tasks_and_starts_them_again(slurm, tmp_path):
     assert slurm.wait(job) == ("COMPLETED", 2), logs_in(folder)
     for task in range(2):
         log = folder / "logs" / f"t-{job}-{task}.log"
-        assert log.read_text().splitlines()[-1] == "done"
+        lines = log.read_text().splitlines()
+        assert lines[-1] == "done"
+        assert "slept" not in lines
     assert not list(tmp_path.rglob("owned"))
