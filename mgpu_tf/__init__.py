@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mgpu_tf.cluster.config import ClusterConfig
     from mgpu_tf.config import RunConfig
     from mgpu_tf.datasets.random_access import RandomAccess
-    from mgpu_tf.engine.contributions import (
+    from mgpu_tf.engine.author.contributions import (
         batch_mean,
         gather_batch,
         mean_over_batch,
@@ -88,7 +88,7 @@ _HOMES = {
     "StrategyOptions": "mgpu_tf.options",
     "Trainer": "mgpu_tf.training.trainer",
     "WorkerError": "mgpu_tf.errors",
-    "batch_mean": "mgpu_tf.engine.contributions",
+    "batch_mean": "mgpu_tf.engine.author.contributions",
     "check_parity": "mgpu_tf.studies.parity",
     "create_central_storage_strategy": "mgpu_tf.strategies.synchronous",
     "create_mirrored_strategy": "mgpu_tf.strategies.synchronous",
@@ -100,12 +100,12 @@ _HOMES = {
     "create_tpu_strategy": "mgpu_tf.strategies.synchronous",
     "enable_determinism": "mgpu_tf.runtime.determinism",
     "import_tensorflow": "mgpu_tf.runtime.quiet_import",
-    "gather_batch": "mgpu_tf.engine.contributions",
+    "gather_batch": "mgpu_tf.engine.author.contributions",
     "is_chief": "mgpu_tf.strategies.registry",
     "launch_from_notebook": "mgpu_tf.launch.notebook",
-    "mean_over_batch": "mgpu_tf.engine.contributions",
+    "mean_over_batch": "mgpu_tf.engine.author.contributions",
     "run": "mgpu_tf.job",
-    "sum_over_batch": "mgpu_tf.engine.contributions",
+    "sum_over_batch": "mgpu_tf.engine.author.contributions",
     "synchronize_batch_normalization": "mgpu_tf.models.normalization",
 }
 

@@ -25,8 +25,8 @@ from mgpu_tf.cluster import watchdog
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.cluster.environments import ask_for_ps
 from mgpu_tf.config import RunConfig, changed_fields
-from mgpu_tf.engine.asynchronous.staleness import PREFIX
-from mgpu_tf.engine.noise_scale import NAMES, SCALE
+from mgpu_tf.engine.asynchronous.schedule.staleness import PREFIX
+from mgpu_tf.engine.exchange.noise_scale import NAMES, SCALE
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import names_of
 from mgpu_tf.folders import check_regular, keep_private, make_folder

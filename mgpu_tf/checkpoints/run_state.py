@@ -26,8 +26,8 @@ from mgpu_tf.checkpoints.callback_state import (
 )
 from mgpu_tf.checkpoints.keeping import SCORES
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.base import NO_VOTES, Engine, Logs, Votes
 from mgpu_tf.engine.snapshot import Snapshot, Stored
+from mgpu_tf.engine.step.base import NO_VOTES, Engine, Logs, Votes
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Piece
 from mgpu_tf.reports.report import LeftOut

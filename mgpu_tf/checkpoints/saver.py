@@ -40,7 +40,7 @@ from mgpu_tf.checkpoints.writer import (
     told_of,
 )
 from mgpu_tf.cluster import heartbeat
-from mgpu_tf.engine.base import NO_VOTES, Votes
+from mgpu_tf.engine.step.base import NO_VOTES, Votes
 from mgpu_tf.errors import ConfigurationError, Preempted
 from mgpu_tf.folders import keep_private
 from mgpu_tf.mesh import Piece

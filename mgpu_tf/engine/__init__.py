@@ -10,7 +10,7 @@ import importlib
 import keras
 import tensorflow as tf
 
-from mgpu_tf.engine.base import Engine
+from mgpu_tf.engine.step.base import Engine
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.registry import kind_of
 

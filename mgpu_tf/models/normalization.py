@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keras
 
-from mgpu_tf.engine.moments import normalizations
+from mgpu_tf.engine.step.moments import normalizations
 from mgpu_tf.fields import checked
 
 

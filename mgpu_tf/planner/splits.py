@@ -5,7 +5,7 @@
 
 A linear layer keeps its outputs in parts where the next layers work on each
 element alone, up to a linear layer; then that one sums. This follows the
-structure that the engine finds (`engine/tensor_parallel/structure.py`).
+structure that the engine finds (`engine/step/tensor_parallel/structure.py`).
 
 This module does not import TensorFlow.
 """

@@ -54,7 +54,7 @@ _log = logging.getLogger("mgpu_tf")
 
 _SYNCHRONOUS = "mgpu_tf.engine.synchronous.engine:SynchronousEngine"
 _SHARDED = "mgpu_tf.engine.synchronous.sharded:ShardedEngine"
-_PIPELINE = "mgpu_tf.engine.pipeline.engine:PipelineEngine"
+_PIPELINE = "mgpu_tf.engine.synchronous.pipeline.engine:PipelineEngine"
 _ASYNCHRONOUS = "mgpu_tf.engine.asynchronous.engine:AsynchronousEngine"
 _PLANNER = "mgpu_tf.planner.here"
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from mgpu_tf import data as data_lib
 from mgpu_tf.checkpoints import storage
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.base import DataFeed
+from mgpu_tf.engine.step.base import DataFeed
 from mgpu_tf.errors import ConfigurationError, check_integer, is_integer
 from mgpu_tf.folders import check_path
 from mgpu_tf.options import SaveOptions

@@ -44,7 +44,7 @@ from mgpu_tf.checkpoints.recovery import Owner
 from mgpu_tf.checkpoints.run_state import generators, restore_generators
 from mgpu_tf.checkpoints.writer import Variables, Writer, read_state
 from mgpu_tf.engine import create_engine, keras_internals
-from mgpu_tf.engine.base import Engine, Logs
+from mgpu_tf.engine.step.base import Engine, Logs
 from mgpu_tf.errors import ConfigurationError, check_integer
 from mgpu_tf.folders import is_address
 from mgpu_tf.options import StepOptions

@@ -22,9 +22,9 @@ import tensorflow as tf
 from mgpu_tf import data as data_lib
 from mgpu_tf.cluster import watchdog
 from mgpu_tf.engine import create_engine, keras_internals
-from mgpu_tf.engine.asynchronous.staleness import PREFIX
-from mgpu_tf.engine.base import DataFeed, Engine
+from mgpu_tf.engine.asynchronous.schedule.staleness import PREFIX
 from mgpu_tf.engine.recomputed import chosen_layers
+from mgpu_tf.engine.step.base import DataFeed, Engine
 from mgpu_tf.errors import (
     ConfigurationError,
     OutOfMemoryError,

@@ -30,7 +30,7 @@ from mgpu_tf.checkpoints.run_state import (
 from mgpu_tf.checkpoints.saver import CheckpointSaver, Saver
 from mgpu_tf.cluster import heartbeat
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.base import DataFeed, Execution, Logs, UnevenData
+from mgpu_tf.engine.step.base import DataFeed, Execution, Logs, UnevenData
 from mgpu_tf.errors import ConfigurationError, DivergedError
 from mgpu_tf.options import SaveOptions
 from mgpu_tf.reports.profiling import Profiler

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from mgpu_tf.engine.base import Execution
+from mgpu_tf.engine.step.base import Execution
 
 _log = logging.getLogger("mgpu_tf")
 

@@ -30,7 +30,7 @@ from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.saver import Found, Saver
 from mgpu_tf.checkpoints.writer import Variables, read_state
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.base import Execution
+from mgpu_tf.engine.step.base import Execution
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.launch.job import REPLAY, VERDICT
 from mgpu_tf.mesh import Region

@@ -30,9 +30,9 @@ from mgpu_tf.checkpoints.recovery import Recovery
 from mgpu_tf.checkpoints.run_state import EpochRecord
 from mgpu_tf.checkpoints.writer import Variables, read_state
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.base import Logs
+from mgpu_tf.engine.step.base import Logs
+from mgpu_tf.engine.step.traced import excerpts
 from mgpu_tf.engine.storage import memory_of
-from mgpu_tf.engine.traced import excerpts
 from mgpu_tf.errors import ConfigurationError, DivergedError
 from mgpu_tf.fields import made_of
 from mgpu_tf.folders import write_whole

@@ -15,7 +15,7 @@ import mgpu_tf
 from mgpu_tf import datasets
 from mgpu_tf.checkpoints import store
 from mgpu_tf.datasets.random_access import Table
-from mgpu_tf.engine.asynchronous import work
+from mgpu_tf.engine.asynchronous.schedule import work
 from mgpu_tf.errors import ConfigurationError
 from tests.asynchronous import slots
 

@@ -5,7 +5,7 @@ import types
 import pytest
 import tensorflow as tf
 
-from mgpu_tf.engine.asynchronous import dispatch
+from mgpu_tf.engine.asynchronous.schedule import dispatch
 
 
 class Remote:

@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from mgpu_tf.engine.asynchronous.packed_variables import MOST_BYTES, Packs
+from mgpu_tf.engine.asynchronous.servers.packed_variables import (
+    MOST_BYTES,
+    Packs,
+)
 
 SERVERS = ("CPU:1", "CPU:2")
 SHAPES = [(20, 64), (64,), (64, 10), (10,)]

@@ -5,7 +5,7 @@ import threading
 import pytest
 import tensorflow as tf
 
-from mgpu_tf.engine.asynchronous.sections import whole
+from mgpu_tf.engine.asynchronous.servers.sections import whole
 from mgpu_tf.errors import ConfigurationError
 
 THREADS, TIMES = 4, 300

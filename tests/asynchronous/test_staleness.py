@@ -2,7 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_tf.engine.asynchronous.staleness import Admission, StalenessRecord
+from mgpu_tf.engine.asynchronous.schedule.staleness import (
+    Admission,
+    StalenessRecord,
+)
 
 
 def test_example():

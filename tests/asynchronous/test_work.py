@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from mgpu_tf import data
-from mgpu_tf.engine.asynchronous import work
+from mgpu_tf.engine.asynchronous.schedule import work
 
 LENGTH, BATCH = 50, 8
 

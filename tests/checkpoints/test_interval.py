@@ -13,7 +13,7 @@ from mgpu_tf.checkpoints.interval import (
     best_interval,
 )
 from mgpu_tf.checkpoints.saver import CheckpointSaver
-from mgpu_tf.engine.base import Votes
+from mgpu_tf.engine.step.base import Votes
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import SaveOptions
 from mgpu_tf.reports.goodput import Meter

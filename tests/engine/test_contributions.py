@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.engine import contributions
+from mgpu_tf.engine.author import contributions
 
 ROWS = 7
 VALUES = np.random.default_rng(0).normal(size=(ROWS, 3))

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.engine.rows import summed_rows
+from mgpu_tf.engine.exchange.embedding_rows import summed_rows
 from tests.parity import cases
 from tests.tiers import tiered
 

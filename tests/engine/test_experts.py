@@ -7,7 +7,7 @@ import pytest
 from keras import layers, ops
 
 import mgpu_tf
-from mgpu_tf.engine.tensor_parallel.linear import Linear
+from mgpu_tf.engine.step.tensor_parallel.linear import Linear
 from tests.engine import tensor_models as models
 from tests.engine.test_tensor_parallel import adam, compared
 from tests.tiers import tiered

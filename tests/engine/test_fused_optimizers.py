@@ -13,8 +13,8 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.engine.kernels import Kernels, optimizers
+from mgpu_tf.engine.step.update import Update
 from mgpu_tf.engine.synchronous.sharded import ShardedUpdate
-from mgpu_tf.engine.update import Update
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.registry import kind_of
 from tests.parity import cases

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from mgpu_tf.engine.contributions import BatchShare
-from mgpu_tf.engine.global_sums import of_sums
-from mgpu_tf.engine.losses import of_added_sums
+from mgpu_tf.engine.author.contributions import BatchShare
+from mgpu_tf.engine.author.global_sums import of_sums
 from mgpu_tf.engine.row_proof import RowProof, Rows
-from mgpu_tf.engine.step import of_unknown_length
+from mgpu_tf.engine.step.losses import of_added_sums
+from mgpu_tf.engine.step.replica_step import of_unknown_length
 from tests.tiers import tiered
 
 GENERATOR = np.random.default_rng(0)

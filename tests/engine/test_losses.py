@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.contributions import BatchShare
-from mgpu_tf.engine.losses import GlobalLoss
+from mgpu_tf.engine.author.contributions import BatchShare
+from mgpu_tf.engine.step.losses import GlobalLoss
 
 ROWS = 7
 STEPS = 4

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import mgpu_tf
-from mgpu_tf.engine.noise_scale import DECAY
+from mgpu_tf.engine.exchange.noise_scale import DECAY
 from tests.tiers import tiered
 
 FEATURES = 5

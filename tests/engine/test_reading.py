@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from mgpu_tf.engine.contributions import BatchShare
-from mgpu_tf.engine.reading import Reader, Unreadable
+from mgpu_tf.engine.author.contributions import BatchShare
+from mgpu_tf.engine.author.reading import Reader, Unreadable
 
 ROWS = 7
 BOUNDS = [(0, 2), (2, 3), (3, 7)]

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import mgpu_tf
-from mgpu_tf.engine.tensor_parallel import parts
+from mgpu_tf.engine.step.tensor_parallel import parts
 from mgpu_tf.strategies.sharded_variable import ShardedVariable
 from tests.engine import tensor_models as models
 from tests.tiers import tiered

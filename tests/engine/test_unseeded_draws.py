@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.engine.same_draws import SameDraws
+from mgpu_tf.engine.step.same_draws import SameDraws
 from tests.tiers import full, tiered
 
 ROWS = 12

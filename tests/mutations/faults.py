@@ -51,7 +51,7 @@ def loss(name):
 ENGINE = (
     Fault(
         "zeros of the shapes of all gradients stay with the graph",
-        "engine/contributions.py",
+        "engine/author/contributions.py",
         "    shape = tf.shape(value) + tf.cast(none, tf.int32)\n",
         "    shape = tf.shape(value)\n",
         ("tests/engine/test_memory_of_steps.py",),
@@ -65,21 +65,21 @@ ENGINE = (
     ),
     Fault(
         "weights that a collective gathers are not known as weights",
-        "engine/per_layer.py",
+        "engine/step/per_layer.py",
         "        self._scope.take_alike(gathered)\n",
         "",
         ("tests/engine/test_over_collectives.py",),
     ),
     Fault(
         "a layer that is computed again draws other numbers",
-        "engine/per_layer.py",
+        "engine/step/per_layer.py",
         "with replay, self._call_state(), entered_again(self._draws):",
         "with replay, self._call_state():",
         ("tests/engine/test_over_collectives.py",),
     ),
     Fault(
         "only the first gradient of a pack is summed",
-        "engine/reduction.py",
+        "engine/exchange/reduction.py",
         "for places in of_one_type(pack, gradients):",
         "for places in of_one_type(pack[:1], gradients):",
         (
@@ -89,21 +89,21 @@ ENGINE = (
     ),
     Fault(
         "an accumulated update comes one micro-batch late",
-        "engine/update.py",
+        "engine/step/update.py",
         "tf.equal((count + 1) % self._every, 0),",
         "tf.equal(count % self._every, 0),",
         (row("mirrored_x3", "accumulation_3_uneven"),),
     ),
     Fault(
         "gradients keep the scale of the loss",
-        "engine/update.py",
+        "engine/step/update.py",
         "        return divided(gradient, scale)",
         "        return gradient",
         (row("mirrored_x3", "loss_scale_overflow"),),
     ),
     Fault(
         "an overflow on one replica is not sent to the others",
-        "engine/update.py",
+        "engine/step/update.py",
         "        if not self._are_alike:\n            count = sum",
         "        if False:\n            count = sum",
         (
@@ -114,14 +114,14 @@ ENGINE = (
     ),
     Fault(
         "a constraint is left out where a weight is stored once",
-        "engine/update.py",
+        "engine/step/update.py",
         "variable.assign(constrain(variable))",
         "pass",
         (row("central_storage_x2", "constraint"),),
     ),
     Fault(
         "averages overwrite weights in the step after",
-        "engine/update.py",
+        "engine/step/update.py",
         "due = tf.equal(step % optimizer.ema_overwrite_frequency, 0)",
         "due = tf.equal(step % optimizer.ema_overwrite_frequency, 1)",
         (
@@ -131,7 +131,7 @@ ENGINE = (
     ),
     Fault(
         "sample weights are summed on each replica alone",
-        "engine/losses.py",
+        "engine/step/losses.py",
         "return share.sum_over_replicas(tf.reduce_sum(weights))",
         "return tf.reduce_sum(weights) * share.replicas",
         (
@@ -141,28 +141,28 @@ ENGINE = (
     ),
     Fault(
         "what a mask keeps is counted on each replica alone",
-        "engine/losses.py",
+        "engine/step/losses.py",
         "            share.sum_over_replicas(kept)\n",
         "            kept * share.replicas\n",
         (loss("ignore_class"), row("tensor_x3", "mask")),
     ),
     Fault(
         "regularizers count once for each replica",
-        "engine/losses.py",
+        "engine/step/losses.py",
         "return share.select(of_degree(0, total, share), 0)",
         "return total",
         (loss("regularizer"), row("mirrored_x3", "sgd")),
     ),
     Fault(
         "of each replica as many rows are kept as of the first",
-        "engine/rows.py",
+        "engine/exchange/embedding_rows.py",
         "tf.gather(lengths, number // static)",
         "tf.gather(lengths, 0 * number)",
         (WORKERS,),
     ),
     Fault(
         "rows of a part are not counted from its first",
-        "engine/rows.py",
+        "engine/exchange/embedding_rows.py",
         "tf.boolean_mask(indices, mine) - first,",
         "tf.boolean_mask(indices, mine),",
         (
@@ -172,28 +172,28 @@ ENGINE = (
     ),
     Fault(
         "rows that all replicas look up are averaged",
-        "engine/rows.py",
+        "engine/exchange/embedding_rows.py",
         "tf.reduce_sum(tf.reshape(slices.values, shape), 0),",
         "tf.reduce_mean(tf.reshape(slices.values, shape), 0),",
         ("tests/engine/test_embeddings.py",),
     ),
     Fault(
         "a minimum over rows becomes a maximum over replicas",
-        "engine/rules.py",
+        "engine/author/rules.py",
         "SMALLEST: Rule.MINIMUM}",
         "SMALLEST: Rule.MAXIMUM}",
         ("tests/engine/test_state.py", WRITTEN),
     ),
     Fault(
         "means of replicas are summed",
-        "engine/state.py",
+        "engine/author/state.py",
         "return start + summed / self._total",
         "return start + summed",
         ("tests/engine/test_batch_normalization.py",),
     ),
     Fault(
         "the count of a random layer stays",
-        "engine/state.py",
+        "engine/author/state.py",
         "return tf.stack([state.value[0], drawn[1]])",
         "return tf.stack([state.value[0], state.value[1]])",
         ("tests/engine/test_unseeded_draws.py",),
@@ -214,7 +214,7 @@ ENGINE = (
     ),
     Fault(
         "the noise scale counts a replica as if it had all rows",
-        "engine/noise_scale.py",
+        "engine/exchange/noise_scale.py",
         "square = square * total / tf.maximum(local, 1.0)",
         "square = square * 1.0",
         ("tests/engine/test_noise_scale.py",),
@@ -238,21 +238,21 @@ ENGINE = (
     ),
     Fault(
         "a shared weight gets the gradient of one stage",
-        "engine/pipeline/run.py",
+        "engine/synchronous/pipeline/run.py",
         "joined[key] = _of_stages(found[key])",
         "joined[key] = found[key][0]",
         ("tests/engine/pipeline/test_shared_weights.py",),
     ),
     Fault(
         "each device of a stage gets the gradient of the first part",
-        "engine/pipeline/update.py",
+        "engine/synchronous/pipeline/update.py",
         "self._part_for(same[0], each, variable)",
         "self._part_for(0, each, variable)",
         (row("fsdp_3_pipeline_2", "adam_global_clipnorm"),),
     ),
     Fault(
         "every part of a weight is that of the first replica",
-        "engine/synchronous/parts.py",
+        "engine/exchange/parts.py",
         "every[rank, : math.prod(split.shape_of(rank))]",
         "every[0, : math.prod(split.shape_of(rank))]",
         (
@@ -262,7 +262,7 @@ ENGINE = (
     ),
     Fault(
         "a gradient may come later than the limit",
-        "engine/asynchronous/staleness.py",
+        "engine/asynchronous/schedule/staleness.py",
         "if max(others, latest + steps) > self._limit:",
         "if others > self._limit:",
         ("tests/asynchronous/test_staleness.py",),
@@ -276,28 +276,28 @@ ENGINE = (
     ),
     Fault(
         "what flows back to gathered rows counts once for each replica",
-        "engine/exchange.py",
+        "engine/exchange/crossing.py",
         "return tf.math.divide_no_nan(_dense(up), part)",
         "return _dense(up)",
         (WHOLE,),
     ),
     Fault(
         "what others make of a row does not flow back to it",
-        "engine/exchange.py",
+        "engine/exchange/crossing.py",
         "total = self._groups.all_reduce(_dense(up))",
         "total = _dense(up)",
         (WHOLE,),
     ),
     Fault(
         "calls that mix rows are cut",
-        "engine/boundary.py",
+        "engine/step/calls/boundary.py",
         "and all(kind == Rows() for kind in kinds)",
         "and True",
         (MIXED,),
     ),
     Fault(
         "calls that add to the loss are cut",
-        "engine/boundary.py",
+        "engine/step/calls/boundary.py",
         "len(here.scope.losses) == losses",
         "True",
         (MIXED,),
@@ -311,21 +311,21 @@ ENGINE = (
     ),
     Fault(
         "layers that mix rows have those of one replica",
-        "engine/layer_calls.py",
+        "engine/step/calls/layer_calls.py",
         "if added and apart and parts is not None:",
         "if added and parts is not None:",
         (WHOLE,),
     ),
     Fault(
         "what a layer adds to its state is a sum, whatever it is",
-        "engine/rules.py",
+        "engine/author/rules.py",
         "if added == SUM and (isinstance(kind, Held) or dtype.is_floating):",
         "if added != MEAN and dtype.is_floating:",
         (WRITTEN,),
     ),
     Fault(
         "what is computed of all rows reads what one replica has",
-        "engine/step_scope.py",
+        "engine/author/step_scope.py",
         "elif self.proof.of(tensor) != FIXED:",
         "elif False:",
         (WRITTEN,),
@@ -346,7 +346,7 @@ ENGINE = (
     ),
     Fault(
         "a metric of all rows is added up over replicas",
-        "engine/global_metrics.py",
+        "engine/step/global_metrics.py",
         "        for variable in scope.written_since(mark):\n"
         "            scope.agree(variable)\n",
         "        pass\n",
@@ -354,14 +354,14 @@ ENGINE = (
     ),
     Fault(
         "a mean over the batch is one over a replica's rows",
-        "engine/contributions.py",
+        "engine/author/contributions.py",
         "rows = share.same_rows * tf.cast(share.total, summed.dtype)",
         "rows = share.replicas * tf.cast(share.local, summed.dtype)",
         (f"{WHOLE}::test_as_keras[a router that stays cut-mirrored_x3]",),
     ),
     Fault(
         "the regularizer of an activation that mixes rows is of a replica's",
-        "engine/layer_calls.py",
+        "engine/step/calls/layer_calls.py",
         "            self._called(regularization, regularization, output)",
         "            regularization(output)",
         (f"{SLICE}[mirrored_x3-a sparse autoencoder]",),
@@ -375,7 +375,7 @@ ENGINE = (
     ),
     Fault(
         "a gradient within a call goes through layers in parts",
-        "engine/tensor_parallel/parts.py",
+        "engine/step/tensor_parallel/parts.py",
         "if isinstance(scope, StepScope) and not scope.is_over:",
         "if False:",
         (f"{SLICE}[tensor_x3-forces]",),
@@ -389,7 +389,7 @@ ENGINE = (
     ),
     Fault(
         "compiled metrics are reset before their first epoch",
-        "engine/base.py",
+        "engine/step/base.py",
         "as_made=first and self._as_made",
         "as_made=False",
         ("tests/training/test_first_reset.py",),

@@ -5,13 +5,15 @@ import contextlib
 import pytest
 import tensorflow as tf
 
-from mgpu_tf.engine import keras_internals, state, step
-from mgpu_tf.engine.losses import BatchShare, _Term
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.author import state
+from mgpu_tf.engine.author.rules import Rule
+from mgpu_tf.engine.author.state import ReplicaState
+from mgpu_tf.engine.exchange.reduction import Reduction
 from mgpu_tf.engine.random_rows import scope
-from mgpu_tf.engine.reduction import Reduction
-from mgpu_tf.engine.rules import Rule
-from mgpu_tf.engine.state import ReplicaState
-from mgpu_tf.engine.update import Update
+from mgpu_tf.engine.step import replica_step as step
+from mgpu_tf.engine.step.losses import BatchShare, _Term
+from mgpu_tf.engine.step.update import Update
 from mgpu_tf.strategies.topology import LocalReplicas
 from tests.parity import cases, judge
 from tests.tiers import tiered

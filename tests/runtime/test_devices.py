@@ -11,7 +11,7 @@ import types
 import pytest
 import tensorflow as tf
 
-from mgpu_tf.engine import base
+from mgpu_tf.engine.step import base
 from mgpu_tf.engine.synchronous import replica_check
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.runtime import determinism, devices

@@ -14,14 +14,14 @@ MODULES = [
     "engine/synchronous/whole_update.py",
     "engine/synchronous/whole_weights.py",
     "strategies/sharded_variable.py",
-    "engine/tensor_parallel/parts.py",
-    "engine/tensor_parallel/structure.py",
-    "engine/pipeline/engine.py",
-    "engine/pipeline/blocks.py",
-    "engine/pipeline/head.py",
-    "engine/pipeline/run.py",
-    "engine/pipeline/step.py",
-    "engine/pipeline/split.py",
+    "engine/step/tensor_parallel/parts.py",
+    "engine/step/tensor_parallel/structure.py",
+    "engine/synchronous/pipeline/engine.py",
+    "engine/synchronous/pipeline/blocks.py",
+    "engine/synchronous/pipeline/head.py",
+    "engine/synchronous/pipeline/run.py",
+    "engine/synchronous/pipeline/step.py",
+    "engine/synchronous/pipeline/split.py",
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.engine.base import Execution
+from mgpu_tf.engine.step.base import Execution
 from mgpu_tf.training.pace import Pace, Trial
 from tests import clusters
 from tests.jobs import compiled

@@ -25,12 +25,14 @@ import tensorflow as tf
 
 from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.asynchronous.dispatch import Dispatcher
-from mgpu_tf.engine.asynchronous.feed import AsynchronousFeed
-from mgpu_tf.engine.asynchronous.packed_variables import Packs
 from mgpu_tf.engine.asynchronous.piece import Piece, predict
-from mgpu_tf.engine.asynchronous.run import Run
-from mgpu_tf.engine.asynchronous.state import SharedStatistics
+from mgpu_tf.engine.asynchronous.schedule.dispatch import Dispatcher
+from mgpu_tf.engine.asynchronous.schedule.feed import AsynchronousFeed
+from mgpu_tf.engine.asynchronous.schedule.run import Run
+from mgpu_tf.engine.asynchronous.schedule.work import Work
+from mgpu_tf.engine.asynchronous.servers.packed_variables import Packs
+from mgpu_tf.engine.asynchronous.servers.state import SharedStatistics
+from mgpu_tf.engine.asynchronous.servers.update import AsynchronousUpdate
 from mgpu_tf.engine.asynchronous.traced_workers import (
     once_each,
     outputs_by_share,
@@ -38,26 +40,24 @@ from mgpu_tf.engine.asynchronous.traced_workers import (
     received,
     shares_of,
 )
-from mgpu_tf.engine.asynchronous.update import AsynchronousUpdate
-from mgpu_tf.engine.asynchronous.work import Work
-from mgpu_tf.engine.base import (
+from mgpu_tf.engine.author.state import ReplicaState
+from mgpu_tf.engine.snapshot import Snapshot
+from mgpu_tf.engine.step.base import (
     NO_VOTES,
     Engine,
     Execution,
     Logs,
     Votes,
 )
-from mgpu_tf.engine.losses import GlobalLoss
-from mgpu_tf.engine.snapshot import Snapshot
-from mgpu_tf.engine.state import ReplicaState
-from mgpu_tf.engine.step import ReplicaStep
-from mgpu_tf.engine.traced import (
+from mgpu_tf.engine.step.losses import GlobalLoss
+from mgpu_tf.engine.step.replica_step import ReplicaStep
+from mgpu_tf.engine.step.traced import (
     Weights,
     batch_of,
     refuse_accumulation,
     undone,
 )
-from mgpu_tf.engine.update import unwrap
+from mgpu_tf.engine.step.update import unwrap
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace

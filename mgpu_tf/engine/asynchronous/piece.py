@@ -9,15 +9,15 @@ import tensorflow as tf
 
 from mgpu_tf.data.structures import rows
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.asynchronous.packed_variables import Packs
-from mgpu_tf.engine.asynchronous.state import SharedStatistics
+from mgpu_tf.engine.asynchronous.schedule.work import Work
+from mgpu_tf.engine.asynchronous.servers.packed_variables import Packs
+from mgpu_tf.engine.asynchronous.servers.state import SharedStatistics
+from mgpu_tf.engine.asynchronous.servers.update import AsynchronousUpdate
 from mgpu_tf.engine.asynchronous.traced_workers import worker_index
-from mgpu_tf.engine.asynchronous.update import AsynchronousUpdate
-from mgpu_tf.engine.asynchronous.work import Work
-from mgpu_tf.engine.contributions import BatchShare
-from mgpu_tf.engine.rules import Rule
-from mgpu_tf.engine.state import ReplicaState, Writes
-from mgpu_tf.engine.step import ReplicaStep, outputs_of
+from mgpu_tf.engine.author.contributions import BatchShare
+from mgpu_tf.engine.author.rules import Rule
+from mgpu_tf.engine.author.state import ReplicaState, Writes
+from mgpu_tf.engine.step.replica_step import ReplicaStep, outputs_of
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.parameter_server import ParameterServerStrategy
 from mgpu_tf.strategies.topology import LocalReplicas

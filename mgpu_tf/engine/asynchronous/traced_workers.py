@@ -10,11 +10,11 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.data import Source
-from mgpu_tf.engine.asynchronous.feed import AsynchronousFeed
-from mgpu_tf.engine.asynchronous.work import Work
-from mgpu_tf.engine.asynchronous.workers import Workers
-from mgpu_tf.engine.step import outputs_of
-from mgpu_tf.engine.traced import excerpts
+from mgpu_tf.engine.asynchronous.schedule.feed import AsynchronousFeed
+from mgpu_tf.engine.asynchronous.schedule.work import Work
+from mgpu_tf.engine.asynchronous.schedule.workers import Workers
+from mgpu_tf.engine.step.replica_step import outputs_of
+from mgpu_tf.engine.step.traced import excerpts
 from mgpu_tf.reports.pipeline_trace import Excerpt, ShareTrace, WeightTrace
 
 # By the index of its batch what a worker returned.

@@ -27,27 +27,48 @@ import tensorflow as tf
 
 from mgpu_tf.data import BatchSource, Feed, Source, next_batch
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.base import NO_VOTES, Engine, Execution, UnevenData, Votes
-from mgpu_tf.engine.contributions import BatchShare
-from mgpu_tf.engine.exchange import Exchange
-from mgpu_tf.engine.layer_calls import LayerCalls
-from mgpu_tf.engine.logs import flat_logs
-from mgpu_tf.engine.losses import GlobalLoss
-from mgpu_tf.engine.moments import normalizations
-from mgpu_tf.engine.noise_scale import NoiseScale
-from mgpu_tf.engine.per_layer import LayerByLayer
-from mgpu_tf.engine.random_rows import seed_for_rows
-from mgpu_tf.engine.recomputed import chosen_layers
-from mgpu_tf.engine.row_proof import leave_others
-from mgpu_tf.engine.rules import Rule
-from mgpu_tf.engine.snapshot import Snapshot, Variables
-from mgpu_tf.engine.state import (
+from mgpu_tf.engine.author.contributions import BatchShare
+from mgpu_tf.engine.author.rules import Rule
+from mgpu_tf.engine.author.state import (
     AgreedState,
     ReplicaState,
     Writes,
     state_for,
 )
-from mgpu_tf.engine.step import ReplicaStep, outputs_of_share
+from mgpu_tf.engine.exchange.crossing import Exchange
+from mgpu_tf.engine.exchange.noise_scale import NoiseScale
+from mgpu_tf.engine.logs import flat_logs
+from mgpu_tf.engine.random_rows import seed_for_rows
+from mgpu_tf.engine.recomputed import chosen_layers
+from mgpu_tf.engine.row_proof import leave_others
+from mgpu_tf.engine.snapshot import Snapshot, Variables
+from mgpu_tf.engine.step.base import (
+    NO_VOTES,
+    Engine,
+    Execution,
+    UnevenData,
+    Votes,
+)
+from mgpu_tf.engine.step.calls.layer_calls import LayerCalls
+from mgpu_tf.engine.step.losses import GlobalLoss
+from mgpu_tf.engine.step.moments import normalizations
+from mgpu_tf.engine.step.per_layer import LayerByLayer
+from mgpu_tf.engine.step.replica_step import ReplicaStep, outputs_of_share
+from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
+from mgpu_tf.engine.step.traced import (
+    Watch,
+    Weights,
+    batch_of,
+    one_by_one,
+    refuse_accumulation,
+    undone,
+)
+from mgpu_tf.engine.step.update import (
+    Update,
+    accumulated,
+    accumulation_steps,
+    unwrap,
+)
 from mgpu_tf.engine.step_watch import StepWatch, Watched
 from mgpu_tf.engine.synchronous.overridden_step import (
     AuthorStep,
@@ -59,23 +80,8 @@ from mgpu_tf.engine.synchronous.replica_check import (
 )
 from mgpu_tf.engine.synchronous.step_parts import in_parts
 from mgpu_tf.engine.synchronous.traced_replicas import TracedReplicas
-from mgpu_tf.engine.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.trace_again import TraceAgain, refusal_within
-from mgpu_tf.engine.traced import (
-    Watch,
-    Weights,
-    batch_of,
-    one_by_one,
-    refuse_accumulation,
-    undone,
-)
 from mgpu_tf.engine.untracked import UnheldVariables, untracked_variables
-from mgpu_tf.engine.update import (
-    Update,
-    accumulated,
-    accumulation_steps,
-    unwrap,
-)
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace

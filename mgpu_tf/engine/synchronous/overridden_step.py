@@ -2,9 +2,9 @@
 
 The author writes for one device, and that is what each replica does: it runs
 the method on the global batch. Only calls of the model and of its layers are
-cut: inside of one, a replica has its rows (`engine/boundary.py`). So losses,
-sums, ratios, clipping, draws, metrics and logs are those of one device, and
-gradients are whole on every replica when the author gets them. An optimizer
+cut: inside of one, a replica has its rows (`engine/step/calls/boundary.py`). So
+losses, sums, ratios, clipping, draws, metrics and logs are those of one device,
+and gradients are whole on every replica when the author gets them. An optimizer
 does not reduce them again.
 """
 
@@ -19,18 +19,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from mgpu_tf.engine import composites, keras_internals
-from mgpu_tf.engine.author_scope import AuthorScope, graph_here
-from mgpu_tf.engine.boundary import Boundary
-from mgpu_tf.engine.exchange import Cut, Exchange
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.author.author_scope import AuthorScope, graph_here
+from mgpu_tf.engine.author.state import AgreedState, ReplicaState
+from mgpu_tf.engine.exchange import composites
+from mgpu_tf.engine.exchange.crossing import Cut, Exchange
 from mgpu_tf.engine.inlined import Inlined, refused
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import seed_for_rows
-from mgpu_tf.engine.same_draws import SameDraws
-from mgpu_tf.engine.state import AgreedState, ReplicaState
+from mgpu_tf.engine.step.calls.boundary import Boundary
+from mgpu_tf.engine.step.same_draws import SameDraws
+from mgpu_tf.engine.step.update import Update, hand_over
 from mgpu_tf.engine.synchronous.whole_weights import WholeWeights
 from mgpu_tf.engine.trace_again import TraceAgain, refusal_within
-from mgpu_tf.engine.update import Update, hand_over
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.mirrored import OneReplicaView, as_one_replica

@@ -9,8 +9,8 @@ To gather and to scatter move together as many bytes as to sum gradients: each
 replica of n receives (n - 1)/n of a weight, and as much of a gradient.
 
 Weights are gathered and gradients scattered layer by layer, in the forward and
-backward pass; see `engine/per_layer.py`. What is read outside of layers, and
-gradients of tables, are exchanged in packs before the update.
+backward pass; see `engine/step/per_layer.py`. What is read outside of layers,
+and gradients of tables, are exchanged in packs before the update.
 
 What needs whole gradients takes them from all parts: norms to clip by, and
 the check that gradients are finite.
@@ -28,25 +28,23 @@ import tensorflow as tf
 
 from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.contributions import BatchShare
-from mgpu_tf.engine.noise_scale import square_of
-from mgpu_tf.engine.per_layer import LayerByLayer
-from mgpu_tf.engine.reduction import Reduction
-from mgpu_tf.engine.rows import RowGather, own_rows
-from mgpu_tf.engine.state import Writes
-from mgpu_tf.engine.synchronous.engine import (
-    SynchronousEngine,
-    refuse_stages,
-)
-from mgpu_tf.engine.synchronous.parts import (
+from mgpu_tf.engine.author.contributions import BatchShare
+from mgpu_tf.engine.author.state import Writes
+from mgpu_tf.engine.exchange.embedding_rows import RowGather, own_rows
+from mgpu_tf.engine.exchange.noise_scale import square_of
+from mgpu_tf.engine.exchange.parts import (
     LayerCopies,
     LayerParts,
     computed,
     in_packs,
 )
-from mgpu_tf.engine.synchronous.whole_update import move_whole
-from mgpu_tf.engine.tensor_parallel.parts import TensorParallel, split_model
-from mgpu_tf.engine.update import (
+from mgpu_tf.engine.exchange.reduction import Reduction
+from mgpu_tf.engine.step.per_layer import LayerByLayer
+from mgpu_tf.engine.step.tensor_parallel.parts import (
+    TensorParallel,
+    split_model,
+)
+from mgpu_tf.engine.step.update import (
     Gradients,
     Update,
     beside,
@@ -54,6 +52,11 @@ from mgpu_tf.engine.update import (
     unwrap,
     values,
 )
+from mgpu_tf.engine.synchronous.engine import (
+    SynchronousEngine,
+    refuse_stages,
+)
+from mgpu_tf.engine.synchronous.whole_update import move_whole
 from mgpu_tf.engine.whole_norms import two_steps
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Split, others_than

@@ -21,9 +21,9 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.data import structures
-from mgpu_tf.engine.contributions import BatchShare
-from mgpu_tf.engine.state import ReplicaState
-from mgpu_tf.engine.step import Logs, ReplicaStep
+from mgpu_tf.engine.author.contributions import BatchShare
+from mgpu_tf.engine.author.state import ReplicaState
+from mgpu_tf.engine.step.replica_step import Logs, ReplicaStep
 from mgpu_tf.errors import ConfigurationError
 
 Selected = Callable[[list[Any], BatchShare], list[Any]]

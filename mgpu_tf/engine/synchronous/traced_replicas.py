@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.engine.traced import excerpts
+from mgpu_tf.engine.step.traced import excerpts
 from mgpu_tf.reports.pipeline_trace import Excerpt, ShareTrace
 from mgpu_tf.strategies.registry import topology_of
 

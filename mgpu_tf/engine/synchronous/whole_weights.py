@@ -27,7 +27,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.author_scope import graph_here
+from mgpu_tf.engine.author.author_scope import graph_here
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.sharded_variable import (
     ShardedVariable,

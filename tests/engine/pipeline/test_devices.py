@@ -11,9 +11,14 @@ from keras import layers
 from tensorflow.python.eager import context
 
 import mgpu_tf
-from mgpu_tf.engine.pipeline.schedule import Pass, live, orders, timing
 from mgpu_tf.engine.row_proof import Rows
 from mgpu_tf.engine.row_proof import note as note_kind
+from mgpu_tf.engine.synchronous.pipeline.schedule import (
+    Pass,
+    live,
+    orders,
+    timing,
+)
 from mgpu_tf.mesh import bubble
 from tests.tiers import tiered
 

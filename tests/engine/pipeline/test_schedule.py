@@ -2,7 +2,7 @@
 
 import pytest
 
-from mgpu_tf.engine.pipeline.schedule import (
+from mgpu_tf.engine.synchronous.pipeline.schedule import (
     Pass,
     in_turn,
     live,

@@ -8,7 +8,7 @@ import pytest
 from keras import layers
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.pipeline.split import costs_of, stages_of
+from mgpu_tf.engine.synchronous.pipeline.split import costs_of, stages_of
 from mgpu_tf.errors import ConfigurationError
 
 

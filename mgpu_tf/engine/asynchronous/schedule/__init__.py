@@ -1,0 +1,1 @@
+"""Which worker does which piece of an epoch, and when."""

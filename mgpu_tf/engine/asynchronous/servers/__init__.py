@@ -1,0 +1,1 @@
+"""What parameter servers hold, and how workers read and change it."""

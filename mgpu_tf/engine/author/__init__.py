@@ -1,0 +1,1 @@
+"""What the author of a model writes: state, and values of the examples."""

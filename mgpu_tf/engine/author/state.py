@@ -1,0 +1,670 @@
+"""What a step writes besides weights: metrics, state of layers, seeds.
+
+Two kinds of strategy, two ways to make the replicas' values one, each variable
+by its rule (`rules.py`):
+
+    a copy on each replica    metrics and moving statistics are written
+                              locally, and combined at the end of an
+                              execution, all in one reduction; what else
+                              layers keep is made one in every step, since
+                              the next step may read it
+    one copy for all          the replicas' values are brought together before
+                              they are written, in every step
+
+Only what a step has written is touched: weights that are frozen stay as they
+are, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.author.reading import Reader
+from mgpu_tf.engine.author.rules import DECLARED, Rule, rule_of
+from mgpu_tf.engine.untracked import untracked_variables
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.registry import kind_of, topology_of
+
+Writes = list[tuple[keras.Variable, tf.Tensor]]
+
+# A prime; Keras takes seeds modulo 2**31 - 2, which keeps multiples apart.
+SEED_STRIDE = 1_181_783_497
+
+
+class ReplicaState:
+    """State of which every replica has a copy.
+
+    Args:
+        model: A built model.
+        replicas: Number of replicas; those with the same rows are one.
+        asynchronous: Whether several workers write when they like.
+        same_rows: How many replicas have the same rows. The first of them
+            has what adds up, the others have none of it.
+
+    Attributes:
+        metrics: The variables of the model's metrics.
+        seeds: The states of random layers, and of unseeded draws.
+        generator: Keras's generator of unseeded draws, where there is one.
+        layers: The state of other layers; frozen weights are not among it.
+        variables: All that a step may write, weights too.
+        draws_alike: Whether replicas draw from the same seeds, each its rows;
+            otherwise each has seeds of its own.
+        stored_once: Whether there is one copy for all replicas.
+        asynchronous: As given.
+    """
+
+    stored_once = False
+
+    def __init__(
+        self,
+        model: keras.Model,
+        replicas: int,
+        *,
+        asynchronous: bool = False,
+        same_rows: int = 1,
+    ) -> None:
+        self._replicas = replicas
+        self._same_rows = same_rows
+        self._total = replicas * same_rows
+        self.asynchronous = asynchronous
+        self._several = replicas > 1 or asynchronous
+        self.metrics = _unique(
+            variable
+            for metric in keras_internals.metrics_of(model)
+            for variable in metric.variables
+        )
+        self.seeds = keras_internals.seed_states(model)
+        frozen = keras_internals.frozen_weights(model)
+        self.layers = _unique(
+            [
+                *_without(
+                    model.non_trainable_variables, [*self.seeds, *frozen]
+                ),
+                *keras_internals.row_states(model),
+                *(
+                    variable
+                    for variable in untracked_variables(model)
+                    if isinstance(variable, keras.Variable)
+                    and not variable.trainable
+                ),
+            ]
+        )
+        self.variables = _unique(
+            [*model.variables, *self.layers, *self.metrics]
+        )
+        self._of_metrics = {id(variable) for variable in self.metrics}
+        known = _known_rules(model)
+        self._moving = {id(v) for v in keras_internals.moving_statistics(model)}
+        synchronized = keras_internals.synchronized_statistics(model)
+        self._proven = (
+            set(map(id, [*self.layers, *self.metrics]))
+            - self._moving
+            - set(map(id, synchronized))
+        )
+        # What an author declares holds where each step has a whole batch.
+        self._rules = (
+            known
+            if asynchronous
+            else {
+                key: rule
+                for key, rule in known.items()
+                if key in self._of_metrics or key not in self._proven
+            }
+        )
+        self._declared = frozenset(self._rules)
+        self._touched: dict[int, keras.Variable] = {}
+        self.generator: Any = None
+        self.draws_alike = False
+
+    @property
+    def reads_rules(self) -> bool:
+        """Whether the rule of some variable is read from the graph."""
+        return self._several and any(
+            id(variable) not in self._declared
+            for variable in [*self.metrics, *self.layers]
+        )
+
+    def add_global_seed(
+        self, strategy: tf.distribute.Strategy, *, create: bool = False
+    ) -> None:
+        """Counts Keras's generator of unseeded draws among the seeds.
+
+        Args:
+            strategy: The model's strategy.
+            create: Whether to make it where nothing has drawn from it yet,
+                since no variable can be made on a replica.
+        """
+        if create:
+            with strategy.scope():
+                keras_internals.global_seed_state(create=True)
+        seed = keras_internals.global_seed_of(strategy)
+        self.generator = keras_internals.global_seed_generator()
+        if seed is not None and all(seed is not s for s in self.seeds):
+            self.seeds.append(seed)
+            self.variables = _unique([*self.variables, seed])
+            self._rules[id(seed)] = Rule.AGREED
+            self._declared |= {id(seed)}
+
+    def is_metric(self, variable: keras.Variable) -> bool:
+        """Returns whether a variable belongs to a metric."""
+        return id(variable) in self._of_metrics
+
+    @property
+    def averages(self) -> bool:
+        """Whether state is averaged, or may be."""
+        return any(self.rule(variable) is Rule.MEAN for variable in self.layers)
+
+    def rule(self, variable: keras.Variable) -> Rule:
+        """Returns by which rule replicas' values become one.
+
+        Where it has not been read it is what Keras's own state of that kind
+        does: metrics add up, moving statistics are means, counts agree.
+        """
+        known = self._rules.get(id(variable))
+        if known is not None:
+            return known
+        if self.is_metric(variable):
+            return Rule.SUM
+        return Rule.MEAN if _is_float(variable) else Rule.AGREED
+
+    def read_rule(
+        self,
+        variable: keras.Variable,
+        written: tf.Tensor,
+        before: tf.Tensor | None,
+        reader: Reader,
+    ) -> Rule:
+        """Returns the rule of a variable that a step writes. On a replica.
+
+        Args:
+            variable: The variable.
+            written: What is written to it.
+            before: What was there; None where it is not known.
+            reader: Reads the step.
+
+        Raises:
+            ConfigurationError: The replicas' values cannot become one.
+        """
+        if not self._several or id(variable) in self._declared:
+            return self.rule(variable)
+        adds_up = self.asynchronous or self.is_metric(variable)
+        found = rule_of(written, before, reader, adds_up=adds_up)
+        known = (Rule.AGREED, Rule.SUM) if adds_up else (Rule.AGREED,)
+        if found is None or not (self.asynchronous or found in known):
+            raise ConfigurationError(
+                "What a step makes of its rows is written to state in the "
+                "call of a layer, where it can be proven how replicas bring "
+                f"it together. Received: {variable.path}, which is written "
+                "elsewhere. Write it in the call of the layer that made it, "
+                "or of the model."
+            )
+        self._rules[id(variable)] = found
+        return found
+
+    def is_proven(self, variable: keras.Variable) -> bool:
+        """Returns whether it is proven of calls what they write to it."""
+        return id(variable) in self._proven
+
+    def agree(self, variable: keras.Variable) -> None:
+        """Notes that all replicas write the same to a variable."""
+        self._rules[id(variable)] = Rule.AGREED
+
+    def follow(self, variable: keras.Variable, rule: Rule) -> None:
+        """Notes by which rule what replicas write becomes one."""
+        self._rules[id(variable)] = rule
+
+    def values(self) -> Writes:
+        """Returns variables whose rule is read, with what they hold.
+
+        For a step: what is written is compared with these. On a replica.
+        """
+        if not self._several:
+            return []
+        return [
+            (variable, tf.identity(variable.value))
+            for variable in self._here([*self.metrics, *self.layers])
+            if id(variable) not in self._declared
+        ]
+
+    def _here(self, variables: list[keras.Variable]) -> list[keras.Variable]:
+        """Returns those of some variables that this process has."""
+        return variables
+
+    def metric_values(self, given: Writes) -> Writes:
+        """Returns what other metrics hold than those given. On a replica."""
+        return _others(self.metrics, given)
+
+    def layer_values(self, given: Writes) -> Writes:
+        """Returns what other state of layers is than given. On a replica."""
+        return _others(self.layers, given)
+
+    def drawn(self, given: Writes) -> list[tf.Tensor]:
+        """Returns the seeds among given values: they differ by replica."""
+        seeds = {id(variable) for variable in self.seeds}
+        return [value for variable, value in given if id(variable) in seeds]
+
+    def seed_offsets(self) -> Writes:
+        """Returns what is added to each seed on this replica. On a replica."""
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        number = tf.cast(replica // self._same_rows, tf.int64) * SEED_STRIDE
+        offset = tf.stack([number, tf.zeros([], tf.int64)])
+        return [(state, tf.cast(offset, state.dtype)) for state in self.seeds]
+
+    def replica_seeds(self) -> Writes:
+        """Returns the seeds of this replica, for a step. On a replica.
+
+        Random layers draw from (seed, count); the replica is added to the
+        seed, so that masks differ between replicas while the state that is
+        kept is one for all.
+        """
+        if self._replicas == 1 or self.draws_alike:
+            return []
+        context = tf.distribute.get_replica_context()
+        replica = tf.cast(
+            context.replica_id_in_sync_group // self._same_rows, tf.int64
+        )
+        offset = tf.stack([replica * SEED_STRIDE, tf.zeros([], tf.int64)])
+        return [
+            (state, state.value + tf.cast(offset, state.dtype))
+            for state in self.seeds
+        ]
+
+    @contextlib.contextmanager
+    def replica_seeds_in_place(self) -> Iterator[None]:
+        """Gives random layers this replica's seeds, and takes them again."""
+        if self.draws_alike:
+            yield
+            return
+        seeds = self.replica_seeds()
+        own = [tf.identity(state.value) for state, _ in seeds]
+        self.write(seeds)
+        yield
+        self.write(
+            [
+                (state, tf.stack([before[0], state.value[1]]))
+                for (state, _), before in zip(seeds, own, strict=True)
+            ]
+        )
+
+    def next_seed(self, state: keras.Variable, drawn: tf.Tensor) -> tf.Tensor:
+        """Returns the state after a step: the seed, and the new count."""
+        if self.draws_alike:
+            return drawn
+        return tf.stack([state.value[0], drawn[1]])
+
+    def write_in_place(self, variable: keras.Variable, value: Any) -> None:
+        """Writes this replica's copy within a step, whatever scope is open."""
+        self._touched[id(variable)] = variable
+        _assign_here(variable, value)
+
+    def write(self, writes: Writes) -> None:
+        """Writes what a step on this replica gave. On a replica."""
+        alone: Writes = []
+        joined: Writes = []
+        for variable, value in writes:
+            self._touched[id(variable)] = variable
+            if (
+                self._adds_nothing()
+                and self.is_metric(variable)
+                and self.rule(variable) is Rule.SUM
+            ):
+                continue
+            (joined if self._is_joined(variable) else alone).append(
+                (variable, value)
+            )
+        for variable, value in [*alone, *self._joined(joined)]:
+            _assign_here(variable, value)
+
+    def _is_joined(self, variable: keras.Variable) -> bool:
+        """Whether the values of replicas are made one in every step."""
+        return (
+            self._replicas > 1
+            and not self.is_metric(variable)
+            and id(variable) not in self._moving
+            and self.rule(variable) is not Rule.AGREED
+        )
+
+    def _joined(self, writes: Writes) -> Writes:
+        """Makes what replicas write one, in a reduction. On a replica."""
+        if not writes:
+            return []
+        before = [tf.identity(variable.value) for variable, _ in writes]
+        rules = [self.rule(variable) for variable, _ in writes]
+        summed = self._layer_sums(
+            [
+                self._sent(rule, value, start)
+                for rule, (_, value), start in zip(
+                    rules, writes, before, strict=True
+                )
+            ]
+        )
+        return [
+            (variable, self._received(rule, value, start))
+            for (variable, _), rule, value, start in zip(
+                writes, rules, summed, before, strict=True
+            )
+        ]
+
+    def made_with(
+        self,
+        reset: dict[int, tf.Tensor],
+        kept: dict[int, tf.Tensor],
+        *,
+        as_made: bool,
+    ) -> Writes:
+        """Returns what metrics begin at. Outside of replicas.
+
+        A metric that nothing has reset yet holds its initial value on each
+        replica, or a share of what its author has assigned by a reset.
+
+        Args:
+            reset: What a reset sets, by identity of the variable.
+            kept: The same of metrics that were reset.
+            as_made: Whether the others were not.
+        """
+        found = []
+        for variable in self.metrics:
+            held = variable.value
+            value = reset.get(id(variable))
+            copies = isinstance(held, tf.distribute.DistributedValues)
+            if as_made and id(variable) not in kept and copies:
+                own = tf.convert_to_tensor(held.values[0])
+                shared = value is not None and bool(
+                    tf.reduce_all(
+                        own == tf.cast(value / self._total, own.dtype)
+                    )
+                )
+                value = value if shared and np.any(own) else own
+            if value is not None:
+                found.append((variable, value))
+        return found
+
+    def begin_metrics_at(self, values: Writes, first: int) -> None:
+        """Writes what metrics begin at. Outside of replicas.
+
+        TensorFlow gives each replica a share of it, which is no whole number
+        of a count, and not where a largest value begins.
+
+        Args:
+            values: Metric variables, with what their reset has set.
+            first: The first replica of this process.
+        """
+        for variable, value in values:
+            held = variable.value
+            if not isinstance(held, tf.distribute.DistributedValues):
+                continue
+            adds_up = self.rule(variable) is Rule.SUM
+            for replica, copy in enumerate(held.values, first):
+                own = tf.zeros_like(value) if adds_up and replica else value
+                copy.assign(tf.cast(own, copy.dtype))
+
+    def begin(self) -> list[tf.Tensor]:
+        """Begins an execution. On a replica.
+
+        Returns:
+            The state of layers as it is now, for `collect`.
+        """
+        self._touched = {}
+        if self._total == 1:
+            return []
+        return [
+            tf.identity(variable.value) for variable in self._here(self.layers)
+        ]
+
+    def collect(
+        self, notes: tf.Tensor, before: list[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Makes the state that of all replicas. On a replica.
+
+        Args:
+            notes: Numbers of this replica's worker, `[notes]`.
+            before: From `begin`.
+
+        Returns:
+            The metric variables' values over all replicas, and the means of
+            the notes.
+        """
+        metrics = [tf.identity(v.value) for v in self.metrics]
+        if self._total == 1:
+            return metrics, notes
+        layers = [
+            (variable, start)
+            for variable, start in zip(
+                self._here(self.layers), before, strict=True
+            )
+            if self._replicas > 1
+            and id(variable) in self._touched
+            and not self._is_joined(variable)
+            and self.rule(variable) is not Rule.AGREED
+        ]
+        sent = [
+            self._sent(self.rule(v), value, tf.zeros_like(value))
+            for v, value in zip(self.metrics, metrics, strict=True)
+        ]
+        summed = self._sums(
+            sent,
+            [
+                self._sent(self.rule(v), tf.identity(v.value), start)
+                for v, start in layers
+            ],
+            notes,
+        )
+        for place, (variable, start) in enumerate(layers, len(metrics)):
+            _assign_here(
+                variable,
+                self._received(self.rule(variable), summed[place], start),
+            )
+        together = [
+            self._received(self.rule(v), value, tf.zeros_like(own))
+            for v, value, own in zip(
+                self.metrics, summed[: len(metrics)], metrics, strict=True
+            )
+        ]
+        for variable, value in zip(self.metrics, together, strict=True):
+            if self.rule(variable) is not Rule.SUM:
+                _assign_here(variable, value)
+        return together, summed[-1] / self._total
+
+    def _layer_sums(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns sums of what replicas send of the state of layers."""
+        return sum_tensors(values, sum_over_replicas)
+
+    def _sums(
+        self,
+        metrics: list[tf.Tensor],
+        layers: list[tf.Tensor],
+        notes: tf.Tensor,
+    ) -> list[tf.Tensor]:
+        """Returns the sums of what replicas send, in one list. On a replica."""
+        return sum_tensors([*metrics, *layers, notes], sum_over_replicas)
+
+    def _sent(
+        self, rule: Rule, value: tf.Tensor, start: tf.Tensor
+    ) -> tf.Tensor:
+        """What a replica gives to the sum over replicas."""
+        if rule is Rule.SUM and self._adds_nothing():
+            return tf.zeros_like(value)
+        if rule in (Rule.SUM, Rule.MEAN):
+            return value - start
+        # A row of its own among zeros.
+        context = tf.distribute.get_replica_context()
+        row = tf.one_hot(
+            context.replica_id_in_sync_group, self._total, dtype=value.dtype
+        )
+        return tf.tensordot(row, value, axes=0)
+
+    def _received(
+        self, rule: Rule, summed: tf.Tensor, start: tf.Tensor
+    ) -> tf.Tensor:
+        """What the sum over replicas makes of a variable."""
+        if rule is Rule.SUM:
+            return start + summed
+        if rule is Rule.MEAN:
+            return start + summed / self._total
+        return rule.joined(start, tf.unstack(summed))
+
+    def _adds_nothing(self) -> bool:
+        """Whether another replica counts the rows of this one. On a replica."""
+        if self._same_rows == 1:
+            return False
+        context = tf.distribute.get_replica_context()
+        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+        return replica % self._same_rows > 0
+
+
+class AgreedState(ReplicaState):
+    """State of steps in which every replica computes the same.
+
+    Only moving statistics, which layers take of the rows of their replica,
+    are brought together.
+    """
+
+    def rule(self, variable: keras.Variable) -> Rule:
+        """Returns by which rule replicas' values become one."""
+        apart = id(variable) in self._moving
+        return super().rule(variable) if apart else Rule.AGREED
+
+    def held(self) -> Writes:
+        """Returns what a step may write, with what it holds. On a replica."""
+        every = _unique([*self.metrics, *self.layers, *self.seeds])
+        return [(variable, tf.identity(variable.value)) for variable in every]
+
+
+class SharedState(ReplicaState):
+    """State with one copy for all replicas."""
+
+    stored_once = True
+
+    @contextlib.contextmanager
+    def replica_seeds_in_place(self) -> Iterator[None]:
+        """Does not change the seeds: replicas cannot have their own."""
+        yield
+
+    def write(self, writes: Writes) -> None:
+        """Writes what the replicas gave, brought together. On a replica."""
+        variables = [variable for variable, _ in writes]
+
+        def write_once(
+            strategy: tf.distribute.Strategy, values: list[tf.Tensor]
+        ) -> None:
+            for variable, value in zip(variables, values, strict=True):
+                parts = strategy.experimental_local_results(value)
+                before = tf.identity(variable.value)
+                variable.assign(self.rule(variable).joined(before, parts))
+
+        context = tf.distribute.get_replica_context()
+        context.merge_call(write_once, args=([v for _, v in writes],))
+
+    def begin(self) -> list[tf.Tensor]:
+        """Begins an execution; nothing has to be known of it."""
+        return []
+
+    def collect(
+        self, notes: tf.Tensor, before: list[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Reads the state; it is already that of all replicas."""
+        del before
+        return [tf.identity(v.value) for v in self.metrics], notes
+
+
+def state_for(
+    model: keras.Model, strategy: tf.distribute.Strategy
+) -> ReplicaState:
+    """Returns the rule that fits how a strategy stores variables."""
+    local = topology_of(strategy).local
+    stored_once = kind_of(strategy).stored_once
+    if stored_once and local.total > 1:
+        return SharedState(model, local.total)
+    return ReplicaState(model, local.ranges, same_rows=local.same_rows)
+
+
+def _known_rules(model: keras.Model) -> dict[int, Rule]:
+    """Returns the rules that need not be read: declared ones, and Keras's."""
+    rules = {
+        id(variable): DECLARED[variable.aggregation]
+        for variable in model.non_trainable_variables
+        if variable.aggregation in DECLARED
+    }
+    for variable in keras_internals.moving_statistics(model):
+        rules[id(variable)] = Rule.MEAN
+    for variable in keras_internals.synchronized_statistics(model):
+        rules[id(variable)] = Rule.AGREED
+    for variable in keras_internals.seed_states(model):
+        rules[id(variable)] = Rule.AGREED
+    for metric in keras_internals.single_metrics(model.metrics):
+        for variable in metric.variables:
+            declared = DECLARED.get(variable.aggregation)
+            if keras_internals.is_keras_own(metric) or declared in (
+                Rule.MEAN,
+                Rule.FIRST,
+            ):
+                rules[id(variable)] = declared or Rule.SUM
+    return rules
+
+
+def _is_float(variable: keras.Variable) -> bool:
+    return keras.backend.is_float_dtype(variable.dtype)
+
+
+def _assign_here(variable: keras.Variable, value: tf.Tensor) -> None:
+    """Writes this replica's copy of a variable, and no other. On a replica.
+
+    TensorFlow brings the values of replicas together by itself where a
+    variable has an `aggregation`.
+    """
+    held = variable.value
+    if variable.aggregation not in DECLARED or not isinstance(
+        held, tf.distribute.DistributedValues
+    ):
+        keras_internals.write_here(variable, tf.cast(value, variable.dtype))
+        return
+    context = tf.distribute.get_replica_context()
+    copies = context.strategy.experimental_local_results(held)
+    mine = tf.get_static_value(context.replica_id_in_sync_group)
+    copies[mine % len(copies)].assign(tf.cast(value, held.dtype))
+
+
+def sum_tensors(
+    values: list[tf.Tensor], total: Callable[[tf.Tensor], tf.Tensor]
+) -> list[tf.Tensor]:
+    """Sums tensors over replicas with one reduction for each dtype.
+
+    Args:
+        values: Those of this replica.
+        total: Returns the sum of a vector over replicas.
+    """
+    summed: list[tf.Tensor] = list(values)
+    for dtype in sorted({v.dtype for v in values}, key=lambda d: d.name):
+        places = [i for i, v in enumerate(values) if v.dtype == dtype]
+        flat = tf.concat([tf.reshape(values[i], [-1]) for i in places], 0)
+        flat = total(flat)
+        sizes = [values[i].shape.num_elements() for i in places]
+        for i, part in zip(places, tf.split(flat, sizes), strict=True):
+            summed[i] = tf.reshape(part, values[i].shape)
+    return summed
+
+
+def _others(variables: list[keras.Variable], given: Writes) -> Writes:
+    return [
+        (variable, tf.identity(variable.value))
+        for variable in _without(variables, [known for known, _ in given])
+    ]
+
+
+def _without(
+    variables: Iterable[keras.Variable], others: Iterable[keras.Variable]
+) -> list[keras.Variable]:
+    left_out = {id(variable) for variable in others}
+    return [v for v in variables if id(v) not in left_out]
+
+
+def _unique(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
+    return list({id(variable): variable for variable in variables}.values())

@@ -1,0 +1,1 @@
+"""What replicas send each other: rows, weights, gradients, and their sums."""

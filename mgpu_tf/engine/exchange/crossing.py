@@ -1,0 +1,387 @@
+"""Rows and weights that cross the boundary of a call, and their gradients.
+
+    on a replica            forward                        backward
+    local_rows(x, cut)      its rows of a global tensor    all_rows
+    all_rows(y, cut)        the rows of all, in order      local_rows
+    shared(w)               the weight                     summed
+    summed(g)               the sum over replicas          shared
+
+Each is the gradient of the other, so that gradients of gradients are right too.
+Outside of a call every replica computes the same, so what flows back through
+`all_rows` is whole on each, and a replica takes its rows of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.exchange import composites
+from mgpu_tf.engine.exchange.embedding_rows import RowGather
+from mgpu_tf.engine.exchange.reduction import Reduction
+from mgpu_tf.engine.trace_again import TraceAgain
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.options import StepOptions
+from mgpu_tf.strategies.collectives import Groups
+from mgpu_tf.strategies.own_gradient import own_gradient
+from mgpu_tf.strategies.registry import topology_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How the rows of a global tensor are divided between replicas.
+
+    Attributes:
+        counts: The rows of each replica, `[replicas]`, int64.
+        replica: This replica.
+        replicas: How many there are.
+    """
+
+    counts: tf.Tensor
+    replica: int
+    replicas: int
+
+    @classmethod
+    def equal(cls, rows: tf.Tensor, replica: int, replicas: int) -> Cut:
+        """Cuts a number of rows as the batches of a data set are cut."""
+        bounds = rows * tf.range(replicas + 1, dtype=tf.int64) // replicas
+        return cls(bounds[1:] - bounds[:-1], replica, replicas)
+
+    @property
+    def low(self) -> tf.Tensor:
+        """The first row of this replica."""
+        return tf.reduce_sum(self.counts[: self.replica])
+
+    @property
+    def count(self) -> tf.Tensor:
+        """The number of rows of this replica."""
+        return self.counts[self.replica]
+
+    @property
+    def total(self) -> tf.Tensor:
+        """The number of rows."""
+        return tf.reduce_sum(self.counts)
+
+
+class Exchange:
+    """Moves rows and gradients between the replicas of a strategy.
+
+    Make it outside of replicas, in the same order in all processes.
+
+    Args:
+        model: Whose layers keep what they set on themselves for each replica.
+        strategy: A strategy whose replicas step together. Those with the same
+            rows are one.
+        options: How gradients are sent.
+
+    Attributes:
+        replicas: How many replicas have rows of their own.
+        is_needed: Whether something was to be exchanged where XLA compiles.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        options: StepOptions,
+    ) -> None:
+        self._layers = keras_internals.layers_of(model)
+        self._compiled = self.is_needed = False
+        local = topology_of(strategy).local
+        self.replicas = local.ranges
+        self._same_rows = local.same_rows
+        members = [
+            list(range(first, local.total, local.same_rows))
+            for first in range(local.same_rows)
+        ]
+        self._groups = Groups(strategy, members)
+        # Of replicas with the same rows one counts.
+        groups = None if local.same_rows == 1 else self._groups
+        self._reduction = Reduction(options, groups)
+        self._gather = RowGather(
+            strategy,
+            options,
+            apart=topology_of(strategy).num_workers > 1,
+            groups=groups,
+        )
+
+    def local_rows(self, value: tf.Tensor, cut: Cut) -> tf.Tensor:
+        """Returns this replica's rows. On a replica.
+
+        Args:
+            value: `[rows, ...]`, the same on all replicas.
+            cut: How rows are divided.
+        """
+
+        @own_gradient
+        def taken(value: tf.Tensor) -> Any:
+            rows = value[cut.low : cut.low + cut.count]
+            return rows, lambda up: self.all_rows(_dense(up), cut)
+
+        return taken(value)
+
+    def all_rows(self, rows: tf.Tensor, cut: Cut) -> tf.Tensor:
+        """Returns the rows of all replicas, in order. On a replica.
+
+        Args:
+            rows: `[rows of this replica, ...]`.
+            cut: How rows are divided.
+        """
+
+        @own_gradient
+        def gathered(rows: tf.Tensor) -> Any:
+            with self.apart():
+                every = self._gathered(rows, cut)
+            return every, lambda up: self.local_rows(_dense(up), cut)
+
+        return gathered(rows)
+
+    def joined(self, rows: tf.Tensor, cut: Cut) -> tf.Tensor:
+        """Returns the rows of all, where replicas do not go on alike.
+
+        As `all_rows`, but what flows back is summed over replicas.
+        """
+
+        @own_gradient
+        def gathered(rows: tf.Tensor) -> Any:
+            with self.apart():
+                every = self._gathered(rows, cut)
+
+            def backward(up: Any) -> tf.Tensor:
+                with self.apart():
+                    total = self._groups.all_reduce(_dense(up))
+                return total[cut.low : cut.low + cut.count]
+
+            return every, backward
+
+        every = gathered(rows)
+        return tf.ensure_shape(every, [None, *rows.shape[1:]])
+
+    def _gathered(self, rows: tf.Tensor, cut: Cut) -> tf.Tensor:
+        if self._groups.is_here:
+            return self._groups.all_gather(rows, 0, cut.total)
+        carrier = _carrier(rows.dtype)
+        every = self._groups.gather_rows(tf.cast(rows, carrier), cut.counts)
+        return tf.cast(every, rows.dtype)
+
+    def cut(self, local: tf.Tensor) -> Cut:
+        """Returns how rows are divided. On a replica.
+
+        Args:
+            local: How many rows this replica has.
+        """
+        context = tf.distribute.get_replica_context()
+        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+        with self.apart():
+            counts = self._groups.all_gather(tf.reshape(local, [1]))
+        return Cut(counts, replica // self._same_rows, self.replicas)
+
+    def cuts(self, local: list[tf.Tensor]) -> list[Cut]:
+        """Returns how the rows of several arrays are divided. On a replica.
+
+        Args:
+            local: How many rows of each this replica has.
+        """
+        context = tf.distribute.get_replica_context()
+        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+        with self.apart():
+            counts = self._groups.all_gather(tf.stack(local)[tf.newaxis])
+        place = replica // self._same_rows
+        return [
+            Cut(each, place, self.replicas)
+            for each in tf.unstack(counts, axis=1)
+        ]
+
+    def whole(self, values: Any, fraction: tf.Tensor) -> Any:
+        """Returns values of all rows, for what is added up over replicas.
+
+        What is computed from them is the same on all replicas, and each adds
+        its fraction of it. So what flows back is divided by the fraction.
+
+        Args:
+            values: A structure of tensors, whose first axis is that of the
+                rows where the graph does not know its length, or where they
+                are ragged or sparse.
+            fraction: This replica's share of the rows, a float64 scalar.
+        """
+
+        def undivided(value: tf.Tensor) -> tf.Tensor:
+            @own_gradient
+            def same(value: tf.Tensor) -> Any:
+                def backward(up: Any) -> Any:
+                    part = tf.cast(fraction, up.dtype)
+                    return tf.math.divide_no_nan(_dense(up), part)
+
+                return tf.identity(value), backward
+
+            return same(value) if value.dtype.is_floating else value
+
+        def gathered(value: tf.Tensor, cut: Cut) -> tf.Tensor:
+            return self.all_rows(undivided(value), cut)
+
+        def every(value: Any) -> Any:
+            if isinstance(value, composites.COMPOSITES):
+                return composites.joined(value, self.cut, gathered)
+            if not isinstance(value, tf.Tensor) or not value.shape.rank:
+                return value
+            if value.shape[0] is not None:
+                return value
+            rows = tf.shape(value, out_type=tf.int64)[0]
+            whole = gathered(value, self.cut(rows))
+            mask = keras_internals.mask_of(value)
+            if mask is not None:
+                keras_internals.set_mask(whole, every(mask))
+            return whole
+
+        return tf.nest.map_structure(
+            lambda value: None if value is None else every(value), values
+        )
+
+    def shared(
+        self, weights: list[tf.Tensor], is_alike: Callable[[Any], bool]
+    ) -> list[tf.Tensor]:
+        """Returns weights as a call reads them. On a replica.
+
+        Args:
+            weights: The weights.
+            is_alike: Whether a tensor is the same on all replicas: the places
+                that each of them looks up in a table, whatever its rows.
+        """
+        reached: set[int] = set()
+
+        def marked(place: int, weight: tf.Tensor) -> tf.Tensor:
+            @own_gradient
+            def mark(weight: tf.Tensor) -> Any:
+                def backward(up: Any) -> Any:
+                    reached.add(place)
+                    return up
+
+                return tf.identity(weight), backward
+
+            return mark(weight)
+
+        @own_gradient
+        def gate(*weights: tf.Tensor) -> Any:
+            def backward(*upstream: Any) -> list[Any]:
+                places = sorted(reached)
+                reached.clear()
+                found: list[Any] = [None] * len(upstream)
+                given = [upstream[place] for place in places]
+                summed = self._summed(given, weights, places, is_alike)
+                for place, gradient in zip(places, summed, strict=True):
+                    found[place] = gradient
+                return found
+
+            return [tf.identity(weight) for weight in weights], backward
+
+        if not weights:
+            return []
+        return [marked(place, w) for place, w in enumerate(gate(*weights))]
+
+    def _summed(
+        self,
+        gradients: list[Any],
+        weights: Any,
+        places: list[int],
+        is_alike: Callable[[Any], bool],
+    ) -> list[Any]:
+        """Sums gradients over replicas; rows of tables are gathered."""
+        sparse = [isinstance(g, tf.IndexedSlices) for g in gradients]
+        dense = [
+            tf.ensure_shape(gradient, weights[place].shape)
+            for gradient, place, rows in zip(
+                gradients, places, sparse, strict=True
+            )
+            if not rows
+        ]
+        slices = [g for g, rows in zip(gradients, sparse, strict=True) if rows]
+        sums = iter(self.summed(dense))
+        gathered = iter(self._rows_of_all(slices, is_alike))
+        return [next(gathered) if rows else next(sums) for rows in sparse]
+
+    def summed(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns sums over replicas. On a replica."""
+
+        @own_gradient
+        def total(*gradients: tf.Tensor) -> Any:
+            with self.apart():
+                found = self._reduction(list(gradients))
+            return found, lambda *up: self._again(list(map(_dense, up)))
+
+        return list(total(*gradients)) if gradients else []
+
+    def _again(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns values whose gradients are sums over replicas."""
+
+        @own_gradient
+        def same(*values: tf.Tensor) -> Any:
+            found = [tf.identity(value) for value in values]
+            return found, lambda *up: self.summed(list(map(_dense, up)))
+
+        return list(same(*values))
+
+    def _rows_of_all(
+        self, slices: list[Any], is_alike: Callable[[Any], bool]
+    ) -> list[Any]:
+        if not slices:
+            return []
+        alike = [is_alike(each.indices) for each in slices]
+
+        def merged(strategy: tf.distribute.Strategy, slices: Any) -> Any:
+            return self._gather(slices, alike)
+
+        context = tf.distribute.get_replica_context()
+        with self.apart():
+            return context.merge_call(merged, args=(slices,))
+
+    @contextlib.contextmanager
+    def within_xla(self) -> Iterator[None]:
+        """Around what XLA compiles, which exchanges nothing.
+
+        Raises:
+            TraceAgain: Something was to be exchanged: XLA cannot compile it.
+        """
+        self._compiled = True
+        try:
+            yield
+        finally:
+            self._compiled = False
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Keeps what layers have set on themselves, for this replica.
+
+        Replicas of one process are threads that take turns where they exchange
+        something, and share the objects of the layers. Around an exchange.
+        """
+        if self._compiled:
+            self.is_needed = True
+            raise TraceAgain
+        put_back = keras_internals.snapshot(self._layers)
+        yield
+        put_back()
+
+
+def _dense(gradient: Any) -> tf.Tensor:
+    return tf.convert_to_tensor(gradient)
+
+
+def _carrier(dtype: tf.DType) -> tf.DType:
+    """Returns the type in which values travel between processes."""
+    if dtype in (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16):
+        return tf.int32
+    if dtype == tf.string:
+        raise ConfigurationError(
+            "Rows that several workers send each other are numbers, in a "
+            "train_step of your own and where a layer or a loss is computed "
+            "from the rows of all. Received: text. Turn it into numbers in the "
+            "data set, or by Keras's StringLookup or TextVectorization with "
+            "output_sequence_length."
+        )
+    return dtype

@@ -1,0 +1,1 @@
+"""A step as engines trace it: calls, losses, gradients, update."""

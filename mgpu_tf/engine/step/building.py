@@ -1,0 +1,217 @@
+"""Making a model's variables before the first step, as Keras's `fit` would.
+
+Keras builds a model from the outputs that its `call` has for a batch. A model
+with a `train_step` of its own need not have a `call`, and takes batches of
+any structure: it is built by tracing that step once, with optimizers that
+make their variables and apply nothing. Where a model runs eagerly its code
+may need values, and a batch of zeros is run in place of a trace.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.data import structures
+from mgpu_tf.engine import keras_internals, throwaway
+from mgpu_tf.engine.author.author_scope import AuthorScope
+from mgpu_tf.engine.trace_again import refusal_within
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.registry import topology_of
+
+_log = logging.getLogger("mgpu_tf")
+
+
+class BuildContext(tf.distribute.ReplicaContext):
+    """Stands for a replica while variables are made: there is no other.
+
+    It is the first of this process: a process cannot read what another one
+    holds.
+
+    Args:
+        strategy: The strategy of the model.
+    """
+
+    # What is split over processes is not gathered for it.
+    is_abstract = True
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        super().__init__(strategy, topology_of(strategy).local.first)
+
+    def all_reduce(
+        self, reduce_op: Any, value: Any, options: Any = None
+    ) -> Any:
+        """Returns the value, which nothing will be computed from."""
+        del reduce_op, options
+        return value
+
+
+def build(
+    model: keras.Model, example: Any, applied: keras_internals.Applied = ()
+) -> None:
+    """Creates the variables of a model, its metrics and its optimizers.
+
+    Args:
+        model: A compiled model.
+        example: The specs of a batch.
+        applied: What `build_layers` has returned, where it came before.
+
+    Raises:
+        ConfigurationError: The model cannot be built from such a batch.
+    """
+    if not keras_internals.overrides(model, "train_step"):
+        _build_from_call(model, example)
+    elif not keras_internals.is_built(model):
+        try:
+            for optimizer, weights in applied or _train_once(model, example):
+                if not optimizer.built:
+                    optimizer.build(weights)
+        except Exception as error:
+            _build_otherwise(model, example, error)
+        _build_evaluation(model, example)
+
+
+def build_layers(
+    model: keras.Model, example: Any, *, training: bool = False
+) -> keras_internals.Applied:
+    """Creates the variables of a model's layers, and nothing else.
+
+    Args:
+        model: A model.
+        example: The specs of a batch.
+        training: Whether the batch is one of `train_step`, which need not
+            be one of `call`.
+
+    Returns:
+        The optimizers that `train_step` applies, each with its weights, where
+        it was traced.
+    """
+    if model.built:
+        return ()
+    if training and keras_internals.overrides(model, "train_step"):
+        try:
+            return _train_once(model, example)
+        except Exception:
+            if not keras_internals.overrides(model, "call"):
+                return ()  # `build` says why.
+    if keras_internals.overrides(model, "predict_step"):
+        _run_once(model, model.predict_step, example)
+        return ()
+    batch = keras.utils.unpack_x_y_sample_weight(example)
+    if training:
+        _build_in_training(model, batch)
+    x, _, _ = batch
+    if model.run_eagerly:
+        with keras.StatelessScope():
+            model(structures.zeros(x))
+    else:
+        keras_internals.build_layers(model, x)
+    return ()
+
+
+def _train_once(model: keras.Model, example: Any) -> keras_internals.Applied:
+    """Runs the author's step once; returns the optimizers that it applies."""
+    optimizers = keras_internals.optimizers_of(model)
+    with keras_internals.not_applied(optimizers) as applied:
+        _run_once(model, model.train_step, example)
+    return applied
+
+
+def _build_in_training(model: keras.Model, batch: Any) -> None:
+    """Creates first what the author's code makes in training, as `fit` does."""
+    if not keras_internals.has_own_code(model):
+        return
+    try:
+        if model.run_eagerly:
+            with keras.StatelessScope():
+                model(structures.zeros(batch[0]), training=True)
+        else:
+            keras_internals.build_in_training(model, batch)
+    except Exception as error:
+        # What it makes otherwise is made next, or the reason is named there.
+        _log.debug("%s is not built in training: %s", model.name, error)
+
+
+def _build_from_call(model: keras.Model, example: Any) -> None:
+    batch = keras.utils.unpack_x_y_sample_weight(example)
+    _build_in_training(model, batch)
+    if model.run_eagerly:
+        keras_internals.build_eagerly(model, structures.zeros(batch))
+        return
+    try:
+        keras_internals.build(model, batch)
+    except Exception as error:
+        refusal = refusal_within(error)
+        if refusal is not None and refusal is not error:
+            raise refusal from error
+        own = keras_internals.overrides(model, "compute_loss")
+        if refusal or not (own or model.built):
+            raise
+        # Keras builds without the losses that layers have added, and by
+        # shapes which some of its layers have in training only.
+        try:
+            _train_once(model, example)
+        except Exception:
+            raise error from None
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+
+
+def _build_evaluation(model: keras.Model, example: Any) -> None:
+    """Builds what the author's step leaves out and Keras's evaluation uses."""
+    if keras_internals.overrides(model, "test_step") or (
+        keras_internals.compiled_parts_are_built(model)
+    ):
+        return
+    try:
+        _run_once(model, model.test_step, example)
+    except Exception as error:
+        _log.debug("%s is not evaluated on such batches: %s", model.name, error)
+
+
+def _build_otherwise(
+    model: keras.Model, example: Any, error: Exception
+) -> None:
+    """Builds from `call` where the author's step runs on replicas only."""
+    try:
+        _build_from_call(model, example)
+    except Exception:
+        raise ConfigurationError(
+            "The variables of a model must be there before its train_step "
+            "runs on replicas. Received: a train_step of "
+            f"{type(model).__name__!r} that failed when it was traced to find "
+            f"them: {type(error).__name__}: {error}. Correct it, or build "
+            "layers and optimizers in build_model: layer.build(shape), "
+            "optimizer.build(variables)."
+        ) from error
+
+
+def _run_once(
+    model: keras.Model, step: Callable[[Any], Any], example: Any
+) -> None:
+    """Runs a step for the variables that it makes; nothing is written."""
+
+    def alone(data: Any) -> None:
+        with BuildContext(model.distribute_strategy):
+            step(data)
+
+    def run() -> None:
+        if model.run_eagerly:
+            alone(structures.zeros(example))
+        else:
+            throwaway.graph_of(alone, example)
+
+    while True:
+        known = len(model.variables)
+        try:
+            with AuthorScope([]):
+                return run()
+        except AttributeError:
+            # Weights made in a scope have no gradient before it ends: what
+            # was reached is there in the next run, which gets further.
+            if len(model.variables) == known:
+                raise

@@ -1,0 +1,1 @@
+"""Calls of layers and models: inside, a replica has its rows."""

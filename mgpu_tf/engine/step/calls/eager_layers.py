@@ -1,0 +1,165 @@
+"""Layers that run eagerly in a step in which a replica has its rows.
+
+The outermost such layer is traced once for each kind of input, and looked at
+(`row_proof.py`). If it is not proven, or cannot be traced, each replica
+computes it from the rows of all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals, throwaway
+from mgpu_tf.engine.author.contributions import BatchShare
+from mgpu_tf.engine.author.step_scope import StepScope
+from mgpu_tf.engine.exchange.composites import composites_of
+from mgpu_tf.engine.row_proof import FIXED, MEAN, SUM, RowProof, proving
+from mgpu_tf.engine.step.calls.state_parts import Parts, held, keep, parts_of
+from mgpu_tf.engine.step.calls.whole_layers import (
+    WholeLayers,
+    is_apart,
+    replaced,
+)
+
+_log = logging.getLogger("mgpu_tf")
+_WHOLE = (
+    "%s (%s) is computed whole by each replica, of the inputs that replicas "
+    "send each other: it runs eagerly, and it is not proven that each row of "
+    "its outputs comes of its own row"
+)
+
+
+class EagerLayers:
+    """Calls layers that run eagerly.
+
+    Args:
+        whole: Computes layers of the rows of all.
+        taken: The layers that are computed so, by identity. A trace adds to
+            them what it finds.
+    """
+
+    def __init__(self, whole: WholeLayers, taken: set[int]) -> None:
+        self._whole = whole
+        self._taken = taken
+        # What a layer writes, by what it is given; None where it is not proven.
+        self._known: dict[Any, Parts | None] = {}
+
+    def call(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        given: Any,
+        scope: StepScope,
+        share: BatchShare,
+    ) -> Any:
+        """Calls a layer that runs eagerly; the outermost one is proven.
+
+        It is traced for that. If it is not proven, or cannot be traced, it is
+        computed from the rows of all.
+        """
+        if scope.within_graph:
+            return own(*given[0], **given[1])
+        local = int(share.local)
+        rows = {
+            id(leaf): leaf
+            for leaf in tf.nest.flatten(given)
+            if isinstance(leaf, tf.Tensor) and leaf.shape[:1] == [local]
+        }
+        scope.within_graph = True
+        try:
+            specs = tuple((t.dtype, *t.shape[1:]) for t in rows.values())
+            composite = bool(composites_of(given))
+            key = id(layer), scope.trains, composite, specs
+            if key not in self._known:
+                self._known[key] = (
+                    None
+                    if composite
+                    else self._proven(layer, own, given, rows, scope)
+                )
+                if self._known[key] is None:
+                    _log.info(_WHOLE, layer.name, type(layer).__name__)
+            parts = self._known[key]
+            if parts is not None:
+                starts = {
+                    key: scope.hold(part[0])
+                    for key, part in parts.items()
+                    if part
+                }
+                outputs = own(*given[0], **given[1])
+                keep(
+                    scope,
+                    {
+                        key: part and (part[0], starts[key], part[2])
+                        for key, part in parts.items()
+                    },
+                )
+                return outputs
+            return self._whole.call_eagerly(
+                layer, own, given, rows, scope, share
+            )
+        finally:
+            scope.within_graph = False
+
+    def _proven(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        given: Any,
+        rows: dict[int, tf.Tensor],
+        scope: StepScope,
+    ) -> Parts | None:
+        """Traces a call of a layer that runs eagerly, and looks at it.
+
+        Returns:
+            What it writes, as `parts_of`; None where it is not proven.
+        """
+        mark, graph, taken = scope.mark(), scope.graph, set(self._taken)
+        busy, scope.busy = scope.busy, True  # Nothing is gathered for it.
+        proven: list[Parts | None] = []
+
+        def call(*traced: tf.Tensor) -> None:
+            scope.graph = tf.compat.v1.get_default_graph()
+            for variable in filter(keras_internals.is_split, layer.variables):
+                value = tf.zeros(variable.shape, variable.dtype)
+                scope.state_mapping[id(variable)] = value
+            every = dict(zip(rows, traced, strict=True))
+            arguments, named = replaced(given, every)
+            proof = RowProof(traced)
+            first = len(scope.losses)
+            before = held(scope, getattr(layer, "variables", ()), proof)
+            called = scope.mark()
+            with proving(proof):
+                outputs = own(*arguments, **named)
+            leaves = tf.nest.flatten(outputs, expand_composites=True)
+            apart = (
+                self._taken == taken
+                and all(map(is_apart, map(proof.of, leaves)))
+                and all(
+                    id(loss) in scope.known_losses
+                    or proof.of(loss) in (SUM, MEAN, FIXED)
+                    for loss in scope.losses[first:]
+                )
+            )
+            written = scope.written_since(called)
+            proven.append(
+                parts_of(scope, proof, before, written) if apart else None
+            )
+
+        specs = [
+            tf.TensorSpec([None, *row.shape[1:]], row.dtype)
+            for row in rows.values()
+        ]
+        try:
+            throwaway.graph_of(call, *specs)
+        except Exception:  # Code of the author's that needs values.
+            return None
+        finally:
+            scope.reset(mark)
+            scope.graph, scope.busy = graph, busy
+            self._taken.intersection_update(taken)
+        return proven[0] if len(proven) == 1 else None

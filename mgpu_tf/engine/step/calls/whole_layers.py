@@ -1,0 +1,275 @@
+"""Layers that each replica computes from the rows of all.
+
+Replicas send each other the inputs of such a layer, with their masks. Each
+computes it as one device does, with the same draws, and goes on with its rows
+of the outputs. Outputs whose first axis is not that of the rows stay whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.author.contributions import BatchShare, sharing
+from mgpu_tf.engine.author.state import ReplicaState
+from mgpu_tf.engine.author.step_scope import StepScope, leaves_of
+from mgpu_tf.engine.exchange import composites
+from mgpu_tf.engine.exchange.composites import COMPOSITES, composites_of
+from mgpu_tf.engine.exchange.crossing import Cut, Exchange
+from mgpu_tf.engine.random_rows import entered_again
+from mgpu_tf.engine.row_proof import FIXED, UNPROVEN, Kind, Rows, active
+from mgpu_tf.engine.trace_again import TraceAgain
+from mgpu_tf.errors import ConfigurationError
+
+
+class WholeLayers:
+    """Computes layers of the rows of all replicas.
+
+    Args:
+        state: Knows the seeds.
+        exchange: Gives replicas the rows of all.
+        compute_whole: Lets the layer that writes a variable be computed whole.
+            Returns whether it will be, in another trace.
+    """
+
+    def __init__(
+        self,
+        state: ReplicaState,
+        exchange: Exchange,
+        compute_whole: Callable[[keras.Variable], bool],
+    ) -> None:
+        self._state = state
+        self._exchange = exchange
+        self._compute_whole = compute_whole
+
+    def call(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        given: Any,
+        scope: StepScope,
+        share: BatchShare,
+    ) -> Any:
+        """Calls a layer, and returns this replica's rows of its outputs."""
+        cut = self._exchange.cut(share.local)
+        leaves = tf.nest.flatten(given)
+        every = {
+            id(row): self._joined(row)
+            for row in [*rows_of(given), *composites_of(given)]
+            if id(row) not in scope.whole
+        }
+        proof = scope.new_proof()
+        known = scope.whole | scope.kinds
+        for leaf in leaves:
+            if id(leaf) in every or id(leaf) in scope.whole:
+                _, kind = known.get(id(leaf), (leaf, _kind_of(leaf)))
+                proof.take([every.get(id(leaf), leaf)], kind)
+        mixes = not any(id(leaf) in scope.whole for leaf in leaves)
+        arguments, named = replaced(given, every)
+        scope.take_alike(leaves_of(list(every.values())))
+        begun, mark, first = (
+            scope.known_operations(),
+            scope.mark(),
+            len(scope.losses),
+        )
+        outputs = self._of_all_rows(layer, own, arguments, named, scope)
+        written = list(map(scope.value, scope.written_since(mark)))
+        made = [outputs, scope.losses[first:], written]
+        scope.check_given(layer.name, begun, made)
+
+        def part(output: Any) -> Any:
+            mine = mine_of(output)
+            if not active() and isinstance(output, (tf.Tensor, *COMPOSITES)):
+                if mine is output:
+                    scope.take_alike([mine])
+                else:
+                    scope.proof.take([mine], _kind_of(mine))
+            return mine
+
+        def mine_of(output: Any) -> Any:
+            if isinstance(output, COMPOSITES):
+                return part_of(output, cut, layer.name)
+            if not isinstance(output, tf.Tensor) or is_same(output):
+                return output
+            kind = proof.of(output)
+            first = isinstance(kind, Rows) and not kind.axis
+            # Of whole inputs what is not proven may have rows on any axis.
+            first |= mixes and not isinstance(kind, Rows)
+            if rows_of(output) and (first or active()):
+                return part_of(output, cut, layer.name)
+            scope.whole[id(output)] = (output, kind)
+            return output
+
+        return tf.nest.map_structure(part, outputs)
+
+    def call_eagerly(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        given: Any,
+        rows: dict[int, tf.Tensor],
+        scope: StepScope,
+        share: BatchShare,
+    ) -> Any:
+        """Calls a layer that runs eagerly.
+
+        Args:
+            layer: The layer.
+            own: Calls it.
+            given: Its arguments.
+            rows: Those of them that have this replica's rows, by identity.
+            scope: That of the step.
+            share: Of the batch.
+        """
+        cut = self._exchange.cut(share.local)
+        every = {
+            key: self._exchange.joined(row, cut) for key, row in rows.items()
+        }
+        for value in composites_of(given):
+            every[id(value)] = self._joined(value)
+        arguments, named = replaced(given, every)
+        outputs = self._of_all_rows(layer, own, arguments, named, scope)
+        total = int(cut.total)
+
+        def part(leaf: Any) -> Any:
+            if isinstance(leaf, COMPOSITES):
+                return part_of(leaf, cut, layer.name)
+            if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
+                return leaf
+            several = leaf.shape[0] % total == 0
+            return part_of(leaf, cut, layer.name) if several else leaf
+
+        return tf.nest.map_structure(part, outputs)
+
+    def _of_all_rows(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        arguments: Any,
+        named: Any,
+        scope: StepScope,
+    ) -> Any:
+        """Calls a layer with the rows of all, as on one device."""
+        for variable in getattr(layer, "variables", ()):
+            if id(variable) in scope.parts:
+                # It is of this replica's rows, and is read here.
+                if self._compute_whole(variable):
+                    raise TraceAgain
+                raise ConfigurationError(
+                    "State that a layer computes from all rows is not written "
+                    "of the rows of one replica before that. Received: "
+                    f"{variable.path}, which {layer.name!r} reads. Give each "
+                    "of the two layers a variable of its own."
+                )
+        mark, first = scope.mark(), len(scope.losses)
+        with (
+            scope.of_all_rows(),
+            sharing(None),
+            self._same_draws(scope),
+            entered_again(None),
+        ):
+            outputs = own(*arguments, **named)
+        for variable in scope.written_since(mark):
+            scope.agree(variable)
+        for place in range(first, len(scope.losses)):
+            replace_loss(layer, scope, place, tf.identity(scope.losses[place]))
+        return outputs
+
+    def _joined(self, row: Any) -> Any:
+        """Returns the rows of all replicas, with their mask."""
+        if isinstance(row, COMPOSITES):
+            exchange = self._exchange
+            return composites.joined(row, exchange.cut, exchange.joined)
+        # An example may have several rows, as of flattened sequences.
+        cut = self._exchange.cut(tf.shape(row, out_type=tf.int64)[0])
+        every = self._exchange.joined(row, cut)
+        mask = keras_internals.mask_of(row)
+        if mask is not None:
+            every_mask = self._exchange.joined(mask, cut)
+            keras_internals.set_mask(every, every_mask)
+        return every
+
+    @contextlib.contextmanager
+    def _same_draws(self, scope: StepScope) -> Iterator[None]:
+        """Lets replicas draw from the same seeds in a block."""
+        offsets = [] if self._state.draws_alike else self._state.seed_offsets()
+        for sign in (-1, 1):
+            for seed, offset in offsets:
+                value = scope.value(seed) + sign * offset
+                scope.state_mapping[id(seed)] = value
+            if sign < 0:
+                yield
+
+
+def replace_loss(
+    layer: keras.layers.Layer, scope: StepScope, place: int, loss: tf.Tensor
+) -> None:
+    """Puts another loss in the place of one that a layer has added."""
+    keras_internals.own_loss_instead(layer, scope.losses[place], loss)
+    scope.losses[place] = loss
+    scope.known_losses[id(loss)] = loss
+
+
+def part_of(output: Any, cut: Cut, name: str) -> Any:
+    """Returns a replica's rows of what was computed from the global batch."""
+    composite = isinstance(output, COMPOSITES)
+    if composite:
+        count = composites.number_of_rows(output)
+    else:
+        count = tf.shape(output, out_type=tf.int64)[0]
+    # An example may have several rows, as of flattened sequences.
+    several = count // cut.total
+    check = tf.debugging.assert_equal(
+        several * cut.total,
+        count,
+        f"{name}: what a layer returns that is computed from the global batch "
+        "has as many rows for each example.",
+    )
+    with tf.control_dependencies([check] if check is not None else []):
+        low = several * cut.low
+    if composite:
+        return composites.part(output, low, several * cut.count)
+    mine = output[low : low + several * cut.count]
+    return tf.ensure_shape(mine, [None, *output.shape[1:]])
+
+
+def replaced(given: Any, every: dict[int, tf.Tensor]) -> Any:
+    """Returns arguments with other tensors for some, by identity."""
+    return tf.nest.map_structure(lambda leaf: every.get(id(leaf), leaf), given)
+
+
+def rows_of(values: Any) -> list[tf.Tensor]:
+    """Returns the tensors among values that may have rows."""
+    return [
+        leaf
+        for leaf in tf.nest.flatten(values)
+        if isinstance(leaf, tf.Tensor)
+        # What is the same for all rows, as a mask, has a length that is known.
+        and (leaf.shape.rank is None or (leaf.shape.rank and not leaf.shape[0]))
+    ]
+
+
+def masks_of(rows: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the masks that Keras has left on rows."""
+    masks = map(keras_internals.mask_of, rows)
+    return [mask for mask in masks if mask is not None]
+
+
+def is_apart(kind: Any) -> bool:
+    """Returns whether each row of an output comes of its own row."""
+    return kind == FIXED or (isinstance(kind, Rows) and not kind.axis)
+
+
+def is_same(leaf: Any) -> bool:
+    """Returns whether what is computed whole has no axis of rows."""
+    return isinstance(leaf, tf.Tensor) and leaf.shape.is_fully_defined()
+
+
+def _kind_of(leaf: Any) -> Kind:
+    """Returns what is known of rows: nothing of ragged and sparse ones."""
+    return UNPROVEN if isinstance(leaf, COMPOSITES) else Rows()

@@ -1,0 +1,700 @@
+"""Layers computed in parts, while a step is traced.
+
+    plan = split_model(model, strategy, example)   # weights are stored in parts
+    tensor = TensorParallel(model, strategy, plan)
+    with tensor.in_place():                        # around the steps of all
+        ...                                        # traces forward, backward
+
+A weight that is read outside of its layer, or by a layer that is not known, is
+gathered. Its gradient goes to the parts as well.
+
+In the backward pass a device has a part of each gradient, and the parts are
+summed at its end. A model that takes a gradient in its own call, as of its
+inputs, needs all of it there: its layers are computed with whole weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.author.state import Writes
+from mgpu_tf.engine.author.step_scope import Replay, StepScope, is_read_inside
+from mgpu_tf.engine.exchange.embedding_rows import own_rows
+from mgpu_tf.engine.exchange.parts import computed
+from mgpu_tf.engine.row_proof import FIXED, active, note
+from mgpu_tf.engine.step.calls.layer_calls import trust
+from mgpu_tf.engine.step.tensor_parallel import structure
+from mgpu_tf.engine.step.tensor_parallel.forms import Form, dropped
+from mgpu_tf.engine.step.tensor_parallel.layout import published_layout
+from mgpu_tf.engine.step.tensor_parallel.linear import Linear, linear_layers
+from mgpu_tf.engine.trace_again import TraceAgain
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.mesh import Split
+from mgpu_tf.strategies.collectives import Groups
+from mgpu_tf.strategies.fully_sharded import split_over
+from mgpu_tf.strategies.layout import Layout
+from mgpu_tf.strategies.own_gradient import own_gradient
+from mgpu_tf.strategies.sharded_variable import ShardedVariable
+
+_log = logging.getLogger("mgpu_tf")
+
+# The most weights that the log names, of those that stay whole.
+_NAMED = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is computed in parts.
+
+    Attributes:
+        linear: The layers whose kernels are split.
+        structure: How they are computed.
+        over: The axis of the mesh of each, by identity.
+        dropouts: The layers that draw for parts, each with its axis from the
+            end, the length of that axis and the axis of the mesh.
+        splits: How weights are stored in parts.
+    """
+
+    linear: list[Linear]
+    structure: structure.Structure
+    over: dict[int, str]
+    dropouts: list[tuple[keras.layers.Layer, int, int, str]]
+    splits: list[tuple[keras.Variable, Split]]
+
+
+def split_model(
+    model: keras.Model, strategy: tf.distribute.Strategy, example: Any
+) -> Plan:
+    """Splits the weights of a model; the arguments are those of `plan_of`."""
+    plan = plan_of(model, strategy, example)
+    for variable, split in plan.splits:
+        if not _is_stored_as(variable, split):
+            _store_in_parts(model, variable, split)
+    for optimizer in _built_optimizers(model):
+        keras_internals.index_again(optimizer)
+    return plan
+
+
+def plan_of(
+    model: keras.Model, strategy: tf.distribute.Strategy, example: Any
+) -> Plan:
+    """Returns what is split, as the layout of a strategy says.
+
+    Args:
+        model: A built model, made in the strategy's scope.
+        strategy: The strategy.
+        example: The specs of a batch.
+
+    Raises:
+        ConfigurationError: The layout does not fit the model.
+    """
+    chooser = _Chooser(model, strategy)
+    linear = linear_layers(model)
+    dropouts = keras_internals.dropout_layers(model)
+    noted = [each.layer for each in linear.values()] + dropouts
+    passes = _passes(model, example, noted)
+    inside = set().union(*(one.inside for one in passes), chooser.shared)
+    linear = {key: each for key, each in linear.items() if key not in inside}
+    given, over = chooser.given(linear)
+    search = functools.partial(
+        structure.structure_of,
+        linear=linear,
+        choose=chooser.choose,
+        separate=lambda layer: over.get(layer, "tensor"),
+    )
+    found = search(passes, given=given)
+    stays = _outputs_in_parts(linear, found)
+    if stays:
+        # Code may have read a length that another device does not have.
+        again = _passes(model, example, noted, stays)
+        more = search(again, given=found.dims, gathered=found.gathered)
+        gathered = more.gathered if again else found.gathered | set(stays)
+        if gathered != found.gathered:
+            found = search(passes, given=given, gathered=gathered)
+    seen = {id(call.layer) for one in passes for call in one.calls.values()}
+    for key, each in linear.items():
+        if key not in seen:
+            found.gathered.add(key)
+            dim = chooser.choose(each, None)
+            if key not in found.dims and dim is not None:
+                found.dims[key] = dim
+    used = [linear[key] for key in found.dims]
+    splits = chooser.splits(found.dims, linear, over)
+    _report(model, strategy, splits, found)
+    drawn = _dropouts(passes, found, dropouts, over)
+    return Plan(used, found, over, drawn, splits)
+
+
+def _passes(
+    model: keras.Model,
+    example: Any,
+    noted: list[keras.layers.Layer],
+    unknown: dict[int, int] | None = None,
+) -> list[structure.Pass]:
+    try:
+        return structure.traced(model, example, noted, unknown)
+    except Exception as error:  # The author's code; the reason is theirs.
+        _log.warning(
+            "layout: outputs are gathered after each layer, since %s cannot "
+            "be traced to find which may stay split (%s: %s)",
+            model.name,
+            type(error).__name__,
+            " ".join(str(error).split()),
+        )
+        return []
+
+
+def _outputs_in_parts(
+    linear: dict[int, Linear], found: structure.Structure
+) -> dict[int, int]:
+    """Returns the layers whose outputs stay split, and along which axis."""
+    axes = {
+        key: linear[key].output_axis(dim)
+        for key, dim in found.dims.items()
+        if key not in found.gathered
+    }
+    return {key: axis for key, axis in axes.items() if axis is not None}
+
+
+class _Chooser:
+    """Decides along which dimensions weights are split."""
+
+    def __init__(
+        self, model: keras.Model, strategy: tf.distribute.Strategy
+    ) -> None:
+        self._model = model
+        self._mesh = strategy.mesh
+        self._smallest = strategy.smallest_split
+        layout: Layout = strategy.layout
+        self._by_structure = layout.is_auto and self._mesh.tensor > 1
+        if layout.is_auto:
+            published = published_layout(model)
+            if published is not None:
+                layout, self._by_structure = Layout(published), False
+        else:
+            layout.check_used([weight.path for weight in model.weights])
+        self._layout = layout
+        self.shared = _shared(model)
+
+    def given(
+        self, linear: dict[int, Linear]
+    ) -> tuple[dict[int, int], dict[int, str]]:
+        """Returns the dimensions of kernels that patterns name, and axes."""
+        dims, over = {}, {}
+        for key, each in linear.items():
+            found = self._named(each.kernel)
+            if found is None and keras_internals.is_split(each.kernel):
+                found = keras_internals.stored(each.kernel).split
+            if found is not None and found.dim in each.dims:
+                dims[key], over[key] = found.dim, found.over
+        return dims, over
+
+    def _named(self, variable: keras.Variable) -> Split | None:
+        found = self._layout.split_of(variable)
+        if found is None:
+            return None
+        dim, axis = found
+        return self._possible(variable, dim, axis)
+
+    def _possible(
+        self, variable: keras.Variable, dim: int, axis: str, rows: bool = False
+    ) -> Split | None:
+        parts = self._mesh.length(axis)
+        length = variable.shape[dim]
+        rows = rows or id(variable) in self._tables
+        if parts == 1 or length < parts or (length % parts and not rows):
+            return None
+        return Split(tuple(variable.shape), parts, dim, axis)
+
+    @functools.cached_property
+    def _tables(self) -> set[int]:
+        """The tables of embeddings, whose rows need not divide exactly."""
+        return {
+            id(each.kernel)
+            for each in linear_layers(self._model).values()
+            if each.rows is not None
+        }
+
+    def choose(self, linear: Linear, axis: int | None) -> int | None:
+        """Returns the dimension of a kernel by structure; None to leave it."""
+        kernel = linear.kernel
+        convolution = hasattr(linear.layer, "kernel_size")
+        if (
+            not self._by_structure
+            or convolution
+            or math.prod(kernel.shape) < self._smallest
+        ):
+            return None
+        if axis is not None:
+            dims = [d for d in linear.dims if linear.input_axis(d) == axis]
+        elif linear.rows is not None:
+            dims = [linear.rows]
+        else:
+            dims = linear.output_dims
+        for dim in dims:
+            if self._possible(kernel, dim, "tensor") is not None:
+                return dim
+        return None
+
+    def splits(
+        self,
+        dims: dict[int, int],
+        linear: dict[int, Linear],
+        over: dict[int, str],
+    ) -> list[tuple[keras.Variable, Split]]:
+        """Returns the variables that are split, and how.
+
+        What is split over the tensor axis is split over the fsdp axis again,
+        and what it leaves over that axis alone, where it is large enough.
+        """
+        found: dict[int, tuple[keras.Variable, Split]] = {}
+        for key, dim in dims.items():
+            each, axis = linear[key], over.get(key, "tensor")
+            split = self._possible(each.kernel, dim, axis)
+            assert split is not None
+            found[id(each.kernel)] = (each.kernel, split)
+            bias_dim = each.bias_dim(dim)
+            if self._by_structure and bias_dim is not None:
+                part = self._possible(each.bias, bias_dim, axis)
+                if part is not None:
+                    found[id(each.bias)] = (each.bias, part)
+        for variable in self._model.trainable_variables:
+            named = self._named(variable)
+            if id(variable) not in found and named is not None:
+                found[id(variable)] = (variable, named)
+        for variable in self._model.trainable_variables:
+            _, split = found.get(id(variable), (variable, None))
+            split = self._over_fsdp(variable, split)
+            if split is not None:
+                found[id(variable)] = (variable, split)
+        return list(found.values())
+
+    def _over_fsdp(
+        self, variable: keras.Variable, split: Split | None
+    ) -> Split | None:
+        """Returns a split that also divides over the fsdp axis, if it can."""
+        fsdp = self._mesh.fsdp
+        shapes = [tuple(variable.shape)]
+        if split is not None:
+            shapes = [split.shape_of(part) for part in range(split.parts)]
+        inner = [Split(shape, fsdp) for shape in shapes]
+        large = all(math.prod(each.shape) >= self._smallest for each in inner)
+        if fsdp == 1 or not large or not all(s.is_possible for s in inner):
+            return split
+        if split is None:
+            return inner[0]
+        return dataclasses.replace(split, again=fsdp)
+
+
+def _shared(model: keras.Model) -> set[int]:
+    """Returns the layers whose kernel is that of another layer too."""
+    owners: dict[int, list[int]] = {}
+    for key, each in linear_layers(model).items():
+        owners.setdefault(id(each.kernel), []).append(key)
+    return {key for keys in owners.values() if len(keys) > 1 for key in keys}
+
+
+def _is_stored_as(variable: keras.Variable, split: Split) -> bool:
+    if not keras_internals.is_split(variable):
+        return False
+    held: ShardedVariable = keras_internals.stored(variable)
+    return held.split == split
+
+
+def _store_in_parts(
+    model: keras.Model, variable: keras.Variable, split: Split
+) -> None:
+    """Splits a weight, and what built optimizers keep for it."""
+    beside = [
+        kept
+        for optimizer in _built_optimizers(model)
+        for weight, kept in keras_internals.kept_for_weights(optimizer)
+        if weight is variable and tuple(kept.shape) == tuple(weight.shape)
+    ]
+    for each in (variable, *beside):
+        held = keras_internals.stored(each)
+        strategy = model.distribute_strategy
+        keras_internals.store_as(each, split_over(strategy, held, split))
+
+
+def _built_optimizers(
+    model: keras.Model,
+) -> list[keras.optimizers.Optimizer]:
+    return [
+        part
+        for optimizer in keras_internals.optimizers_of(model)
+        for part in keras_internals.parts(optimizer)
+        if part.built
+    ]
+
+
+def _report(
+    model: keras.Model,
+    strategy: tf.distribute.Strategy,
+    splits: list[tuple[keras.Variable, Split]],
+    found: structure.Structure,
+) -> None:
+    parted = {id(variable) for variable, _ in splits}
+    weights = model.trainable_variables
+    whole = [
+        variable.path
+        for variable in weights
+        if id(variable) not in parted
+        and len(variable.shape) > 1
+        and math.prod(variable.shape) >= strategy.smallest_split
+    ]
+    held = sum(math.prod(variable.shape) for variable, _ in splits)
+    total = sum(math.prod(variable.shape) for variable in weights) or 1
+    more = f" and {len(whole) - _NAMED} more" if len(whole) > _NAMED else ""
+    _log.info(
+        "layout: %d of %d weights are split, %.1f %% of the elements; %d "
+        "layers take parts from the layers before; whole on each device: %s%s",
+        len(parted),
+        len(weights),
+        100 * held / total,
+        len(found.arrives),
+        ", ".join(whole[:_NAMED]) or "small weights and vectors",
+        more,
+    )
+
+
+def _dropouts(
+    passes: list[structure.Pass],
+    found: structure.Structure,
+    layers: list[keras.layers.Layer],
+    over: dict[int, str],
+) -> list[tuple[keras.layers.Layer, int, int, str]]:
+    drawn = []
+    for layer in layers:
+        axis = found.dropouts.get(id(layer))
+        if axis is None:
+            continue
+        call = next(
+            call
+            for one in passes
+            for call in one.calls.values()
+            if call.layer is layer
+        )
+        length = int(call.inputs.shape[axis])
+        source = found.dropout_sources[id(layer)]
+        drawn.append((layer, axis, length, over.get(source, "tensor")))
+    return drawn
+
+
+class TensorParallel:
+    """Computes layers in parts.
+
+    Args:
+        model: A model whose weights are split.
+        strategy: Its strategy.
+        plan: From `split_model`.
+    """
+
+    def __init__(
+        self, model: keras.Model, strategy: tf.distribute.Strategy, plan: Plan
+    ) -> None:
+        self._groups = {
+            axis: strategy.along(axis) for axis in ("tensor", "data")
+        }
+        found = plan.structure
+        self.forms: dict[int, Form] = {}
+        for linear in plan.linear:
+            key = id(linear.layer)
+            axis = plan.over.get(key, "tensor")
+            self.forms[key] = Form(
+                linear,
+                found.dims[key],
+                self._groups[axis],
+                gathers=key in found.gathered,
+                arrives=key in found.arrives,
+                own_rows=axis == "data",
+                by_rows=_is_read_by_rows(linear, found.dims[key]),
+            )
+        self._layers = [linear.layer for linear in plan.linear]
+        # Before the parts of layers are replaced for a trace.
+        self._apart = set(
+            map(id, filter(keras_internals.is_by_row, self._layers))
+        )
+        self._dropouts = {
+            id(layer): (axis, length, self._groups[over])
+            for layer, axis, length, over in plan.dropouts
+        }
+        self._drawing = [layer for layer, *_ in plan.dropouts]
+        self._variables = [
+            variable
+            for variable in model.trainable_variables
+            if keras_internals.is_split(variable)
+        ]
+        computed = {id(linear.kernel) for linear in plan.linear}
+        computed |= {id(linear.bias) for linear in plan.linear}
+        self._read_whole = [
+            variable
+            for variable in self._variables
+            if id(variable) not in computed
+        ]
+
+        self._by_rows = {
+            id(form.linear.kernel)
+            for form in self.forms.values()
+            if form.by_rows
+        }
+        # Whether layers are computed with whole weights.
+        self._whole = False
+
+    def looks_up_in_parts(self, layer: keras.layers.Layer) -> bool:
+        """Whether a layer reads rows of a table where they are stored."""
+        return any(id(v) in self._by_rows for v in layer.variables)
+
+    @property
+    def tables(self) -> list[str]:
+        """The paths of tables split by rows that are not read by rows."""
+        return [
+            form.linear.kernel.path
+            for form in self.forms.values()
+            if form.dim == form.linear.rows and not form.by_rows
+        ]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Lets layers be computed so, while traced. Outside of replicas."""
+        arriving = [
+            layer for layer in self._layers if self.forms[id(layer)].arrives
+        ]
+        with (
+            keras_internals.calls_replaced(self._layers, self._call),
+            keras_internals.calls_replaced(self._drawing, self._drop),
+            keras_internals.inputs_unchecked(arriving),
+        ):
+            yield
+
+    # On a replica.
+
+    def sources(self) -> Writes:
+        """Returns the parts of this replica, to take gradients from.
+
+        Of a table that is read by rows it is the variable that stores them.
+        """
+        whole = [v for v in self._variables if id(v) not in self._by_rows]
+        values = computed([keras_internals.stored(v) for v in whole])
+        found = {id(v): value for v, value in zip(whole, values, strict=True)}
+        return [
+            (variable, found.get(id(variable), self._here(variable)))
+            for variable in self._variables
+        ]
+
+    def _here(self, variable: keras.Variable) -> tf.Variable:
+        return keras_internals.stored(variable).here()
+
+    def join(
+        self, sources: Writes
+    ) -> Callable[[keras.Variable], tf.Tensor | None]:
+        """Returns a function that makes whole weights of parts.
+
+        Args:
+            sources: What gradients are taken from, if they are.
+        """
+        parts = {id(variable): source for variable, source in sources}
+
+        def joined(variable: keras.Variable) -> tf.Tensor | None:
+            if not keras_internals.is_split(variable):
+                return None
+            held: ShardedVariable = keras_internals.stored(variable)
+            part = parts.get(id(variable))
+            if part is None:
+                [part] = computed([held])
+            part = tf.convert_to_tensor(part)
+            split = held.split
+            if split.over == "fsdp":
+                return part
+            self._join_before([variable])
+            return _joined(variable, part, self._groups[split.over])
+
+        return joined
+
+    def given(
+        self,
+        join: Callable[[keras.Variable], tf.Tensor | None],
+        among: Iterable[keras.Variable] | None = None,
+    ) -> Writes:
+        """Returns the weights that are read whole, by layers not known.
+
+        Args:
+            join: Makes whole weights of parts.
+            among: The weights that are read at all. Default: those of the
+                model.
+        """
+        known = None if among is None else set(map(id, among))
+        return [
+            (variable, join(variable))
+            for variable in self._read_whole
+            if known is None or id(variable) in known
+        ]
+
+    def _join_before(self, variables: list[keras.Variable]) -> None:
+        """Lets weights be whole before branches and loops read them.
+
+        Within these, replicas exchange nothing.
+
+        Raises:
+            TraceAgain: They will be, in another trace.
+        """
+        known = {id(variable) for variable in self._read_whole}
+        missing = [
+            variable
+            for variable in variables
+            if keras_internals.is_split(variable) and id(variable) not in known
+        ]
+        if missing and is_read_inside(missing):
+            self._read_whole += missing
+            raise TraceAgain
+
+    def _call(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self._join_before(layer.variables)
+        if self._whole or is_read_inside(()):
+            return own(*args, **kwargs)
+        inputs = args[0] if args else kwargs.pop("inputs")
+        outputs = self.forms[id(layer)](
+            self._part, _whole, _lent, own, inputs, *args[1:], **kwargs
+        )
+        outputs = self._watched(outputs)
+        if id(layer) in self._apart:
+            # A proof around this call cannot look into what is exchanged.
+            for proof in active():
+                trust(proof, inputs, outputs)
+        return outputs
+
+    def _watched(self, outputs: tf.Tensor) -> tf.Tensor:
+        """Returns outputs whose gradient a model does not take itself."""
+        scope = keras_internals.stateless_scope()
+
+        @own_gradient
+        def watched(outputs: tf.Tensor) -> Any:
+            def gradient(up: Any) -> Any:
+                if isinstance(scope, StepScope) and not scope.is_over:
+                    self._take_whole()
+                return up
+
+            return tf.identity(outputs), gradient
+
+        return watched(outputs)
+
+    def _take_whole(self) -> None:
+        self._whole = True
+        _log.info(
+            "a gradient is taken within the call of the model: its layers are "
+            "computed with whole weights, which stay stored in parts"
+        )
+        raise TraceAgain
+
+    def _part(self, variable: keras.Variable) -> Any:
+        scope = keras_internals.stateless_scope()
+        if isinstance(scope, StepScope | Replay):
+            source = scope.sources.get(id(variable))
+            if source is not None:
+                return source
+        if id(variable) in self._by_rows:
+            return self._here(variable)
+        return note(computed([keras_internals.stored(variable)])[0], FIXED)
+
+    def _drop(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if self._whole:
+            return own(*args, **kwargs)
+        return dropped(*self._dropouts[id(layer)], own, *args, **kwargs)
+
+
+def _joined(
+    variable: keras.Variable, part: tf.Tensor, groups: Groups
+) -> tf.Tensor:
+    """Returns a whole weight, whose gradient is that of the part.
+
+    Rows of a lookup stay rows: an index that comes twice has two, as in Keras.
+    """
+    split = keras_internals.stored(variable).split
+    dim = split.dim or 0
+
+    def of_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
+        if split.over != "tensor":
+            # Devices have other rows of the batch, and so other indices.
+            raise ConfigurationError(
+                "Rows are looked up in a weight that the layout splits over "
+                f"the data axis. Received: {variable.path}, read by a layer "
+                "that is not Keras's Embedding. Leave it out of the layout."
+            )
+        values, indices = groups.all_reduce(rows.values), rows.indices
+        if dim == 0:
+            summed = tf.IndexedSlices(values, indices)
+            bounds = split.bounds(groups.rank())
+            return own_rows(summed, bounds, part.shape[1:])
+        shape = tf.shape(part, indices.dtype)
+        return tf.IndexedSlices(groups.own_part(values, dim), indices, shape)
+
+    @own_gradient
+    def whole(part: tf.Tensor) -> Any:
+        def gradient(up: Any) -> Any:
+            if isinstance(up, tf.IndexedSlices):
+                return of_rows(up)
+            return groups.reduce_scatter(up, dim)
+
+        return groups.all_gather(part, dim, split.length), gradient
+
+    return whole(part)
+
+
+def _is_read_by_rows(linear: Linear, dim: int) -> bool:
+    """Whether a layer does nothing but look rows up where they are stored."""
+    return (
+        dim == linear.rows
+        and keras_internals.looks_up_alone(linear.layer)
+        and keras_internals.stored(linear.kernel).inner() is None
+    )
+
+
+def _whole(variable: keras.Variable) -> tf.Tensor:
+    return tf.convert_to_tensor(variable.value)
+
+
+@contextlib.contextmanager
+def _lent(pairs: Writes) -> Iterator[None]:
+    """Gives weights other values for a while."""
+    scope = keras_internals.stateless_scope()
+    if not isinstance(scope, StepScope | Replay):
+        own = keras.StatelessScope()
+        own.state_mapping = {id(variable): value for variable, value in pairs}
+        with own:
+            yield
+        return
+    before = {
+        id(variable): scope.state_mapping.get(id(variable))
+        for variable, _ in pairs
+    }
+    scope.state_mapping |= {id(variable): value for variable, value in pairs}
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                scope.state_mapping.pop(key, None)
+            else:
+                scope.state_mapping[key] = value
