@@ -92,7 +92,7 @@ def measure(kind, folder, workers):
     options = tf.data.Options()
     options.threading.private_threadpool_size = 1
     options.threading.max_intra_op_parallelism = 1
-    from mgpu_tf.strategies.topology import LocalReplicas
+    from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
     local = LocalReplicas(0, 1, workers)
     counts = collections.Counter()

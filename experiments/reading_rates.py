@@ -58,7 +58,7 @@ def image_folder(folder, index, workers):
 
     from mgpu_tf import data, datasets
     from mgpu_tf.datasets.random_access import RandomAccess, Table
-    from mgpu_tf.strategies.topology import LocalReplicas
+    from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
     found = datasets.image_folder(str(folder), image_size=(SIDE, SIDE))
     table = [tf.tile(column, [TIMES]) for column in found.source.arrays]

@@ -48,11 +48,13 @@ if TYPE_CHECKING:
     )
     from mgpu_tf.runtime.determinism import enable_determinism
     from mgpu_tf.runtime.quiet_import import import_tensorflow
-    from mgpu_tf.strategies.model_parallel import create_model_parallel_strategy
     from mgpu_tf.strategies.parameter_server import (
         create_parameter_server_strategy,
     )
     from mgpu_tf.strategies.registry import create_strategy, is_chief
+    from mgpu_tf.strategies.split.model_parallel import (
+        create_model_parallel_strategy,
+    )
     from mgpu_tf.strategies.synchronous import (
         create_central_storage_strategy,
         create_mirrored_strategy,
@@ -61,7 +63,7 @@ if TYPE_CHECKING:
         create_tpu_strategy,
     )
     from mgpu_tf.studies.parity import ParityReport, check_parity
-    from mgpu_tf.training.custom_loop import Loop
+    from mgpu_tf.training.loops.custom_loop import Loop
     from mgpu_tf.training.trainer import Trainer
 
 _MODULES = ("datasets", "flags", "layers", "models", "optimizers")
@@ -76,7 +78,7 @@ _HOMES = {
     "PrometheusTracker": "mgpu_tf.reports.trackers",
     "TensorBoardTracker": "mgpu_tf.reports.trackers",
     "WandbTracker": "mgpu_tf.reports.trackers",
-    "Loop": "mgpu_tf.training.custom_loop",
+    "Loop": "mgpu_tf.training.loops.custom_loop",
     "OutOfMemoryError": "mgpu_tf.errors",
     "ParityReport": "mgpu_tf.studies.parity",
     "Report": "mgpu_tf.reports.report",
@@ -92,7 +94,7 @@ _HOMES = {
     "check_parity": "mgpu_tf.studies.parity",
     "create_central_storage_strategy": "mgpu_tf.strategies.synchronous",
     "create_mirrored_strategy": "mgpu_tf.strategies.synchronous",
-    "create_model_parallel_strategy": "mgpu_tf.strategies.model_parallel",
+    "create_model_parallel_strategy": "mgpu_tf.strategies.split.model_parallel",
     "create_multi_worker_mirrored_strategy": "mgpu_tf.strategies.synchronous",
     "create_one_device_strategy": "mgpu_tf.strategies.synchronous",
     "create_parameter_server_strategy": "mgpu_tf.strategies.parameter_server",

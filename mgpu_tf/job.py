@@ -52,7 +52,6 @@ from mgpu_tf.reports.report import (
 from mgpu_tf.runtime.determinism import enable_determinism
 from mgpu_tf.runtime.devices import select_local
 from mgpu_tf.runtime.remote import check_reachable
-from mgpu_tf.strategies.pipeline import StagedStrategy
 from mgpu_tf.strategies.registry import (
     create_planned,
     create_with,
@@ -61,6 +60,7 @@ from mgpu_tf.strategies.registry import (
     lost_workers,
     topology_of,
 )
+from mgpu_tf.strategies.split.pipeline import StagedStrategy
 from mgpu_tf.studies.parity import ParityReport, check_parity, create_for_check
 from mgpu_tf.studies.pipeline_trace import trace_pipeline
 from mgpu_tf.studies.predicted import compared

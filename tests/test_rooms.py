@@ -1,7 +1,8 @@
 """The order of the house, and which modules are light.
 
 Imports go up the list of rooms in docs/design.md; no module takes part in a
-circle; modules of commands and launching import no TensorFlow.
+circle; a package has at most five floors; modules of commands and launching
+import no TensorFlow.
 """
 
 import ast
@@ -16,6 +17,8 @@ import mgpu_tf
 ROOT = pathlib.Path(mgpu_tf.__file__).parent
 DESIGN = ROOT.parent / "docs" / "design.md"
 MOST_ROOMS = 30
+# Of a package within the house.
+MOST_FLOORS = 5
 
 HEAVY = {"tensorflow", "keras", "numpy", "tensorflow_datasets", "sklearn"}
 
@@ -73,12 +76,12 @@ LIGHT_ROOMS = {
 # The light modules of other rooms.
 LIGHT_MODULES = {
     "mgpu_tf.checkpoints",
-    "mgpu_tf.checkpoints.disk",
-    "mgpu_tf.checkpoints.interface",
+    "mgpu_tf.checkpoints.storage.disk",
+    "mgpu_tf.checkpoints.storage.interface",
     "mgpu_tf.checkpoints.interval",
     "mgpu_tf.checkpoints.keeping",
     "mgpu_tf.checkpoints.manifest",
-    "mgpu_tf.checkpoints.objects",
+    "mgpu_tf.checkpoints.storage.objects",
     "mgpu_tf.checkpoints.parts",
     "mgpu_tf.checkpoints.reading",
     "mgpu_tf.checkpoints.recovery",
@@ -161,6 +164,11 @@ def own(modules):
     return {m for m in modules if m.split(".")[0] == "mgpu_tf"}
 
 
+IMPORTED = {
+    module: own(imports(everywhere(parsed(module)))) for module in MODULES
+}
+
+
 def test_the_list_names_every_room_once():
     assert sorted(ROOMS) == sorted({room(module) for module in MODULES})
     assert len(ROOMS) <= MOST_ROOMS
@@ -197,16 +205,70 @@ def circle(graph):
 
 
 def test_no_circle():
-    graph = {
-        module: own(imports(everywhere(parsed(module)))) - {module}
-        for module in MODULES
-    }
+    graph = {module: others - {module} for module, others in IMPORTED.items()}
     assert circle(graph) == []
 
 
 def test_a_circle_is_found():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+PACKAGES = {
+    module
+    for module in MODULES
+    if MODULES[module].name == "__init__.py" and module != "mgpu_tf.__init__"
+}
+
+
+def child(package, module):
+    """The part of the package that the module is or is in; None if outside."""
+    if module == package:
+        return "__init__"
+    inside = module.startswith(package + ".")
+    return module[len(package) + 1 :].split(".")[0] if inside else None
+
+
+def parts(package, imported):
+    """Which parts of the package each of its parts imports."""
+    graph = {}
+    for module, others in imported.items():
+        if here := child(package, module):
+            there = {child(package, other) for other in others}
+            graph.setdefault(here, set()).update(there - {here, None})
+    return graph
+
+
+def floors(graph):
+    """On how many floors the parts are; what is imported is one lower."""
+
+    @functools.cache
+    def floor(part):
+        return 1 + max(map(floor, graph[part]), default=0)
+
+    return max(map(floor, graph))
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_a_package_has_few_floors(package):
+    graph = parts(package, IMPORTED)
+    assert circle(graph) == []
+    assert floors(graph) <= MOST_FLOORS
+
+
+def test_floors_are_counted():
+    imported = {
+        "mgpu_tf.a.b": {"mgpu_tf.a.c.d"},
+        "mgpu_tf.a.c.d": {"mgpu_tf.a.e", "mgpu_tf.errors"},
+        "mgpu_tf.a.c.f": {"mgpu_tf.a.c.d"},
+        "mgpu_tf.a.e": set(),
+        "mgpu_tf.errors": set(),
+    }
+    graph = parts("mgpu_tf.a", imported)
+    assert graph == {"b": {"c"}, "c": {"e"}, "e": set()}
+    assert floors(graph) == 3
+    imported["mgpu_tf.a.e"] = {"mgpu_tf.a.c.f"}
+    assert circle(parts("mgpu_tf.a", imported)) == ["c", "e"]
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -20,10 +20,10 @@ import tempfile
 from typing import Any, NamedTuple
 
 from experiments.planner import machines as on_machines
-from mgpu_tf.planner.calibration import VARIABLE, Calibration
+from mgpu_tf.planner.choice.plans import plan
 from mgpu_tf.planner.layout import Layout
-from mgpu_tf.planner.plans import plan
-from mgpu_tf.planner.step_time import Machines
+from mgpu_tf.planner.machine.calibration import VARIABLE, Calibration
+from mgpu_tf.planner.speed.step_time import Machines
 
 
 class Job(NamedTuple):

@@ -10,8 +10,8 @@ another order each time, so the largest of four steps is taken, without the
 first. What was measured is kept in the output and not measured again; the
 table is then made in about a minute, in which the models are traced.
 
-The corrections (`mgpu_tf/planner/scratch.py`) are fitted anew for each model
-on the cases of the other eleven, and the model is predicted with those.
+The corrections (`mgpu_tf/planner/memory/scratch.py`) are fitted anew for each
+model on the cases of the other eleven, and it is predicted with those.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from mgpu_tf.planner.graph import Graph
 from mgpu_tf.planner.layout import Layout, layout_of
-from mgpu_tf.planner.memory import (
+from mgpu_tf.planner.memory.per_device import (
     PROCESS_BYTES,
     MemoryEstimate,
     memory_of,
 )
-from mgpu_tf.planner.scratch import FITTED, wasted_bytes
+from mgpu_tf.planner.memory.scratch import FITTED, wasted_bytes
+from mgpu_tf.planner.operations.graph import Graph
 
 CASES = (
     ("wide_mlp", 256, "adam", "float32", "one_device", 1),
@@ -234,7 +234,7 @@ def fit(rows: list[Row]) -> dict[str, float]:
 def graphs() -> dict[tuple[str, str], Graph]:
     """Traces the models, by name and precision."""
     from experiments.planner import models
-    from mgpu_tf.planner.tracing import trace
+    from mgpu_tf.planner.operations.tracing import trace
 
     return {
         (name, precision): trace(

@@ -74,9 +74,9 @@ def predicted(case: tuple[str, int, str, str], device: str) -> dict[str, Any]:
     from experiments.planner import models
     from mgpu_tf.planner.devices import DEVICES
     from mgpu_tf.planner.layout import layout_of
-    from mgpu_tf.planner.memory import memory_of
-    from mgpu_tf.planner.step_time import Machines, step_time
-    from mgpu_tf.planner.tracing import trace
+    from mgpu_tf.planner.memory.per_device import memory_of
+    from mgpu_tf.planner.operations.tracing import trace
+    from mgpu_tf.planner.speed.step_time import Machines, step_time
 
     name, batch, optimizer, precision = case
     graph = trace(lambda: models.build(name, optimizer, precision))

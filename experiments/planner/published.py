@@ -26,9 +26,9 @@ import json
 import os
 import statistics
 
-from mgpu_tf.planner.communication import Network
 from mgpu_tf.planner.devices import LINKS, Efficiencies, Link, link
-from mgpu_tf.planner.weak_scaling import efficiency
+from mgpu_tf.planner.speed.communication import Network
+from mgpu_tf.planner.speed.weak_scaling import efficiency
 
 _MILLION = 1e6
 # Parameters, and bytes of each gradient in float32.

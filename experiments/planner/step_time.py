@@ -26,11 +26,11 @@ import statistics
 from typing import Any
 
 from experiments.planner import machines as on_machines
-from mgpu_tf.planner.costs import step_operations
 from mgpu_tf.planner.devices import DEVICES, Device, Efficiencies, link
-from mgpu_tf.planner.graph import Graph
 from mgpu_tf.planner.layout import Layout
-from mgpu_tf.planner.step_time import Machines, step_time
+from mgpu_tf.planner.operations.costs import step_operations
+from mgpu_tf.planner.operations.graph import Graph
+from mgpu_tf.planner.speed.step_time import Machines, step_time
 
 # Widths of the hidden layers: 0.1, 1, 5 and 20 million parameters.
 MODELS = {"0.1M": (256, 2), "1M": (512, 4), "5M": (1024, 5), "20M": (2048, 5)}
@@ -227,7 +227,7 @@ def main() -> None:
     if given.worker:
         worker(given.worker)
         return
-    from mgpu_tf.planner.tracing import trace
+    from mgpu_tf.planner.operations.tracing import trace
 
     folder = pathlib.Path(given.output_dir)
     folder.mkdir(parents=True, exist_ok=True)

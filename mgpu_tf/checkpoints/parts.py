@@ -24,11 +24,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mgpu_tf.checkpoints import registry, storage
-from mgpu_tf.checkpoints.disk import DISK, open_file
-from mgpu_tf.checkpoints.interface import ASIDE, PREFIX, unfinished_path
 from mgpu_tf.checkpoints.manifest import compose, parse
 from mgpu_tf.checkpoints.reading import Stored, check_file, check_size
 from mgpu_tf.checkpoints.registry import Registry
+from mgpu_tf.checkpoints.storage.disk import DISK, open_file
+from mgpu_tf.checkpoints.storage.interface import ASIDE, PREFIX, unfinished_path
 from mgpu_tf.errors import CheckpointError
 from mgpu_tf.mesh import Piece
 

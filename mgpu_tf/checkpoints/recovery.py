@@ -19,8 +19,8 @@ import weakref
 from typing import Any
 
 from mgpu_tf.checkpoints import storage
-from mgpu_tf.checkpoints.interface import Claim, Notes
 from mgpu_tf.checkpoints.reading import patiently
+from mgpu_tf.checkpoints.storage.interface import Claim, Notes
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.folders import NotRegularError, is_address
 from mgpu_tf.reports.report import known

@@ -32,7 +32,7 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Piece
 from mgpu_tf.reports.report import LeftOut
 from mgpu_tf.runtime import determinism
-from mgpu_tf.strategies.topology import balance_of
+from mgpu_tf.strategies.replicas.topology import balance_of
 
 _log = logging.getLogger("mgpu_tf")
 

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from mgpu_tf.checkpoints import registry, storage
-from mgpu_tf.checkpoints.interface import ASIDE, PREFIX
 from mgpu_tf.checkpoints.keeping import Best, best_of, for_good_of, why_kept
 from mgpu_tf.checkpoints.manifest import (
     DamagedError,
@@ -40,6 +39,7 @@ from mgpu_tf.checkpoints.reading import (
     read_manifest,
 )
 from mgpu_tf.checkpoints.registry import Registry
+from mgpu_tf.checkpoints.storage.interface import ASIDE, PREFIX
 from mgpu_tf.errors import CheckpointError, ConfigurationError, is_integer
 from mgpu_tf.folders import is_address
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from mgpu_tf.cluster import environments
 from mgpu_tf.cluster.addresses import Address, parse
-from mgpu_tf.cluster.place import Place
+from mgpu_tf.cluster.environments.place import Place
 from mgpu_tf.errors import ClusterError, unknown_name
 from mgpu_tf.fields import check_types, checked
 
@@ -77,7 +77,7 @@ class ClusterConfig:
     ) -> ClusterConfig | None:
         """Reads `TF_CONFIG`, or what the scheduler of this process says.
 
-        Slurm, Kubernetes and SkyPilot are found; `cluster/environments.py`
+        Slurm, Kubernetes and SkyPilot are found; `cluster/environments`
         has the order. A line of the log says what was found.
 
         Args:

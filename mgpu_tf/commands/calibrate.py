@@ -7,7 +7,7 @@ from absl import flags
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.commands.arguments import Call
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.planner import calibration
+from mgpu_tf.planner.machine import calibration
 from mgpu_tf.runtime import quiet_import
 
 USAGE = """mgpu-tf calibrate [--flags]
@@ -56,7 +56,7 @@ def run(call: Call) -> int:
             "workers."
         )
     quiet_import.import_tensorflow()
-    from mgpu_tf.planner import probe
+    from mgpu_tf.planner.machine import probe
     from mgpu_tf.strategies.registry import create_strategy
 
     strategy = None

@@ -8,7 +8,7 @@ from absl import flags
 
 from mgpu_tf import flags as run_flags
 from mgpu_tf.cluster.config import TF_CONFIG, ClusterConfig
-from mgpu_tf.cluster.place import DEFAULT_PORT
+from mgpu_tf.cluster.environments.place import DEFAULT_PORT
 from mgpu_tf.commands.arguments import (
     RESTART_NEEDS,
     Call,

@@ -156,7 +156,7 @@ def run(call: Call) -> int:
 
 def _model(values: flags.FlagValues) -> int:
     """Plans a model; prints a table or JSON, and writes the page."""
-    from mgpu_tf.planner import page
+    from mgpu_tf.planner.choice import page
 
     found = planned_model.plan_of(values)
     if values.html is not None:

@@ -11,10 +11,10 @@ from absl import flags
 from mgpu_tf import planner
 from mgpu_tf.errors import ConfigurationError, check_integer, unknown_name
 from mgpu_tf.names import APPLICATIONS, MODELS
-from mgpu_tf.planner import calibration
 from mgpu_tf.planner import devices as devices_lib
-from mgpu_tf.planner.plans import Plan
-from mgpu_tf.planner.step_time import Machines
+from mgpu_tf.planner.choice.plans import Plan
+from mgpu_tf.planner.machine import calibration
+from mgpu_tf.planner.speed.step_time import Machines
 from mgpu_tf.user_function import is_target, load_function
 
 if TYPE_CHECKING:

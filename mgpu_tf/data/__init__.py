@@ -16,30 +16,34 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from mgpu_tf.data.arrays import ArraySource, rows_of_arrays, split_arrays
 from mgpu_tf.data.feed import Feed, distribute, drop, next_batch
-from mgpu_tf.data.indexed import RandomAccessSource
-from mgpu_tf.data.python import GeneratorSource, PyDatasetSource
-from mgpu_tf.data.sources import (
+from mgpu_tf.data.sources.arrays import (
+    ArraySource,
+    rows_of_arrays,
+    split_arrays,
+)
+from mgpu_tf.data.sources.batches import (
     BatchSource,
     DatasetFn,
     DatasetSource,
     FunctionSource,
     Source,
 )
-from mgpu_tf.data.structures import SIZES_DIFFER, pack
-from mgpu_tf.data.tasks import (
+from mgpu_tf.data.sources.indexed import RandomAccessSource
+from mgpu_tf.data.sources.python import GeneratorSource, PyDatasetSource
+from mgpu_tf.data.sources.tasks import (
     PreprocessedSource,
     arrays_of,
     is_task,
     kept_order,
     preprocess_of,
 )
-from mgpu_tf.data.weights import with_class_weight
+from mgpu_tf.data.sources.weights import with_class_weight
+from mgpu_tf.data.structures import SIZES_DIFFER, pack
 from mgpu_tf.datasets.random_access import RandomAccess
 from mgpu_tf.errors import ConfigurationError, check_integer
 from mgpu_tf.strategies.registry import topology_of
-from mgpu_tf.strategies.topology import balance_of
+from mgpu_tf.strategies.replicas.topology import balance_of
 
 __all__ = [
     "SIZES_DIFFER",

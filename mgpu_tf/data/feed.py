@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.data import structures
-from mgpu_tf.data.sources import BatchSource, Source
+from mgpu_tf.data.sources.batches import BatchSource, Source
 from mgpu_tf.data.structures import batch_size
 from mgpu_tf.strategies.registry import topology_of
 

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.topology import LocalReplicas
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
 SIZES_DIFFER = (
     "On several replicas the inputs, targets and weights of a batch must have "

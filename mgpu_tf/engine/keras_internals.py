@@ -35,7 +35,7 @@ from tensorflow.python.framework import auto_control_deps_utils
 from mgpu_tf.layers import ShardedEmbedding
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
 from mgpu_tf.strategies.registry import kind_of
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 
 # The lists in which optimizers keep one variable for each weight.
 _SLOTS: dict[type, tuple[str, ...]] = {

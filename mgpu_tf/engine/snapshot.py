@@ -37,8 +37,8 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Piece, Region, shares
 from mgpu_tf.strategies.registry import topology_of
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
-from mgpu_tf.strategies.topology import LocalReplicas
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 
 Layouts = Mapping[str, tuple[str, tuple[int, ...]]]
 

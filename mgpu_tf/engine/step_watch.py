@@ -20,8 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import topology_of
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 # Sum of losses, number of examples, replicas whose weights are not finite.
 _COLUMNS = 3

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.reports.memory import DeviceMemory, MemoryTable
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 
 
 def memory_of(model: keras.Model) -> MemoryTable:

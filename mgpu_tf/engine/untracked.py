@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 
 # Objects of their classes, but for layers, hold no variable of the author's.
 _LIBRARIES = {"builtins", "keras", "mgpu_tf", "numpy", "tensorflow"}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from mgpu_tf.cluster.addresses import host_of
 from mgpu_tf.cluster.config import TF_CONFIG
-from mgpu_tf.cluster.place import DEFAULT_PORT
+from mgpu_tf.cluster.environments.place import DEFAULT_PORT
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import checked
 from mgpu_tf.launch.job import LaunchJob, check_command

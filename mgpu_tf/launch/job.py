@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from mgpu_tf.cluster import ports
 from mgpu_tf.cluster.config import TF_CONFIG, ClusterConfig
-from mgpu_tf.cluster.place import Place
+from mgpu_tf.cluster.environments.place import Place
 from mgpu_tf.cluster.roles import Roles
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.fields import check_types

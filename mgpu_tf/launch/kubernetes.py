@@ -13,7 +13,7 @@
 
 Each kind has a NetworkPolicy as well. The servers of TensorFlow have no
 authentication, so only pods of the job reach its pods. The environment of the
-pods is what `mgpu_tf.cluster.kubernetes` reads.
+pods is what `mgpu_tf.cluster.environments.kubernetes` reads.
 
 References: JobSet (jobset.x-k8s.io/v1alpha2), Job (batch/v1), TrainJob
 (trainer.kubeflow.org/v1alpha1), Kueue (kueue.x-k8s.io/queue-name).
@@ -26,8 +26,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from mgpu_tf.cluster import kubernetes as environment
-from mgpu_tf.cluster.place import DEFAULT_PORT, PORT
+from mgpu_tf.cluster.environments import kubernetes as environment
+from mgpu_tf.cluster.environments.place import DEFAULT_PORT, PORT
 from mgpu_tf.cluster.roles import NUM_WORKERS, Roles
 from mgpu_tf.errors import (
     PREEMPTED,

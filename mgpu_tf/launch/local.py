@@ -39,7 +39,7 @@ from mgpu_tf.launch.machines import (
     ThisMachine,
 )
 from mgpu_tf.launch.policy import SETTLED_SECONDS
-from mgpu_tf.launch.process import Task
+from mgpu_tf.launch.processes.process import Task
 
 # More are a slip of the hand, and would end the machine before the job.
 MOST_TASKS = 1000

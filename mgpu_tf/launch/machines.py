@@ -23,8 +23,8 @@ from mgpu_tf.cluster.roles import Roles
 from mgpu_tf.errors import ClusterError
 from mgpu_tf.launch import gpus, noise
 from mgpu_tf.launch.job import LaunchJob
-from mgpu_tf.launch.process import LocalTask, Task
-from mgpu_tf.launch.spares import Spares
+from mgpu_tf.launch.processes.process import LocalTask, Task
+from mgpu_tf.launch.processes.spares import Spares
 
 
 class NoRoom(ClusterError):

@@ -32,7 +32,7 @@ from mgpu_tf.fields import names_of
 from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.local import supervise
 from mgpu_tf.launch.machines import ThisMachine
-from mgpu_tf.launch.process import Task
+from mgpu_tf.launch.processes.process import Task
 
 # What `signal` and the supervisor say of Ctrl-C.
 _INTERRUPTED = 130

@@ -35,8 +35,8 @@ from mgpu_tf.launch import keeper
 from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.local import supervise
 from mgpu_tf.launch.machines import Interrupted, NoRoom, Output
-from mgpu_tf.launch.process import Task
-from mgpu_tf.launch.spares import Spares
+from mgpu_tf.launch.processes.process import Task
+from mgpu_tf.launch.processes.spares import Spares
 
 # Ray's names of how the bundles of a job lie on nodes.
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")

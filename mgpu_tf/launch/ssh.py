@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.cluster.place import DEFAULT_PORT
+from mgpu_tf.cluster.environments.place import DEFAULT_PORT
 from mgpu_tf.cluster.roles import Roles
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.launch import keeper
@@ -31,8 +31,8 @@ from mgpu_tf.launch.hosts import places
 from mgpu_tf.launch.job import LaunchJob, check_command
 from mgpu_tf.launch.local import supervise
 from mgpu_tf.launch.machines import Output
-from mgpu_tf.launch.process import LocalTask, Task
-from mgpu_tf.launch.spares import Spares
+from mgpu_tf.launch.processes.process import LocalTask, Task
+from mgpu_tf.launch.processes.spares import Spares
 
 # No question that nobody answers; a dead connection is noticed.
 _OPTIONS = (

@@ -17,11 +17,11 @@ state               what is counted from a number of parameters alone
 Arithmetic needs no TensorFlow; a model is traced when one is given.
 """
 
-from mgpu_tf.planner.largest import largest_batch
-from mgpu_tf.planner.memory import MemoryEstimate, estimate_memory
-from mgpu_tf.planner.plans import Candidate, Plan, plan
+from mgpu_tf.planner.choice.plans import Candidate, Plan, plan
+from mgpu_tf.planner.machine.largest import largest_batch
+from mgpu_tf.planner.memory.per_device import MemoryEstimate, estimate_memory
+from mgpu_tf.planner.speed.step_time import Machines
 from mgpu_tf.planner.state import SLOTS, StateMemory, hours
-from mgpu_tf.planner.step_time import Machines
 
 __all__ = [
     "SLOTS",

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from mgpu_tf.errors import CheckpointError, ConfigurationError, WorkerError
-from mgpu_tf.strategies.mirrored import SILENCE_SECONDS
+from mgpu_tf.strategies.replicas.mirrored import SILENCE_SECONDS
 
 # Of operations of several workers that are not the same one.
 _CROSSED = re.compile(

@@ -49,8 +49,8 @@ from mgpu_tf.strategies.calls import (
     mistake_behind,
     unheard,
 )
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import topology_of
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 # How long one look for a message waits before failures are looked for.
 _LOOK_MILLISECONDS = 2000

@@ -24,17 +24,24 @@ from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.fields import check_effects, checked, made_of
 from mgpu_tf.options import StepOptions, StrategyOptions
 from mgpu_tf.runtime import devices as devices_lib
-from mgpu_tf.strategies.fully_sharded import (
-    SplittingStrategy,
-    sharded_topology,
-)
-from mgpu_tf.strategies.model_parallel import create_model_parallel_strategy
 from mgpu_tf.strategies.parameter_server import (
     EvaluatorStrategy,
     ParameterServerStrategy,
     create_parameter_server_strategy,
 )
-from mgpu_tf.strategies.pipeline import StagedStrategy
+from mgpu_tf.strategies.replicas.topology import (
+    Topology,
+    asynchronous_topology,
+    synchronous_topology,
+)
+from mgpu_tf.strategies.split.fully_sharded import (
+    SplittingStrategy,
+    sharded_topology,
+)
+from mgpu_tf.strategies.split.model_parallel import (
+    create_model_parallel_strategy,
+)
+from mgpu_tf.strategies.split.pipeline import StagedStrategy
 from mgpu_tf.strategies.synchronous import (
     check_communication,
     create_central_storage_strategy,
@@ -42,11 +49,6 @@ from mgpu_tf.strategies.synchronous import (
     create_multi_worker_mirrored_strategy,
     create_one_device_strategy,
     create_tpu_strategy,
-)
-from mgpu_tf.strategies.topology import (
-    Topology,
-    asynchronous_topology,
-    synchronous_topology,
 )
 from mgpu_tf.user_function import is_target, load_function
 
@@ -56,7 +58,7 @@ _SYNCHRONOUS = "mgpu_tf.engine.synchronous.engine:SynchronousEngine"
 _SHARDED = "mgpu_tf.engine.synchronous.sharded:ShardedEngine"
 _PIPELINE = "mgpu_tf.engine.synchronous.pipeline.engine:PipelineEngine"
 _ASYNCHRONOUS = "mgpu_tf.engine.asynchronous.engine:AsynchronousEngine"
-_PLANNER = "mgpu_tf.planner.here"
+_PLANNER = "mgpu_tf.planner.machine.here"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,8 @@ from mgpu_tf.errors import ConfigurationError, unknown_name
 from mgpu_tf.fields import checked
 from mgpu_tf.names import COMMUNICATIONS, VISIBLE_GPUS, Devices, Shares
 from mgpu_tf.runtime import devices as devices_lib
-from mgpu_tf.strategies.balance import Balance
-from mgpu_tf.strategies.mirrored import (
+from mgpu_tf.strategies.replicas.balance import Balance
+from mgpu_tf.strategies.replicas.mirrored import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
 )

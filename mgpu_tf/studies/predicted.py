@@ -16,11 +16,11 @@ import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StrategyOptions
-from mgpu_tf.planner.here import machines_here
-from mgpu_tf.planner.memory import memory_of
-from mgpu_tf.planner.remedies import layout_here
-from mgpu_tf.planner.step_time import step_time
-from mgpu_tf.planner.tracing import trace
+from mgpu_tf.planner.choice.remedies import layout_here
+from mgpu_tf.planner.machine.here import machines_here
+from mgpu_tf.planner.memory.per_device import memory_of
+from mgpu_tf.planner.operations.tracing import trace
+from mgpu_tf.planner.speed.step_time import step_time
 from mgpu_tf.strategies.registry import kind_of, topology_of
 from mgpu_tf.training.trainer import Trainer
 

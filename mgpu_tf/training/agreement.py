@@ -23,7 +23,7 @@ import numpy as np
 
 from mgpu_tf.checkpoints.run_state import LAYERS, OPTIMIZERS
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 
 # What differs between the same object of two processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

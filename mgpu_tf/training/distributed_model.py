@@ -33,7 +33,7 @@ from mgpu_tf.errors import (
 from mgpu_tf.folders import check_local, check_path
 from mgpu_tf.launch import noise
 from mgpu_tf.options import StepOptions
-from mgpu_tf.planner.remedies import explain, layout_here
+from mgpu_tf.planner.choice.remedies import explain, layout_here
 from mgpu_tf.runtime import determinism
 from mgpu_tf.strategies.peers import Peers
 from mgpu_tf.strategies.registry import is_chief, topology_of

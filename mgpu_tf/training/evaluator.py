@@ -12,7 +12,7 @@ from mgpu_tf.checkpoints import store
 from mgpu_tf.checkpoints.manifest import DamagedError
 from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.run_state import State
-from mgpu_tf.checkpoints.writer import Variables, read_state
+from mgpu_tf.checkpoints.saving.writer import Variables, read_state
 from mgpu_tf.engine.snapshot import Snapshot
 from mgpu_tf.engine.step.base import Engine, Logs
 from mgpu_tf.errors import ConfigurationError

@@ -15,7 +15,7 @@ import tensorflow as tf
 from mgpu_tf import data as data_lib
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.strategies.registry import kind_of, topology_of
-from mgpu_tf.strategies.topology import balance_of
+from mgpu_tf.strategies.replicas.topology import balance_of
 
 _SHOWN_DEVICES = 2
 

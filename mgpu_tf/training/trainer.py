@@ -28,7 +28,7 @@ from mgpu_tf.checkpoints.callback_state import remembered, remind
 from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.recovery import Recovery
 from mgpu_tf.checkpoints.run_state import EpochRecord
-from mgpu_tf.checkpoints.writer import Variables, read_state
+from mgpu_tf.checkpoints.saving.writer import Variables, read_state
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.step.base import Logs
 from mgpu_tf.engine.step.traced import excerpts
@@ -58,7 +58,6 @@ from mgpu_tf.strategies.registry import (
     strategy_of_scope,
 )
 from mgpu_tf.training import callbacks as callbacks_lib
-from mgpu_tf.training import loop
 from mgpu_tf.training.call_arguments import (
     FitNumbers,
     by_batch,
@@ -80,9 +79,8 @@ from mgpu_tf.training.callbacks import Callbacks
 from mgpu_tf.training.data_errors import explained
 from mgpu_tf.training.distributed_model import BuildModel, DistributedModel
 from mgpu_tf.training.evaluator import follow
-from mgpu_tf.training.model_file import streamed
-from mgpu_tf.training.profiled import profile_of
-from mgpu_tf.training.replay import (
+from mgpu_tf.training.loops import loop
+from mgpu_tf.training.loops.replay import (
     FOUND,
     Replay,
     asked,
@@ -91,7 +89,9 @@ from mgpu_tf.training.replay import (
     replay,
     tell_verdict,
 )
-from mgpu_tf.training.totals import Totals
+from mgpu_tf.training.loops.totals import Totals
+from mgpu_tf.training.model_file import streamed
+from mgpu_tf.training.profiled import profile_of
 
 _log = logging.getLogger("mgpu_tf")
 

@@ -19,8 +19,9 @@ import keras
 import numpy as np
 
 import mgpu_tf
-from mgpu_tf.checkpoints import saver, store
-from mgpu_tf.checkpoints.writer import Writer
+from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints.saving import saver
+from mgpu_tf.checkpoints.saving.writer import Writer
 
 LAYERS = 5
 STEPS = 5

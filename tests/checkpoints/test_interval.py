@@ -12,7 +12,7 @@ from mgpu_tf.checkpoints.interval import (
     Interval,
     best_interval,
 )
-from mgpu_tf.checkpoints.saver import CheckpointSaver
+from mgpu_tf.checkpoints.saving.saver import CheckpointSaver
 from mgpu_tf.engine.step.base import Votes
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import SaveOptions

@@ -12,7 +12,7 @@ from mgpu_tf import cli
 from mgpu_tf.checkpoints import keeping, registry, store
 from mgpu_tf.checkpoints.keeping import Best, ForGood
 from mgpu_tf.checkpoints.manifest import DamagedError, NewerFormatError
-from mgpu_tf.checkpoints.saver import CheckpointSaver
+from mgpu_tf.checkpoints.saving.saver import CheckpointSaver
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.reports.report import weights_sha256
 from tests.checkpoints.test_storage import DISK, MEMORY, save

@@ -9,15 +9,9 @@ import numpy as np
 import pytest
 
 from mgpu_tf import cli
-from mgpu_tf.checkpoints import (
-    objects,
-    parts,
-    reading,
-    step_losses,
-    storage,
-    store,
-)
+from mgpu_tf.checkpoints import parts, reading, step_losses, storage, store
 from mgpu_tf.checkpoints.reading import Stored, UnreadableError
+from mgpu_tf.checkpoints.storage import objects
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Piece, Region
 from mgpu_tf.studies.doctor import machine

@@ -17,7 +17,7 @@ import tensorflow as tf
 import mgpu_tf
 from mgpu_tf.checkpoints import manifest, parts, reading, registry, store
 from mgpu_tf.checkpoints.recovery import Owner, SupersededError
-from mgpu_tf.checkpoints.saver import CheckpointSaver
+from mgpu_tf.checkpoints.saving.saver import CheckpointSaver
 from mgpu_tf.errors import CheckpointError, ConfigurationError, Preempted
 from mgpu_tf.reports.report import weights_sha256
 from tests.tiers import tiered

@@ -12,10 +12,10 @@ import pytest
 
 import mgpu_tf
 from mgpu_tf.checkpoints import keeping, parts, store
-from mgpu_tf.checkpoints import writer as writer_lib
 from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.recovery import Owner, not_seen
-from mgpu_tf.checkpoints.writer import Variables, Writer, piece_of
+from mgpu_tf.checkpoints.saving import writer as writer_lib
+from mgpu_tf.checkpoints.saving.writer import Variables, Writer, piece_of
 from mgpu_tf.engine import snapshot as snapshot_lib
 from mgpu_tf.engine.snapshot import Snapshot
 from mgpu_tf.errors import CheckpointError, ConfigurationError

@@ -18,14 +18,12 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from mgpu_tf import cli
 from mgpu_tf.checkpoints import (
     manifest,
-    objects,
     parts,
     reading,
     registry,
     step_losses,
     storage,
     store,
-    writer,
 )
 from mgpu_tf.checkpoints.keeping import Best, ForGood, as_state
 from mgpu_tf.checkpoints.manifest import MANIFEST, DamagedError
@@ -39,6 +37,8 @@ from mgpu_tf.checkpoints.recovery import (
     run_of,
 )
 from mgpu_tf.checkpoints.registry import Registry
+from mgpu_tf.checkpoints.saving import writer
+from mgpu_tf.checkpoints.storage import objects
 from mgpu_tf.errors import CheckpointError, ConfigurationError
 from mgpu_tf.mesh import Piece, Region
 

@@ -11,17 +11,13 @@ import sys
 
 import pytest
 
-from mgpu_tf.checkpoints import (
-    manifest,
-    parts,
-    store,
-    writer,
-)
-from mgpu_tf.checkpoints.disk import DISK
-from mgpu_tf.checkpoints.interface import unfinished_path
+from mgpu_tf.checkpoints import manifest, parts, store
 from mgpu_tf.checkpoints.manifest import MANIFEST
 from mgpu_tf.checkpoints.parts import Part
 from mgpu_tf.checkpoints.reading import Stored
+from mgpu_tf.checkpoints.saving import writer
+from mgpu_tf.checkpoints.storage.disk import DISK
+from mgpu_tf.checkpoints.storage.interface import unfinished_path
 from mgpu_tf.errors import CheckpointError
 from mgpu_tf.mesh import Piece, Region
 from tests import clusters

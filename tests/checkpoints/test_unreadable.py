@@ -20,7 +20,7 @@ from mgpu_tf.checkpoints.manifest import (
 from mgpu_tf.checkpoints.reading import Stored, UnreadableError
 from mgpu_tf.checkpoints.recovery import Owner, living_owner, run_of
 from mgpu_tf.checkpoints.registry import Registry
-from mgpu_tf.checkpoints.writer import Writer
+from mgpu_tf.checkpoints.saving.writer import Writer
 from mgpu_tf.errors import CheckpointError, ConfigurationError
 from mgpu_tf.mesh import Piece, Region
 from tests import clusters

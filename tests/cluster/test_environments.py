@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgpu_tf.cluster import environments, slurm
+from mgpu_tf.cluster import environments
 from mgpu_tf.cluster.config import ClusterConfig
+from mgpu_tf.cluster.environments import slurm
 from mgpu_tf.errors import ClusterError
 
 SLURM = {

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgpu_tf.cluster.node_list import expand, tasks_per_node
+from mgpu_tf.cluster.environments.node_list import expand, tasks_per_node
 from mgpu_tf.errors import ClusterError
 
 unhurried = settings(deadline=None, database=None)

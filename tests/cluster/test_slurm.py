@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import given, settings
 
-from mgpu_tf.cluster import node_list
+from mgpu_tf.cluster.environments import node_list
 from mgpu_tf.launch.slurm import SlurmJob, batch_script
 from tests import clusters, pages
 from tests.cluster import test_node_list

@@ -3,7 +3,7 @@
 import pytest
 
 from mgpu_tf import cli
-from mgpu_tf.planner.calibration import Calibration
+from mgpu_tf.planner.machine.calibration import Calibration
 
 
 @pytest.mark.full

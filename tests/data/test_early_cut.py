@@ -19,8 +19,8 @@ from tensorflow.python.data.ops import (
 )
 
 from mgpu_tf import data
-from mgpu_tf.data import early_cut
-from mgpu_tf.strategies.topology import LocalReplicas
+from mgpu_tf.data.tf_data import early_cut
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
 from tests.data.test_global_batches import parts, passes
 
 SIZE, LENGTH = 8, 29

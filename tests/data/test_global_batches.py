@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mgpu_tf import data
 from mgpu_tf.data.feed import ended
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.topology import LocalReplicas
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
 
 def passes(source, part, count, index=0):

@@ -13,9 +13,9 @@ from tensorflow.python.util import nest
 
 import mgpu_tf
 from mgpu_tf import data
-from mgpu_tf.data.permutation import permuted
+from mgpu_tf.data.sources.permutation import permuted
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.topology import LocalReplicas
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
 from tests import clusters
 from tests.data.test_global_batches import parts, passes
 from tests.jobs import own_rows

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from mgpu_tf.data.order import order_of
+from mgpu_tf.data.tf_data.order import order_of
 from tests import clusters
 
 REBUILDS = 40

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mgpu_tf.data.permutation import permuted
+from mgpu_tf.data.sources.permutation import permuted
 
 
 def order(length, seed=0, index=0):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf import data
-from mgpu_tf.strategies.topology import LocalReplicas
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
 from tests import clusters
 from tests.jobs import tasks
 from tests.tiers import tiered

@@ -20,7 +20,7 @@ from mgpu_tf.datasets.open_files import most_open
 from mgpu_tf.datasets.parquet import ParquetRows
 from mgpu_tf.datasets.record_index import RecordFiles
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.topology import LocalReplicas
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
 
 def batches(examples, batch_size=4, shuffle=False):

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 from tests.tiers import tiered
 
 hub = pytest.importorskip("keras_hub")

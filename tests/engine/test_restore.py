@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.data import order
+from mgpu_tf.data.tf_data import order
 from tests.tiers import tiered
 
 ROWS, SIZE = 96, 8

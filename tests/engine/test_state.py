@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 import mgpu_tf
-from mgpu_tf.checkpoints.writer import piece_of
+from mgpu_tf.checkpoints.saving.writer import piece_of
 from mgpu_tf.engine.snapshot import Held
 from mgpu_tf.mesh import Region
 from tests.conformance.layers import Moving

@@ -10,7 +10,7 @@ from keras import layers
 
 import mgpu_tf
 from mgpu_tf.engine.step.tensor_parallel import parts
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 from tests.engine import tensor_models as models
 from tests.tiers import tiered
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from experiments.planner import jobs, memory, on_gpu, published, step_time
-from mgpu_tf.planner.scratch import FITTED
+from mgpu_tf.planner.memory.scratch import FITTED
 from tests import clusters
 from tests.tiers import full
 

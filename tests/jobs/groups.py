@@ -7,7 +7,7 @@ what they make of the results, so the expected gradients follow by hand.
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.strategies.collectives import Groups
+from mgpu_tf.strategies.replicas.collectives import Groups
 
 ROWS, COLUMNS = 6, 7
 

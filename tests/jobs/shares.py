@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.strategies import balance as balance_lib
-from mgpu_tf.strategies.balance import Balance
+from mgpu_tf.strategies.replicas import balance as balance_lib
+from mgpu_tf.strategies.replicas.balance import Balance
 from tests.parity import cases
 
 SIZE, BATCH = 45, 8

@@ -14,15 +14,15 @@ from keras import layers
 import mgpu_tf
 from mgpu_tf.checkpoints import store
 from mgpu_tf.checkpoints.reading import Stored
-from mgpu_tf.checkpoints.writer import Variables as StoredVariables
-from mgpu_tf.checkpoints.writer import Writer
+from mgpu_tf.checkpoints.saving.writer import Variables as StoredVariables
+from mgpu_tf.checkpoints.saving.writer import Writer
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.snapshot import Snapshot, Variables
 from mgpu_tf.reports.report import weights_sha256
-from mgpu_tf.strategies import mirrored
 from mgpu_tf.strategies.peers import Peers
 from mgpu_tf.strategies.registry import topology_of
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.replicas import mirrored
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 from tests.engine import tensor_models as models
 from tests.parity import cases
 from tests.strategies import test_bytes_between_devices as counted

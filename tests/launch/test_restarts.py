@@ -7,9 +7,10 @@ import signal
 import pytest
 
 from mgpu_tf.errors import PREEMPTED, ConfigurationError
-from mgpu_tf.launch import local, process
+from mgpu_tf.launch import local
 from mgpu_tf.launch.policy import RestartPolicy
-from mgpu_tf.launch.process import oom_kills
+from mgpu_tf.launch.processes import process
+from mgpu_tf.launch.processes.process import oom_kills
 from tests.launch.test_local import (
     STAY,
     assert_gone,
@@ -255,7 +256,7 @@ def test_out_of_memory_counters(text, count, tmp_path):
 def test_out_of_memory_is_told_apart(tmp_path, capfd, monkeypatch):
     counted = iter([0, 0, 0, 1])
     monkeypatch.setattr(
-        "mgpu_tf.launch.process.oom_kills", lambda: next(counted)
+        "mgpu_tf.launch.processes.process.oom_kills", lambda: next(counted)
     )
     body = "os.kill(os.getpid(), signal.SIGKILL)"
     assert local.launch(command(BODY + body, tmp_path), 1) == 137

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.launch import local, spares
+from mgpu_tf.launch import local
 from mgpu_tf.launch.job import LaunchJob
 from mgpu_tf.launch.policy import RestartPolicy
+from mgpu_tf.launch.processes import spares
 from tests import clusters
 from tests.launch.test_local import PRELUDE
 

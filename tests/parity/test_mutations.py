@@ -14,7 +14,7 @@ from mgpu_tf.engine.random_rows import scope
 from mgpu_tf.engine.step import replica_step as step
 from mgpu_tf.engine.step.losses import BatchShare, _Term
 from mgpu_tf.engine.step.update import Update
-from mgpu_tf.strategies.topology import LocalReplicas
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
 from tests.parity import cases, judge
 from tests.tiers import tiered
 

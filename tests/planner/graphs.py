@@ -2,7 +2,14 @@
 
 import itertools
 
-from mgpu_tf.planner.graph import BATCH, Graph, Layer, Operation, Tensor, Weight
+from mgpu_tf.planner.operations.graph import (
+    BATCH,
+    Graph,
+    Layer,
+    Operation,
+    Tensor,
+    Weight,
+)
 
 
 def dense_graph(widths=(4, 8, 2), slots=8.0, kind="Dense"):

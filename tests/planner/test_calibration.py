@@ -3,8 +3,12 @@
 import pytest
 
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.planner.calibration import VARIABLE, Calibration, default_path
 from mgpu_tf.planner.devices import Device, Efficiencies, Link
+from mgpu_tf.planner.machine.calibration import (
+    VARIABLE,
+    Calibration,
+    default_path,
+)
 
 FOUND = Calibration(
     Device("cpu", 1e10, 5e9, {"float32": 1e10}, "memory", Efficiencies()),

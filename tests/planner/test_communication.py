@@ -3,9 +3,9 @@
 import pytest
 
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.planner.communication import Network
 from mgpu_tf.planner.devices import DEVICES, LINKS, Efficiencies, Link, link
-from mgpu_tf.planner.weak_scaling import efficiency
+from mgpu_tf.planner.speed.communication import Network
+from mgpu_tf.planner.speed.weak_scaling import efficiency
 
 FAST, SLOW = Link("fast", 100e9, 0.0), Link("slow", 1e9, 0.0)
 

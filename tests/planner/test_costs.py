@@ -2,8 +2,12 @@
 
 import pytest
 
-from mgpu_tf.planner.costs import cost_of, step_operations, work_by_layer
-from mgpu_tf.planner.graph import BATCH, Graph, Operation, Tensor
+from mgpu_tf.planner.operations.costs import (
+    cost_of,
+    step_operations,
+    work_by_layer,
+)
+from mgpu_tf.planner.operations.graph import BATCH, Graph, Operation, Tensor
 from tests.planner.graphs import dense_graph
 
 

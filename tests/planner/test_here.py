@@ -9,10 +9,10 @@ import mgpu_tf
 from mgpu_tf import planner
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StrategyOptions
-from mgpu_tf.planner import here
 from mgpu_tf.planner.layout import Layout
-from mgpu_tf.planner.memory import memory_of
-from mgpu_tf.planner.tracing import trace
+from mgpu_tf.planner.machine import here
+from mgpu_tf.planner.memory.per_device import memory_of
+from mgpu_tf.planner.operations.tracing import trace
 from mgpu_tf.strategies.registry import kind_of
 from tests.planner import counts
 

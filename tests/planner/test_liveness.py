@@ -1,6 +1,6 @@
 """The most that a list of operations holds, by hand."""
 
-from mgpu_tf.planner.liveness import Schedule
+from mgpu_tf.planner.operations.liveness import Schedule
 
 
 def chain(kind):

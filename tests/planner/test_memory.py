@@ -11,10 +11,10 @@ import mgpu_tf
 from mgpu_tf import planner
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.planner.layout import Layout
-from mgpu_tf.planner.liveness import KINDS
-from mgpu_tf.planner.memory import memory_of, stages_of
-from mgpu_tf.planner.rules import RULES
-from mgpu_tf.planner.tracing import trace
+from mgpu_tf.planner.memory.per_device import memory_of, stages_of
+from mgpu_tf.planner.memory.rules import RULES
+from mgpu_tf.planner.operations.liveness import KINDS
+from mgpu_tf.planner.operations.tracing import trace
 from tests.planner import counts
 from tests.planner.graphs import dense_graph
 

@@ -5,11 +5,12 @@ import json
 import pytest
 
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.planner import Machines, page, plan
-from mgpu_tf.planner.candidates import layouts
+from mgpu_tf.planner import Machines, plan
+from mgpu_tf.planner.choice import page
+from mgpu_tf.planner.choice.candidates import layouts
 from mgpu_tf.planner.devices import Link, device, link
 from mgpu_tf.planner.layout import Layout
-from mgpu_tf.planner.memory import memory_of
+from mgpu_tf.planner.memory.per_device import memory_of
 from tests.planner.graphs import dense_graph
 
 A100 = device("a100-40gb")

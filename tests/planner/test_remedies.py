@@ -2,10 +2,10 @@
 
 import pytest
 
-from mgpu_tf.planner.largest import fitting_rows
+from mgpu_tf.planner.choice.remedies import explain, remedies
 from mgpu_tf.planner.layout import Layout
-from mgpu_tf.planner.memory import memory_of
-from mgpu_tf.planner.remedies import explain, remedies
+from mgpu_tf.planner.machine.largest import fitting_rows
+from mgpu_tf.planner.memory.per_device import memory_of
 from tests.planner.graphs import dense_graph
 
 GRAPH = dense_graph((256,) * 9)

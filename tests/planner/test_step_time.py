@@ -6,7 +6,7 @@ import pytest
 
 from mgpu_tf.planner.devices import Device, Efficiencies, Link
 from mgpu_tf.planner.layout import Layout
-from mgpu_tf.planner.step_time import Machines, passes, step_time
+from mgpu_tf.planner.speed.step_time import Machines, passes, step_time
 from tests.planner.graphs import dense_graph
 
 # Nothing is lost: one operation a second, bytes for nothing.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.planner.tracing import trace
+from mgpu_tf.planner.operations.tracing import trace
 
 
 def compiled(inputs, outputs, optimizer="adam", loss="mse"):

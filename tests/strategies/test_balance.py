@@ -9,10 +9,10 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
-from mgpu_tf.strategies import balance as balance_lib
-from mgpu_tf.strategies.balance import Balance, balanced, shares_for
 from mgpu_tf.strategies.peers import Peers
-from mgpu_tf.strategies.topology import LocalReplicas
+from mgpu_tf.strategies.replicas import balance as balance_lib
+from mgpu_tf.strategies.replicas.balance import Balance, balanced, shares_for
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
 from tests import clusters
 from tests.jobs import shares as jobs
 from tests.parity import cases

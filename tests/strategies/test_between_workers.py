@@ -8,7 +8,8 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
 
 from mgpu_tf.cluster.config import ClusterConfig
-from mgpu_tf.strategies import mirrored, synchronous
+from mgpu_tf.strategies import synchronous
+from mgpu_tf.strategies.replicas import mirrored
 
 GPU = ["GPU:0"]
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.strategies.collectives import Groups, Line, has_nccl
+from mgpu_tf.strategies.replicas.collectives import Groups, Line, has_nccl
 from tests import clusters
 from tests.jobs import groups as jobs
 from tests.tiers import tiered
@@ -190,7 +190,7 @@ def test_operations_are_told_to_take_nccl(strategies, monkeypatch):
     """One for each member; a hint of `auto` takes none, wherever it runs."""
     strategy = strategies["mirrored_x2"]
     monkeypatch.setattr(
-        "mgpu_tf.strategies.collectives.has_nccl", lambda *_: True
+        "mgpu_tf.strategies.replicas.collectives.has_nccl", lambda *_: True
     )
     groups = Groups(strategy, [[0, 1]])
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 from tests.strategies.resuming import (
     check_elsewhere,
     check_same_bits,

@@ -9,7 +9,10 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.strategies.own_gradient import own_gradient, sum_over_replicas
+from mgpu_tf.strategies.replicas.own_gradient import (
+    own_gradient,
+    sum_over_replicas,
+)
 from tests.tiers import tiered
 
 

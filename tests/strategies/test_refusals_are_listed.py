@@ -13,7 +13,7 @@ MODULES = [
     "engine/synchronous/sharded.py",
     "engine/synchronous/whole_update.py",
     "engine/synchronous/whole_weights.py",
-    "strategies/sharded_variable.py",
+    "strategies/split/sharded_variable.py",
     "engine/step/tensor_parallel/parts.py",
     "engine/step/tensor_parallel/structure.py",
     "engine/synchronous/pipeline/engine.py",

@@ -3,7 +3,7 @@
 import types
 
 from mgpu_tf.strategies.registry import kind_of, topology_of
-from mgpu_tf.strategies.topology import (
+from mgpu_tf.strategies.replicas.topology import (
     LocalReplicas,
     asynchronous_topology,
     synchronous_topology,

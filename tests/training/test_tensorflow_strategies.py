@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import mgpu_tf
-from mgpu_tf.strategies.mirrored import OneReplicaView
+from mgpu_tf.strategies.replicas.mirrored import OneReplicaView
 
 
 class OfTheBatch(keras.losses.Loss):

@@ -20,7 +20,7 @@ from mgpu_tf.engine.author.state import ReplicaState, Writes
 from mgpu_tf.engine.step.replica_step import ReplicaStep, outputs_of
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.parameter_server import ParameterServerStrategy
-from mgpu_tf.strategies.topology import LocalReplicas
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
 State = list[tf.Tensor]
 

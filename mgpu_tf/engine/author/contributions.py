@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine.row_proof import FIXED, SUM, note
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 
 @dataclasses.dataclass(frozen=True)

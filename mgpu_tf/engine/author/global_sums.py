@@ -17,7 +17,7 @@ import tensorflow as tf
 from mgpu_tf.engine.author.contributions import BatchShare
 from mgpu_tf.engine.exchange.crossing import Exchange
 from mgpu_tf.engine.row_proof import MEAN, UNPROVEN, Kind, RowProof, SumProof
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 
 class OfSums(NamedTuple):

@@ -30,8 +30,8 @@ from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.author.rules import DECLARED, Rule, rule_of
 from mgpu_tf.engine.untracked import untracked_variables
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import kind_of, topology_of
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 Writes = list[tuple[keras.Variable, tf.Tensor]]
 

@@ -28,9 +28,9 @@ from mgpu_tf.engine.exchange.reduction import Reduction
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
-from mgpu_tf.strategies.collectives import Groups
-from mgpu_tf.strategies.own_gradient import own_gradient
 from mgpu_tf.strategies.registry import topology_of
+from mgpu_tf.strategies.replicas.collectives import Groups
+from mgpu_tf.strategies.replicas.own_gradient import own_gradient
 
 
 @dataclasses.dataclass(frozen=True)

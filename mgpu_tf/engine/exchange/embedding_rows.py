@@ -25,8 +25,8 @@ import tensorflow as tf
 
 from mgpu_tf.optimizers.lazy_adam import summed_rows
 from mgpu_tf.options import StepOptions
-from mgpu_tf.strategies.collectives import Groups
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas.collectives import Groups
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 # Between processes rows travel in blocks of 64, 256, 1024 ... rows, each its
 # own collective: one whose shape changes from step to step is an error in a

@@ -32,8 +32,8 @@ import tensorflow as tf
 
 from mgpu_tf.engine.exchange.embedding_rows import summed_rows
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import topology_of
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 # What an average keeps of itself in a step: it looks back over 100 steps.
 DECAY = 0.99

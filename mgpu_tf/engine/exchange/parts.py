@@ -28,8 +28,8 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.exchange.reduction import of_one_type
 from mgpu_tf.mesh import Split, others_than, packs
-from mgpu_tf.strategies.collectives import Groups
-from mgpu_tf.strategies.sharded_variable import ShardedVariable, part_of
+from mgpu_tf.strategies.replicas.collectives import Groups
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable, part_of
 
 
 class LayerParts:

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from mgpu_tf.mesh import packs
 from mgpu_tf.options import StepOptions
-from mgpu_tf.strategies.collectives import Groups
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas.collectives import Groups
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 
 class Reduction:

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.strategies.own_gradient import own_gradient
+from mgpu_tf.strategies.replicas.own_gradient import own_gradient
 
 
 def is_gelu(layer: keras.layers.Layer) -> bool:

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.runtime import determinism
-from mgpu_tf.strategies.own_gradient import own_gradient
+from mgpu_tf.strategies.replicas.own_gradient import own_gradient
 
 # What TensorFlow raises a smaller epsilon to on GPUs.
 LEAST_EPSILON = 1.001e-5

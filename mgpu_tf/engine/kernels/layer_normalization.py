@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from mgpu_tf.strategies.own_gradient import own_gradient
+from mgpu_tf.strategies.replicas.own_gradient import own_gradient
 
 
 def is_same(layer: keras.layers.Layer, replicas: int) -> bool:

@@ -55,7 +55,7 @@ from mgpu_tf.engine.row_proof import (
 )
 from mgpu_tf.engine.step.calls.state_parts import held, keep, parts_of
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 _log = logging.getLogger("mgpu_tf")
 

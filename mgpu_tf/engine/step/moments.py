@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.step_scope import is_read_inside
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 
 class Moments:

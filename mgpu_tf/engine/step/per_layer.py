@@ -57,7 +57,7 @@ from mgpu_tf.engine.exchange.noise_scale import square_of
 from mgpu_tf.engine.random_rows import current_scope, entered_again
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.trace_again import TraceAgain
-from mgpu_tf.strategies.own_gradient import own_gradient
+from mgpu_tf.strategies.replicas.own_gradient import own_gradient
 
 # What is gathered together and once is as much of a layer at most.
 _TOGETHER = 1 / 4

@@ -46,9 +46,9 @@ from mgpu_tf.engine.step.per_layer import LayerByLayer
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies import turns
-from mgpu_tf.strategies.mirrored import as_one_replica
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas import turns
+from mgpu_tf.strategies.replicas.mirrored import as_one_replica
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 _log = logging.getLogger("mgpu_tf")
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.author_scope import graph_here
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 # A prime, so that operations get seeds that are far apart.
 _STRIDE = 1_000_003

@@ -15,7 +15,7 @@ from mgpu_tf.data import Source
 from mgpu_tf.engine.step.base import Engine
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.reports.pipeline_trace import BatchTrace, Excerpt, WeightTrace
-from mgpu_tf.strategies.topology import LocalReplicas
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
 NAMES = ("inputs", "targets", "sample_weight")
 

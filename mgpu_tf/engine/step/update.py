@@ -28,8 +28,8 @@ from mgpu_tf.engine.exchange.reduction import Reduction
 from mgpu_tf.engine.step.traced import Watch
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import topology_of
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 Gradients = list[Any]
 

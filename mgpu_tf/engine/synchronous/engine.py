@@ -87,13 +87,13 @@ from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.runtime import determinism
 from mgpu_tf.runtime.room import lacks_room
-from mgpu_tf.strategies import turns
-from mgpu_tf.strategies.balance import balanced
-from mgpu_tf.strategies.collectives import Groups
-from mgpu_tf.strategies.mirrored import follow_one_replica
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import topology_of
-from mgpu_tf.strategies.topology import balance_of
+from mgpu_tf.strategies.replicas import turns
+from mgpu_tf.strategies.replicas.balance import balanced
+from mgpu_tf.strategies.replicas.collectives import Groups
+from mgpu_tf.strategies.replicas.mirrored import follow_one_replica
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas.topology import balance_of
 
 _log = logging.getLogger("mgpu_tf")
 

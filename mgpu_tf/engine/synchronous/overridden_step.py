@@ -34,7 +34,7 @@ from mgpu_tf.engine.synchronous.whole_weights import WholeWeights
 from mgpu_tf.engine.trace_again import TraceAgain, refusal_within
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
-from mgpu_tf.strategies.mirrored import OneReplicaView, as_one_replica
+from mgpu_tf.strategies.replicas.mirrored import OneReplicaView, as_one_replica
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 

@@ -27,8 +27,8 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.errors import ConfigurationError, DivergedError
 from mgpu_tf.mesh import others_than
 from mgpu_tf.runtime import determinism
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.registry import kind_of, topology_of
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 # Variables that a message names.
 _NAMED = 5

@@ -64,8 +64,11 @@ from mgpu_tf.optimizers.by_norms import Norms
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
-from mgpu_tf.strategies.sharded_variable import ShardedVariable, stored_part
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.split.sharded_variable import (
+    ShardedVariable,
+    stored_part,
+)
 
 # Optimizers that compute each element of a weight from that element alone.
 ELEMENTWISE = (

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 
 # Writes values to variables, as updates do.
 Write = Callable[[list[keras.Variable], list[tf.Tensor]], None]

@@ -29,7 +29,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.author_scope import graph_here
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.sharded_variable import (
+from mgpu_tf.strategies.split.sharded_variable import (
     ShardedVariable,
     from_source,
     new_source,

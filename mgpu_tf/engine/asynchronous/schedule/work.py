@@ -25,9 +25,9 @@ import tensorflow as tf
 
 from mgpu_tf.data import Source
 from mgpu_tf.data.feed import ended
-from mgpu_tf.data.order import serialized
 from mgpu_tf.data.structures import batch_size, gather, rows
-from mgpu_tf.strategies.topology import LocalReplicas
+from mgpu_tf.data.tf_data.order import serialized
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
 # Larger arrays are not copied to workers: each piece of work has its rows.
 HELD_BYTES = 256_000_000

@@ -26,7 +26,7 @@ from mgpu_tf.engine.exchange.embedding_rows import RowGather
 from mgpu_tf.engine.step import update
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 Gradients = list[Any]
 

@@ -23,7 +23,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import current_share
 from mgpu_tf.engine.row_proof import note_same
 from mgpu_tf.engine.step.tensor_parallel.linear import Linear
-from mgpu_tf.strategies.collectives import Groups
+from mgpu_tf.strategies.replicas.collectives import Groups
 
 Read = Callable[[keras.Variable], tf.Tensor]
 

@@ -40,11 +40,11 @@ from mgpu_tf.engine.step.tensor_parallel.linear import Linear, linear_layers
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Split
-from mgpu_tf.strategies.collectives import Groups
-from mgpu_tf.strategies.fully_sharded import split_over
-from mgpu_tf.strategies.layout import Layout
-from mgpu_tf.strategies.own_gradient import own_gradient
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.replicas.collectives import Groups
+from mgpu_tf.strategies.replicas.own_gradient import own_gradient
+from mgpu_tf.strategies.split.fully_sharded import split_over
+from mgpu_tf.strategies.split.layout import Layout
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 
 _log = logging.getLogger("mgpu_tf")
 

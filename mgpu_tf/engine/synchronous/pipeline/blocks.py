@@ -41,7 +41,7 @@ from mgpu_tf.engine.synchronous.pipeline.run import Run, Sums
 from mgpu_tf.engine.synchronous.pipeline.schedule import Pass, by_time
 from mgpu_tf.engine.synchronous.pipeline.state import is_here
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.collectives import Line
+from mgpu_tf.strategies.replicas.collectives import Line
 
 # Steps of these number their messages apart.
 _KINDS = ("train", "evaluate", "predict")

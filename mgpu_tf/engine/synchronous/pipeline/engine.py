@@ -37,7 +37,7 @@ from mgpu_tf.mesh import Split
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_plan import PipelinePlan
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
-from mgpu_tf.strategies.pipeline import StagedStrategy
+from mgpu_tf.strategies.split.pipeline import StagedStrategy
 
 _log = logging.getLogger("mgpu_tf")
 

@@ -8,9 +8,9 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.rules import Rule
 from mgpu_tf.engine.author.state import SEED_STRIDE, ReplicaState, sum_tensors
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
-from mgpu_tf.strategies.pipeline import StagedStrategy
-from mgpu_tf.strategies.sharded_variable import ShardedVariable
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.split.pipeline import StagedStrategy
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 
 
 class PipelineState(ReplicaState):

@@ -56,8 +56,8 @@ from mgpu_tf.engine.synchronous.pipeline.schedule import Pass, orders
 from mgpu_tf.engine.synchronous.pipeline.split import Stage, Stages
 from mgpu_tf.engine.synchronous.pipeline.state import PipelineState
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.mirrored import as_one_replica
-from mgpu_tf.strategies.pipeline import StagedStrategy
+from mgpu_tf.strategies.replicas.mirrored import as_one_replica
+from mgpu_tf.strategies.split.pipeline import StagedStrategy
 
 _log = logging.getLogger("mgpu_tf")
 

@@ -15,8 +15,8 @@ from mgpu_tf.engine.step.update import Gradients, beside, values
 from mgpu_tf.engine.synchronous.pipeline.state import is_here
 from mgpu_tf.engine.synchronous.sharded import ShardedUpdate
 from mgpu_tf.mesh import others_than
-from mgpu_tf.strategies.own_gradient import sum_over_replicas
-from mgpu_tf.strategies.sharded_variable import ShardedVariable, part_of
+from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable, part_of
 
 
 class PipelineUpdate(ShardedUpdate):

@@ -1,0 +1,1 @@
+"""Saving a run while it trains, and resuming it."""

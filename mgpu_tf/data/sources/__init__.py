@@ -1,0 +1,1 @@
+"""Where global batches come from: arrays, datasets, Python, rows by number."""

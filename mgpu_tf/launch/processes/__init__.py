@@ -1,0 +1,1 @@
+"""Processes of this machine: tasks, and spares that wait to become one."""

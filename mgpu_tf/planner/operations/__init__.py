@@ -1,0 +1,1 @@
+"""The operations of a training step: sizes, costs, what is alive when."""

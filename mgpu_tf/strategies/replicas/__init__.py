@@ -1,0 +1,1 @@
+"""Replicas that train in step, and what they send each other."""

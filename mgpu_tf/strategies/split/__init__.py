@@ -1,0 +1,1 @@
+"""Strategies whose devices store parts of a model."""

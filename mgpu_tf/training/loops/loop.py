@@ -1,0 +1,643 @@
+"""Steps, epochs and evaluations: the loops around an engine.
+
+    training = Training(distributed, counts, ...)
+    history = training.run()
+    scores = evaluate(distributed, feed, None, hooks)
+
+Between two executions of the engine callbacks run, states are saved, and it
+is decided how many steps come next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from mgpu_tf import data as data_lib
+from mgpu_tf.checkpoints.run_state import (
+    EpochRecord,
+    Position,
+    RunState,
+)
+from mgpu_tf.checkpoints.saving.local import Local
+from mgpu_tf.checkpoints.saving.saver import CheckpointSaver, Saver
+from mgpu_tf.cluster import heartbeat
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.step.base import DataFeed, Execution, Logs, UnevenData
+from mgpu_tf.errors import ConfigurationError, DivergedError
+from mgpu_tf.options import SaveOptions
+from mgpu_tf.reports.profiling import Profiler
+from mgpu_tf.reports.report import LeftOut
+from mgpu_tf.reports.stragglers import SectionTimes, slow_workers
+from mgpu_tf.runtime.determinism import enable_determinism
+from mgpu_tf.strategies.registry import kind_of, lost_workers
+from mgpu_tf.strategies.replicas.topology import balance_of
+from mgpu_tf.training import callbacks as callbacks_lib
+from mgpu_tf.training.call_arguments import (
+    NO_BATCH,
+    FitNumbers,
+    check_finite,
+    check_seeded,
+    data_shape,
+    fit_facts,
+)
+from mgpu_tf.training.distributed_model import DistributedModel
+from mgpu_tf.training.loops.totals import Totals
+from mgpu_tf.training.pace import Pace
+
+_log = logging.getLogger("mgpu_tf")
+
+
+class BadStep(Exception):
+    """A step whose batch is to be left out; the same on all workers.
+
+    Attributes:
+        batch: Which one it was.
+    """
+
+    def __init__(self, batch: LeftOut) -> None:
+        super().__init__(str(batch))
+        self.batch = batch
+
+
+class Training:
+    """One `fit`.
+
+    Args:
+        distributed: What is trained.
+        totals: What the trainer has done so far; it goes on from there.
+        source: What it trains on.
+        validation: What it evaluates on.
+        numbers: The numbers that `fit` was given.
+        callbacks: The user's.
+        verbose: As for `fit`.
+        saving: Whether and where it saves.
+        profiler: Traces some of the steps.
+
+    Raises:
+        ConfigurationError: An argument breaks a rule, or is another on
+            another worker.
+    """
+
+    def __init__(
+        self,
+        distributed: DistributedModel,
+        totals: Totals,
+        source: data_lib.Source,
+        validation: data_lib.Source | None,
+        numbers: FitNumbers,
+        callbacks: list[keras.callbacks.Callback],
+        verbose: int | str,
+        saving: SaveOptions | None,
+        profiler: Profiler,
+    ) -> None:
+        peers = distributed.peers
+        if not peers.alone or saving is not None:
+            check_seeded(source)
+        self._validation = None
+        if validation is not None:
+            self._validation = distributed.feed_once(
+                validation, numbers.validation_steps
+            )
+        if not peers.alone:
+            facts = fit_facts(source, self._validation, numbers)
+            facts["balance"] = str(balance_of(distributed.strategy))
+            if saving is not None:
+                names = [type(callback).__name__ for callback in callbacks]
+                facts["callbacks, which a checkpoint has the state of"] = (
+                    " and ".join(names) or "none"
+                )
+            peers.compare(facts)
+            _log.info("data: each worker reads %s", source.reads)
+        self._distributed = distributed
+        self._model = distributed.model
+        self._totals = totals
+        self._source = source
+        self._numbers = numbers
+        self._profiler = profiler
+        self._verbose = verbose
+        self._folder = "" if saving is None else saving.folder
+        self._checked = -1
+        self._times = SectionTimes()
+        self._engine = engine = distributed.prepare_training(source)
+        self._run = RunState(
+            totals,
+            self._model,
+            engine,
+            data_shape(source),
+            callbacks,
+            numbers.initial_epoch,
+            distributed.configuration,
+        )
+        self._saver = totals.saver = self._saver_of(saving, callbacks)
+        self._pace = distributed.pace(callbacks, exact=saving is not None)
+        self._stops_together = peers.any(bool(callbacks))
+        self._hooks = distributed.hooks(
+            self._watched_by(callbacks)
+            + callbacks_lib.histograms(callbacks, engine.staleness),
+            verbose,
+            numbers.epochs,
+            numbers.steps_per_epoch or source.steps,
+            training=True,
+            examples=lambda: totals.examples_seen,
+        )
+
+    def _watched_by(
+        self, callbacks: list[keras.callbacks.Callback]
+    ) -> list[keras.callbacks.Callback]:
+        """Returns the callbacks that are called."""
+        return callbacks
+
+    def _begins(self, step: int) -> None:
+        """Is called before an execution, with the steps done so far."""
+
+    def run(self) -> keras.callbacks.History:
+        """Trains to the end.
+
+        Returns:
+            Keras's `History`; of the whole run where it was resumed.
+        """
+        numbers, run, hooks = self._numbers, self._run, self._hooks
+        totals, peers = self._totals, self._distributed.peers
+        run.load(self._saver.find())
+        self._tell()
+        totals.left_out[:] = run.leave_out(totals.left_out)
+        self._model.stop_training = False
+        hooks.on_train_begin()
+        run.begin(keras_internals.take_restored_epoch(self._model))
+        if self._distributed.options.on_nan == "restore":
+            self._saver.begin()
+        feed = self._engine.feed(
+            self._source,
+            run.first_epoch,
+            chain=numbers.steps_per_epoch is not None or self._source.seekable,
+            training=True,
+        )
+        if run.resumed:
+            feed.resume(run.position.finished, run.position.step)
+        last = run.position.epoch if run.stopped else numbers.epochs
+        if run.resumed and run.position.epoch >= last:
+            self._tell_complete(run.position.epoch)
+        with self._saver.listening():
+            for epoch in range(run.position.epoch, last):
+                self._epoch(epoch, feed)
+                if self._ends_epoch(feed, is_last=epoch + 1 == last):
+                    break
+            self._saver.finish()
+        totals.distributions[:] = peers.of_all(self._times.as_json())
+        self._profiler.close()
+        if numbers.epochs > run.first_epoch:
+            self._model.optimizer.finalize_variable_values(
+                self._model.trainable_weights
+            )
+        hooks.on_train_end(run.position.last_logs)
+        return self._model.history
+
+    def _tell(self) -> None:
+        """Prints what runs where, and whether it goes on."""
+        if self._verbose == 0:
+            return
+        self._distributed.tell_what_runs(self._source)
+        at = self._run.position
+        if self._run.resumed:
+            where = f"after epoch {at.epoch}"
+            if at.step:
+                where = f"in epoch {at.epoch + 1}, after its step {at.step}"
+            self._distributed.tell(f"resumed {where}, from {self._folder}")
+
+    def _tell_complete(self, epochs: int) -> None:
+        if self._distributed.is_chief:
+            _log.warning(
+                "The run of this checkpoint_dir is complete after %d epochs: "
+                "nothing is trained. Raise epochs to go on, or give another "
+                "folder for a new run.",
+                epochs,
+            )
+
+    def _saver_of(
+        self,
+        options: SaveOptions | None,
+        callbacks: list[keras.callbacks.Callback],
+    ) -> Saver:
+        if options is None:
+            return Saver()
+        callbacks_lib.refuse_restoring(callbacks)
+        enable_determinism()
+        peers, local = self._distributed.peers, None
+        if options.local_checkpoint_dir is not None:
+            folder = options.local_checkpoint_dir
+            local = Local(folder, peers, self._run.snapshot)
+        return CheckpointSaver(
+            options,
+            peers,
+            local=local,
+            is_chief=self._distributed.is_chief,
+            capture=self._run.capture,
+            meter=self._totals.meter,
+            lost_workers=lambda: lost_workers(self._distributed.strategy),
+            validates=self._validation is not None,
+        )
+
+    def _epoch(self, epoch: int, feed: DataFeed) -> None:
+        """Trains an epoch, evaluates, and notes what it took."""
+        numbers, hooks = self._numbers, self._hooks
+        hooks.on_epoch_begin(epoch)
+        record = self._train(feed)
+        logs = dict(record.logs)
+        if self._validation is not None and numbers.validates(epoch):
+            with self._totals.meter.phase("evaluate"):
+                scores = evaluate(
+                    self._distributed,
+                    self._validation,
+                    numbers.validation_steps,
+                    hooks,
+                )
+            logs |= {f"val_{name}": v for name, v in scores.items()}
+        self._totals.records.append(dataclasses.replace(record, logs=logs))
+        self._look_for_slow(epoch)
+        hooks.on_epoch_end(epoch, logs)
+
+    def _look_for_slow(self, epoch: int) -> None:
+        """Names workers that are slower than the others, each once."""
+        peers, known = self._distributed.peers, self._totals.slow
+        if not kind_of(self._distributed.strategy).in_step:
+            return
+        times = peers.of_all(self._times.epoch())
+        if any(times):
+            self._totals.step_times.append(
+                {"epoch": epoch + 1, "workers": times}
+            )
+        if peers.alone:
+            return
+        named = {(slow.worker, slow.section) for slow in known}
+        for slow in slow_workers(times, epoch + 1):
+            if (slow.worker, slow.section) not in named:
+                known.append(slow)
+                self._totals.meter.fault(str(slow))
+                if self._distributed.is_chief:
+                    _log.warning("%s", slow)
+
+    def _ends_epoch(self, feed: DataFeed, *, is_last: bool) -> bool:
+        """Saves where it is time to; returns whether the training ends."""
+        stopped = self._stopped()
+        self._run.end_epoch(self._totals.records[-1].logs)
+        # Before the save: who resumes has the shares of the next epoch.
+        if self._rebalance() and not (stopped or is_last):
+            feed.cut_anew(self._run.position.finished)
+        self._saver.boundary(
+            self._totals.global_step,
+            self._run.position.votes,
+            epoch_ends=True,
+        )
+        return stopped
+
+    def _rebalance(self) -> bool:
+        """Chooses the shares of workers anew, where they are measured.
+
+        Returns:
+            Whether they have changed.
+        """
+        rate = self._engine.rate
+        if rate is None:
+            return False
+        rates = self._distributed.peers.of_all(rate)
+        if not self._engine.rebalance(rates):
+            return False
+        if self._distributed.is_chief:
+            _log.info(
+                "the workers have computed %s rows per second; their shares "
+                "are now %s (balance repeats them)",
+                " ".join(f"{rate:.4g}" for rate in rates),
+                balance_of(self._distributed.strategy),
+            )
+        return True
+
+    def _train(self, feed: DataFeed) -> EpochRecord:
+        engine, source, at = self._engine, self._source, self._run.position
+        limit = self._numbers.steps_per_epoch or source.steps
+        iterator = feed.iterator(at.epoch, limit)
+        if not self._run.begin_epoch():
+            # TensorFlow reads over all replicas what it overwrites.
+            with self._distributed.peers.inside():
+                engine.reset_metrics(first=self._totals.global_step == 0)
+
+        def train(wanted: int) -> Execution:
+            step = self._totals.global_step
+            self._begins(step)
+            votes = self._saver.votes()
+            left = wanted if limit is None else limit - at.step
+            ahead = self._saver.room(step, left)
+            started = time.perf_counter()
+            heartbeat.count(step)
+            with (
+                heartbeat.at(heartbeat.STEP),
+                self._profiler.around(step),
+                self._distributed.peers.inside(),
+            ):
+                done = engine.train(
+                    iterator, wanted, source, self._pace.seconds, votes, ahead
+                )
+            self._profiler.note(
+                step + done.steps, done.steps, done.input_seconds
+            )
+            self._check_loss(done)
+            passed = time.perf_counter() - started
+            self._totals.meter.execution(
+                passed,
+                done.steps,
+                done.input_seconds,
+                done.traced,
+            )
+            if done.steps and not done.traced:
+                each = passed / done.steps
+                self._times.note(done.sections, each, done.steps)
+            return self._count(done)
+
+        def room(wanted: int) -> int:
+            step = self._totals.global_step
+            every = self._distributed.options.check_replicas_every
+            if every is not None:
+                wanted = min(wanted, every - step % every)
+            for bad in at.left_out_here[:1]:
+                wanted = min(wanted, bad - at.step)
+            return self._profiler.room(step, self._saver.room(step, wanted))
+
+        def leave_out() -> None:
+            while at.step in at.left_out_here:
+                strategy = self._distributed.strategy
+                data_lib.drop(iterator, source, strategy, 1)
+                at.step += 1
+
+        def between() -> None:
+            self._check_replicas()
+            self._saver.boundary(self._totals.global_step, at.votes)
+
+        run_steps(
+            train,
+            limit,
+            self._pace,
+            at,
+            self._hooks.on_train_batch_begin,
+            self._hooks.on_train_batch_end,
+            self._stopped,
+            room,
+            between,
+            leave_out,
+        )
+        rest = self._count(engine.finish(iterator))
+        self._check_replicas()
+        at.step += rest.steps
+        at.examples += rest.examples
+        if not at.step:
+            raise ConfigurationError(NO_BATCH)
+        if not at.trained:
+            raise DivergedError(
+                "An epoch must keep one batch or more. Received: epoch "
+                f"{at.epoch + 1}, whose {at.step} batches are all left out "
+                "(on_nan='restore'). Raise max_loss, lower the learning rate, "
+                "or look for values in the data that are not finite."
+            )
+        return EpochRecord(
+            at.epoch, at.trained, at.examples, at.seconds, at.logs | rest.logs
+        )
+
+    def _check_replicas(self) -> None:
+        """Compares the replicas where it is time to."""
+        step = self._totals.global_step
+        every = self._distributed.options.check_replicas_every
+        if every is None or step % every or step == self._checked:
+            return
+        self._checked = step
+        with (
+            heartbeat.at(heartbeat.COLLECTIVE),
+            self._distributed.peers.inside(),
+        ):
+            self._engine.check_replicas(step)
+
+    def _check_loss(self, done: Execution) -> None:
+        """Ends the training at a loss that is not finite, if asked to.
+
+        Raises:
+            DivergedError: It is not finite, or above a bound.
+            BadStep: The same, where the batch is to be left out.
+        """
+        options = self._distributed.options
+        if options.on_nan == "ignore":
+            return
+        step, loss = self._totals.global_step, done.logs.get("loss", 0.0)
+        if done.watched is None:
+            if not np.isfinite(loss):
+                raise _diverged(
+                    f"loss {loss} in steps {step + 1} to {step + done.steps}"
+                )
+            return
+        self._saver.record(step + 1, done.watched.losses.tolist())
+        bad = done.watched.first_bad(options.max_loss)
+        if bad < 0:
+            return
+        step, loss = step + bad + 1, done.watched.losses[bad]
+        if options.on_nan == "restore":
+            at = self._run.position
+            batch = at.step + bad + 1
+            self._totals.meter.fault(f"loss {loss:.6g} in step {step}")
+            raise BadStep(LeftOut(at.epoch + 1, batch, step, f"{loss:.6g}"))
+        if np.isfinite(loss):
+            raise _diverged(f"loss {loss:.6g} in step {step}", options.max_loss)
+        # It is the same loss on all workers, which all come here.
+        found = self._distributed.peers.of_all(done.watched.first_bad_here())
+        where = f"since step {step}"
+        if bad in found:
+            where += f", first on worker {found.index(bad)}"
+        raise _diverged(f"loss {loss} {where}")
+
+    def _count(self, execution: Execution) -> Execution:
+        self._totals.global_step += execution.steps
+        heartbeat.count(self._totals.global_step)
+        self._totals.examples_seen += execution.examples
+        return execution
+
+    def _stopped(self) -> bool:
+        """Returns whether a callback of any worker has ended the training."""
+        model = self._model
+        if self._stops_together:
+            model.stop_training = self._distributed.peers.any(
+                model.stop_training
+            )
+        return bool(model.stop_training)
+
+
+def _diverged(received: str, bound: float | None = None) -> DivergedError:
+    least = "finite" if bound is None else f"at most max_loss={bound:g}"
+    return DivergedError(
+        f"The loss must stay {least}. Received: {received}. Lower the "
+        "learning rate, or look for values in the data that are not finite."
+    )
+
+
+def evaluate(
+    distributed: DistributedModel,
+    feed: DataFeed,
+    steps: int | None,
+    hooks: keras.callbacks.CallbackList,
+    *,
+    first: bool = False,
+) -> Logs:
+    """Evaluates a model.
+
+    Args:
+        distributed: Whose model.
+        feed: Where batches come from.
+        steps: How many; all by default.
+        hooks: The callbacks.
+        first: Whether no step was trained before.
+
+    Returns:
+        Loss and metrics by name.
+
+    Raises:
+        ConfigurationError: There is no batch, or no end of them.
+    """
+    source, model = feed.source, distributed.model
+    check_finite("evaluate", source, steps)
+    engine = distributed.prepare(source)
+    with distributed.peers.inside():
+        engine.reset_metrics(first=first)
+    pace = Pace(distributed.fixed_steps)
+    limit = steps or source.steps
+    iterator = feed.iterator(0, limit)
+    model.stop_evaluating = False
+    hooks.on_test_begin()
+    at = Position()
+
+    def execute(wanted: int) -> Execution:
+        with heartbeat.at(heartbeat.EVALUATE), distributed.peers.inside():
+            return engine.evaluate(iterator, wanted, source, pace.seconds)
+
+    run_steps(
+        execute,
+        limit,
+        pace,
+        at,
+        hooks.on_test_batch_begin,
+        hooks.on_test_batch_end,
+        lambda: model.stop_evaluating,
+    )
+    if not at.step:
+        raise ConfigurationError(NO_BATCH)
+    if at.step != limit:
+        feed.restart()
+    hooks.on_test_end(at.logs)
+    return at.logs
+
+
+def predict(
+    distributed: DistributedModel,
+    source: data_lib.Source,
+    steps: int | None,
+    hooks: keras.callbacks.CallbackList,
+) -> Any:
+    """Returns a model's outputs for all rows, in their order.
+
+    Args:
+        distributed: Whose model.
+        source: The global batches.
+        steps: How many; all by default.
+        hooks: The callbacks.
+
+    Raises:
+        ConfigurationError: There is no batch.
+    """
+    limit = steps or source.steps
+    iterator = distributed.feed_once(source, steps).iterator(0, limit)
+    engine = distributed.engine
+    batches: list[Any] = []
+    hooks.on_predict_begin()
+    while limit is None or len(batches) < limit:
+        hooks.on_predict_batch_begin(len(batches))
+        try:
+            with heartbeat.at(heartbeat.PREDICT), distributed.peers.inside():
+                outputs = engine.predict(iterator, source)
+        except UnevenData as error:
+            raise error.after(len(batches)) from None
+        if outputs is None:
+            break
+        batches.append(outputs)
+        hooks.on_predict_batch_end(len(batches) - 1, {"outputs": outputs})
+    hooks.on_predict_end()
+    if not batches:
+        raise ConfigurationError(NO_BATCH)
+    return tf.nest.map_structure(_joined, *batches)
+
+
+def _joined(*parts: np.ndarray) -> Any:
+    """Joins the outputs of batches; ragged, as in Keras, where they differ."""
+    shapes = np.array([part.shape[1:] for part in parts])
+    differ = np.flatnonzero((shapes != shapes[0]).any(axis=0))
+    if not differ.size:
+        return np.concatenate(parts)
+    rank = int(differ[-1]) + 1
+    return tf.concat(
+        [tf.RaggedTensor.from_tensor(p, ragged_rank=rank) for p in parts], 0
+    )
+
+
+def run_steps(
+    execute: Callable[[int], Execution],
+    limit: int | None,
+    pace: Pace,
+    at: Position,
+    begin: Callable[[int], None],
+    end: Callable[[int, Logs], None],
+    stopped: Callable[[], bool],
+    room: Callable[[int], int] = lambda wanted: wanted,
+    between: Callable[[], None] = lambda: None,
+    leave_out: Callable[[], None] = lambda: None,
+) -> None:
+    """Executes up to `limit` steps, or until the data ends.
+
+    Args:
+        execute: Does at most the number of steps that it is called with.
+        limit: How many; None until the data ends.
+        pace: How many in an execution.
+        at: The position, which moves.
+        begin: Called before an execution with the index of its first step.
+        end: Called after it with the index of its last step, and the logs.
+        stopped: Whether to end before the limit.
+        room: Returns how many of the wanted steps may come next.
+        between: Called between two executions, and so not after the last,
+            which may have more to do before all is in order.
+        leave_out: Called before an execution; moves past batches that are
+            left out.
+    """
+    while limit is None or at.step < limit:
+        started = time.perf_counter()
+        leave_out()
+        if at.step == limit:
+            break
+        wanted = room(pace.steps)
+        if limit is not None:
+            wanted = min(wanted, limit - at.step)
+        heartbeat.mark(heartbeat.CALLBACKS)
+        begin(at.step)
+        try:
+            result = pace.time(execute, wanted)
+        except UnevenData as error:
+            raise error.after(at.step) from None
+        at.votes = result.votes
+        if result.steps:
+            at.step += result.steps
+            at.examples += result.examples
+            at.logs = result.logs
+            end(at.step - 1, at.logs)
+        over = result.steps < wanted or stopped() or at.step == limit
+        at.seconds += time.perf_counter() - started
+        if over:
+            break
+        between()
