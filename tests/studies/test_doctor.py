@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -263,6 +264,7 @@ SEEN = {
     "cuda": "12",
     "cudnn": "9",
     "visible": None,
+    "wheels": None,
 }
 REDUCED = {
     "replicas": 2,
@@ -290,6 +292,30 @@ def test_gpus_that_tensorflow_does_not_see():
     assert_found(found, WARNING, "2 GPUs, TensorFlow 1")
     healthy(tensorflow_sees.judge(sees(H100, H100), TWO))
     healthy(tensorflow_sees.judge(SEEN, None))
+
+
+def test_libraries_that_tensorflow_does_not_find(tmp_path, monkeypatch):
+    for name in ("cudnn", "nccl"):
+        (tmp_path / "nvidia" / name / "lib").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tensorflow_sees._folder_of_wheels()
+    assert folder == str(tmp_path / "nvidia")
+
+    found = next(tensorflow_sees.judge(SEEN | {"wheels": folder}, TWO))
+    assert_found([found], ERROR, "sees none")
+    export = found.remedy.removeprefix("Run: ")
+    assert export.startswith("export LD_LIBRARY_PATH=")
+    path = subprocess.run(
+        ["sh", "-c", f"{export}; printenv LD_LIBRARY_PATH"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split(":")
+    assert path[:2] == [f"{folder}/cudnn/lib", f"{folder}/nccl/lib"]
+
+    without = SEEN | {"wheels": folder, "built_with_cuda": False}
+    found = tensorflow_sees.judge(without, TWO)
+    assert_found(found, ERROR, "sees none", "'tensorflow[and-cuda]")
 
 
 def kernels_for(*capability, built=SEEN["kernels"], driver=TWO.version):

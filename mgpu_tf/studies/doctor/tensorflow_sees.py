@@ -8,7 +8,9 @@ hang or end the process, so the parent waits with a time limit.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import pathlib
 import subprocess
 import sys
 import time
@@ -114,7 +116,7 @@ def judge(
             f"nvidia-smi lists {len(there)} GPUs, TensorFlow sees none "
             f"(built {'with' if seen['built_with_cuda'] else 'without'} "
             "CUDA).",
-            f"Run: {installing('gpu')}",
+            f"Run: {_libraries_remedy(seen)}",
         )
     else:
         yield ok("GPUs", "none; TensorFlow uses the CPU")
@@ -127,6 +129,14 @@ def judge(
         )
         yield from gpu_checks.links(known)
     yield from _judge_sum(seen)
+
+
+def _libraries_remedy(seen: dict[str, Any]) -> str:
+    """The command after which TensorFlow finds the libraries of CUDA."""
+    if not (seen["built_with_cuda"] and seen["wheels"]):
+        return installing("gpu")
+    folders = f"$(echo {seen['wheels']}/*/lib | tr ' ' ':')"
+    return f"export LD_LIBRARY_PATH={folders}:$LD_LIBRARY_PATH"
 
 
 def _judge_sum(seen: dict[str, Any]) -> Iterator[Finding]:
@@ -185,10 +195,21 @@ def _look(all_reduce: bool) -> dict[str, Any]:
         "cuda": build.get("cuda_version", "none"),
         "cudnn": build.get("cudnn_version", "none"),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "wheels": _folder_of_wheels(),
     }
     if all_reduce:
         seen["all_reduce"] = _all_reduce()
     return seen
+
+
+def _folder_of_wheels() -> str | None:
+    """The folder of NVIDIA's packages, which have the libraries of CUDA."""
+    found = importlib.util.find_spec("nvidia")
+    folders = found.submodule_search_locations if found else None
+    for folder in folders or ():
+        if any(pathlib.Path(folder).glob("*/lib")):
+            return folder
+    return None
 
 
 def _all_reduce() -> dict[str, Any]:
