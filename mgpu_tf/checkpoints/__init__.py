@@ -9,7 +9,7 @@
     stored = reading.Stored(newest.path)
 
 `store` is the folder: what is there, what is whole. `parts` writes, `manifest`
-is the format, `reading` tells what is damaged from what cannot be read,
+is the format, `reading` separates what is damaged from what cannot be read,
 `registry` is what has become of each, and `keeping` says which stay. All of
 them go through `storage`: a folder of a `disk`, or `objects`. `saver` decides
 when to save and writes in the background. `run_state` holds the position,

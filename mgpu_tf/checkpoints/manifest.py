@@ -8,7 +8,7 @@
     format 2   a file of each process; an array is pieces of several files
 
 Every later format keeps two fields as they are here: `format`, a number, and
-`manifest_sha256`, over all other fields. By them a program tells what is newer
+`manifest_sha256`, over all other fields. By them a program knows what is newer
 than itself from what is damaged. This module does not import TensorFlow.
 """
 

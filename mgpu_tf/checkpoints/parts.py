@@ -130,7 +130,7 @@ def refuse(
     reason: str,
     save: int = 0,
 ) -> None:
-    """Tells the process that would commit that a part will not come.
+    """Reports to the process that would commit that a part will not come.
 
     Args:
         folder: Where checkpoints are kept. Where it cannot be written, the

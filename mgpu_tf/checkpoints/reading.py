@@ -10,7 +10,7 @@ taken for another:
 
     DamagedError       it is not what was written: missing, short, changed
     NewerFormatError   a later release has written it
-    UnreadableError    the storage fails: nobody can tell
+    UnreadableError    the storage fails: nothing is known
 
 Only what is damaged is passed by. An error of the storage may pass, so it is
 tried again for a few seconds. Nothing is opened that is no regular file. This
@@ -132,7 +132,7 @@ def check_size(path: str, file: File) -> None:
 
     Raises:
         DamagedError: It is missing, or of another size.
-        UnreadableError: The storage does not tell.
+        UnreadableError: The storage does not say.
     """
     name = os.path.basename(path)
     size = of_checkpoint(

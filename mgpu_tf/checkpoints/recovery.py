@@ -94,7 +94,7 @@ class Owner:
         self._taken = True
 
     def release(self) -> None:
-        """Tells that this run deletes nothing more for now."""
+        """Notes that this run deletes nothing more for now."""
         if self._lock is not None:
             self._lock()
             self._lock = self._claim = None
@@ -161,7 +161,7 @@ def not_seen(folder: str, shown: str, seconds: float = SEEN_SECONDS) -> str:
         folder: Where checkpoints are kept.
         shown: How the file of the owner begins.
         seconds: How long to look for it: a file system that machines share
-            may tell late.
+            may show it late.
 
     Returns:
         What is wrong, "" for nothing.
@@ -232,7 +232,7 @@ class Progress:
         try:
             self._note(step, lost_workers)
         except OSError as error:
-            self._tell(error)
+            self._warn(error)
 
     def _note(self, step: int, lost_workers: int) -> None:
         if self._notes is None:
@@ -242,8 +242,8 @@ class Progress:
         text = f"{step:20d} {lost_workers:8d} {moments}\n"
         self._notes.write_at(0, text.encode())
 
-    def _tell(self, error: OSError) -> None:
-        """Tells once that the progress cannot be noted; the run goes on."""
+    def _warn(self, error: OSError) -> None:
+        """Warns once that the progress cannot be noted; the run goes on."""
         if not self._warned:
             self._warned = True
             _log.warning(
@@ -283,7 +283,7 @@ class Progress:
             text = json.dumps(dataclasses.asdict(totals))
             storage.of(path).put(path, text.encode())
         except OSError as error:
-            self._tell(error)
+            self._warn(error)
         self.note(step)
         return totals
 

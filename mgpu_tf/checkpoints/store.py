@@ -118,7 +118,7 @@ def _described(state: Mapping[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """A checkpoint of which nobody can tell here whether it is whole.
+    """A checkpoint of which it is not known here whether it is whole.
 
     Attributes:
         path: Its folder.

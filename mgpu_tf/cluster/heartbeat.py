@@ -192,33 +192,33 @@ class _Writer:
         entry = (time.time(), self.step, is_first, phase.encode()[:47])
         _ENTRY.pack_into(self._map, place, *entry)
         self._count += 1
-        self._tell(_COUNT, self._count)
+        self._write(_COUNT, self._count)
 
     def checked(self, step: int, digest: int) -> None:
         """Notes a comparison of replicas."""
         place = _CHECKS_AT + self._checked % CHECKS * _CHECK.size
         _CHECK.pack_into(self._map, place, time.time(), step, digest)
         self._checked += 1
-        self._tell(_CHECKED, self._checked)
+        self._write(_CHECKED, self._checked)
 
     def read(self, since: float) -> None:
         """Notes that a batch is being made, from some time on."""
         self._reading.append(since)
-        self._tell(_READING, min(self._reading, default=0.0))
+        self._write(_READING, min(self._reading, default=0.0))
 
     def was_read(self, since: float) -> None:
         """Notes that it is made."""
         self._reading.remove(since)
-        self._tell(_READING, min(self._reading, default=0.0))
+        self._write(_READING, min(self._reading, default=0.0))
 
-    def _tell(self, place: tuple[int, str], value: float) -> None:
+    def _write(self, place: tuple[int, str], value: float) -> None:
         struct.pack_into(place[1], self._map, place[0], value)
 
     def _live(self) -> None:
         while True:
             time.sleep(_ALIVE_SECONDS)
             self._alive += 1
-            self._tell(_ALIVE, self._alive)
+            self._write(_ALIVE, self._alive)
 
 
 _here: _Writer | None = None

@@ -108,7 +108,7 @@ class Roles:
         )
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables that tell these roles to processes."""
+        """Returns the variables by which processes know these roles."""
         variables = {}
         if self.num_ps:
             variables[NUM_PS] = str(self.num_ps)

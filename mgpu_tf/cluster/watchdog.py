@@ -241,7 +241,7 @@ def end_with_stacks(pids: list[int]) -> None:
 def begin(
     cluster: ClusterConfig | None, options: WatchOptions | None = None
 ) -> None:
-    """Has this task tell where it is, and be ended if it does not go on.
+    """Has this task report where it is, and be ended if it does not go on.
 
     A later call changes nothing.
 

@@ -3,7 +3,7 @@
     data = indexed_records("/data/train-*.tfrecord", parse)
     trainer.fit(data, batch_size=64)
 
-A TFRecord file does not tell where its records begin. An index file beside it
+A TFRecord file does not say where its records begin. An index file beside it
 does, `train-0.tfrecord.index`: the size of the file and the time when it was
 written last, then the first byte and the number of bytes of each record. It is
 written when a file is first opened, and again when the file has changed. Of a

@@ -865,7 +865,7 @@ def variables_of(
 
 
 def index_again(optimizer: keras.optimizers.Optimizer) -> None:
-    """Tells a built optimizer that variables were made anew."""
+    """Makes a built optimizer use variables that were made anew."""
     optimizer._trainable_variables_indices = {
         optimizer._var_key(variable): i
         for i, variable in enumerate(optimizer._trainable_variables)

@@ -46,13 +46,13 @@ class Guard:
 
     def watch(self, group: int) -> None:
         """Has a process group killed when this process ends."""
-        self._tell(f"+{group}\n")
+        self._send(f"+{group}\n")
 
     def release(self, group: int) -> None:
         """Leaves a process group alone again."""
-        self._tell(f"-{group}\n")
+        self._send(f"-{group}\n")
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         pipe = self._process.stdin
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):

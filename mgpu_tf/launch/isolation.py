@@ -133,7 +133,7 @@ def isolated(mode: str, needs: str = "") -> Iterator[bool]:
         yield not problem
 
 
-def tell_of_failure(lines: Iterable[str]) -> None:
+def explain_failure(lines: Iterable[str]) -> None:
     """Says after a failure for want of a network that there was none.
 
     Args:

@@ -88,7 +88,7 @@ def launch(
     with isolation.isolated(isolate, needs) as alone:
         code = supervise(job, ThisMachine(job), failures.append)
     if alone and isolate == "auto" and code:
-        isolation.tell_of_failure(
+        isolation.explain_failure(
             line for task in failures for line in task.tail()
         )
     return code
@@ -428,7 +428,7 @@ class _Supervisor:
             and (beat := self._boards[task.name].read())
         }
 
-    def _tell_of_stopped(self, beats: dict[str, heartbeat.Beat]) -> None:
+    def _report_stopped(self, beats: dict[str, heartbeat.Beat]) -> None:
         """Says once that a task is stopped, and that it goes on again."""
         stopped = {n for n, b in beats.items() if watchdog.is_stopped(b.pid)}
         for name in sorted(stopped - self._stopped):
@@ -472,7 +472,7 @@ class _Supervisor:
         beats = self._beats_of(
             [task for task in self._tasks if not task.ended and task.alive]
         )
-        self._tell_of_stopped(beats)
+        self._report_stopped(beats)
         self._keep_spares(beats, now)
         stall = self._watch.look(beats, now)
         if stall is None:

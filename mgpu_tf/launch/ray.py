@@ -41,7 +41,7 @@ from mgpu_tf.launch.processes.spares import Spares
 # Ray's names of how the bundles of a job lie on nodes.
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
-# How long a call of an actor waits for something to tell.
+# How long a call of an actor waits for news.
 _POLL_SECONDS = 5.0
 # How long an actor of a node that is there takes to answer.
 _ANSWER_SECONDS = 30.0
@@ -401,13 +401,13 @@ class TaskActor:
             start_new_session=True,
         )
         self._lines, self._open = [], True
-        self.tell(request)
+        self.send(request)
         for work in (self._read, self._say_alive):
             threading.Thread(
                 target=work, args=(self._keeper,), daemon=True
             ).start()
 
-    def tell(self, text: bytes) -> None:
+    def send(self, text: bytes) -> None:
         """Writes to the keeper; it may have ended."""
         stream = self._keeper.stdin if self._keeper is not None else None
         if stream is not None:
@@ -451,7 +451,7 @@ class TaskActor:
 
     def _say_alive(self, kept: subprocess.Popen[bytes]) -> None:
         while kept.poll() is None:
-            self.tell(keeper.ALIVE)
+            self.send(keeper.ALIVE)
             time.sleep(keeper.ALIVE_SECONDS)
 
 
@@ -484,7 +484,7 @@ class RayTask(Task):
         self._lost = False
         self._over = threading.Event()
         try:
-            # Else `news` may still tell of the process before.
+            # Else `news` may still be of the process before.
             ray.get(actor.start.remote(request), timeout=_ANSWER_SECONDS)
         except ray.exceptions.RayError:
             self._lose()
@@ -526,7 +526,7 @@ class RayTask(Task):
             return
         try:
             self._ray.get(
-                self._actor.tell.remote(keeper.signal_line(number)),
+                self._actor.send.remote(keeper.signal_line(number)),
                 timeout=_ANSWER_SECONDS,
             )
         except self._ray.exceptions.RayError:

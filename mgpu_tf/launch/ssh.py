@@ -199,12 +199,12 @@ class SshTask(LocalTask):
         SIGKILL ends the connection as well: its end is what kills a task
         whose keeper does not answer.
         """
-        self._tell(keeper.signal_line(number))
+        self._send(keeper.signal_line(number))
         if number == signal.SIGKILL:
             self.wait(1.0)
             super().signal(number)
 
     def _say_alive(self) -> None:
         while self.alive:
-            self._tell(keeper.ALIVE)
+            self._send(keeper.ALIVE)
             self.wait(keeper.ALIVE_SECONDS)

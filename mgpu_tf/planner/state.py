@@ -138,7 +138,7 @@ class StateMemory:
         """Returns the parts in GiB, for a terminal.
 
         Args:
-            device_memory: Bytes of a device, to tell what is left.
+            device_memory: Bytes of a device, to show what is left.
         """
         parts = [
             ("weights", self.weights),

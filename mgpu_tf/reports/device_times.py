@@ -91,7 +91,7 @@ def operations_of(
 
     Args:
         graphs: The graphs of the step.
-        rows: The rows of a device, for shapes that do not tell them.
+        rows: The rows of a device, for shapes that do not show them.
         devices: How many devices take part in a collective operation.
     """
     found: dict[str, Operation] = {}

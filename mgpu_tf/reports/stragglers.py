@@ -4,7 +4,7 @@
     print(found[0])       # worker 1 is slow: ...
 
 All workers of a synchronous strategy take as long for a step as the slowest.
-So the time of a step does not tell who is slow. The time for a worker's own
+So the time of a step does not show who is slow. The time for a worker's own
 rows does: to get them, and to compute their gradients.
 """
 

@@ -23,7 +23,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
-# Who is in a collective longer than one to two of these tells so.
+# Who is in a collective longer than one to two of these reports it.
 _TICK_SECONDS = 1.0
 
 
@@ -80,7 +80,7 @@ def unpacked(text: str) -> Any:
 
 
 class Watch:
-    """Tells the others what this worker waits in, if it waits long.
+    """Reports to the others what this worker waits in, if it waits long.
 
     Nothing is sent for what ends within a second.
     """

@@ -11,9 +11,9 @@ Facts and failures go through the cluster's coordination service, decisions
 are a collective. With one process nothing is sent.
 
 A failure belongs to the call that it happens in. Workers meet before the
-first collective of a call, and each tells the first one whether it goes on;
-so where one refuses its arguments all do, and the next call works. Later in a
-call the workers that fail wait for the others to fail too, as they do where
+first collective of a call, and each reports to the first one whether it goes
+on; so where one refuses its arguments all do, and the next call works. Later in
+a call the workers that fail wait for the others to fail too, as they do where
 all meet the same mistake. If they do not, they wait in a collective that
 cannot end, and TensorFlow can only end all collectives of the cluster, for
 good: then one line says so, in this call and in every later one.
@@ -67,7 +67,7 @@ class _Here:
     Attributes:
         numbers: Of its calls, which all workers make alike.
         calls: Those that it is in, the outermost first.
-        watch: Tells what it waits in, while it is in a call.
+        watch: Reports what it waits in, while it is in a call.
         lost: The call that the cluster has ended in, and why.
         parted: Whether the others know, or were waited for.
         leaves: Whether the others get a message that this program ends.
@@ -300,7 +300,7 @@ class Peers:
     def of_all(self, value: Any) -> list[Any]:
         """Returns the values that the workers have given, in their order.
 
-        The first worker collects them, and tells all of them to the others.
+        The first worker collects them, and sends all of them to the others.
 
         Args:
             value: What JSON can hold.
@@ -488,7 +488,7 @@ class Peers:
         mistake = mistake or crossed(self._worker, call.name, error)
         failed = error if mistake is None else mistake
         if mistake is None and comes_from(error, tf.errors.OpError):
-            # A worker that ends the others tells why before it does so.
+            # A worker that ends the others reports why before it does so.
             is_ended = comes_from(error, tf.errors.AbortedError)
             failure = self._failure_of_others(call, 10_000 if is_ended else 100)
             failed = failure or unheard(error) or failed
@@ -537,7 +537,7 @@ class Peers:
         return None
 
     def _announce(self, call: Call, error: Exception, *, aborted: bool) -> None:
-        """Tells the others of a failure, and ends those that wait."""
+        """Reports a failure to the others, and ends those that wait."""
         if _HERE.lost is not None:
             return
         failure = described(self._worker, error)
@@ -609,7 +609,7 @@ def _words(least: int) -> int:
 
 
 def _leave(worker: int, workers: int) -> None:
-    """Tells the others that this program has come to its end.
+    """Reports to the others that this program has come to its end.
 
     The first worker holds the messages; it stays until one that waits for it
     has looked for this one, or has ended too.

@@ -5,7 +5,7 @@
     report.same
     print(report)
 
-`parity` compares runs that `trajectory` records, `verdict` tells rounding from
-a difference, `causes` names what makes a model differ. `benchmark` measures
-throughput against devices.
+`parity` compares runs that `trajectory` records, `verdict` separates rounding
+from a difference, `causes` names what makes a model differ. `benchmark`
+measures throughput against devices.
 """

@@ -74,7 +74,7 @@ def measure(
     Raises:
         ConfigurationError: There are fewer GPUs than asked for.
     """
-    _tell("tracing, then measuring in turns")
+    _log_progress("tracing, then measuring in turns")
     runs = [
         _Run(workload, count, _strategy(kind, count))
         for count in sorted(devices, reverse=True)
@@ -82,7 +82,7 @@ def measure(
     for _ in range(workload.repeats):
         for run in runs:
             run.repeat()
-            _tell(run.text())
+            _log_progress(run.text())
     points = [run.point() for run in runs]
     return ScalingTable(workload.model, kind, workload.scaling, points)
 
@@ -159,7 +159,7 @@ class _Run:
         )
 
 
-def _tell(text: str) -> None:
+def _log_progress(text: str) -> None:
     print(f"mgpu-tf benchmark: {text}", file=sys.stderr, flush=True)
 
 

@@ -37,7 +37,7 @@ def trace_pipeline(
     steps_per_epoch: int | None = None,
     verbose: int | str = 0,
 ) -> PipelineTrace:
-    """Trains a model, and tells what happened in each stage.
+    """Trains a model, and reports what happened in each stage.
 
     Every worker of a cluster must call it.
 

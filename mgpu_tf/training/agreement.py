@@ -111,7 +111,7 @@ def _config_of(thing: Any) -> Any:
     except Exception:  # An author's own class may raise anything.
         return {}
     if isinstance(found.get("layers"), list):
-        # They tell of themselves.
+        # They raise errors of their own.
         found["layers"] = [
             {k: v for k, v in layer.items() if k != "config"}
             for layer in found["layers"]

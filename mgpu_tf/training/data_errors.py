@@ -176,7 +176,7 @@ def _has_targets(example: Any) -> bool:
 
 
 def _described(example: object, *, text: bool = False) -> str:
-    """Tells the shapes of a batch, or where it holds text."""
+    """Returns the shapes of a batch, or where it holds text."""
     parts = example if isinstance(example, tuple) else (example,)
     words = []
     for name, part in zip(("x", "y"), parts, strict=False):

@@ -146,7 +146,7 @@ class DistributedModel:
             keras_internals.make_readable(keras_internals.state_of(optimizer))
         return engine
 
-    def tell(self, line: str) -> None:
+    def print_once(self, line: str) -> None:
         """Prints a line once: on the chief, or in the log of another task."""
         if not line or line in self._lines:
             return
@@ -156,13 +156,13 @@ class DistributedModel:
         else:
             noise.print_to_log(f"mgpu_tf: {line}")
 
-    def tell_what_runs(self, source: data_lib.Source) -> None:
+    def print_what_runs(self, source: data_lib.Source) -> None:
         """Prints what runs where, and in which batches."""
         batch = opening.batch_size_of(source)
-        self.tell(opening.what_runs(self.strategy, batch))
+        self.print_once(opening.what_runs(self.strategy, batch))
         if self._options.batch_normalization == "keras":
             replicas = topology_of(self.strategy).data_parallel_degree
-            self.tell(opening.of_normalization(self.model, replicas))
+            self.print_once(opening.of_normalization(self.model, replicas))
 
     @property
     def options(self) -> StepOptions:
@@ -178,7 +178,7 @@ class DistributedModel:
         """Returns the engine, its variables made.
 
         Args:
-            source: Tells the shapes and types of a batch.
+            source: Has the shapes and types of a batch.
         """
         engine = self.engine
         with self.strategy.scope(), self.peers.same_variables():

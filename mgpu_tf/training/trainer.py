@@ -87,7 +87,7 @@ from mgpu_tf.training.loops.replay import (
     left_out_before,
     options_of,
     replay,
-    tell_verdict,
+    report_verdict,
 )
 from mgpu_tf.training.loops.totals import Totals
 from mgpu_tf.training.model_file import streamed
@@ -943,7 +943,7 @@ class Trainer:
         blamed, reason = replay(step, folder, source, one_pass)
         if self._distributed.is_chief:
             line = f"replay of step {step}: {blamed or 'no fault'} ({reason})"
-            tell_verdict(line)
+            report_verdict(line)
             if verbose != 0:
                 print()  # A progress bar has left the cursor in its line.
             print(line)

@@ -128,7 +128,7 @@ def test_the_log_has_all(tmp_path, capfd, monkeypatch):
     ],
 )
 def test_the_hint_follows_errors_of_the_network(line, told, capsys):
-    isolation.tell_of_failure(["before", line])
+    isolation.explain_failure(["before", line])
     assert ("--isolate=off" in capsys.readouterr().err) is told
 
 

@@ -370,7 +370,7 @@ class Local:
             yield data
 
     def _tell_unused(self, every: Sequence[Sequence[_Part]]) -> None:
-        """Tells of the newest part that the run does not go on from."""
+        """Logs the newest part that the run does not go on from."""
         parts = [part for parts in every for part in parts]
         if self._me or not parts:
             return

@@ -37,7 +37,7 @@ from mgpu_tf.checkpoints.saving.writer import (
     Variables,
     Writer,
     read_state,
-    told_of,
+    reason_of,
 )
 from mgpu_tf.cluster import heartbeat
 from mgpu_tf.engine.step.base import NO_VOTES, Votes
@@ -215,7 +215,7 @@ class CheckpointSaver(Saver):
         return found
 
     def _keep_as(self, state: State) -> None:
-        """Goes on with what the run before has kept; tells of another rule.
+        """Goes on with what the run before has kept; warns of another rule.
 
         Raises:
             ConfigurationError: Its logs have no such metric.
@@ -373,7 +373,7 @@ class CheckpointSaver(Saver):
         """Returns a checkpoint, and what is wrong with this worker's share."""
         end = time.monotonic() + SEEN_SECONDS
         while step not in (paths := store.paths(folder)):
-            # A file system that machines share may tell late.
+            # A file system that machines share may show it late.
             if time.monotonic() < end:
                 time.sleep(0.1)
                 continue
@@ -604,13 +604,13 @@ class CheckpointSaver(Saver):
             self._for_good = keeping.for_good_of(state)
             self._failed = None
         except Exception as error:
-            # Told now, and raised by the thread that trains at the end.
+            # Logged now, and raised by the thread that trains at the end.
             self._failed = error
             _log.warning(
                 "the checkpoint of step %d was not written (%s); the one "
                 "before stays usable",
                 step,
-                told_of(error),
+                reason_of(error),
             )
 
     def _flush(self) -> None:

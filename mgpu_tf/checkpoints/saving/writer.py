@@ -140,7 +140,7 @@ class Writer:
         try:
             self._finish(state, why)
         except BaseException as error:
-            self._give_up(told_of(error))
+            self._give_up(reason_of(error))
             raise
         finally:
             self._left = []
@@ -164,7 +164,7 @@ class Writer:
             _log.warning(
                 "older checkpoints were not deleted (%s); the next save does "
                 "so",
-                told_of(error),
+                reason_of(error),
             )
 
     def _give_up(self, reason: str) -> None:
@@ -173,7 +173,7 @@ class Writer:
             parts.abandon(self._folder, self._step, self._token)
             return
         if self._part is not None:
-            # What tells so needs a place on a disk that may be full.
+            # The note of it needs a place on a disk that may be full.
             self._part.drop()
         parts.refuse(
             *(self._folder, self._step, self._token, self._process),
@@ -249,7 +249,7 @@ class Writer:
             time.sleep(storage.of(self._folder).look_seconds)
 
 
-def told_of(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Returns why a checkpoint was not written, in a few words."""
     reason = getattr(error, "strerror", None)
     if isinstance(error, ValueError | CheckpointError):

@@ -47,7 +47,7 @@ from mgpu_tf.errors import CheckpointError, ConfigurationError, installing
 from mgpu_tf.folders import NotRegularError
 
 _STEP = re.compile(PREFIX + r"(\d{10,18})", re.ASCII)
-# How often an owner tells that it lives, and for how long others look.
+# How often an owner shows that it lives, and for how long others look.
 RENEW_SECONDS = 10.0
 _LOOKS = 2.5
 _LEASE = ".lease"
@@ -324,7 +324,7 @@ class Objects(Storage):
         self.remove(path)
 
     def claim(self, path: str, text: str) -> Claim:
-        """As for any storage; tells from time to time that it lives."""
+        """As for any storage; shows from time to time that it lives."""
         self._notes.forget()
         self.put(path, text.encode())
         return _Claim(self, path, text)

@@ -16,7 +16,7 @@ from mgpu_tf.data import structures
 from mgpu_tf.data.sources.batches import BatchSource, Source
 from mgpu_tf.errors import ConfigurationError
 
-# Batches that tell which dimensions vary, such as padded lengths.
+# Batches that show which dimensions vary, such as padded lengths.
 PEEKED = 2
 _END = object()
 

@@ -305,7 +305,7 @@ def early_cut_of(dataset: tf.data.Dataset) -> EarlyCut | Uncut:
 
 
 def batches_at_end(dataset: tf.data.Dataset) -> bool:
-    """Returns whether batches are made in one place, or nobody can tell.
+    """Returns whether batches are made in one place, or that is not known.
 
     What is a zip of batches, or comes from Python, may have arrays of other
     numbers of rows.

@@ -2,7 +2,7 @@
 
 A loss that an author adds may be a mean over the rows of the batch, a sum, or
 a constant, and each asks for another share of a replica. In a traced step the
-value is a tensor of a graph that tells which it is:
+value is a tensor of a graph that shows which it is:
 
     reader = Reader(rows=[x, y])
     reader.contribution(tf.reduce_mean(tf.square(x)), share)   a mean

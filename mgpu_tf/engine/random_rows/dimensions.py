@@ -29,7 +29,7 @@ _HAS_FUNCTIONS: dict[str, bool] = {}
 
 
 class RowDimensions:
-    """Tells the dimensions of shapes that are computed from a batch.
+    """Finds the dimensions of shapes that are computed from a batch.
 
     Args:
         data: Tensors with one row for each example, of unknown number. What

@@ -51,7 +51,7 @@ class DrawnRows:
         first: The first row of the part, counted along the axis.
         total: How long the axis is in the draw of the whole batch.
         block: How many neighbours on the axis belong to an example; None
-            where the graph does not tell.
+            where the graph does not show it.
     """
 
     axis: int
@@ -135,7 +135,7 @@ class RowScope:
         return drawn
 
     def take(self, drawn: tf.Tensor, rows: DrawnRows) -> tf.Tensor:
-        """Tells of the rows that were drawn; returns them."""
+        """Notes the rows that were drawn; returns them."""
         if rows.block is not None:
             self._taken(drawn, rows.axis, rows.block)
         return drawn

@@ -24,7 +24,7 @@ _TRIES = 256
 
 
 class RowSeed(tf.experimental.ExtensionType):
-    """A seed of draws that have rows, or have none; the draw tells.
+    """A seed of draws that have rows, or have none; the draw shows which.
 
     Attributes:
         value: The seed as TensorFlow takes it, int32 `[2]`.

@@ -384,7 +384,7 @@ _active = _Active()
 
 @contextlib.contextmanager
 def proving(proof: RowProof) -> Iterator[None]:
-    """Lets what is traced in a block tell a proof what it knows."""
+    """Lets what is traced in a block add to what a proof knows."""
     _active.proofs.append(proof)
     try:
         yield
@@ -427,7 +427,7 @@ def noting(proof: RowProof) -> Iterator[None]:
 
 
 def note(tensor: tf.Tensor, kind: Kind) -> tf.Tensor:
-    """Tells the proofs that are under way what a tensor is; returns it."""
+    """Notes what a tensor is for the proofs under way; returns it."""
     if _active.step is not None:
         _active.step.take([tensor], kind)
     for proof in _active.proofs:
@@ -436,7 +436,7 @@ def note(tensor: tf.Tensor, kind: Kind) -> tf.Tensor:
 
 
 def note_same(tensor: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
-    """Tells the proofs that are under way that a tensor is what another is.
+    """Notes for the proofs under way that a tensor is what another is.
 
     Args:
         tensor: What replicas that have the same rows made of it together.

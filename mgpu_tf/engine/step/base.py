@@ -197,7 +197,7 @@ class Engine(abc.ABC):
         """Creates what training and evaluation need, once.
 
         Args:
-            source: Tells the shapes and types of a batch.
+            source: Has the shapes and types of a batch.
         """
 
     def reset_metrics(self, *, first: bool = False) -> None:
@@ -233,7 +233,7 @@ class Engine(abc.ABC):
 
     @property
     def can_be_compiled(self) -> bool:
-        """Whether XLA can compile steps of training; prepared engines tell."""
+        """Whether XLA can compile steps of training, of a prepared engine."""
         return False
 
     def lacks_memory(self, source: Source) -> bool:

@@ -424,10 +424,10 @@ class SynchronousEngine(Engine):
         if authored and self._local.total > 1:
             check_held(self._model)
         self._agreed = self._make_agreed_state()
-        self._tell_of_statistics()
+        self._log_statistics()
         self._prepared = True
 
-    def _tell_of_statistics(self) -> None:
+    def _log_statistics(self) -> None:
         """Says once which layers take the statistics of each replica."""
         own = [
             layer.name
@@ -768,7 +768,7 @@ class SynchronousEngine(Engine):
         nobody = self._ended_on(source, tf.constant(1, tf.int64), ask=False)
         begin = (zero, zero, tf.zeros([2], tf.float64), nobody, {})
         if authored or self._returns_logs():
-            # The first step stands alone: it tells what the others return.
+            # The first step stands alone: the others return its structure.
             begin = once(None, zero)
             if watch is not None:
                 rows = watch.after(rows, begin[0])

@@ -143,7 +143,7 @@ class AuthorStep:
             values: What the method returned in the last step.
         """
         scores = flat_logs(self._model.get_metrics_result())
-        # As Keras tells them apart.
+        # As Keras distinguishes them.
         return scores if set(scores) == set(self._names) else values
 
     # On a replica.

@@ -919,7 +919,7 @@ def _copied(variables: list[keras.Variable]) -> list[ShardedVariable]:
 
 
 def check_not_lazy(model: keras.Model, tables: list[str]) -> None:
-    """Refuses what tells rows that were looked up from rows of zeros.
+    """Refuses what distinguishes rows that were looked up from rows of zeros.
 
     Args:
         model: A compiled model.

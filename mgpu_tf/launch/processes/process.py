@@ -214,7 +214,7 @@ class LocalTask(Task):
         )
         self.group = self.process.pid
         if first_input is not None:
-            self._tell(first_input)
+            self._send(first_input)
         if self.process.stdout is not None:
             label = f"process {self.process.pid}"
             self._copy(_lines(self.process.stdout), label)
@@ -242,7 +242,7 @@ class LocalTask(Task):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
-    def _tell(self, text: bytes) -> None:
+    def _send(self, text: bytes) -> None:
         """Writes to the input of the process; it may have ended."""
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError, ValueError):
@@ -343,7 +343,7 @@ class _Log:
             try:
                 self._file = open(self._path, "ab", 0, opener=own_only)
             except OSError as error:
-                self._tell(error)
+                self._warn(error)
             self.write(f"--- {self._label}, started {now}\n".encode())
         return self
 
@@ -354,9 +354,9 @@ class _Log:
         try:
             self._file.write(data)
         except OSError as error:
-            self._tell(error)
+            self._warn(error)
 
-    def _tell(self, error: OSError) -> None:
+    def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
             print(

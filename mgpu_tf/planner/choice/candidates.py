@@ -36,7 +36,7 @@ def layouts(
     Args:
         machines: The machines.
         global_batch_size: Rows of an update. Each replica gets one or more.
-        graph: A traced model, which tells how long a pipeline can be.
+        graph: A traced model, which shows how long a pipeline can be.
         all_devices: Whether every device must take part.
     """
     total = machines.devices

@@ -4,7 +4,7 @@ A convolution copies its arguments into the layout that its kernel wants; an
 allocator hands out more than was asked for, and more so where the values that
 variables begin with have left holes. One number stands for each kind: bytes
 for each byte. They are fitted to measured peaks by
-`experiments/planner/memory.py`, which also tells how well numbers that are
+`experiments/planner/memory.py`, which also shows how well numbers that are
 fitted without a model predict that model.
 
 This module does not import TensorFlow.

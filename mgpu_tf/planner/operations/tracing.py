@@ -357,7 +357,7 @@ class _Reading:
         return list(zip(variables, self._gradients, strict=True))
 
     def _place_weights(self, weights: list[Weight]) -> None:
-        """Tells of each weight its layer and its gradient."""
+        """Notes of each weight its layer and its gradient."""
         import tensorflow as tf
 
         first: dict[int, int] = {}
@@ -445,7 +445,7 @@ class _Reading:
         )
 
     def _place_by_inputs(self, inputs: list[int]) -> int:
-        """Returns the layer of a gradient whose name tells none.
+        """Returns the layer of a gradient whose name has none.
 
         It is that of the activations that it takes. Where it takes gradients
         alone, it belongs to the lower of their layers, which comes last.

@@ -60,7 +60,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Driver:
-    """What the driver tells.
+    """What the driver says.
 
     Attributes:
         gpus: The GPUs; empty where nvidia-smi fails.
@@ -75,7 +75,7 @@ class Driver:
 
 
 def ask_driver() -> Driver | None:
-    """Returns what nvidia-smi tells; None where it is not installed."""
+    """Returns what nvidia-smi says; None where it is not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -209,7 +209,7 @@ def links(driver: Driver) -> Iterator[Finding]:
 
 
 def nccl(output: str) -> Iterator[Finding]:
-    """Tells what NCCL itself said, with NCCL_DEBUG=INFO.
+    """Reports what NCCL itself said, with NCCL_DEBUG=INFO.
 
     Args:
         output: What a process printed that summed over GPUs.

@@ -190,7 +190,7 @@ def shared_memory(
 def folder(
     name: str, path: str, least_free: int = _LEAST_FREE
 ) -> Iterator[Finding]:
-    """Checks that a folder can be written, has space, and tells the time.
+    """Checks that a folder can be written, has space, and has the right time.
 
     Args:
         name: The flag that names the folder.

@@ -94,7 +94,7 @@ def own_address(
     try:
         found = _addresses(host)
     except OSError:
-        return  # `resolved` tells.
+        return  # `resolved` reports it.
     family, address = found[0]
     for number in (0, port):
         with socket.socket(family) as server:
@@ -146,7 +146,7 @@ def others(config: ClusterConfig, connect_seconds: float) -> Iterator[Finding]:
         except ConnectionRefusedError:
             waiting.append(name)
         except socket.gaierror:
-            continue  # `resolved` tells.
+            continue  # `resolved` reports it.
         except OSError as problem:
             why = problem.strerror or "no answer"
             lost.append(f"{name} at {address} ({why})")

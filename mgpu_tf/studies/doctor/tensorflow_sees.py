@@ -82,7 +82,7 @@ def judge(
 
     Args:
         seen: Its JSON.
-        driver: What the driver tells; None where there is no nvidia-smi.
+        driver: What the driver says; None where there is no nvidia-smi.
     """
     gpus = [
         gpu_checks.Gpu(name, tuple(capability) if capability else None)

@@ -167,7 +167,7 @@ class Training:
         numbers, run, hooks = self._numbers, self._run, self._hooks
         totals, peers = self._totals, self._distributed.peers
         run.load(self._saver.find())
-        self._tell()
+        self._print_start()
         totals.left_out[:] = run.leave_out(totals.left_out)
         self._model.stop_training = False
         hooks.on_train_begin()
@@ -184,7 +184,7 @@ class Training:
             feed.resume(run.position.finished, run.position.step)
         last = run.position.epoch if run.stopped else numbers.epochs
         if run.resumed and run.position.epoch >= last:
-            self._tell_complete(run.position.epoch)
+            self._warn_complete(run.position.epoch)
         with self._saver.listening():
             for epoch in range(run.position.epoch, last):
                 self._epoch(epoch, feed)
@@ -200,19 +200,21 @@ class Training:
         hooks.on_train_end(run.position.last_logs)
         return self._model.history
 
-    def _tell(self) -> None:
+    def _print_start(self) -> None:
         """Prints what runs where, and whether it goes on."""
         if self._verbose == 0:
             return
-        self._distributed.tell_what_runs(self._source)
+        self._distributed.print_what_runs(self._source)
         at = self._run.position
         if self._run.resumed:
             where = f"after epoch {at.epoch}"
             if at.step:
                 where = f"in epoch {at.epoch + 1}, after its step {at.step}"
-            self._distributed.tell(f"resumed {where}, from {self._folder}")
+            self._distributed.print_once(
+                f"resumed {where}, from {self._folder}"
+            )
 
-    def _tell_complete(self, epochs: int) -> None:
+    def _warn_complete(self, epochs: int) -> None:
         if self._distributed.is_chief:
             _log.warning(
                 "The run of this checkpoint_dir is complete after %d epochs: "

@@ -66,8 +66,8 @@ class Reached(Exception):
     """The step was reached, and nothing more has to be done."""
 
 
-def tell_verdict(text: str) -> None:
-    """Tells `mgpu-tf replay` that there is a verdict, where it has asked."""
+def report_verdict(text: str) -> None:
+    """Writes the verdict for `mgpu-tf replay`, where it has asked."""
     path = os.environ.get(VERDICT)
     if path:
         with contextlib.suppress(OSError), open(path, "w") as file:

@@ -65,7 +65,7 @@ class Dispatcher:
         """Hands out a piece of work.
 
         Args:
-            name: Tells it from the others that are under way.
+            name: Distinguishes it from the others that are under way.
             function: A `tf.function`.
             args: Its arguments; a per-worker value is that of the worker
                 that takes it.

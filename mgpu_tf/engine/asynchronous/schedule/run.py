@@ -82,13 +82,13 @@ class Run:
             self._take_in()
         while settle and not self._dispatcher.idle:
             self._take_in()
-        return self._tell()
+        return self._totals()
 
     def finish(self) -> Execution:
         """Waits for what is under way, without handing out more."""
         while not self._dispatcher.idle:
             self._take_in()
-        steps, examples = self._tell()
+        steps, examples = self._totals()
         return Execution(
             steps, examples, self.logs() | self.staleness.logs(), 0.0
         )
@@ -220,7 +220,7 @@ class Run:
         self.staleness.add(staleness)
         self._sums = self._sums + sums
 
-    def _tell(self) -> tuple[int, int]:
+    def _totals(self) -> tuple[int, int]:
         steps = self._done - self._reported
         examples = self._examples - self._reported_examples
         self._reported, self._reported_examples = self._done, self._examples

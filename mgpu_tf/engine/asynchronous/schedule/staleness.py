@@ -49,7 +49,7 @@ class Admission:
         """Notes a piece of work as under way, where it may be.
 
         Args:
-            name: Tells it from the others.
+            name: Distinguishes it from the others.
             steps: Updates that it will make.
 
         Returns:

@@ -43,8 +43,8 @@ class Work(abc.ABC):
 
     Attributes:
         per_worker: What each worker reads from.
-        may_end: Whether only the worker can tell how many steps there are.
-        limit: Steps in all; None where only the workers can tell.
+        may_end: Whether only the worker knows how many steps there are.
+        limit: Steps in all; None where only the workers know.
         stride: By how many batches the next batch of a piece of work is
             later.
     """

@@ -69,7 +69,7 @@ class SharedStatistics:
         """
         share = self._share(variable)
         if share is None:
-            self._tell(variable)
+            self._warn(variable)
             return after
         before = tf.convert_to_tensor(before)
         return after - tf.constant(share, before.dtype) * before
@@ -129,7 +129,7 @@ class SharedStatistics:
             return kept
         return 1 if self._state.rule(variable) is Rule.SUM else None
 
-    def _tell(self, variable: keras.Variable) -> None:
+    def _warn(self, variable: keras.Variable) -> None:
         """Warns once of what steps of several workers overwrite."""
         if id(variable) not in self._warned:
             _log.warning(

@@ -1,6 +1,6 @@
 """Which activations may stay split between layers.
 
-A forward pass is traced once with whole weights. Its graph tells where the
+A forward pass is traced once with whole weights. Its graph shows where the
 outputs of a layer go. A split output stays split while every operation that
 takes it treats the parts alike, up to a layer that sums over the split axis:
 
@@ -187,7 +187,7 @@ def _traced(
         # A layer may return what it was given: the copies have names.
         given = args[0] if args else next(iter(kwargs.values()), None)
         first = len(graph.get_operations())
-        # What the activation does is for the graph to tell.
+        # What the activation does is read from the graph.
         with keras_internals.without(layer, "activation"):
             outputs = own(*args, **kwargs)
         if tf.is_tensor(outputs):
@@ -297,7 +297,7 @@ def structure_of(
 
 
 class _Search:
-    """One walk over forward passes; it tells which layers must be gathered."""
+    """One walk over forward passes; it finds which layers must be gathered."""
 
     def __init__(
         self,

@@ -144,7 +144,7 @@ class _Survey(Run):
             yield from (Pass(stage, 0, True) for stage in self._here[::-1])
 
     def _by_head(self, scale: Any, sums: list[Sums]) -> None:
-        """Stands for the head: all outputs have a gradient."""
+        """In place of the head: all outputs have a gradient."""
         del scale, sums
         self._headed = True
         if self._step.head_of(self._kind) is None:
