@@ -134,7 +134,7 @@ def refuse(
 
     Args:
         folder: Where checkpoints are kept. Where it cannot be written, the
-            other process has to wait.
+            other process sees nothing.
         step: The global step.
         token: As for `Part`.
         process: The number of this process.

@@ -3,8 +3,12 @@
 A job makes a strategy of its own over a mesh, and the same in each process.
 """
 
+import contextlib
+import errno
 import functools
 import os
+import time
+from unittest import mock
 
 import keras
 import numpy as np
@@ -12,12 +16,13 @@ import tensorflow as tf
 from keras import layers
 
 import mgpu_tf
-from mgpu_tf.checkpoints import store
+from mgpu_tf.checkpoints import parts, store
 from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.saving.writer import Variables as StoredVariables
 from mgpu_tf.checkpoints.saving.writer import Writer
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.snapshot import Snapshot, Variables
+from mgpu_tf.errors import CheckpointError
 from mgpu_tf.reports.report import weights_sha256
 from mgpu_tf.strategies.peers import Peers
 from mgpu_tf.strategies.registry import topology_of
@@ -380,6 +385,27 @@ def in_parts(given, folder):
     return found
 
 
+def read_only(given, folder):
+    """What a save raises where one process cannot write, and when."""
+    snapshot = snapshot_of(made_of(given, WEIGHTS.values()), given)
+    peers = Peers(given)
+    fails = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    with peers.together("save"):
+        path = os.path.join(folder, "read_only")
+        writer = Writer(path, peers.token(), peers.worker, peers.num_workers)
+        writer.begin(1, snapshot.pieces())
+        began, text = time.monotonic(), ""
+        leaving = mock.patch.object(parts, "_leave", side_effect=fails)
+        with leaving if peers.worker else contextlib.nullcontext():
+            try:
+                writer.finish({}, 3)
+            except (OSError, CheckpointError) as error:
+                text = str(error)
+        seconds = time.monotonic() - began
+        peers.any(False)
+    return {"text": text, "seconds": seconds}
+
+
 def snapshot_of(variables, strategy):
     return Snapshot(Variables.of(variables), strategy, stored_once=False)
 
@@ -490,6 +516,7 @@ JOBS = {
         stored,
         saved,
         in_parts,
+        read_only,
         mistakes,
         checkpointed,
         bytes_on_the_wire,

@@ -10,6 +10,7 @@ import pytest
 import mgpu_tf
 from mgpu_tf.checkpoints import store
 from mgpu_tf.checkpoints.reading import Stored
+from mgpu_tf.checkpoints.saving import writer
 from tests import clusters
 from tests.jobs import split
 from tests.parity import cases, judge
@@ -22,8 +23,9 @@ LAYOUTS = {
     "3_workers": (3, 1),
 }
 # What the default tests have, on two workers.
-QUICK = ["kinds", "first_values", "stored", "in_parts"]
-QUICK += ["mlp_adam", "parts_mlp", "spread_table"]
+TRAINED_HERE = ["mlp_adam", "parts_mlp", "spread_table"]
+QUICK = ["kinds", "first_values", "stored", "in_parts", "read_only"]
+QUICK += TRAINED_HERE
 # A busy machine takes long for all jobs of a cluster; each has its own limit.
 pytestmark = pytest.mark.timeout(3600)
 OVER_FSDP = ["2_workers", "2_workers_x2", "3_workers"]
@@ -180,6 +182,15 @@ def test_each_process_writes_and_reads_its_share(
     assert read == total + 8 * (len(every) - 1)
 
 
+@by_layout("read_only", quick=["2_workers"])
+def test_a_folder_that_one_process_cannot_write(layout, job, observed):
+    first, second = observed(layout, job)
+    assert first["text"] == "process 1: Read-only file system"
+    assert "Read-only file system" in second["text"]
+    # The first one does not wait for what cannot come.
+    assert first["seconds"] < writer.WAIT_SECONDS / 3
+
+
 @by_layout("mistakes", ["2_workers", "2_workers_x2"])
 def test_mistakes_are_told_and_the_cluster_goes_on(layout, job, observed):
     workers, devices = LAYOUTS[layout]
@@ -256,7 +267,7 @@ TRAINED = [
     ("2_workers_x4", "parts_transformer"),
     *((layout, "spread_table") for layout in OVER_FSDP),
 ]
-TRAINED_QUICK = [("2_workers", row) for row in QUICK[4:]]
+TRAINED_QUICK = [("2_workers", row) for row in TRAINED_HERE]
 TRAINED_FULL = [
     ("2_workers", "mlp_adamw"),
     ("2_workers", "transformer_adam"),

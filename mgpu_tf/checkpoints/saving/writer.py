@@ -12,6 +12,7 @@ writes the manifest, and gives the checkpoint its name.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import sys
@@ -30,6 +31,7 @@ from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.registry import Registry
 from mgpu_tf.errors import CheckpointError, ConfigurationError
 from mgpu_tf.mesh import Piece, Region
+from mgpu_tf.strategies import messages
 
 State = dict[str, Any]
 
@@ -180,6 +182,13 @@ class Writer:
             reason,
             self._save,
         )
+        # Nothing can be left in a folder that is read-only here.
+        with contextlib.suppress(tf.errors.OpError):
+            messages.put(self._refusal(self._process), reason)
+
+    def _refusal(self, process: int) -> str:
+        """The name of the message that the part of a process will not come."""
+        return f"mgpu_tf/save/{self._token}/{self._save}/{process}"
 
     def _finish(self, state: Mapping[str, Any], why: str) -> None:
         if self._failed is not None:
@@ -236,6 +245,9 @@ class Writer:
             )
             if found is not None:
                 return found
+            reason = messages.take(self._refusal(process), 1)
+            if reason is not None:
+                raise CheckpointError(f"process {process}: {reason}")
             limit = WAIT_SECONDS
             if self._ending.is_set():
                 limit = _ENDING_SECONDS
