@@ -145,11 +145,6 @@ def of_last_run(
     ]
 
 
-def last_of_each(folder: str) -> dict[int, Event]:
-    """Returns the last event of each step."""
-    return {event.step: event for event in read(folder)}
-
-
 def _count_in(damaged: dict[int, str], event: Event) -> None:
     if event.what == DAMAGED:
         damaged[event.step] = event.why

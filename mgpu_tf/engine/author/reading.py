@@ -745,19 +745,6 @@ def _is_random(op: tf.Operation) -> bool:
     return op.op_def.is_stateful and op.type not in _NOT_RANDOM
 
 
-def variable_read_by(value: Any) -> Any:
-    """Returns the handle of the variable that a value was read from.
-
-    A replica that counts it among its rows has values of its own wherever it
-    is read.
-    """
-    value = tf.convert_to_tensor(value)
-    if not tf.is_symbolic_tensor(value):
-        return value
-    value = _without_identity(value)
-    return value.op.inputs[0] if _type(value) == "ReadVariableOp" else value
-
-
 def is_same(value: tf.Tensor, state: tf.Tensor) -> bool:
     """Returns whether a value is what a variable held, also if read anew."""
     value, state = _without_identity(value), _without_identity(state)

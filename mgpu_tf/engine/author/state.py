@@ -242,10 +242,6 @@ class ReplicaState:
         """Returns what other metrics hold than those given. On a replica."""
         return _others(self.metrics, given)
 
-    def layer_values(self, given: Writes) -> Writes:
-        """Returns what other state of layers is than given. On a replica."""
-        return _others(self.layers, given)
-
     def drawn(self, given: Writes) -> list[tf.Tensor]:
         """Returns the seeds among given values: they differ by replica."""
         seeds = {id(variable) for variable in self.seeds}

@@ -193,22 +193,12 @@ def _normal(
     name: Any = None,
     alg: Any = "auto_select",
 ) -> tf.Tensor:
-    dtype = tf.as_dtype(dtype)
-    found = _rows(shape)
-    if found is None:
+    if (found := _rows(shape)) is None:
         return tf.random.stateless_normal(
             shape, seed.value, mean, stddev, dtype, name, alg
         )
-    drawn = _counted(
-        found,
-        lambda shape, key, counter: tf.raw_ops.StatelessRandomNormalV2(
-            shape=shape, key=key, counter=counter, alg=_PHILOX, dtype=dtype
-        ),
-        seed.value,
-        dtype,
-    )
-    stddev = tf.convert_to_tensor(stddev, dtype)
-    return drawn * stddev + tf.convert_to_tensor(mean, dtype)
+    operation = tf.raw_ops.StatelessRandomNormalV2
+    return _scaled(found, operation, seed, mean, stddev, dtype)
 
 
 @tf.experimental.dispatch_for_api(
@@ -223,20 +213,33 @@ def _truncated_normal(
     name: Any = None,
     alg: Any = "auto_select",
 ) -> tf.Tensor:
-    dtype = tf.as_dtype(dtype)
-    found = _rows(shape)
-    if found is None:
+    if (found := _rows(shape)) is None:
         return tf.random.stateless_truncated_normal(
             shape, seed.value, mean, stddev, dtype, name, alg
         )
+    operation = tf.raw_ops.StatelessTruncatedNormalV2
+    return _scaled(found, operation, seed, mean, stddev, dtype, _TRIES)
+
+
+def _scaled(
+    found: Any,
+    operation: Any,
+    seed: Any,
+    mean: Any,
+    stddev: Any,
+    dtype: Any,
+    *tries: int,
+) -> tf.Tensor:
+    """Draws the rows here of a distribution with a mean and a deviation."""
+    dtype = tf.as_dtype(dtype)
     drawn = _counted(
         found,
-        lambda shape, key, counter: tf.raw_ops.StatelessTruncatedNormalV2(
+        lambda shape, key, counter: operation(
             shape=shape, key=key, counter=counter, alg=_PHILOX, dtype=dtype
         ),
         seed.value,
         dtype,
-        _TRIES,
+        *tries,
     )
     stddev = tf.convert_to_tensor(stddev, dtype)
     return drawn * stddev + tf.convert_to_tensor(mean, dtype)
