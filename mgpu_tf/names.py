@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 Devices = int | Sequence[int | str] | None
 Shares = str | Sequence[int] | None
 Recompute = str | Sequence[str] | Callable[..., Any] | None
+KeepIf = str | Callable[..., Any] | None
 
 STRATEGIES = (
     "auto",

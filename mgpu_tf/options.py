@@ -38,6 +38,7 @@ from mgpu_tf.names import (
     SHARDS,
     SNAPSHOT_IN,
     Devices,
+    KeepIf,
     Recompute,
     Shares,
 )
@@ -509,6 +510,13 @@ class SaveOptions:
         "Keep a checkpoint for good when the run has taken N hours since the "
         "last one that was kept so.",
         above=0.0,
+        needs=("checkpoint_dir",),
+    )
+    keep_if: KeepIf = option(
+        None,
+        "Keep for good each checkpoint for which a function of the step and of "
+        "the logs of an epoch returns true: package.module:function. The logs "
+        "are empty within an epoch.",
         needs=("checkpoint_dir",),
     )
     monitor: str | None = option(

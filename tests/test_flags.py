@@ -79,6 +79,7 @@ VALUES = {
     "keep_checkpoints": 9,
     "keep_every_steps": 200,
     "keep_every_hours": 2.5,
+    "keep_if": "rules:every_prime",
     "monitor": "loss",
     "monitor_mode": "max",
     "keep_best": 4,

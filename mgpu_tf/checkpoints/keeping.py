@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from mgpu_tf.names import MODES
+from mgpu_tf.names import MODES, KeepIf
+from mgpu_tf.user_function import load_function
+
+_log = logging.getLogger("mgpu_tf")
 
 # The fields of a state.
 KEEPING = "keeping"
@@ -72,7 +76,7 @@ class ForGood:
     Attributes:
         steps: The step of the last one that was kept by steps.
         seconds: The time of the run at the last one that was kept by time.
-        kept: The step of the last one, by either.
+        kept: The step of the last one, by any rule.
         why: Why that one was kept.
     """
 
@@ -87,6 +91,7 @@ class ForGood:
         seconds: float,
         every_steps: int | None,
         every_hours: float | None,
+        wanted: str = "",
     ) -> ForGood:
         """Returns the same after another save; `kept` is its step if it stays.
 
@@ -95,6 +100,7 @@ class ForGood:
             seconds: The time of the run, its restarts included.
             every_steps: Of each span of this many steps the first is kept.
             every_hours: The first that many hours after the last is kept.
+            wanted: Why it is kept whatever the others say; "" where it is not.
         """
         if step == self.kept:
             return self  # It is saved again.
@@ -107,7 +113,44 @@ class ForGood:
             found = dataclasses.replace(
                 found, seconds=seconds, kept=step, why=why
             )
+        if wanted:
+            found = dataclasses.replace(found, kept=step, why=wanted)
         return found
+
+
+class Wanted:
+    """What a function of the user's keeps for good.
+
+    Args:
+        keep_if: Takes the global step, and the logs of the epoch that ends
+            there, which are empty within an epoch; or its name,
+            `package.module:function`. None keeps nothing.
+
+    Raises:
+        ConfigurationError: There is no such function.
+    """
+
+    def __init__(self, keep_if: KeepIf) -> None:
+        if isinstance(keep_if, str):
+            keep_if = load_function(keep_if, "keep_if")
+        self._keep_if = keep_if
+
+    def why(self, step: int, logs: Mapping[str, float]) -> str:
+        """Returns why a checkpoint stays, "" where it need not.
+
+        One about which the function raises stays: nothing is lost by it.
+        """
+        if self._keep_if is None:
+            return ""
+        name = getattr(self._keep_if, "__name__", type(self._keep_if).__name__)
+        try:
+            return f"keep_if={name}" if self._keep_if(step, dict(logs)) else ""
+        except Exception as error:
+            _log.warning(
+                "keep_if=%s failed at step %d (%r); the checkpoint is kept",
+                *(name, step, error),
+            )
+            return f"keep_if={name}, which failed"
 
 
 def as_state(newest: int, best: Best | None, so_far: ForGood) -> dict[str, Any]:

@@ -67,6 +67,27 @@ def test_after_so_many_hours():
     assert found == [4, 6, 8]
 
 
+def test_what_a_function_wants(caplog):
+    def even(step, logs):
+        if "loss" not in logs:
+            raise KeyError("loss")
+        return step % 2 == 0
+
+    wanted = keeping.Wanted(even)
+    assert wanted.why(3, {"loss": 1.0}) == ""
+    assert wanted.why(4, {"loss": 1.0}) == "keep_if=even"
+    assert not caplog.messages
+    assert wanted.why(5, {}) == "keep_if=even, which failed"
+    assert "keep_if=even failed at step 5" in caplog.text
+    assert keeping.Wanted(None).why(4, {}) == ""
+    with pytest.raises(ConfigurationError, match="keep_if must name a module"):
+        keeping.Wanted("no_such_module:function")
+    so_far = ForGood(steps=4, kept=4, why="every 4 steps")
+    assert so_far.after(6, 0.0, 4, None, "keep_if=even") == ForGood(
+        steps=4, kept=6, why="keep_if=even"
+    )
+
+
 def state(step, scores=(), newest=2, best=None, **so_far):
     return {
         "scores": dict(scores),
@@ -217,6 +238,27 @@ def test_a_run_keeps_the_best_and_some_for_good(strategies, tmp_path, capsys):
     for which in ("worst", 14, None, [15]):
         with pytest.raises(ConfigurationError, match=r"of the steps: 5, 9, 1"):
             trainer.restore(str(tmp_path), which, *arrays())
+
+
+def test_a_run_keeps_what_a_function_wants(strategies, tmp_path, capsys):
+    """Also of a run that was broken off; the logs are those of epochs."""
+    seen = {}
+
+    def keep_if(step, logs):
+        seen[step] = logs
+        return step == 5 or (step == 12 and not logs)
+
+    saving = {"save_every_steps": 3, "keep_checkpoints": 1, "keep_if": keep_if}
+    strategy = strategies["one_device"]
+    assert fit(strategy, tmp_path, 9, **saving) is None
+    trainer = fit(strategy, tmp_path, **saving)
+    assert steps_of(tmp_path) == [12, 25]
+    losses = trainer.history["loss"]
+    assert {step: logs.get("loss") for step, logs in seen.items()} == {
+        **dict.fromkeys((3, 6, 9, 12, 18, 21, 24)),
+        **{15: losses[2], 25: losses[4]},
+    }
+    assert "for good, keep_if=keep_if" in listed(tmp_path, capsys)
 
 
 def test_what_cannot_be_judged_may_be_the_best(tmp_path):

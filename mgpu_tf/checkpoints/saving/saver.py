@@ -161,6 +161,7 @@ class CheckpointSaver(Saver):
         # Whether the logs are known to have the metric of the best.
         self._monitored = self._best is None
         self._for_good = keeping.ForGood()
+        self._wanted = keeping.Wanted(options.keep_if if is_chief else None)
         self._scores: Mapping[str, float] = {}
         self._owner = Owner(options.folder)
         self._last_save = time.monotonic()
@@ -560,6 +561,7 @@ class CheckpointSaver(Saver):
             goodput, options = self._meter.goodput(), self._options
             state["goodput"] = dataclasses.asdict(goodput)
             state["time_line"] = self._meter.as_json()
+            self._scores = state.get(keeping.SCORES, {})
             before, so_far = -1, self._for_good
             if shared:
                 so_far = so_far.after(
@@ -567,11 +569,11 @@ class CheckpointSaver(Saver):
                     goodput.wall_seconds,
                     options.keep_every_steps,
                     options.keep_every_hours,
+                    self._wanted.why(step, self._scores),
                 )
             state[keeping.KEEPING] = keeping.as_state(
                 options.keep_checkpoints, self._best, so_far
             )
-            self._scores = state.get(keeping.SCORES, {})
             if shared or self._local is None:
                 self._local_saves = 0
                 writer, keep = self._writer, options.keep_checkpoints
