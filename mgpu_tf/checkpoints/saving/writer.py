@@ -186,6 +186,12 @@ class Writer:
         with contextlib.suppress(tf.errors.OpError):
             messages.put(self._refusal(self._process), reason)
 
+    def _reported(self, process: int) -> str | None:
+        """Returns why the part of a process will not come, None if it may."""
+        with contextlib.suppress(tf.errors.OpError):  # The cluster has failed.
+            return messages.take(self._refusal(process), 1)
+        return None
+
     def _refusal(self, process: int) -> str:
         """The name of the message that the part of a process will not come."""
         return f"mgpu_tf/save/{self._token}/{self._save}/{process}"
@@ -245,7 +251,7 @@ class Writer:
             )
             if found is not None:
                 return found
-            reason = messages.take(self._refusal(process), 1)
+            reason = self._reported(process)
             if reason is not None:
                 raise CheckpointError(f"process {process}: {reason}")
             limit = WAIT_SECONDS
