@@ -333,6 +333,19 @@ _own("a mean of batches", MeanOfBatches)
 
 
 @row(GROUP)
+def of_all_rows_run_eagerly(run):
+    def ratio(y_true, y_pred):
+        return tf.reduce_sum(y_true * y_pred) / tf.reduce_sum(y_pred**2)
+
+    build = models.dense(
+        loss=lambda: lambda y, p: tf.reduce_mean((y - p) ** 2) - ratio(y, p),
+        metrics=lambda: [Begun(), Largest(), Last(), Several(), ratio],
+        run_eagerly=True,
+    )
+    run.use(build, models.points(), models.numbers())
+
+
+@row(GROUP)
 def a_function_of_each_example(run):
     def nearness(y_true, y_pred):
         return tf.exp(-tf.abs(y_true - y_pred))

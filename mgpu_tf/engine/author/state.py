@@ -121,6 +121,8 @@ class ReplicaState:
         )
         self._declared = frozenset(self._rules)
         self._touched: dict[int, keras.Variable] = {}
+        # What metrics began at on each replica, to be counted once.
+        self._begun: dict[int, tf.Tensor] = {}
         self.generator: Any = None
         self.draws_alike = False
 
@@ -383,7 +385,9 @@ class ReplicaState:
                 found.append((variable, value))
         return found
 
-    def begin_metrics_at(self, values: Writes, first: int) -> None:
+    def begin_metrics_at(
+        self, values: Writes, first: int, *, rules_known: bool
+    ) -> None:
         """Writes what metrics begin at. Outside of replicas.
 
         TensorFlow gives each replica a share of it, which is no whole number
@@ -392,15 +396,20 @@ class ReplicaState:
         Args:
             values: Metric variables, with what their reset has set.
             first: The first replica of this process.
+            rules_known: Whether a step was traced. Otherwise all replicas
+                begin at the whole, and `collect` counts it once in sums.
         """
+        self._begun = {}
         for variable, value in values:
             held = variable.value
             if not isinstance(held, tf.distribute.DistributedValues):
                 continue
-            adds_up = self.rule(variable) is Rule.SUM
+            once = rules_known and self.rule(variable) is Rule.SUM
             for replica, copy in enumerate(held.values, first):
-                own = tf.zeros_like(value) if adds_up and replica else value
+                own = tf.zeros_like(value) if once and replica else value
                 copy.assign(tf.cast(own, copy.dtype))
+            if not rules_known:
+                self._begun[id(variable)] = tf.convert_to_tensor(held.values[0])
 
     def begin(self) -> list[tf.Tensor]:
         """Begins an execution. On a replica.
@@ -428,7 +437,7 @@ class ReplicaState:
             The metric variables' values over all replicas, and the means of
             the notes.
         """
-        metrics = [tf.identity(v.value) for v in self.metrics]
+        metrics = list(map(self._counted_once, self.metrics))
         if self._total == 1:
             return metrics, notes
         layers = [
@@ -469,6 +478,21 @@ class ReplicaState:
                 _assign_here(variable, value)
         return together, summed[-1] / self._total
 
+    def _counted_once(self, variable: keras.Variable) -> tf.Tensor:
+        """Returns what a metric holds, its beginning on one replica alone."""
+        value = tf.identity(variable.value)
+        start = self._begun.get(id(variable))
+        if start is None or self.rule(variable) is not Rule.SUM:
+            return value
+        context = tf.distribute.get_replica_context()
+        if tf.get_static_value(context.replica_id_in_sync_group) == 0:
+            return value
+        # A beginning may be infinite.
+        untouched = value == start
+        value = tf.where(untouched, tf.zeros_like(value), value - start)
+        _assign_here(variable, value)
+        return value
+
     def _layer_sums(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns sums of what replicas send of the state of layers."""
         return sum_tensors(values, sum_over_replicas)
@@ -490,12 +514,9 @@ class ReplicaState:
             return tf.zeros_like(value)
         if rule in (Rule.SUM, Rule.MEAN):
             return value - start
-        # A row of its own among zeros.
         context = tf.distribute.get_replica_context()
-        row = tf.one_hot(
-            context.replica_id_in_sync_group, self._total, dtype=value.dtype
-        )
-        return tf.tensordot(row, value, axes=0)
+        place = context.replica_id_in_sync_group
+        return row_among_zeros(value, place, self._total)
 
     def _received(
         self, rule: Rule, summed: tf.Tensor, start: tf.Tensor
@@ -626,6 +647,19 @@ def _assign_here(variable: keras.Variable, value: tf.Tensor) -> None:
     copies = context.strategy.experimental_local_results(held)
     mine = tf.get_static_value(context.replica_id_in_sync_group)
     copies[mine % len(copies)].assign(tf.cast(value, held.dtype))
+
+
+def row_among_zeros(value: tf.Tensor, place: Any, count: int) -> tf.Tensor:
+    """Returns `[count, ...]`, with a value, which may be infinite, at a place.
+
+    Args:
+        value: The value.
+        place: Where it is.
+        count: How many places there are.
+    """
+    mine = tf.one_hot(place, count, True, False, dtype=tf.bool)
+    mine = tf.reshape(mine, [count, *[1] * value.shape.rank])
+    return tf.where(mine, value, tf.zeros_like(value))
 
 
 def sum_tensors(

@@ -198,7 +198,7 @@ class Exchange:
             for each in tf.unstack(counts, axis=1)
         ]
 
-    def whole(self, values: Any, fraction: tf.Tensor) -> Any:
+    def whole(self, values: Any, local: tf.Tensor, fraction: tf.Tensor) -> Any:
         """Returns values of all rows, for what is added up over replicas.
 
         What is computed from them is the same on all replicas, and each adds
@@ -207,9 +207,13 @@ class Exchange:
         Args:
             values: A structure of tensors, whose first axis is that of the
                 rows where the graph does not know its length, or where they
-                are ragged or sparse.
-            fraction: This replica's share of the rows, a float64 scalar.
+                are ragged or sparse. Without a graph it is where the length
+                is a multiple of the rows on all replicas.
+            local: The number of rows of this replica, an int64 scalar.
+            fraction: Its share of the rows, a float64 scalar.
         """
+        eager = tf.executing_eagerly()
+        known = self._cuts_by_length(values, local) if eager else {}
 
         def undivided(value: tf.Tensor) -> tf.Tensor:
             @own_gradient
@@ -230,18 +234,50 @@ class Exchange:
                 return composites.joined(value, self.cut, gathered)
             if not isinstance(value, tf.Tensor) or not value.shape.rank:
                 return value
-            if value.shape[0] is not None:
+            if eager:
+                cut = known.get(id(value))
+            else:
+                cut = self._cut_where_unknown(value)
+            if cut is None:
                 return value
-            rows = tf.shape(value, out_type=tf.int64)[0]
-            whole = gathered(value, self.cut(rows))
+            whole = gathered(value, cut)
             mask = keras_internals.mask_of(value)
             if mask is not None:
-                keras_internals.set_mask(whole, every(mask))
+                keras_internals.set_mask(whole, gathered(mask, cut))
             return whole
 
         return tf.nest.map_structure(
             lambda value: None if value is None else every(value), values
         )
+
+    def _cut_where_unknown(self, value: tf.Tensor) -> Cut | None:
+        """Returns how rows are divided, whose number the graph does not know.
+
+        None for a tensor that has no rows.
+        """
+        if value.shape[0] is not None:
+            return None
+        return self.cut(tf.shape(value, out_type=tf.int64)[0])
+
+    def _cuts_by_length(self, values: Any, local: tf.Tensor) -> dict[int, Cut]:
+        """Returns how rows are divided, of the tensors that have rows.
+
+        By the identity of the tensor. Replicas find the same ones.
+        """
+        leaves = [
+            leaf
+            for leaf in tf.nest.flatten(values)
+            if isinstance(leaf, tf.Tensor) and leaf.shape.rank
+        ]
+        sizes = [tf.shape(leaf, out_type=tf.int64)[0] for leaf in leaves]
+        rows, *cuts = self.cuts([local, *sizes])
+        of_rows, total = rows.counts.numpy(), int(rows.total)
+        return {
+            id(leaf): cut
+            for leaf, cut in zip(leaves, cuts, strict=True)
+            if (cut.counts.numpy() * total == int(cut.total) * of_rows).all()
+            and int(cut.total) % total == 0
+        }
 
     def shared(
         self, weights: list[tf.Tensor], is_alike: Callable[[Any], bool]

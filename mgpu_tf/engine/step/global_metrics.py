@@ -91,7 +91,8 @@ class GlobalMetrics:
         scope, share = keras_internals.stateless_scope(), current_share()
         assert isinstance(scope, StepScope) and share is not None
         mark = scope.mark()
-        every = exchange.whole(given, share.fraction(tf.float64))
+        fraction = share.fraction(tf.float64)
+        every = exchange.whole(given, share.local, fraction)
         scope.take_alike(leaves_of(every))
         begun = scope.known_operations()
         with scope.of_all_rows(), sharing(None):
@@ -115,7 +116,8 @@ class GlobalMetrics:
         if alone or not isinstance(scope, StepScope) or scope.has_all_rows:
             return own(*arguments, **named)
         assert share is not None
-        if active():
+        eager = tf.executing_eagerly()
+        if active() or (eager and scope.within_graph):
             # The proof of the layer in which it is updated says what it adds.
             return own(*arguments, **named)
         # Of a number of the batch it is read what it is over the rows.
@@ -130,9 +132,11 @@ class GlobalMetrics:
             found = own(*arguments, **named)
             scope.added |= set(map(id, metric.variables))
             return found
+        given = [arguments, named]
+        if eager:
+            return self._of_all_given(metric, own, given)
         held = [(v, scope.hold(v)) for v in metric.variables]
         mark = scope.mark()
-        given = [arguments, named]
         proof = proof_of(given)
         for _, value in held:
             proof.take([value], Held())
@@ -150,6 +154,12 @@ class GlobalMetrics:
             raise _in_two_ways(metric)
         if self._of_sums(metric, own, given, scope, share):
             return None
+        return self._of_all_given(metric, own, given)
+
+    def _of_all_given(
+        self, metric: keras.metrics.Metric, own: Callable[..., Any], given: Any
+    ) -> Any:
+        """Updates a metric with the rows of all replicas."""
         name = f"the metric {metric.name!r}"
         return self._of_all(
             name, given, lambda every: own(*every[0], **every[1])

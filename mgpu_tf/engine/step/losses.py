@@ -178,12 +178,13 @@ class GlobalLoss:
             current.whole = None
             return value_of(given)
         mark = scope.mark()
-        part = self._of_rows(given, value_of, scope)
-        if part is None:
-            scope.reset(mark)
-            part = self._of_sums(given, value_of, scope)
-        if part is not None:
-            return share.select(part, 0)
+        if not tf.executing_eagerly():
+            part = self._of_rows(given, value_of, scope)
+            if part is None:
+                scope.reset(mark)
+                part = self._of_sums(given, value_of, scope)
+            if part is not None:
+                return share.select(part, 0)
         exchange = current_exchange()
         if exchange is None:
             raise _needs_whole_batch(name)
@@ -193,7 +194,7 @@ class GlobalLoss:
         self._said.add(name)
         fraction = share.fraction(tf.float64)
         current.whole = True
-        every = exchange.whole(given, fraction)
+        every = exchange.whole(given, share.local, fraction)
         added = list(scope.losses)
         for place, loss in enumerate(added):
             self._make_global(scope, place, loss)
@@ -493,7 +494,7 @@ class _Term:
         if not self._said:
             say_gathered(f"the loss {self.loss.name!r}", given)
         self._said = True
-        every = exchange.whole(given, fraction)
+        every = exchange.whole(given, share.local, fraction)
         scope = keras_internals.stateless_scope()
         assert isinstance(scope, StepScope)
         scope.take_alike(leaves_of(every))

@@ -570,12 +570,17 @@ class SynchronousEngine(Engine):
             tf.constant(notes),
             self._measured_bounds(),
         )
-        if self._metrics_begin_at and not self._model.run_eagerly:
-            # The trace reads by which rules replicas bring metrics together.
-            _traced(run.get_concrete_function, *given)
+        eager = self._model.run_eagerly
+        if self._metrics_begin_at or eager:
+            if not eager:
+                # It reads by which rules replicas bring metrics together.
+                _traced(run.get_concrete_function, *given)
             authored = isinstance(step, AuthorStep)
             held = self._agreed if authored else self._state
-            held.begin_metrics_at(self._metrics_begin_at, self._local.first)
+            held.begin_metrics_at(
+                *(self._metrics_begin_at, self._local.first),
+                rules_known=not eager,
+            )
         self._metrics_begin_at = []
         results = _traced(run, *given)
         self._unheld.check_alone()

@@ -7,7 +7,12 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.rules import Rule
-from mgpu_tf.engine.author.state import SEED_STRIDE, ReplicaState, sum_tensors
+from mgpu_tf.engine.author.state import (
+    SEED_STRIDE,
+    ReplicaState,
+    row_among_zeros,
+    sum_tensors,
+)
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.split.pipeline import StagedStrategy
 from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
@@ -111,8 +116,7 @@ class BlockState(PipelineState):
             return value - start
         context = tf.distribute.get_replica_context()
         place = context.replica_id_in_sync_group // self._same_rows
-        row = tf.one_hot(place, self._replicas, dtype=value.dtype)
-        return tf.tensordot(row, value, axes=0)
+        return row_among_zeros(value, place, self._replicas)
 
     def _received(
         self, rule: Rule, summed: tf.Tensor, start: tf.Tensor

@@ -1,0 +1,157 @@
+"""What `run_eagerly=True` computes of the rows of all, against Keras's `fit`.
+
+Batches of 6, 6 and 1 rows: one replica of three has no row of the last.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import mgpu_tf
+from tests.tiers import tiered
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+X = np.random.default_rng(0).normal(size=(13, 3))
+Y = np.random.default_rng(1).normal(size=(13, 2))
+OPTIONS = {"batch_size": 6, "verbose": 0}
+
+
+class Gathered(keras.metrics.Metric):
+    """It begins, and begins again, at a number of its own."""
+
+    def __init__(self, gather, begin, **named):
+        super().__init__(**named)
+        self.gather, self.begin = gather, begin
+        start = keras.initializers.Constant(begin)
+        self.value = self.add_weight(shape=(), initializer=start)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        error = ops.abs(y_true - y_pred)
+        self.value.assign(self.gather(self.value, error))
+
+    def result(self):
+        return self.value + 0.0
+
+    def reset_state(self):
+        self.value.assign(self.begin)
+
+
+GATHERS = {
+    "sum": lambda old, error: old + ops.sum(error),
+    "most": lambda old, error: ops.maximum(old, ops.max(error)),
+    "root": lambda old, error: old + ops.sqrt(ops.mean(error)),
+    "last": lambda old, error: ops.mean(error),
+    "steps": lambda old, error: old + 1,
+}
+
+
+def gathered():
+    return [
+        Gathered(gather, begin, name=f"{name}_from_{begin}")
+        for name, gather in GATHERS.items()
+        for begin in (0.0, 40.5, -np.inf)
+    ]
+
+
+def ratio(y, p):
+    return ops.sum(y * p) / (1 + ops.sum(p * p))
+
+
+def contrast(y, p):
+    likeness = ops.logsumexp(ops.matmul(p, ops.transpose(p)), axis=1)
+    return ops.mean(likeness) - ratio(y, p)
+
+
+class OwnLoss(keras.Model):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return contrast(y, y_pred)
+
+
+class OwnMetrics(keras.Model):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        found = super().compute_metrics(x, y, y_pred, sample_weight)
+        return found | {"own": ops.max(ops.abs(y - y_pred))}
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+class Watching(layers.Layer):
+    """It keeps metrics that begin at numbers, of rows and of a mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = Gathered(GATHERS["most"], -np.inf, name="most")
+        self.sum = Gathered(GATHERS["sum"], 40.5, name="sum")
+        self.mean = keras.metrics.Mean(name="mean")
+
+    def call(self, x, training=False):
+        if training:
+            self.most.update_state(x, 0.0)
+        self.sum.update_state(x, 0.0)
+        self.mean.update_state(ops.mean(x))
+        return x
+
+
+def network(kind=keras.Model, loss="mse", middle=None, metrics=list):
+    def build():
+        x = inputs = keras.Input((3,))
+        if middle is not None:
+            x = middle()(layers.Dense(4, activation="tanh")(x))
+        model = kind(inputs, layers.Dense(2)(x))
+        model.compile(
+            keras.optimizers.SGD(0.1), loss, metrics=metrics(), run_eagerly=True
+        )
+        return model
+
+    return build
+
+
+PROGRAMS = {
+    "metrics": network(metrics=gathered),
+    "metrics of functions": network(metrics=lambda: [ratio, contrast]),
+    "a loss": network(loss=contrast),
+    "compute_loss": network(OwnLoss),
+    "compute_metrics": network(OwnMetrics, metrics=gathered),
+    "train_step": network(OwnStep, contrast, metrics=gathered),
+    "metrics of a layer": network(middle=Watching),
+}
+
+
+def act(trainer, model):
+    history = trainer.fit(
+        X, Y, epochs=2, shuffle=False, validation_data=(X, Y), **OPTIONS
+    )
+    scores = trainer.evaluate(X, Y, return_dict=True, **OPTIONS)
+    weights = dict(enumerate(model().get_weights()))
+    return {**history.history, **{f"now {n}": scores[n] for n in scores}}, (
+        weights
+    )
+
+
+COLUMNS = ["mirrored_x3", "fsdp_x3", "data_2_tensor_2"]
+EVERY = [(column, name) for column in COLUMNS for name in PROGRAMS]
+QUICK = [
+    ("mirrored_x3", name)
+    for name in ("metrics", "a loss", "metrics of a layer")
+]
+
+
+@pytest.mark.parametrize(("column", "name"), tiered(EVERY, QUICK))
+def test_as_in_keras(column, name, strategies):
+    build = PROGRAMS[name]
+    keras.utils.set_random_seed(0)
+    model = build()
+    expected = act(model, lambda: model)
+    trainer = mgpu_tf.Trainer(build, strategies[column])
+    received = act(trainer, lambda: trainer.model)
+    for theirs, ours in zip(expected, received, strict=True):
+        assert theirs.keys() == ours.keys()
+        for key, value in theirs.items():
+            np.testing.assert_allclose(
+                ours[key], value, rtol=1e-9, atol=1e-12, err_msg=str(key)
+            )
