@@ -61,6 +61,7 @@ SLICE = [
     ("data_2_tensor_2", "a callback that applies gradients"),
     ("mirrored_x3", "a fit of its own"),
     ("mirrored_x3", "extra gradients on moved inputs in a decorated step"),
+    ("fsdp_x3", "own cells both ways over images of time"),
 ]
 
 

@@ -218,6 +218,7 @@ def test_what_is_written_within_a_function(column, strategies):
     [
         ("fsdp_x3", "of the rows in a function"),
         ("fsdp_x3", "a count in a function"),
+        ("fsdp_x3", "of the rows in a branch"),
         ("pipeline_x2", "a count in a function"),
     ],
 )
@@ -231,7 +232,6 @@ def test_a_function_that_writes_is_traced_with_the_step(
 @pytest.mark.parametrize(
     ("column", "name"),
     [
-        ("fsdp_x3", "of the rows in a branch"),
         ("pipeline_x2", "of the rows in a function"),
         ("pipeline_x2", "of the rows in a branch"),
     ],

@@ -166,6 +166,20 @@ class LayerByLayer:
                 return not known
         return False
 
+    def compute_writers_plainly(
+        self, written: dict[int, keras.Variable]
+    ) -> None:
+        """Lets layers be computed once in a step that write some state.
+
+        Args:
+            written: The state, by identity.
+        """
+        self._plain |= {
+            id(unit)
+            for unit in self._units
+            if written.keys() & set(map(id, unit.variables))
+        }
+
     def _small(self, split: list[keras.Variable]) -> list[keras.Variable]:
         """Returns vectors that are together small beside a layer."""
         layer = max(

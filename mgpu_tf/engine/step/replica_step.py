@@ -118,7 +118,7 @@ class ReplicaStep:
         self._regularized: list[keras.Variable] | None = None
         # State that is written within functions, branches and loops.
         self._direct: dict[int, keras.Variable] = {}
-        self._writes_directly = layers is None and not in_parts
+        self._writes_directly = not in_parts
         self._own_logs = keras_internals.overrides(model, "compute_metrics")
         self.log_names: list[str] = []
         self.alike: list[bool] = []
@@ -341,6 +341,9 @@ class ReplicaStep:
     def _write_in_place(self, written: dict[int, keras.Variable]) -> None:
         """Lets variables be written in place, in another trace."""
         self._check_direct(written)
+        if self._layers is not None:
+            # A layer that is computed again would write twice.
+            self._layers.compute_writers_plainly(written)
         self._direct |= written
         raise TraceAgain
 
@@ -359,11 +362,14 @@ class ReplicaStep:
         )
         weights = set(map(id, self._model.trainable_variables))
         if written and (
-            shared or not self._writes_directly or weights & written.keys()
+            shared
+            or not self._writes_directly
+            or weights & written.keys()
+            or any(map(keras_internals.is_split, written.values()))
         ):
             raise ConfigurationError(
-                "Where weights are split, a batch is computed in parts, one "
-                "copy is for all replicas or workers do not wait for each "
+                "Where a batch is computed in parts, one copy is for all "
+                "replicas, state is split or workers do not wait for each "
                 "other, a layer writes its state outside "
                 "of tf.function, tf.cond and loops of TensorFlow; a weight "
                 "everywhere. Received: "
