@@ -20,10 +20,13 @@ X = RANDOM.normal(size=(18, 6))
 Y = X[:, :1] ** 2
 
 
-def fitted(build, strategy=None):
+def fitted(build, strategy=None, **options):
     """Returns all variables and the history of a short fit."""
     keras.utils.set_random_seed(1)
-    model = build() if strategy is None else mgpu_tf.Trainer(build, strategy)
+    if strategy is None:
+        model = build()
+    else:
+        model = mgpu_tf.Trainer(build, strategy, **options)
     # The last batch leaves one replica without a row.
     history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     trained = model if strategy is None else model.model
@@ -31,9 +34,10 @@ def fitted(build, strategy=None):
     return values, history.history
 
 
-def check(build, strategy):
+def check(build, strategy, **options):
     """Compares a fit on a strategy with Keras's."""
-    (known, known_logs), (found, logs) = fitted(build), fitted(build, strategy)
+    known, known_logs = fitted(build)
+    found, logs = fitted(build, strategy, **options)
     for (path, value), (_, other) in zip(known, found, strict=True):
         np.testing.assert_allclose(
             other, value, rtol=1e-9, atol=1e-11, err_msg=path
@@ -226,6 +230,12 @@ def test_a_function_that_writes_is_traced_with_the_step(
     column, name, strategies
 ):
     check(all_of([(name, WITHIN[name])]), strategies[column])
+
+
+@pytest.mark.full
+def test_a_layer_that_is_computed_again_writes_once(strategies):
+    build = all_of(WITHIN.items())
+    check(build, strategies["mirrored_x3"], recompute="layers")
 
 
 @pytest.mark.full
