@@ -9,7 +9,9 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.engine.exchange.embedding_rows import summed_rows
+from mgpu_tf.engine.exchange.embedding_rows import RowGather, summed_rows
+from mgpu_tf.options import StepOptions
+from tests import partition_graphs
 from tests.parity import cases
 from tests.tiers import tiered
 
@@ -326,6 +328,36 @@ def test_summed(column, strategies):
     ):
         # Keras takes its betas through float32.
         np.testing.assert_allclose(mine, wanted, atol=1e-6)
+
+
+@pytest.mark.full
+def test_blocks_have_no_constant_of_their_size(strategies):
+    """As between processes; TensorFlow computes and keeps what is constant."""
+    strategy = strategies["mirrored_x3"]
+    gather = RowGather(strategy, StepOptions(), apart=True)
+
+    @tf.function
+    def step(rows):
+        def slices():
+            context = tf.distribute.get_replica_context()
+            count = rows + context.replica_id_in_sync_group
+            indices = tf.range(count)
+            values = tf.cast(indices, tf.float64)[:, None] * [[1.0, 2.0]]
+            return tf.IndexedSlices(values, indices, tf.constant([9, 2]))
+
+        [every] = gather([strategy.run(slices)])
+        return strategy.experimental_local_results(every)
+
+    found = []
+    rows = tf.constant(2)
+    graphs = partition_graphs.graphs_of(lambda: found.extend(step(rows)))
+    for each in found:
+        np.testing.assert_array_equal(each.indices, [0, 1, 0, 1, 2, 0, 1, 2, 3])
+        np.testing.assert_array_equal(each.values[:, 1], 2 * each.indices)
+    nodes = [node for every in graphs.values() for node in every]
+    constants = [node for node in nodes if node.op == "Const"]
+    assert constants
+    assert sum(node.ByteSize() for node in constants) < 100_000
 
 
 def test_rows_of_one_index_are_one():

@@ -154,10 +154,10 @@ ENGINE = (
         (loss("regularizer"), row("mirrored_x3", "sgd")),
     ),
     Fault(
-        "of each replica as many rows are kept as of the first",
+        "what fills a block of rows is taken for rows",
         "engine/exchange/embedding_rows.py",
-        "tf.gather(lengths, number // static)",
-        "tf.gather(lengths, 0 * number)",
+        "held = indices != _NO_ROW",
+        "held = indices >= _NO_ROW",
         (WORKERS,),
     ),
     Fault(

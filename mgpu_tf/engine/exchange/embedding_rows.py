@@ -33,6 +33,8 @@ from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 # loop.
 SMALLEST_BLOCK = 64
 BLOCKS = 8
+# The index of what fills a block.
+_NO_ROW = -1
 
 
 class RowGather:
@@ -195,7 +197,7 @@ class RowGather:
 
         def gather(size: int) -> list[tf.Tensor]:
             every = self._strategy.run(
-                self._gather, args=(slices, lengths, tf.constant(size))
+                self._gather, args=(slices, tf.constant(size))
             )
             local = self._strategy.experimental_local_results
             return [
@@ -217,20 +219,20 @@ class RowGather:
         return self._for_replicas(every)
 
     def _gather(
-        self, slices: tf.IndexedSlices, lengths: tf.Tensor, size: tf.Tensor
+        self, slices: tf.IndexedSlices, size: tf.Tensor
     ) -> tf.IndexedSlices:
         static = int(tf.get_static_value(size))
+        # A mask of places would be a constant in the graph of each block.
         padded = [
-            _padded(slices.values, static),
-            _padded(slices.indices, static),
+            _padded(slices.values, static, 0),
+            _padded(slices.indices, static, _NO_ROW),
         ]
         if self._groups is not None:
             values, indices = map(self._groups.all_gather, padded)
         else:
             context = tf.distribute.get_replica_context()
             values, indices = context.all_gather(padded, axis=0)
-        number = tf.range(static * self._replicas, dtype=tf.int64)
-        held = number % static < tf.gather(lengths, number // static)
+        held = indices != _NO_ROW
         return tf.IndexedSlices(
             tf.boolean_mask(values, held),
             tf.boolean_mask(indices, held),
@@ -238,10 +240,10 @@ class RowGather:
         )
 
 
-def _padded(rows: tf.Tensor, size: int) -> tf.Tensor:
+def _padded(rows: tf.Tensor, size: int, filler: int) -> tf.Tensor:
     missing = size - tf.shape(rows)[0]
     paddings = [[0, missing], *[[0, 0]] * (rows.shape.rank - 1)]
-    padded = tf.pad(rows, paddings)
+    padded = tf.pad(rows, paddings, constant_values=filler)
     padded.set_shape([size, *rows.shape[1:]])
     return padded
 
