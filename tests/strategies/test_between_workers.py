@@ -66,6 +66,30 @@ def test_tensorflow_hears_of_nccl(communication):
     assert found.experimental.collective_nccl == (communication == "nccl")
 
 
+def test_tensorflow_keeps_no_numbers_of_collectives(strategies):
+    """It keeps a tensor of each Python integer, and of no other."""
+    assert "mirrored_x2" in strategies  # The CPU has parts.
+    strategy = mirrored.MultiWorkerMirroredStrategy(
+        None, synchronous.collective_options("ring"), 2
+    )
+    held = []
+    keys = strategy.extended._collective_keys
+    give = keys.get_instance_key
+
+    @tf.function
+    def step():
+        def on_replica():
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce("sum", tf.constant(2.0))
+
+        return strategy.run(on_replica)
+
+    keys.get_instance_key = lambda *of: held.append(give(*of)) or held[-1]
+    for _ in range(3):
+        step()
+    assert held and not any(isinstance(number, int) for number in held)
+
+
 def test_initial_values_go_between_hosts(strategies, monkeypatch):
     """Of a replica on any device: NCCL's receives do not wait for its use."""
     device = strategies["mirrored_x2"].extended.worker_devices[1]

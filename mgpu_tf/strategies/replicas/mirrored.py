@@ -17,9 +17,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
-from tensorflow.python.distribute import collective_all_reduce_strategy
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    cross_device_utils,
+)
 from tensorflow.python.eager import context as tf_context
 
 from mgpu_tf.cluster.config import ClusterConfig
@@ -77,6 +81,18 @@ def follow_one_replica(strategy: tf.distribute.Strategy) -> None:
         strategy.__class__ = type(kind.__name__, (OneReplicaView, kind), {})
 
 
+class _Numbers(cross_device_utils.CollectiveKeys):
+    """Numbers of collective operations, of which TensorFlow keeps none.
+
+    Each execution of a function has new ones, and of each Python integer that
+    becomes a tensor TensorFlow keeps the tensor.
+    """
+
+    def get_instance_key(self, group_key: int, device: str) -> Any:
+        """Returns a new number, for TensorFlow."""
+        return np.int32(super().get_instance_key(group_key, device))
+
+
 class MirroredStrategy(OneReplicaView, tf.distribute.MirroredStrategy):
     """`MirroredStrategy` of which a process may have several, of any size.
 
@@ -94,6 +110,7 @@ class MirroredStrategy(OneReplicaView, tf.distribute.MirroredStrategy):
     ) -> None:
         self._collective_key_base = next(self._groups)
         super().__init__(devices, cross_device_ops=cross_device_ops)
+        self.extended._collective_keys.__class__ = _Numbers
         self.balance = balance or Balance()
 
 
@@ -123,6 +140,7 @@ class MultiWorkerExtended(
         super().__init__(
             strategy, cluster_resolver=resolver, communication_options=options
         )
+        self._collective_keys.__class__ = _Numbers
         if self._std_server_started:
             self._connect_once()
 
