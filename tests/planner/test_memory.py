@@ -52,6 +52,19 @@ def test_fsdp_stores_parts_and_gathers_at_most_two_layers():
     assert kinds(Layout(data=4), widths=widths)["gathered weights"] == 0
 
 
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_fsdp_holds_few_layers_whole_and_the_parts_of_few(devices):
+    """Weights of two, gradients of two, and one that is received."""
+    whole = 64 * 64 * 4
+    rules = dataclasses.replace(RULES, beside=0)
+    graph, layout = dense_graph((64,) * 25), Layout(fsdp=devices)
+    found = memory_of(graph, layout, 8, rules=rules).largest.by_kind
+    held = ("gathered weights", "gradients", "reduction")
+    most = sum(found[kind] for kind in held)
+    parts = 3
+    assert 4 * whole < most <= (5 + parts / devices) * whole
+
+
 def test_splitting_only_the_optimizer_keeps_whole_weights():
     widths, part = (64, 64), 64 * 64 * 4
     found = kinds(Layout(fsdp=2, shard="optimizer"), widths=widths)

@@ -266,20 +266,32 @@ class Program:
     # What becomes of gradients.
 
     def _made(self, weight: Weight, gradient: int) -> None:
-        layout, rules = self._layout, self._rules
-        at_once = (
-            rules.scatters_at_once
-            if layout.fsdp > 1 and layout.pipeline == 1
-            else rules.reduces_at_once
-        )
-        self._pending.append((weight, gradient))
-        if at_once or layout.devices == 1:
+        held = self._pending
+        if self._scatters and held and held[0][0].layer != weight.layer:
+            # They travel while the layer below computes.
             self._flush()
+        held.append((weight, gradient))
+        at_once = self._rules.reduces_at_once and not self._scatters
+        if at_once or self._layout.devices == 1:
+            self._flush()
+
+    @property
+    def _scatters(self) -> bool:
+        """Whether gradients are scattered layer by layer."""
+        layout = self._layout
+        can = layout.fsdp > 1 and layout.pipeline == 1
+        return can and self._rules.scatters_at_once
 
     def _flush(self) -> None:
         """Sums the gradients that wait, and updates their weights."""
         for weight, gradient in self._pending:
             summed = gradient
+            if self._scatters:
+                received = self._schedule.new(self.computed_bytes(weight))
+                self._schedule.run(
+                    "Scatter", [gradient], [received], kind="reduction"
+                )
+                gradient = received
             if self._layout.data * self._layout.fsdp > 1:
                 size = self.stored_bytes(weight) * self._rules.reduction_copies
                 summed = self._schedule.new(size)
@@ -289,7 +301,10 @@ class Program:
             self._results.append(summed)
         self._pending.clear()
         if not self._graph.clips:
-            self._update(self._rules.updates_behind)
+            rules = self._rules
+            self._update(
+                rules.parts_behind if self._scatters else rules.updates_behind
+            )
 
     def _update(self, left: int) -> None:
         """Applies gradients until there are so many left."""

@@ -17,12 +17,14 @@ class Rules:
     Attributes:
         layers_ahead: How many layers have their weights gathered before they
             are needed, beside the one that computes.
-        scatters_at_once: Whether gradients are scattered when the backward
-            pass makes them; if not, whole ones are held to its end.
+        scatters_at_once: Whether gradients are scattered layer by layer, those
+            of one while the next computes; if not, whole ones are held to the
+            end of the backward pass.
         reduces_at_once: Whether replicas sum a gradient when it is made.
         updates_behind: How many gradients are held, and not yet applied,
             while the backward pass makes others. TensorFlow orders no update
             before the rest of the pass, and runs it when a thread is free.
+        parts_behind: As `updates_behind`, where gradients are scattered.
         smallest_split: The elements of the smallest weight that is split.
         beside: How many operations run beside one another, so that buffers
             are freed later than in the order of the graph.
@@ -36,6 +38,7 @@ class Rules:
     scatters_at_once: bool = True
     reduces_at_once: bool = False
     updates_behind: int = 16
+    parts_behind: int = 2
     smallest_split: int = 1024
     beside: int = 2
     batches_ahead: int = 1
