@@ -62,6 +62,7 @@ SLICE = [
     ("mirrored_x3", "a fit of its own"),
     ("mirrored_x3", "extra gradients on moved inputs in a decorated step"),
     ("fsdp_x3", "own cells both ways over images of time"),
+    ("tensor_x3", "words drawn by a loop to predict"),
 ]
 
 

@@ -625,8 +625,18 @@ def outputs_of_share(
     """
     generator = state.generator
     if share.replicas == 1:
-        with drawing(share, data, []):
-            return outputs_of(model, data, generator)
+        if share.same_rows == 1:
+            with drawing(share, data, []):
+                return outputs_of(model, data, generator)
+        # Layers in parts exchange nothing within branches and loops.
+        with StepScope(model, [], None) as scope:
+            scope.share, scope.state = share, state
+            scope.inline = calls.inline
+            outputs = outputs_of(model, data, generator)
+        scope.check_known(state.variables)
+        written = filter(scope.is_written, state.variables)
+        state.write([(variable, scope.value(variable)) for variable in written])
+        return outputs
     eager = tf.executing_eagerly()
     if not eager:
         given = data
