@@ -1,6 +1,7 @@
 """Estimates against hand calculations, and against the allocator."""
 
 import dataclasses
+import gc
 
 import keras
 import numpy as np
@@ -186,6 +187,7 @@ def measured(build_model, batch, strategy):
     def used(name):
         return tf.config.experimental.get_memory_info("CPU:0")[name]
 
+    gc.collect()  # What is freed later would be missing from the peak.
     before = used("current")
     trainer = mgpu_tf.Trainer(build_model, strategy, seed=0)
     shape = trainer.model.inputs[0].shape[1:]

@@ -110,7 +110,6 @@ class MirroredStrategy(OneReplicaView, tf.distribute.MirroredStrategy):
     ) -> None:
         self._collective_key_base = next(self._groups)
         super().__init__(devices, cross_device_ops=cross_device_ops)
-        self.extended._collective_keys.__class__ = _Numbers
         self.balance = balance or Balance()
 
 
