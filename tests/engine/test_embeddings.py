@@ -355,9 +355,8 @@ def test_blocks_have_no_constant_of_their_size(strategies):
         np.testing.assert_array_equal(each.indices, [0, 1, 0, 1, 2, 0, 1, 2, 3])
         np.testing.assert_array_equal(each.values[:, 1], 2 * each.indices)
     nodes = [node for every in graphs.values() for node in every]
-    constants = [node for node in nodes if node.op == "Const"]
-    assert constants
-    assert sum(node.ByteSize() for node in constants) < 100_000
+    sizes = [node.ByteSize() for node in nodes if node.op == "Const"]
+    assert 0 < max(sizes) < 4096
 
 
 def test_rows_of_one_index_are_one():
