@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.names import MODES, KeepIf
 from mgpu_tf.user_function import load_function
 
@@ -127,12 +129,15 @@ class Wanted:
             `package.module:function`. None keeps nothing.
 
     Raises:
-        ConfigurationError: There is no such function.
+        ConfigurationError: There is no such function, or it takes other
+            arguments.
     """
 
     def __init__(self, keep_if: KeepIf) -> None:
         if isinstance(keep_if, str):
             keep_if = load_function(keep_if, "keep_if")
+        if keep_if is not None:
+            _check_arguments(keep_if)
         self._keep_if = keep_if
 
     def why(self, step: int, logs: Mapping[str, float]) -> str:
@@ -151,6 +156,20 @@ class Wanted:
                 *(name, step, error),
             )
             return f"keep_if={name}, which failed"
+
+
+def _check_arguments(keep_if: Callable[..., Any]) -> None:
+    try:
+        taken = inspect.signature(keep_if)
+    except ValueError:
+        return  # Some built-in ones have none.
+    try:
+        taken.bind(0, {})
+    except TypeError:
+        raise ConfigurationError(
+            "keep_if must be a function of the step and of the logs. "
+            f"Received: one of {taken}. Write it as keep_if(step, logs)."
+        ) from None
 
 
 def as_state(newest: int, best: Best | None, so_far: ForGood) -> dict[str, Any]:

@@ -82,6 +82,8 @@ def test_what_a_function_wants(caplog):
     assert keeping.Wanted(None).why(4, {}) == ""
     with pytest.raises(ConfigurationError, match="keep_if must name a module"):
         keeping.Wanted("no_such_module:function")
+    with pytest.raises(ConfigurationError, match=r"Received: one of \(step\)"):
+        keeping.Wanted(lambda step: True)
     so_far = ForGood(steps=4, kept=4, why="every 4 steps")
     assert so_far.after(6, 0.0, 4, None, "keep_if=even") == ForGood(
         steps=4, kept=6, why="keep_if=even"

@@ -305,13 +305,16 @@ def test_libraries_that_tensorflow_does_not_find(tmp_path, monkeypatch):
     assert_found([found], ERROR, "sees none")
     export = found.remedy.removeprefix("Run: ")
     assert export.startswith("export LD_LIBRARY_PATH=")
-    path = subprocess.run(
-        ["sh", "-c", f"{export}; printenv LD_LIBRARY_PATH"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split(":")
-    assert path[:2] == [f"{folder}/cudnn/lib", f"{folder}/nccl/lib"]
+    for before in ("", "/other/lib"):
+        path = subprocess.run(
+            ["sh", "-c", f"{export}; printenv LD_LIBRARY_PATH"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"LD_LIBRARY_PATH": before},
+        ).stdout.strip()
+        wanted = [f"{folder}/cudnn/lib", f"{folder}/nccl/lib", before]
+        assert path == ":".join(filter(None, wanted))
 
     without = SEEN | {"wheels": folder, "built_with_cuda": False}
     found = tensorflow_sees.judge(without, TWO)

@@ -161,7 +161,7 @@ class CheckpointSaver(Saver):
         # Whether the logs are known to have the metric of the best.
         self._monitored = self._best is None
         self._for_good = keeping.ForGood()
-        self._wanted = keeping.Wanted(options.keep_if if is_chief else None)
+        self._wanted = keeping.Wanted(options.keep_if)
         self._scores: Mapping[str, float] = {}
         self._owner = Owner(options.folder)
         self._last_save = time.monotonic()
@@ -569,7 +569,9 @@ class CheckpointSaver(Saver):
                     goodput.wall_seconds,
                     options.keep_every_steps,
                     options.keep_every_hours,
-                    self._wanted.why(step, self._scores),
+                    self._wanted.why(step, self._scores)
+                    if self._is_chief
+                    else "",
                 )
             state[keeping.KEEPING] = keeping.as_state(
                 options.keep_checkpoints, self._best, so_far

@@ -136,7 +136,9 @@ def _libraries_remedy(seen: dict[str, Any]) -> str:
     if not (seen["built_with_cuda"] and seen["wheels"]):
         return installing("gpu")
     folders = f"$(echo {seen['wheels']}/*/lib | tr ' ' ':')"
-    return f"export LD_LIBRARY_PATH={folders}:$LD_LIBRARY_PATH"
+    # An empty entry would be the current folder.
+    others = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    return f"export LD_LIBRARY_PATH={folders}{others}"
 
 
 def _judge_sum(seen: dict[str, Any]) -> Iterator[Finding]:
