@@ -720,6 +720,29 @@ def test_progress_is_noted_and_forgotten(folder):
     assert later.begin(30, None).restarts == 1 and not later.restarted
 
 
+def test_the_first_note_is_stored_at_once(address, monkeypatch):
+    """A process that is killed in its first second has left one."""
+    monkeypatch.setattr(objects, "_NOTE_SECONDS", 60.0)
+    kept, began = storage.of(address), time.monotonic()
+
+    def stored(name):
+        while f"{name}.00000000" not in kept.names(address):
+            time.sleep(0.01)
+        return kept.text(f"{address}/{name}.00000000").split()[0]
+
+    kept.put(f"{address}/owner", b"")
+    kept.notes(f"{address}/others").write_at(0, b"1")
+    assert stored("others") == b"1"
+    progress = Progress(address, 1.0)
+    progress.note(3)
+    assert stored("progress") == b"3"
+    progress.note(4)
+    assert stored("progress") == b"3"
+    assert time.monotonic() - began < 30.0
+    kept.settle()
+    assert stored("progress") == b"4"
+
+
 def test_training_waits_for_no_request(address, monkeypatch):
     """The storage answers nothing until the thread that trains is done."""
     owner = Owner(address)

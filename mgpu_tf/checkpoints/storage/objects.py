@@ -645,9 +645,10 @@ class _BlockNotes(Notes):
 
 
 class _NotesThread:
-    """Puts what is noted, a few times in a minute at most for each block.
+    """Puts what is noted, once in a second at most for each block.
 
-    A put that fails is tried again with the next one.
+    The first of a block is put at once: else a process that is killed within a
+    second leaves nothing. A put that fails is tried again with the next one.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -655,13 +656,14 @@ class _NotesThread:
         self._condition = threading.Condition()
         self._wanted: dict[str, list[tuple[int, bytes]]] = {}
         self._blocks: dict[str, bytearray] = {}
-        self._busy = self._hurry = False
+        self._busy = self._hurry = self._first = False
         self._thread: threading.Thread | None = None
 
     def add(self, path: str, place: int, data: bytes) -> None:
         """Takes bytes for a place of a block."""
         with self._condition:
             self._wanted.setdefault(path, []).append((place, data))
+            self._first |= path not in self._blocks
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=self._run, name="mgpu_tf-notes", daemon=True
@@ -700,12 +702,14 @@ class _NotesThread:
             with self._condition:
                 self._condition.wait_for(lambda: bool(self._wanted))
                 wanted, self._wanted = self._wanted, {}
-                self._busy = True
+                self._busy, self._first = True, False
             self._put(wanted)
             with self._condition:
                 self._busy = False
                 self._condition.notify_all()
-                self._condition.wait_for(lambda: self._hurry, _NOTE_SECONDS)
+                self._condition.wait_for(
+                    lambda: self._hurry or self._first, _NOTE_SECONDS
+                )
 
     def _put(self, wanted: Mapping[str, list[tuple[int, bytes]]]) -> None:
         for path, parts in wanted.items():
