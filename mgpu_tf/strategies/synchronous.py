@@ -275,6 +275,9 @@ def cross_device_ops(
 ) -> tf.distribute.CrossDeviceOps | None:
     """Returns how the devices of one machine sum; None for the default.
 
+    TensorFlow keeps a record of each collective operation that it has run, so
+    CPUs sum on the first of them instead.
+
     Args:
         communication: `auto`, `nccl` or `hierarchical_copy`.
         names: The devices.
@@ -287,7 +290,7 @@ def cross_device_ops(
     )
     on_gpu = all("GPU" in name for name in names)
     if communication == "auto":
-        return None
+        return None if on_gpu else tf.distribute.ReductionToOneDevice()
     if not on_gpu:
         raise ConfigurationError(_no_gpu_for(communication, "auto"))
     if communication == "nccl":

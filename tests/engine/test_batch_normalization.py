@@ -100,7 +100,7 @@ class Penalized(keras.Model):
     [
         ("tensor_x3", True),
         pytest.param("tensor_x3", False, marks=full),
-        pytest.param("mirrored_x3", True, marks=full),
+        ("mirrored_x3", True),
         pytest.param("fsdp_x3", True, marks=full),
     ],
 )

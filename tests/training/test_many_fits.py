@@ -81,8 +81,7 @@ def test_a_thousand_fits(strategies):
     known, before = graphs(), resident_bytes()  # Collected first.
     fits(1000)
     assert graphs() == known
-    # 25 KB were measured; a graph that stays is 184.
-    assert (resident_bytes() - before) / 1000 < 50_000
+    assert (resident_bytes() - before) / 1000 < 8192
 
 
 def test_one_call_at_a_time(strategies):

@@ -20,6 +20,7 @@ from mgpu_tf.engine.row_proof.kinds import (
     Rows,
 )
 from mgpu_tf.engine.row_proof.rules import by_rule
+from mgpu_tf.strategies.replicas.own_gradient import is_sum_over_replicas
 
 # Calls of functions, reads of variables, and what reaches no number.
 CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
@@ -197,6 +198,10 @@ class RowProof:
         if op.type == "Placeholder":
             kinds = [self._of_captured(op)]
             return kinds * count
+        if is_sum_over_replicas(op):
+            # On one machine it is made of what the others had in their turn.
+            self.unproven.append(op)
+            return [UNPROVEN] * count
         if OTHERS in kinds:
             # Another replica's, traced where it had its turn.
             return [OTHERS] * count

@@ -25,6 +25,7 @@ from mgpu_tf.strategies.replicas import turns
 
 _NAME = "MgpuTfOwnGradient"
 _FUNCTIONS = "mgpu_tf/own_gradients"
+_SUMS = "mgpu_tf/sums_over_replicas"
 
 Function = Callable[..., tuple[Any, Callable[..., Any]]]
 
@@ -99,10 +100,26 @@ def sum_over_replicas(value: Any) -> Any:
     def summed(*values: tf.Tensor) -> Any:
         with turns.taken():
             found = context.merge_call(_summed, args=values)
+        found = tf.nest.map_structure(tf.identity, found)
+        _note_sums(tf.nest.flatten(found, expand_composites=True))
         return found, lambda *upstream: sum_over_replicas(list(upstream))
 
     flat = summed(*tf.nest.flatten(value))
     return tf.nest.pack_sequence_as(value, flat)
+
+
+def _note_sums(tensors: list[tf.Tensor]) -> None:
+    for tensor in filter(tf.is_symbolic_tensor, tensors):
+        noted = tensor.graph.get_collection_ref(_SUMS)
+        if not noted:
+            noted.append(set())
+        noted[0].add(tensor.op.name)
+
+
+def is_sum_over_replicas(operation: tf.Operation) -> bool:
+    """Returns whether an operation of a graph is such a sum, on a replica."""
+    noted = operation.graph.get_collection_ref(_SUMS)
+    return bool(noted) and operation.name in noted[0]
 
 
 def _summed(strategy: tf.distribute.Strategy, *values: Any) -> Any:
