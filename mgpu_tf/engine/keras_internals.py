@@ -193,7 +193,9 @@ def not_applied(
             if variables is not None:
                 applied.append((optimizer, list(variables)))
 
-        return {"apply": note_only}
+        # Keras's own hands pairs on; another one may be caught here.
+        by_pairs = functools.partial(type(optimizer).apply_gradients, optimizer)
+        return {"apply": note_only, "apply_gradients": by_pairs}
 
     with _replaced(optimizers, instructions):
         yield applied
@@ -2080,22 +2082,49 @@ def caught_by(
         apply: Takes the optimizer, the gradients, their variables, and
             whether `apply_gradients` was called.
     """
-
-    def instructions(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
-        def caught(gradients: Any, trainable_variables: Any = None) -> None:
-            if trainable_variables is None:
-                trainable_variables = optimizer._trainable_variables
-            apply(optimizer, list(gradients), list(trainable_variables), False)
-
-        def caught_pairs(pairs: Any) -> keras.Variable:
-            gradients, variables = zip(*pairs, strict=True)
-            apply(optimizer, list(gradients), list(variables), True)
-            return optimizer._iterations
-
-        return {"apply": caught, "apply_gradients": caught_pairs}
-
-    with _replaced(optimizers, instructions):
+    with _replaced(optimizers, lambda each: _catching(each, apply)):
         yield
+
+
+def catch_from_now_on(
+    optimizers: Iterable[keras.optimizers.Optimizer],
+    apply: Callable[
+        [keras.optimizers.Optimizer, list[Any], list[keras.Variable], bool],
+        None,
+    ],
+) -> None:
+    """As `caught_by`, for as long as the optimizers live."""
+
+    def method(name: str) -> Callable[..., Any]:
+        return lambda optimizer, *args, **kwargs: _catching(optimizer, apply)[
+            name
+        ](*args, **kwargs)
+
+    for optimizer in optimizers:
+        for name in ("apply", "apply_gradients"):
+            # Bound: a copy of the optimizer has its own.
+            bound = types.MethodType(method(name), optimizer)
+            object.__setattr__(optimizer, name, bound)
+
+
+def _catching(
+    optimizer: keras.optimizers.Optimizer,
+    apply: Callable[
+        [keras.optimizers.Optimizer, list[Any], list[keras.Variable], bool],
+        None,
+    ],
+) -> dict[str, Any]:
+    def caught(grads: Any, trainable_variables: Any = None) -> None:
+        if trainable_variables is None:
+            trainable_variables = optimizer._trainable_variables
+        apply(optimizer, list(grads), list(trainable_variables), False)
+
+    def caught_pairs(grads_and_vars: Any) -> keras.Variable:
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        apply(optimizer, list(gradients), list(variables), True)
+        return optimizer._iterations
+
+    return {"apply": caught, "apply_gradients": caught_pairs}
 
 
 @contextlib.contextmanager

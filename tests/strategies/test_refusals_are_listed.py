@@ -10,6 +10,7 @@ import mgpu_tf
 PACKAGE = pathlib.Path(mgpu_tf.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "model_parallel.md"
 MODULES = [
+    "engine/synchronous/outside_update.py",
     "engine/synchronous/sharded.py",
     "engine/synchronous/whole_update.py",
     "engine/synchronous/whole_weights.py",
@@ -49,6 +50,8 @@ LISTED = {
     "layers compute with in parts.": "Muon",
     "An optimizer keeps what belongs to weights that are split in lists, with "
     "one item for each weight.": "keeps slots elsewhere",
+    "Outside of a step an optimizer applies no gradients to weights that "
+    "several processes hold parts of.": "`optimizer.apply` outside of a step,",
     "Within tf.function, tf.cond and loops of TensorFlow a step reads no "
     "weights that several processes hold parts of.": (
         "inside of a `tf.function`"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -70,6 +71,7 @@ from mgpu_tf.engine.step.update import (
     unwrap,
 )
 from mgpu_tf.engine.step_watch import StepWatch, Watched
+from mgpu_tf.engine.synchronous.outside_update import OutsideUpdate
 from mgpu_tf.engine.synchronous.overridden_step import (
     AuthorStep,
     check_held,
@@ -87,7 +89,7 @@ from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.runtime import determinism
 from mgpu_tf.runtime.room import lacks_room
-from mgpu_tf.strategies.registry import topology_of
+from mgpu_tf.strategies.registry import kind_of, topology_of
 from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.balance import balanced
 from mgpu_tf.strategies.replicas.collectives import Groups
@@ -147,6 +149,23 @@ class SynchronousEngine(Engine):
         self._agreed: ReplicaState
         self._step: ReplicaStep
         self._update: Update
+        if strategy.num_replicas_in_sync > 1:
+            self._catch_outside()
+
+    def _catch_outside(self) -> None:
+        """Lets optimizers apply outside of steps as in them."""
+        if kind_of(self._strategy).stored_once:
+            return  # As on one device.
+        optimizers = keras_internals.optimizers_of(self._model)
+        outside = OutsideUpdate(
+            self._strategy,
+            functools.partial(
+                self._update_type, stored_once=False, options=self._options
+            ),
+            lambda: bool(self._local_sums(optimizers)),
+        )
+        every = [p for each in optimizers for p in keras_internals.parts(each)]
+        keras_internals.catch_from_now_on(every, outside)
 
     def feed(
         self, source: Source, first: int = 0, *, chain: bool, training: bool

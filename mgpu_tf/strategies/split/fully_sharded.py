@@ -409,10 +409,10 @@ class Splitting:
             for each in args
         ):
             raise ConfigurationError(
-                "Outside of a step an optimizer applies no gradients to "
-                f"weights that are split. Received: {var.name!r}. Assign to "
-                "the weight, apply in a train_step of your own, or use "
-                "'mirrored'."
+                "Outside of a step the optimizer of a Trainer's model applies "
+                "gradients to weights that are split, and no other. Received: "
+                f"another, for {var.name!r}. Use trainer.model.optimizer, or "
+                "assign to the weight."
             )
         return super()._update(  # type: ignore[misc]
             var, fn, args, kwargs, group
