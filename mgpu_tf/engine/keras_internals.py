@@ -1731,6 +1731,11 @@ def overwrite(optimizer: keras.optimizers.Optimizer) -> None:
     """Writes the averages over the weights. Outside of replicas."""
     variables = optimizer._trainable_variables
     optimizer._overwrite_model_variables_with_average_value(variables)
+    constrain(variables)
+
+
+def constrain(variables: Iterable[keras.Variable]) -> None:
+    """Applies the constraints of weights. Outside of replicas."""
     for variable in variables:
         if variable.constraint is not None:
             variable.assign(variable.constraint(variable))

@@ -115,8 +115,8 @@ ENGINE = (
     Fault(
         "a constraint is left out where a weight is stored once",
         "engine/step/update.py",
-        "variable.assign(constrain(variable))",
-        "pass",
+        "variable.constraint = own\n        self._constrain()",
+        "variable.constraint = own",
         (row("central_storage_x2", "constraint"),),
     ),
     Fault(

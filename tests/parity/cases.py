@@ -422,7 +422,9 @@ CASES = {
     ),
     "accumulation_clipped": Case(
         sequential(
-            optimizer=sgd(gradient_accumulation_steps=2, global_clipnorm=0.1)
+            # Keras constrains weights between updates, too.
+            lambda: layers.Dense(8, kernel_constraint="non_neg"),
+            optimizer=sgd(gradient_accumulation_steps=2, global_clipnorm=0.1),
         ),
         classes,
     ),

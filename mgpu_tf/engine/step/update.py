@@ -244,11 +244,11 @@ class Update:
         finally:
             for variable, own in zip(self._variables, constraints, strict=True):
                 variable.constraint = own
-        for variable, constrain in zip(
-            self._variables, constraints, strict=True
-        ):
-            if constrain is not None:
-                variable.assign(constrain(variable))
+        self._constrain()
+
+    def _constrain(self) -> None:
+        held = itertools.compress(self._variables, self.present)
+        keras_internals.constrain(held)
 
     def _end_accumulation(self, gradients: Gradients) -> tf.Tensor:
         gradients = self._strategy.run(self._take, args=(gradients,))
@@ -273,6 +273,8 @@ class Update:
                 lambda: keras_internals.update_averages(optimizer)
             )
         keras_internals.count_micro_step(optimizer)
+        # Keras does so after each micro-step: initial weights may need it.
+        self._constrain()
         return tf.constant(False)
 
     def _overwrite_with_average(self) -> None:

@@ -541,6 +541,12 @@ class ShardedUpdate(Update):
         super()._apply(gradients)
         refresh(self._variables)
 
+    def _accumulate(self, gradients: Gradients) -> tf.Tensor:
+        done = super()._accumulate(gradients)
+        if any(variable.constraint for variable in self._variables):
+            refresh(self._variables)
+        return done
+
     def _overwrite_with_average(self) -> None:
         super()._overwrite_with_average()
         if any(
