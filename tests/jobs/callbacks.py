@@ -8,6 +8,7 @@ import os
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 import mgpu_tf
@@ -169,6 +170,22 @@ def of_ones_own(strategy, folder):
     return seen | {"steps": trainer.global_step}
 
 
+class Applies(keras.callbacks.Callback):
+    """Gives the optimizer gradients that are the same on all workers."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        weights = self.model.trainable_variables
+        ones = [tf.ones(weight.shape, weight.dtype) for weight in weights]
+        self.model.optimizer.apply(ones, weights)
+
+
+def applied_outside(strategy, folder):
+    """The last micro-step of an accumulation is one outside of a step."""
+    optimizer = {"gradient_accumulation_steps": 4}
+    _, seen = fit(strategy, [Applies()], optimizer=optimizer)
+    return seen
+
+
 def on_the_chief_only(strategy, folder):
     """A script that gives its callback to one worker, as many do."""
     trainer, seen = fit(strategy, [Own()] if worker() == 0 else [])
@@ -189,6 +206,7 @@ JOBS = {
         of_lambda,
         swap_ema_weights,
         of_ones_own,
+        applied_outside,
         on_the_chief_only,
     )
 }
