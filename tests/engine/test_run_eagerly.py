@@ -69,6 +69,21 @@ class OwnLoss(keras.Model):
         return contrast(y, y_pred)
 
 
+class Anchors(keras.Model):
+    """It returns a table beside its rows, as long as a batch."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.table = self.add_weight(shape=(6, 2), name="table")
+
+    def call(self, x, training=False):
+        return {"rows": super().call(x), "table": self.table + 0.0}
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        rows, table = y_pred["rows"], y_pred["table"]
+        return contrast(y, rows) + ops.sum(table**2) * ops.mean(rows**2)
+
+
 class OwnMetrics(keras.Model):
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         found = super().compute_metrics(x, y, y_pred, sample_weight)
@@ -116,6 +131,7 @@ PROGRAMS = {
     "metrics of functions": network(metrics=lambda: [ratio, contrast]),
     "a loss": network(loss=contrast),
     "compute_loss": network(OwnLoss),
+    "a table beside rows": network(Anchors, None),
     "compute_metrics": network(OwnMetrics, metrics=gathered),
     "train_step": network(OwnStep, contrast, metrics=gathered),
     "metrics of a layer": network(middle=Watching),

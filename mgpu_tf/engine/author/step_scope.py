@@ -106,6 +106,8 @@ class StepScope(keras.StatelessScope):
         kinds: What tensors are that layers have made, where it is not one row
             for each example; by identity, with the tensor.
         whole: The same of tensors that are made of the rows of all replicas.
+        has_rows: Whether what layers return that run eagerly has rows, by
+            identity, with the tensor.
         within_graph: Whether a functional model is being called.
         within_trusted: Whether a layer is that is known to keep rows apart.
         added: The variables of metrics to which replicas have added what adds
@@ -160,6 +162,7 @@ class StepScope(keras.StatelessScope):
         self.is_over = False
         self.kinds: dict[int, tuple[tf.Tensor, Any]] = {}
         self.whole: dict[int, tuple[tf.Tensor, Any]] = {}
+        self.has_rows: dict[int, tuple[Any, bool]] = {}
         self.within_graph = False
         self.within_trusted = False
         self.known_losses: dict[int, tf.Tensor] = {}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -198,7 +198,13 @@ class Exchange:
             for each in tf.unstack(counts, axis=1)
         ]
 
-    def whole(self, values: Any, local: tf.Tensor, fraction: tf.Tensor) -> Any:
+    def whole(
+        self,
+        values: Any,
+        local: tf.Tensor,
+        fraction: tf.Tensor,
+        has_rows: Mapping[int, tuple[Any, bool]],
+    ) -> Any:
         """Returns values of all rows, for what is added up over replicas.
 
         What is computed from them is the same on all replicas, and each adds
@@ -207,13 +213,15 @@ class Exchange:
         Args:
             values: A structure of tensors, whose first axis is that of the
                 rows where the graph does not know its length, or where they
-                are ragged or sparse. Without a graph it is where the length
-                is a multiple of the rows on all replicas.
+                are ragged or sparse. Without a graph it is where `has_rows`
+                says so, and otherwise where the length is a multiple of the
+                rows on all replicas.
             local: The number of rows of this replica, an int64 scalar.
             fraction: Its share of the rows, a float64 scalar.
+            has_rows: Of tensors without a graph, by identity.
         """
         eager = tf.executing_eagerly()
-        known = self._cuts_by_length(values, local) if eager else {}
+        known = self._cuts_of(values, local, has_rows) if eager else {}
 
         def undivided(value: tf.Tensor) -> tf.Tensor:
             @own_gradient
@@ -259,7 +267,12 @@ class Exchange:
             return None
         return self.cut(tf.shape(value, out_type=tf.int64)[0])
 
-    def _cuts_by_length(self, values: Any, local: tf.Tensor) -> dict[int, Cut]:
+    def _cuts_of(
+        self,
+        values: Any,
+        local: tf.Tensor,
+        has_rows: Mapping[int, tuple[Any, bool]],
+    ) -> dict[int, Cut]:
         """Returns how rows are divided, of the tensors that have rows.
 
         By the identity of the tensor. Replicas find the same ones.
@@ -272,11 +285,15 @@ class Exchange:
         sizes = [tf.shape(leaf, out_type=tf.int64)[0] for leaf in leaves]
         rows, *cuts = self.cuts([local, *sizes])
         of_rows, total = rows.counts.numpy(), int(rows.total)
+
+        def fits(cut: Cut) -> bool:
+            alike = cut.counts.numpy() * total == int(cut.total) * of_rows
+            return alike.all() and int(cut.total) % total == 0
+
         return {
             id(leaf): cut
             for leaf, cut in zip(leaves, cuts, strict=True)
-            if (cut.counts.numpy() * total == int(cut.total) * of_rows).all()
-            and int(cut.total) % total == 0
+            if has_rows.get(id(leaf), (leaf, fits(cut)))[1]
         }
 
     def shared(

@@ -92,7 +92,7 @@ class GlobalMetrics:
         assert isinstance(scope, StepScope) and share is not None
         mark = scope.mark()
         fraction = share.fraction(tf.float64)
-        every = exchange.whole(given, share.local, fraction)
+        every = exchange.whole(given, share.local, fraction, scope.has_rows)
         scope.take_alike(leaves_of(every))
         begun = scope.known_operations()
         with scope.of_all_rows(), sharing(None):

@@ -194,7 +194,7 @@ class GlobalLoss:
         self._said.add(name)
         fraction = share.fraction(tf.float64)
         current.whole = True
-        every = exchange.whole(given, share.local, fraction)
+        every = exchange.whole(given, share.local, fraction, scope.has_rows)
         added = list(scope.losses)
         for place, loss in enumerate(added):
             self._make_global(scope, place, loss)
@@ -494,9 +494,9 @@ class _Term:
         if not self._said:
             say_gathered(f"the loss {self.loss.name!r}", given)
         self._said = True
-        every = exchange.whole(given, share.local, fraction)
         scope = keras_internals.stateless_scope()
         assert isinstance(scope, StepScope)
+        every = exchange.whole(given, share.local, fraction, scope.has_rows)
         scope.take_alike(leaves_of(every))
         name = f"the loss {self.loss.name!r}"
         begun = scope.known_operations()

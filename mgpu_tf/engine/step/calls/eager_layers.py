@@ -18,7 +18,7 @@ from mgpu_tf.engine import keras_internals, throwaway
 from mgpu_tf.engine.author.contributions import BatchShare
 from mgpu_tf.engine.author.step_scope import StepScope
 from mgpu_tf.engine.exchange.composites import composites_of
-from mgpu_tf.engine.row_proof import FIXED, MEAN, SUM, RowProof, proving
+from mgpu_tf.engine.row_proof import FIXED, MEAN, SUM, RowProof, Rows, proving
 from mgpu_tf.engine.step.calls.state_parts import Parts, held, keep, parts_of
 from mgpu_tf.engine.step.calls.whole_layers import (
     WholeLayers,
@@ -46,8 +46,9 @@ class EagerLayers:
     def __init__(self, whole: WholeLayers, taken: set[int]) -> None:
         self._whole = whole
         self._taken = taken
-        # What a layer writes, by what it is given; None where it is not proven.
-        self._known: dict[Any, Parts | None] = {}
+        # What a layer writes, and which of its outputs have rows, by what it
+        # is given; None where it is not proven.
+        self._known: dict[Any, tuple[Parts, list[bool]] | None] = {}
 
     def call(
         self,
@@ -83,8 +84,9 @@ class EagerLayers:
                 )
                 if self._known[key] is None:
                     _log.info(_WHOLE, layer.name, type(layer).__name__)
-            parts = self._known[key]
-            if parts is not None:
+            known = self._known[key]
+            if known is not None:
+                parts, have_rows = known
                 starts = {
                     key: scope.hold(part[0])
                     for key, part in parts.items()
@@ -98,6 +100,9 @@ class EagerLayers:
                         for key, part in parts.items()
                     },
                 )
+                leaves = tf.nest.flatten(outputs, expand_composites=True)
+                for leaf, has in zip(leaves, have_rows, strict=True):
+                    scope.has_rows[id(leaf)] = leaf, has
                 return outputs
             return self._whole.call_eagerly(
                 layer, own, given, rows, scope, share
@@ -112,15 +117,16 @@ class EagerLayers:
         given: Any,
         rows: dict[int, tf.Tensor],
         scope: StepScope,
-    ) -> Parts | None:
+    ) -> tuple[Parts, list[bool]] | None:
         """Traces a call of a layer that runs eagerly, and looks at it.
 
         Returns:
-            What it writes, as `parts_of`; None where it is not proven.
+            What it writes, as `parts_of`, and which of its outputs have rows;
+            None where it is not proven.
         """
         mark, graph, taken = scope.mark(), scope.graph, set(self._taken)
         busy, scope.busy = scope.busy, True  # Nothing is gathered for it.
-        proven: list[Parts | None] = []
+        proven: list[tuple[Parts, list[bool]] | None] = []
 
         def call(*traced: tf.Tensor) -> None:
             scope.graph = tf.compat.v1.get_default_graph()
@@ -136,9 +142,10 @@ class EagerLayers:
             with proving(proof):
                 outputs = own(*arguments, **named)
             leaves = tf.nest.flatten(outputs, expand_composites=True)
+            kinds = list(map(proof.of, leaves))
             apart = (
                 self._taken == taken
-                and all(map(is_apart, map(proof.of, leaves)))
+                and all(map(is_apart, kinds))
                 and all(
                     id(loss) in scope.known_losses
                     or proof.of(loss) in (SUM, MEAN, FIXED)
@@ -146,9 +153,9 @@ class EagerLayers:
                 )
             )
             written = scope.written_since(called)
-            proven.append(
-                parts_of(scope, proof, before, written) if apart else None
-            )
+            parts = parts_of(scope, proof, before, written) if apart else None
+            has_rows = [isinstance(kind, Rows) for kind in kinds]
+            proven.append(None if parts is None else (parts, has_rows))
 
         specs = [
             tf.TensorSpec([None, *row.shape[1:]], row.dtype)

@@ -142,7 +142,9 @@ class WholeLayers:
             if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
                 return leaf
             several = leaf.shape[0] % total == 0
-            return part_of(leaf, cut, layer.name) if several else leaf
+            own = part_of(leaf, cut, layer.name) if several else leaf
+            scope.has_rows[id(own)] = own, several
+            return own
 
         return tf.nest.map_structure(part, outputs)
 
