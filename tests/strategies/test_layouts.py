@@ -92,6 +92,17 @@ def weighted():
     return keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
 
 
+class Descends(keras.callbacks.Callback):
+    """A step of its own, on numbers of its own."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        x = np.random.default_rng(batch).normal(size=(4, 5))
+        weights = self.model.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(self.model(x)))
+        self.model.optimizer.apply(tape.gradient(loss, weights), weights)
+
+
 @dataclasses.dataclass
 class Feature:
     """A program, and what the Trainer is given beside it."""
@@ -101,6 +112,7 @@ class Feature:
     loss: object = lambda: "mse"
     compiled: dict = dataclasses.field(default_factory=dict)
     options: dict = dataclasses.field(default_factory=dict)
+    fitted: object = dict
     weights: bool = False
     # One device draws or normalizes as the option says.
     alone: bool = True
@@ -144,6 +156,9 @@ FEATURES = {
     "`recompute`": Feature(options={"recompute": "layers"}),
     "`step_parts`": Feature(options={"step_parts": 2}),
     "`run_eagerly`": Feature(compiled={"run_eagerly": True}),
+    "`optimizer.apply` in a callback": Feature(
+        fitted=lambda: {"callbacks": [Descends()]}
+    ),
     "`noise_scale`": Feature(options={"noise_scale": True}),
     "`check_replicas_every`": Feature(options={"check_replicas_every": 1}),
 }
@@ -194,6 +209,7 @@ def program(feature):
         return model
 
     options = {"batch_size": 7, "epochs": 1, "shuffle": False, "verbose": 0}
+    options |= feature.fitted()
     if feature.weights:
         options["sample_weight"] = generator.uniform(0.1, 1.0, 11)
     return build, x, y, options
