@@ -22,7 +22,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.author.step_scope import is_read_inside
+from mgpu_tf.engine.author.step_scope import StepScope, is_read_inside
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 
@@ -73,11 +73,17 @@ class Moments:
         inputs: tf.Tensor,
         mask: Any,
     ) -> tuple[tf.Tensor, tf.Tensor]:
+        scope = keras_internals.stateless_scope()
+        whole = isinstance(scope, StepScope) and scope.has_all_rows
         kept = [layer.axis % inputs.shape.rank]
         if layer.synchronized:
             # Within functions, replicas exchange nothing.
             is_read_inside([layer.moving_mean])
-        if not layer.synchronized:
+        if whole:
+            # Gradients of a replica without an example are dropped, and so
+            # would be what flows to it from the sums.
+            mean, variance = _take_alone(layer, keras_own, inputs, mask)
+        elif not layer.synchronized:
             mean, variance = keras_own(inputs, mask)
         elif mask is None:
             mean, variance = _of_all(inputs, kept)
