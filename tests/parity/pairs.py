@@ -126,6 +126,7 @@ AXES = {
     "trainer": list(OF_THE_TRAINER),
     "callback": ["none", "swap", "reads", "batch_rate"],
     "calls": ["fit", "two_fits", "on_batch"],
+    # A step that runs eagerly takes ten times as long.
     "run": ["graph"],
 }
 # What Keras refuses on one device. A test sees that it does.
