@@ -45,6 +45,8 @@ def test_each_device_computes_its_own_passes(axes):
         device: collections.Counter(node.op for node in nodes)
         for device, nodes in graphs.items()
     }
+    # Other work of this process in between is recorded as well.
+    counts = {device: ops for device, ops in counts.items() if ops["Tanh"]}
     devices = int(np.prod([*axes.values()]))
     assert sorted(counts) == [f"CPU:{i}" for i in range(devices)]
     for count in counts.values():
