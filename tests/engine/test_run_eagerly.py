@@ -171,3 +171,32 @@ def test_as_in_keras(column, name, strategies):
             np.testing.assert_allclose(
                 ours[key], value, rtol=1e-9, atol=1e-12, err_msg=str(key)
             )
+
+
+def looked_up():
+    """Words of each row, and places that all rows look up alike."""
+    keras.utils.set_random_seed(0)
+    words = keras.Input((3,), dtype="int32")
+    x = layers.Embedding(7, 4)(words)
+    places = layers.Embedding(3, 4)
+    x = layers.Lambda(lambda x: x + places(ops.arange(3)))(x)
+    model = keras.Model(words, layers.Dense(1)(layers.Flatten()(x)))
+    model.places = places
+    model.compile(
+        keras.optimizers.Adam(0.1, global_clipnorm=0.01),
+        "mse",
+        run_eagerly=True,
+    )
+    return model
+
+
+def test_rows_of_tables(strategies):
+    x = np.random.default_rng(0).integers(0, 7, size=(12, 3))
+    model = looked_up()
+    trainer = mgpu_tf.Trainer(looked_up, strategies["mirrored_x3"])
+    for trains in (model, trainer):
+        trains.fit(x, x[:, :1], batch_size=6, shuffle=False, verbose=0)
+    for ours, theirs in zip(
+        trainer.model.get_weights(), model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-9)

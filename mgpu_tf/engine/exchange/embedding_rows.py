@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.optimizers.lazy_adam import summed_rows
@@ -103,8 +104,15 @@ class RowGather:
         ]
 
     def _folded(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-        """Sums the rows of replicas that have looked up the same."""
+        """Sums the rows of replicas that have looked up the same.
+
+        Without a graph, which shows it, the places are compared.
+        """
         count = tf.shape(slices.indices)[0] // self._replicas
+        if tf.executing_eagerly():
+            first = tf.tile(slices.indices[:count], [self._replicas])
+            if not np.array_equal(first, slices.indices):
+                return slices
         shape = tf.concat(
             [[self._replicas, count], tf.shape(slices.values)[1:]], 0
         )
