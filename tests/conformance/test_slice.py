@@ -57,6 +57,7 @@ SLICE = [
     ("fsdp_x3", "attention whose scores are penalized"),
     ("fsdp_x3", "weights held by their importance"),
     ("fsdp_x3", "a callback that descends on all rows"),
+    ("data_2_tensor_2", "a callback that applies gradients"),
     ("mirrored_x3", "extra gradients on moved inputs in a decorated step"),
     ("fsdp_x3", "own cells both ways over images of time"),
     ("tensor_x3", "words drawn by a loop to predict"),
@@ -66,7 +67,6 @@ SLICE = [
 # What docs/guarantees.md refuses by name.
 REFUSED = [
     ("fsdp_x3", "a block that is computed again"),
-    ("data_2_tensor_2", "a callback that applies gradients"),
     ("mirrored_x3", "a fit of its own"),
 ]
 
