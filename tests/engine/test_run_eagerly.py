@@ -112,6 +112,34 @@ class Watching(layers.Layer):
         return x
 
 
+class Adding(layers.Layer):
+    """It adds a mean, a sum and a constant to the loss, and has a layer."""
+
+    def __init__(self):
+        super().__init__()
+        penalty = keras.regularizers.L2(0.1)
+        self.dense = layers.Dense(4, activity_regularizer=penalty)
+
+    def call(self, x):
+        x = self.dense(x)
+        self.add_loss(0.3 * ops.mean(ops.square(x)))
+        self.add_loss(0.01 * ops.sum(ops.exp(x)))
+        self.add_loss(ops.convert_to_tensor(0.5, x.dtype))
+        return x
+
+
+class Varying(layers.Layer):
+    """It adds to the loss in its first two calls alone."""
+
+    calls = 0
+
+    def call(self, x, training=False):
+        self.calls += training
+        if self.calls <= 2:
+            self.add_loss(ops.mean(x))
+        return x
+
+
 def network(kind=keras.Model, loss="mse", middle=None, metrics=list):
     def build():
         x = inputs = keras.Input((3,))
@@ -135,6 +163,8 @@ PROGRAMS = {
     "compute_metrics": network(OwnMetrics, metrics=gathered),
     "train_step": network(OwnStep, contrast, metrics=gathered),
     "metrics of a layer": network(middle=Watching),
+    "add_loss": network(middle=Adding),
+    "add_loss, a loss": network(loss=contrast, middle=Adding),
 }
 
 
@@ -153,7 +183,7 @@ COLUMNS = ["mirrored_x3", "fsdp_x3", "data_2_tensor_2"]
 EVERY = [(column, name) for column in COLUMNS for name in PROGRAMS]
 QUICK = [
     ("mirrored_x3", name)
-    for name in ("metrics", "a loss", "metrics of a layer")
+    for name in ("metrics", "a loss", "metrics of a layer", "add_loss")
 ]
 
 
@@ -171,6 +201,14 @@ def test_as_in_keras(column, name, strategies):
             np.testing.assert_allclose(
                 ours[key], value, rtol=1e-9, atol=1e-12, err_msg=str(key)
             )
+
+
+def test_what_a_layer_adds_in_some_steps_is_refused(strategies):
+    trainer = mgpu_tf.Trainer(
+        network(middle=Varying), strategies["mirrored_x3"]
+    )
+    with pytest.raises(mgpu_tf.ConfigurationError, match="adds 0 values, and"):
+        trainer.fit(X, Y, epochs=3, **OPTIONS)
 
 
 def looked_up():

@@ -100,6 +100,7 @@ class StepScope(keras.StatelessScope):
         known_losses: What layers have added that is a mean over the rows, by
             identity.
         global_losses: The same, where they are of the rows of all.
+        added_as: What known losses were when layers added them, by identity.
         has_all_rows: Whether what runs has the rows of all replicas.
         graph: In which the step is traced.
         is_over: Whether its forward pass is traced.
@@ -166,6 +167,7 @@ class StepScope(keras.StatelessScope):
         self.within_graph = False
         self.within_trusted = False
         self.known_losses: dict[int, tf.Tensor] = {}
+        self.added_as: dict[int, Any] = {}
         self.global_losses: dict[int, tf.Tensor] = {}
         self._gather = gather
         self._weights = {id(v) for v in model.trainable_variables}

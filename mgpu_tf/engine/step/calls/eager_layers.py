@@ -7,6 +7,7 @@ computes it from the rows of all.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +24,10 @@ from mgpu_tf.engine.step.calls.state_parts import Parts, held, keep, parts_of
 from mgpu_tf.engine.step.calls.whole_layers import (
     WholeLayers,
     is_apart,
+    note_loss,
     replaced,
 )
+from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
 _WHOLE = (
@@ -32,6 +35,34 @@ _WHOLE = (
     "send each other: it runs eagerly, and it is not proven that each row of "
     "its outputs comes of its own row"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Proven:
+    """What a trace has shown of a layer.
+
+    Attributes:
+        parts: What it writes, as `parts_of`.
+        has_rows: Which of its outputs have rows.
+        added: What it gives to `add_loss`: sums, means, or values that no
+            example changes.
+    """
+
+    parts: Parts
+    has_rows: list[bool]
+    added: list[Any]
+
+
+def _as_traced(
+    layer: keras.layers.Layer, does: str, found: list[Any], traced: list[Any]
+) -> None:
+    if len(found) != len(traced):
+        raise ConfigurationError(
+            "With run_eagerly=True, on several replicas, a layer returns and "
+            "adds to the loss as many values in each step as when it was "
+            f"traced. Received: {layer.name!r}, which {does} {len(found)} "
+            f"values, and {len(traced)} in its trace. Leave out run_eagerly."
+        )
 
 
 class EagerLayers:
@@ -46,9 +77,8 @@ class EagerLayers:
     def __init__(self, whole: WholeLayers, taken: set[int]) -> None:
         self._whole = whole
         self._taken = taken
-        # What a layer writes, and which of its outputs have rows, by what it
-        # is given; None where it is not proven.
-        self._known: dict[Any, tuple[Parts, list[bool]] | None] = {}
+        # By what a layer is given; None where it is not proven.
+        self._known: dict[Any, _Proven | None] = {}
 
     def call(
         self,
@@ -86,23 +116,27 @@ class EagerLayers:
                     _log.info(_WHOLE, layer.name, type(layer).__name__)
             known = self._known[key]
             if known is not None:
-                parts, have_rows = known
                 starts = {
                     key: scope.hold(part[0])
-                    for key, part in parts.items()
+                    for key, part in known.parts.items()
                     if part
                 }
+                first = len(scope.losses)
                 outputs = own(*given[0], **given[1])
                 keep(
                     scope,
                     {
                         key: part and (part[0], starts[key], part[2])
-                        for key, part in parts.items()
+                        for key, part in known.parts.items()
                     },
                 )
                 leaves = tf.nest.flatten(outputs, expand_composites=True)
-                for leaf, has in zip(leaves, have_rows, strict=True):
+                _as_traced(layer, "returns", leaves, known.has_rows)
+                _as_traced(layer, "adds", scope.losses[first:], known.added)
+                for leaf, has in zip(leaves, known.has_rows, strict=True):
                     scope.has_rows[id(leaf)] = leaf, has
+                for place, kind in enumerate(known.added, first):
+                    note_loss(layer, scope, place, kind, share)
                 return outputs
             return self._whole.call_eagerly(
                 layer, own, given, rows, scope, share
@@ -117,16 +151,11 @@ class EagerLayers:
         given: Any,
         rows: dict[int, tf.Tensor],
         scope: StepScope,
-    ) -> tuple[Parts, list[bool]] | None:
-        """Traces a call of a layer that runs eagerly, and looks at it.
-
-        Returns:
-            What it writes, as `parts_of`, and which of its outputs have rows;
-            None where it is not proven.
-        """
+    ) -> _Proven | None:
+        """Traces a call of a layer that runs eagerly, and looks at it."""
         mark, graph, taken = scope.mark(), scope.graph, set(self._taken)
         busy, scope.busy = scope.busy, True  # Nothing is gathered for it.
-        proven: list[tuple[Parts, list[bool]] | None] = []
+        proven: list[_Proven | None] = []
 
         def call(*traced: tf.Tensor) -> None:
             scope.graph = tf.compat.v1.get_default_graph()
@@ -143,19 +172,22 @@ class EagerLayers:
                 outputs = own(*arguments, **named)
             leaves = tf.nest.flatten(outputs, expand_composites=True)
             kinds = list(map(proof.of, leaves))
+            added = [
+                scope.added_as.get(id(loss), proof.of(loss))
+                for loss in scope.losses[first:]
+            ]
             apart = (
                 self._taken == taken
                 and all(map(is_apart, kinds))
-                and all(
-                    id(loss) in scope.known_losses
-                    or proof.of(loss) in (SUM, MEAN, FIXED)
-                    for loss in scope.losses[first:]
-                )
+                and all(kind in (SUM, MEAN, FIXED) for kind in added)
             )
             written = scope.written_since(called)
             parts = parts_of(scope, proof, before, written) if apart else None
             has_rows = [isinstance(kind, Rows) for kind in kinds]
-            proven.append(None if parts is None else (parts, has_rows))
+            found = None
+            if parts is not None:
+                found = _Proven(parts, has_rows, added)
+            proven.append(found)
 
         specs = [
             tf.TensorSpec([None, *row.shape[1:]], row.dtype)

@@ -50,8 +50,8 @@ from mgpu_tf.engine.step.calls.whole_layers import (
     is_apart,
     is_same,
     masks_of,
+    note_loss,
     part_of,
-    replace_loss,
     rows_of,
 )
 from mgpu_tf.engine.trace_again import TraceAgain
@@ -399,7 +399,7 @@ class LayerCalls:
         if added and apart and parts is not None:
             keep(scope, parts)
             for place, kind in enumerate(kinds, first):
-                self._note_loss(layer, scope, place, kind, share)
+                note_loss(layer, scope, place, kind, share)
             if not active():
                 for leaf, kind in zip(leaves, made, strict=True):
                     self._keep(scope, leaf, kind)
@@ -431,23 +431,6 @@ class LayerCalls:
         if remains:
             raise TraceAgain
         return self._called_whole(layer, own, given, scope, share), True
-
-    def _note_loss(
-        self,
-        layer: keras.layers.Layer,
-        scope: StepScope,
-        place: int,
-        kind: Any,
-        share: BatchShare,
-    ) -> None:
-        """Makes an added loss a mean over the rows, which is known as such."""
-        loss = scope.losses[place]
-        if id(loss) in scope.known_losses:
-            return
-        mean = tf.identity(loss)
-        if kind == SUM:
-            mean = loss / share.fraction(loss.dtype)
-        replace_loss(layer, scope, place, mean)
 
 
 def trust(proof: RowProof, inputs: Any, outputs: Any) -> None:

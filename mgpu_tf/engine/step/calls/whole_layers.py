@@ -22,7 +22,14 @@ from mgpu_tf.engine.exchange import composites
 from mgpu_tf.engine.exchange.composites import COMPOSITES, composites_of
 from mgpu_tf.engine.exchange.crossing import Cut, Exchange
 from mgpu_tf.engine.random_rows import entered_again
-from mgpu_tf.engine.row_proof import FIXED, UNPROVEN, Kind, Rows, active
+from mgpu_tf.engine.row_proof import (
+    FIXED,
+    SUM,
+    UNPROVEN,
+    Kind,
+    Rows,
+    active,
+)
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
@@ -206,6 +213,24 @@ class WholeLayers:
                 scope.state_mapping[id(seed)] = value
             if sign < 0:
                 yield
+
+
+def note_loss(
+    layer: keras.layers.Layer,
+    scope: StepScope,
+    place: int,
+    kind: Any,
+    share: BatchShare,
+) -> None:
+    """Makes an added loss a mean over the rows, which is known as such."""
+    loss = scope.losses[place]
+    if id(loss) in scope.known_losses:
+        return
+    mean = tf.identity(loss)
+    if kind == SUM:
+        mean = loss / share.fraction(loss.dtype)
+    replace_loss(layer, scope, place, mean)
+    scope.added_as[id(mean)] = kind
 
 
 def replace_loss(
