@@ -12,9 +12,10 @@ Code that was written for one device then computes what it would there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,48 @@ class OneReplicaView:
         if getattr(_view, "is_one", False):
             return 1
         return super().num_replicas_in_sync  # type: ignore[misc]
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: tf.distribute.RunOptions | None = None,
+    ) -> Any:
+        """Runs a function once on each replica, as TensorFlow's `run`."""
+        in_graph = isinstance(fn, tf.types.experimental.GenericFunction)
+        if tf.executing_eagerly() and not in_graph:
+            fn = _ended_at_once(fn)
+        return super().run(  # type: ignore[misc]
+            fn, args=args, kwargs=kwargs, options=options
+        )
+
+
+def _ended_at_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets TensorFlow see at once that the threads of replicas have ended.
+
+    It looks for them once a second. A thread that lets go of what a replica has
+    kept is there at the first look, and an eager step takes the second.
+    """
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        coordinator = getattr(threading.current_thread(), "coord", None)
+        if coordinator is not None and "join" not in vars(coordinator):
+            # An object of this call alone.
+            coordinator.join = functools.partial(_join, coordinator.join)
+        return fn(*args, **kwargs)
+
+    return run
+
+
+def _join(
+    coordinators: Callable[[list[threading.Thread]], None],
+    threads: list[threading.Thread],
+) -> None:
+    for thread in threads:
+        thread.join(1.0)
+    coordinators(threads)
 
 
 def follow_one_replica(strategy: tf.distribute.Strategy) -> None:
