@@ -140,6 +140,11 @@ class Varying(layers.Layer):
         return x
 
 
+def recurrent():
+    """It takes no batch without rows: TensorFlow's BiasAdd fails."""
+    return keras.Sequential([layers.Reshape((2, 2)), layers.LSTM(4)])
+
+
 def network(kind=keras.Model, loss="mse", middle=None, metrics=list):
     def build():
         x = inputs = keras.Input((3,))
@@ -164,6 +169,10 @@ PROGRAMS = {
     "train_step": network(OwnStep, contrast, metrics=gathered),
     "metrics of a layer": network(middle=Watching),
     "add_loss": network(middle=Adding),
+    "no row on a replica": network(
+        middle=recurrent,
+        metrics=lambda: [keras.metrics.F1Score(dtype="float64")],
+    ),
     "add_loss, a loss": network(loss=contrast, middle=Adding),
 }
 
@@ -183,7 +192,7 @@ COLUMNS = ["mirrored_x3", "fsdp_x3", "data_2_tensor_2"]
 EVERY = [(column, name) for column in COLUMNS for name in PROGRAMS]
 QUICK = [
     ("mirrored_x3", name)
-    for name in ("metrics", "a loss", "metrics of a layer", "add_loss")
+    for name in ("metrics", "a loss", "add_loss", "no row on a replica")
 ]
 
 

@@ -182,6 +182,14 @@ class Exchange:
             counts = self._groups.all_gather(tf.reshape(local, [1]))
         return Cut(counts, replica // self._same_rows, self.replicas)
 
+    def some_empty(self, local: tf.Tensor) -> bool:
+        """Whether a replica has no row. On a replica that runs eagerly.
+
+        Args:
+            local: How many rows this replica has.
+        """
+        return not bool(tf.reduce_all(self.cut(local).counts > 0))
+
     def cuts(self, local: list[tf.Tensor]) -> list[Cut]:
         """Returns how the rows of several arrays are divided. On a replica.
 

@@ -129,9 +129,10 @@ class GlobalMetrics:
             written = set(map(id, filter(scope.is_written, metric.variables)))
             if written - scope.added - scope.parts.keys():
                 raise _in_two_ways(metric)
-            found = own(*arguments, **named)
             scope.added |= set(map(id, metric.variables))
-            return found
+            if scope.some_empty and not int(share.local):
+                return None  # Without rows there is nothing to add.
+            return own(*arguments, **named)
         given = [arguments, named]
         if eager:
             return self._of_all_given(metric, own, given)

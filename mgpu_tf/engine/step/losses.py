@@ -451,8 +451,10 @@ class _Term:
         if share.replicas == 1:
             return self.loss(y_true, y_pred, sample_weight)
         given = (y_true, y_pred, sample_weight)
-        if not keras_internals.calls_loss(self.loss):
-            return self._of_batch(*given, share)
+        scope = keras_internals.stateless_scope()
+        some_empty = isinstance(scope, StepScope) and scope.some_empty
+        if some_empty or not keras_internals.calls_loss(self.loss):
+            return self._of_batch(*given, share, some_empty)
         written = _Writes()
         values, raw = keras_internals.unreduced(self.loss, *given)
         proof = proof_of(given)
@@ -475,13 +477,14 @@ class _Term:
         y_pred: Any,
         sample_weight: Any,
         share: BatchShare,
+        some_empty: bool = False,
     ) -> tf.Tensor:
         """The contribution of a loss that was reduced over the rows."""
         given = (y_true, y_pred, sample_weight)
         proof, written = proof_of(given), _Writes()
-        value = self.loss(*given)
+        value = None if some_empty else self.loss(*given)
         exchange = current_exchange()
-        if not written.has_state:
+        if value is not None and not written.has_state:
             part = additive(proof, value, share)
             if part is None:
                 part = of_added_sums(proof, value, share, exchange)

@@ -213,6 +213,8 @@ class ReplicaStep:
                 )
             )
             scope.share, scope.state = share, self._state
+            if self._exchange is not None and tf.executing_eagerly():
+                scope.some_empty = self._exchange.some_empty(share.local)
             scope.read_aside = self._calls.read_aside
             scope.inline = self._calls.inline
             know_rows(scope, data, share)
@@ -654,6 +656,8 @@ def outputs_of_share(
         scope.share, scope.state = share, state
         scope.read_aside = calls.read_aside
         scope.inline = calls.inline
+        if exchange is not None and eager:
+            scope.some_empty = exchange.some_empty(share.local)
         know_rows(scope, data, share)
         outputs = outputs_of(model, data, generator)
     seeds = set(map(id, state.seeds)) if eager else set()

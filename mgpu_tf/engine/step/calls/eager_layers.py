@@ -115,7 +115,7 @@ class EagerLayers:
                 if self._known[key] is None:
                     _log.info(_WHOLE, layer.name, type(layer).__name__)
             known = self._known[key]
-            if known is not None:
+            if known is not None and not scope.some_empty:
                 starts = {
                     key: scope.hold(part[0])
                     for key, part in known.parts.items()
