@@ -128,6 +128,13 @@ class Adding(layers.Layer):
         return x
 
 
+class Mixing(layers.Layer):
+    """Each row of its outputs comes of all rows."""
+
+    def call(self, x):
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+
 class Varying(layers.Layer):
     """It adds to the loss in its first two calls alone."""
 
@@ -218,6 +225,17 @@ def test_what_a_layer_adds_in_some_steps_is_refused(strategies):
     )
     with pytest.raises(mgpu_tf.ConfigurationError, match="adds 0 values, and"):
         trainer.fit(X, Y, epochs=3, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("column", "options"),
+    [("data_2_pipeline_2", {}), ("mirrored_x3", {"step_parts": 2})],
+)
+def test_mixed_rows_are_refused_where_none_has_all(column, options, strategies):
+    build = network(middle=Mixing)
+    trainer = mgpu_tf.Trainer(build, strategies[column], **options)
+    with pytest.raises(mgpu_tf.ConfigurationError, match="of its own row"):
+        trainer.fit(X, Y, **OPTIONS)
 
 
 def looked_up():

@@ -2,7 +2,8 @@
 
 The outermost such layer is traced once for each kind of input, and looked at
 (`row_proof.py`). If it is not proven, or cannot be traced, each replica
-computes it from the rows of all.
+computes it from the rows of all. Where no replica has these at once it is
+refused.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from mgpu_tf.engine.step.calls.whole_layers import (
 from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
+APART = "each row of its outputs comes of its own row"
 _WHOLE = (
     "%s (%s) is computed whole by each replica, of the inputs that replicas "
-    "send each other: it runs eagerly, and it is not proven that each row of "
-    "its outputs comes of its own row"
+    f"send each other: it runs eagerly, and it is not proven that "
+    f"{APART}"
 )
 
 
@@ -69,13 +71,21 @@ class EagerLayers:
     """Calls layers that run eagerly.
 
     Args:
-        whole: Computes layers of the rows of all.
+        whole: Computes layers of the rows of all; None where no replica has
+            them at once.
+        refuse: Refuses a layer, for what is not proven of it.
         taken: The layers that are computed so, by identity. A trace adds to
             them what it finds.
     """
 
-    def __init__(self, whole: WholeLayers, taken: set[int]) -> None:
+    def __init__(
+        self,
+        whole: WholeLayers | None,
+        refuse: Callable[[keras.layers.Layer, str], None],
+        taken: set[int],
+    ) -> None:
         self._whole = whole
+        self._refuse = refuse
         self._taken = taken
         # By what a layer is given; None where it is not proven.
         self._known: dict[Any, _Proven | None] = {}
@@ -112,7 +122,7 @@ class EagerLayers:
                     if composite
                     else self._proven(layer, own, given, rows, scope)
                 )
-                if self._known[key] is None:
+                if self._known[key] is None and self._whole is not None:
                     _log.info(_WHOLE, layer.name, type(layer).__name__)
             known = self._known[key]
             if known is not None and not scope.some_empty:
@@ -138,6 +148,9 @@ class EagerLayers:
                 for place, kind in enumerate(known.added, first):
                     note_loss(layer, scope, place, kind, share)
                 return outputs
+            if self._whole is None:
+                self._refuse(layer, APART)
+            assert self._whole is not None
             return self._whole.call_eagerly(
                 layer, own, given, rows, scope, share
             )

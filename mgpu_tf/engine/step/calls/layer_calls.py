@@ -43,7 +43,7 @@ from mgpu_tf.engine.row_proof import (
     active,
     proving,
 )
-from mgpu_tf.engine.step.calls.eager_layers import EagerLayers
+from mgpu_tf.engine.step.calls.eager_layers import APART, EagerLayers
 from mgpu_tf.engine.step.calls.state_parts import held, keep, parts_of
 from mgpu_tf.engine.step.calls.whole_layers import (
     WholeLayers,
@@ -58,7 +58,6 @@ from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
-_APART = "each row of its outputs comes of its own row"
 
 
 class LayerCalls:
@@ -119,7 +118,10 @@ class LayerCalls:
         self._eager: EagerLayers | None = None
         if exchange is not None:
             self._of_all = WholeLayers(state, exchange, self.compute_whole)
-            self._eager = EagerLayers(self._of_all, self._whole)
+        if exchange is not None or in_parts:
+            self._eager = EagerLayers(
+                self._of_all, self._take_whole, self._whole
+            )
 
     @property
     def inlines(self) -> bool:
@@ -253,6 +255,8 @@ class LayerCalls:
         if tf.executing_eagerly():
             if self._eager is None:
                 return own(*arguments, **named)
+            if self._exchange is None and id(layer) in self._graphs:
+                return own(*arguments, **named)  # Its layers are proven.
             return self._eager.call(layer, own, given, scope, share)
         if id(layer) in self._graphs - self._whole:
             return self._through_graph(own, given, scope, share)
@@ -278,7 +282,7 @@ class LayerCalls:
                 scope.proof.take(composites_of(outputs), UNPROVEN)
         elif id(layer) in self._whole or composites_of(given):
             if id(layer) not in self._whole:
-                self._take_whole(layer, _APART)
+                self._take_whole(layer, APART)
             outputs = self._called_whole(layer, own, given, scope, share)
             proven = True
         else:
@@ -424,7 +428,7 @@ class LayerCalls:
                 keras_internals.set_mask(row, mask)
         unproven = "what it adds to the loss is a sum or a mean over the rows"
         if added:
-            unproven = _APART
+            unproven = APART
         if apart and added:
             unproven = "what it writes adds up over the rows"
         self._take_whole(layer, unproven)
