@@ -172,14 +172,15 @@ class EagerLayers:
 
         def call(*traced: tf.Tensor) -> None:
             scope.graph = tf.compat.v1.get_default_graph()
-            for variable in filter(keras_internals.is_split, layer.variables):
+            variables = getattr(layer, "variables", ())
+            for variable in filter(keras_internals.is_split, variables):
                 value = tf.zeros(variable.shape, variable.dtype)
                 scope.state_mapping[id(variable)] = value
             every = dict(zip(rows, traced, strict=True))
             arguments, named = replaced(given, every)
             proof = RowProof(traced)
             first = len(scope.losses)
-            before = held(scope, getattr(layer, "variables", ()), proof)
+            before = held(scope, variables, proof)
             called = scope.mark()
             with proving(proof):
                 outputs = own(*arguments, **named)
