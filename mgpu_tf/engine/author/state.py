@@ -215,6 +215,10 @@ class ReplicaState:
         """Returns whether it is proven of calls what they write to it."""
         return id(variable) in self._proven
 
+    def is_read(self, variable: keras.Variable) -> bool:
+        """Returns whether its rule is read from a graph, as of a weight."""
+        return id(variable) not in self._proven | self._declared
+
     def agree(self, variable: keras.Variable) -> None:
         """Notes that all replicas write the same to a variable."""
         self._rules[id(variable)] = Rule.AGREED

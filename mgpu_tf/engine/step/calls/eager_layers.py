@@ -196,10 +196,15 @@ class EagerLayers:
                 and all(kind in (SUM, MEAN, FIXED) for kind in added)
             )
             written = scope.written_since(called)
+            # There will be no graph to read what a layer writes to a weight.
+            weights = list(filter(scope.state.is_read, written))
+            values = map(scope.value, weights)
+            apart = apart and all(proof.of(v) == FIXED for v in values)
             parts = parts_of(scope, proof, before, written) if apart else None
             has_rows = [isinstance(kind, Rows) for kind in kinds]
             found = None
             if parts is not None:
+                parts |= dict.fromkeys(map(id, weights))
                 found = _Proven(parts, has_rows, added)
             proven.append(found)
 
