@@ -34,8 +34,7 @@ _log = logging.getLogger("mgpu_tf")
 APART = "each row of its outputs comes of its own row"
 _WHOLE = (
     "%s (%s) is computed whole by each replica, of the inputs that replicas "
-    f"send each other: it runs eagerly, and it is not proven that "
-    f"{APART}"
+    f"send each other: it runs eagerly, and it is not proven that {APART}"
 )
 
 
