@@ -70,12 +70,18 @@ class Variables:
             otherwise they are alike.
         once_means: Those of which every replica's value was stored once,
             in checkpoints of an older layout.
+        order: Those that are the same on every replica on some layout, in the
+            order of checkpoints of one where all are.
+        sums: Those of them of which replicas have parts on other layouts,
+            whose sum matters: sums of gradients.
     """
 
     shared: list[keras.Variable]
     own: list[keras.Variable] = dataclasses.field(default_factory=list)
     is_sum: Callable[[keras.Variable], bool] = lambda variable: True
     once_means: list[keras.Variable] = dataclasses.field(default_factory=list)
+    order: list[keras.Variable] = dataclasses.field(default_factory=list)
+    sums: list[keras.Variable] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(
@@ -84,15 +90,21 @@ class Variables:
         own: Iterable[keras.Variable] = (),
         is_sum: Callable[[keras.Variable], bool] = lambda variable: True,
         once_means: Iterable[keras.Variable] = (),
+        sums: Iterable[keras.Variable] = (),
     ) -> Variables:
         """Sorts variables, each once, whatever lists it is in."""
         own_by_id = {id(v): v for v in own}
-        shared = {id(v): v for v in every if id(v) not in own_by_id}
+        sums_by_id = {id(v): v for v in sums}
+        apart = own_by_id.keys() - sums_by_id.keys()
+        order = {id(v): v for v in every if id(v) not in apart}
+        shared = {k: v for k, v in order.items() if k not in own_by_id}
         return cls(
             list(shared.values()),
             list(own_by_id.values()),
             is_sum,
             [v for v in once_means if id(v) in shared],
+            list(order.values()),
+            [v for k, v in sums_by_id.items() if k in order],
         )
 
 
@@ -274,7 +286,7 @@ class Snapshot:
         Raises:
             ConfigurationError: They are of another model or optimizer.
         """
-        stored = self._of_this_layout(stored)
+        stored = self._with_sums_of_here(self._of_this_layout(stored))
         self._check(stored.arrays)
         with self._strategy.scope():
             for i, variable in enumerate(self.shared):
@@ -482,6 +494,33 @@ class Snapshot:
                 names[_name("shared", i)] = places[id(variable)]
         return _Older(stored, names)
 
+    def _with_sums_of_here(self, stored: Stored) -> Stored:
+        """Returns variables with sums of gradients as this layout has them.
+
+        On some layouts each replica has sums of its own gradients, and on
+        others there are the sums of all replicas.
+        """
+        order, sums = self._variables.order, self._variables.sums
+        keys, own = set(map(id, sums)), self._variables.own
+        apart = [v for v in order if id(v) not in keys]
+        rest = [v for v in own if id(v) not in keys]
+        here = set(map(id, own)) >= keys
+        count = sum(name.startswith("shared/") for name in stored.arrays)
+        if not sums or count != len(order if here else apart):
+            return stored
+        # The places of sums among those of one layout and of the other.
+        places = {id(v): _name("shared", i) for i, v in enumerate(order)}
+        owned = {id(v): _name("sums", i) for i, v in enumerate(sums, len(rest))}
+        names = {n: n for n in stored.arrays if not n.startswith("shared/")}
+        for i, variable in enumerate(apart):
+            one, other = places[id(variable)], _name("shared", i)
+            names |= {other: one} if here else {one: other}
+        for variable in sums:
+            one, other = places[id(variable)], owned[id(variable)]
+            names.pop(other, None)
+            names |= {other: one} if here else {one: other}
+        return _Elsewhere(stored, names)
+
     def _check(self, arrays: Layouts) -> None:
         own = [
             *((_name("shared", i), v, 0) for i, v in enumerate(self.shared)),
@@ -569,6 +608,55 @@ class _Older:
         for here, there, length in region.overlaps(whole):
             found[here : here + length] = mean[there : there + length]
         return found
+
+
+class _Elsewhere:
+    """Variables of a checkpoint of a layout that has sums otherwise.
+
+    Args:
+        stored: The checkpoint.
+        names: Its names by those of this layout. Where one is of replicas'
+            own sums and the other is not, the sums of all replicas are as
+            those of one replica.
+    """
+
+    def __init__(self, stored: Stored, names: Mapping[str, str]) -> None:
+        self._stored, self._names = stored, names
+        self.arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, other in names.items():
+            dtype, shape = stored.arrays[other]
+            if self._adds_up(name):
+                shape = shape[1:]
+            elif self._is_of_one(name):
+                shape = (1, *shape)
+            self.arrays[name] = (dtype, shape)
+
+    def _adds_up(self, name: str) -> bool:
+        other = self._names[name]
+        return other.startswith("sums/") and not name.startswith("sums/")
+
+    def _is_of_one(self, name: str) -> bool:
+        other = self._names[name]
+        return name.startswith("sums/") and not other.startswith("sums/")
+
+    def read(self, name: str, region: Region) -> np.ndarray:
+        """Returns some elements of a variable, `[region.size]`."""
+        other = self._names[name]
+        if not self._adds_up(name):
+            return self._stored.read(other, region)
+        _, (rows, *shape) = self._stored.arrays[other]
+        size = math.prod(shape)
+        parts = [
+            self._stored.read(
+                other,
+                dataclasses.replace(region, first=row * size + region.first),
+            )
+            for row in range(rows)
+        ]
+        total = np.array(parts[0])
+        for part in parts[1:]:
+            total += part
+        return total
 
 
 def _copied(units: Sequence[_Unit], received: Sequence[bytes]) -> list[Piece]:

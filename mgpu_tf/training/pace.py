@@ -85,6 +85,20 @@ class Pace:
         self._timed = 0
         self._calls = 0
 
+    def wanted(self, done: int) -> int:
+        """Returns how many steps come before callbacks do.
+
+        A save between two steps, or the end of a run, moves no callback.
+
+        Args:
+            done: Steps of the epoch that are done.
+        """
+        return self.steps - done % (self._fixed or 1)
+
+    def is_over(self, done: int) -> bool:
+        """Returns whether callbacks come after so many steps of an epoch."""
+        return done % (self._fixed or 1) == 0
+
     def time(
         self, execute: Callable[[int], Execution], steps: int
     ) -> Execution:

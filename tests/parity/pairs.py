@@ -12,10 +12,12 @@ one device and with the `Trainer` on its column.
 import argparse
 import itertools
 import random
+import tempfile
 import traceback
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers
 
@@ -39,6 +41,13 @@ FLOAT32 = 1e-6
 TIMES_NOISE = 20
 
 PIPELINE = "data_2_pipeline_2"
+# Where a run that is moved goes on.
+MOVES = {
+    "mirrored_x3": "fsdp_x3",
+    "fsdp_x3": "tensor_x3",
+    "tensor_x3": "mirrored_x3",
+    PIPELINE: "mirrored_x3",
+}
 OPTIMIZERS = {
     "sgd": lambda **o: keras.optimizers.SGD(momentum=0.9, nesterov=True, **o),
     "adam": keras.optimizers.Adam,
@@ -127,6 +136,8 @@ AXES = {
     "callback": ["none", "swap", "reads", "batch_rate"],
     "calls": ["fit", "two_fits", "on_batch"],
     "run": ["graph", "eagerly"],
+    # In the second epoch; it goes on with another Trainer, or elsewhere too.
+    "interrupted": ["no", "same", "moved"],
 }
 # What Keras refuses on one device. A test sees that it does.
 KERAS_REFUSES = [
@@ -416,6 +427,25 @@ class Reads(keras.callbacks.Callback):
         self.model.set_weights([w * 1.01 for w in weights])
 
 
+class Interrupted(Exception):
+    """The end of a run that is resumed."""
+
+
+class Interrupts(keras.callbacks.Callback):
+    """Ends the run within its second epoch, if it acts."""
+
+    def __init__(self, acts):
+        super().__init__()
+        self.acts = acts
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.acts and self.epoch == 1 and batch >= 1:
+            raise Interrupted
+
+
 class BatchRate(keras.callbacks.Callback):
     """Changes the rate after each execution."""
 
@@ -493,14 +523,22 @@ def _fit(case, train):
     return arguments | {"callbacks": callbacks}
 
 
-def _trained(case, trains, model_of):
-    """Returns what a program ends with, by name."""
+def _train(case):
+    """Returns the rows that a program trains on."""
     train = rows_of(case, ROWS[case["rows"]], 3)
-    if case["weights"] not in ("sample", "zeros"):
-        train = train[:2]
-    history = trains.fit(
-        **_fit(case, train), epochs=EPOCHS, shuffle=False, verbose=0
-    )
+    return train if case["weights"] in ("sample", "zeros") else train[:2]
+
+
+FIT = {"epochs": EPOCHS, "shuffle": False, "verbose": 0}
+
+
+def _trained(case, trains, model_of, **options):
+    """Returns what a program ends with, by name."""
+    train = _train(case)
+    arguments = _fit(case, train)
+    if options:
+        arguments["callbacks"].append(Interrupts(acts=False))
+    history = trains.fit(**arguments, **FIT, **options)
     found = {}
     if case["calls"] == "two_fits":
         again = trains.fit(
@@ -557,13 +595,35 @@ def stock(case, nudged=False):
         return _trained(case, model, lambda model: model)
 
 
-def run(case, strategy):
-    """Trains with the `Trainer` on a strategy."""
+def run(case, strategies):
+    """Trains with the `Trainer` on the strategy of its column."""
     options = OF_THE_TRAINER[case["trainer"]]
     if case["column"] == PIPELINE and "recompute" in options:
         options = {"recompute": "stages"}
-    trainer = mgpu_tf.Trainer(lambda: build(case), strategy, **options)
-    return _trained(case, trainer, lambda trainer: trainer.model)
+
+    def made(column):
+        strategy = strategies[column]
+        return mgpu_tf.Trainer(lambda: build(case), strategy, **options)
+
+    trainer = made(case["column"])
+    if case["interrupted"] == "no":
+        return _trained(case, trainer, lambda trainer: trainer.model)
+    with tempfile.TemporaryDirectory() as folder:
+        saving = {
+            "checkpoint": mgpu_tf.SaveOptions(
+                checkpoint_dir=folder, save_every_steps=2
+            )
+        }
+        arguments = _fit(case, _train(case))
+        arguments["callbacks"].append(Interrupts(acts=True))
+        with pytest.raises(Interrupted):
+            trainer.fit(**arguments, **FIT, **saving)
+        if case["interrupted"] == "moved":
+            options = {k: v for k, v in options.items() if k != "recompute"}
+            trainer = made(case.get("moves_to", MOVES[case["column"]]))
+        else:
+            trainer = made(case["column"])
+        return _trained(case, trainer, lambda trainer: trainer.model, **saving)
 
 
 def _limit(name):
@@ -589,7 +649,7 @@ def differences(ours, theirs):
     return found
 
 
-def compare(case, strategy):
+def compare(case, strategies):
     """Returns what differs by more than rounding, and by how much.
 
     Raises:
@@ -597,7 +657,7 @@ def compare(case, strategy):
     """
     set_floatx("float64")
     theirs = stock(case)
-    found = differences(run(case, strategy), theirs)
+    found = differences(run(case, strategies), theirs)
     if found:
         noise = differences(stock(case, nudged=True), theirs)
         found = {
@@ -624,7 +684,7 @@ def main():
         case = cases[number]
         shown = {k: v for k, v in case.items() if v != PLAIN[k]}
         try:
-            found = compare(case, strategies[case["column"]])
+            found = compare(case, strategies)
         except mgpu_tf.ConfigurationError as error:
             print(number, "REFUSED", error, shown, flush=True)
             continue

@@ -23,7 +23,7 @@ def _differing(strategies, number):
     """What a program differs by; nothing if it is refused by a known rule."""
     case = pairs.CASES[number]
     try:
-        return pairs.compare(case, strategies[case["column"]])
+        return pairs.compare(case, strategies)
     except mgpu_tf.ConfigurationError as error:
         assert "\n" not in str(error)
         assert any(words in str(error) for _, words in pairs.REFUSED), error
@@ -75,7 +75,7 @@ def test_refused_by_name(strategies, float64):
     for pair, words in pairs.REFUSED:
         case = pairs.PLAIN | pair
         with pytest.raises(mgpu_tf.ConfigurationError, match=words) as error:
-            pairs.run(case, strategies[case["column"]])
+            pairs.run(case, strategies)
         assert "\n" not in str(error.value)
 
 
@@ -129,4 +129,29 @@ def test_statistics_of_a_layer_that_is_computed_whole(
 @pytest.mark.full
 def test_statistics_of_a_model_that_runs_eagerly(strategies, float64):
     case = {"layers": "batch_norm", "rows": "one", "run": "eagerly"}
-    assert not pairs.compare(pairs.PLAIN | case, strategies["mirrored_x3"])
+    assert not pairs.compare(pairs.PLAIN | case, strategies)
+
+
+def _moved(column, to):
+    return pairs.PLAIN | {
+        "column": column,
+        "moves_to": to,
+        "optimizer": "adam",
+        "accumulate": "3",
+        "rows": "smaller",
+        "interrupted": "moved",
+    }
+
+
+COLUMNS = pairs.AXES["column"]
+MOVES = [(one, to) for one in COLUMNS for to in COLUMNS if one != to]
+
+
+@pytest.mark.parametrize(
+    ("column", "to"),
+    tiered(MOVES, [("mirrored_x3", "fsdp_x3"), ("tensor_x3", "mirrored_x3")]),
+)
+def test_a_run_moves_in_the_middle_of_an_accumulation(
+    column, to, strategies, float64
+):
+    assert not pairs.compare(_moved(column, to), strategies)

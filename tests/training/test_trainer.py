@@ -10,7 +10,9 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
+from mgpu_tf.checkpoints.run_state import Position
 from mgpu_tf.engine.step.base import Execution
+from mgpu_tf.training.loops.loop import run_steps
 from mgpu_tf.training.pace import Pace, Trial
 from tests import clusters
 from tests.jobs import compiled
@@ -355,6 +357,31 @@ def test_pace_follows_the_agreed_time():
     assert asked[:3] == [1, 1, 1]
     assert asked[-1] == 50
     assert all(b <= 8 * a for a, b in itertools.pairwise(asked))
+
+
+@pytest.mark.parametrize("resumed", [0, 2])
+def test_saves_move_no_callback(resumed):
+    """With 3 steps to an execution, and a save after every second step."""
+    at, seen = Position(step=resumed), []
+    run_steps(
+        lambda steps: Execution(steps, steps, {}, seconds=0.0),
+        7,
+        Pace(3),
+        at,
+        lambda step: seen.append(("begin", step)),
+        lambda step, logs: seen.append(("end", step)),
+        lambda: False,
+        room=lambda wanted: min(wanted, 2 - at.step % 2),
+        between=lambda: seen.append(("between", at.step)),
+    )
+    callbacks = [
+        *(("begin", 0), ("end", 2), ("begin", 3), ("end", 5)),
+        *(("begin", 6), ("end", 6)),
+    ]
+    called = [each for each in seen if each[0] != "between"]
+    assert called == callbacks[1 if resumed else 0 :]
+    saves = [step for name, step in seen if name == "between"]
+    assert saves == [step for step in (2, 3, 4, 6) if step > resumed]
 
 
 @pytest.mark.parametrize("fixed", [None, 3])

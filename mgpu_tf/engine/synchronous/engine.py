@@ -210,6 +210,7 @@ class SynchronousEngine(Engine):
                 for variable in self._model.non_trainable_variables
                 if keras.backend.is_float_dtype(variable.dtype)
             ],
+            sums=self._sums(keras_internals.optimizers_of(self._model)),
         )
         return Snapshot(
             variables, self._strategy, stored_once=self._state.stored_once
@@ -238,6 +239,12 @@ class SynchronousEngine(Engine):
         self, optimizers: list[keras.optimizers.Optimizer]
     ) -> list[keras.Variable]:
         """Returns sums of gradients of which each replica has its own."""
+        return self._sums(optimizers)
+
+    def _sums(
+        self, optimizers: list[keras.optimizers.Optimizer]
+    ) -> list[keras.Variable]:
+        """Returns sums of gradients of which replicas may have their own."""
         if keras_internals.overrides(self._model, "train_step"):
             return []  # They are of gradients of the global batch.
         return accumulated(optimizers)

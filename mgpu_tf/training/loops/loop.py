@@ -609,8 +609,8 @@ def run_steps(
         limit: How many; None until the data ends.
         pace: How many in an execution.
         at: The position, which moves.
-        begin: Called before an execution with the index of its first step.
-        end: Called after it with the index of its last step, and the logs.
+        begin: Called before the steps of a pace with the index of the first.
+        end: Called after them with the index of the last, and the logs.
         stopped: Whether to end before the limit.
         room: Returns how many of the wanted steps may come next.
         between: Called between two executions, and so not after the last,
@@ -618,16 +618,18 @@ def run_steps(
         leave_out: Called before an execution; moves past batches that are
             left out.
     """
+    pending = not pace.is_over(at.step)  # Of a run that was interrupted.
     while limit is None or at.step < limit:
         started = time.perf_counter()
         leave_out()
         if at.step == limit:
             break
-        wanted = room(pace.steps)
+        wanted = room(pace.wanted(at.step))
         if limit is not None:
             wanted = min(wanted, limit - at.step)
         heartbeat.mark(heartbeat.CALLBACKS)
-        begin(at.step)
+        if not pending:
+            begin(at.step)
         try:
             result = pace.time(execute, wanted)
         except UnevenData as error:
@@ -637,9 +639,15 @@ def run_steps(
             at.step += result.steps
             at.examples += result.examples
             at.logs = result.logs
+            pending = True
+        over = result.steps < wanted or at.step == limit
+        if pending and (over or pace.is_over(at.step)):
             end(at.step - 1, at.logs)
-        over = result.steps < wanted or stopped() or at.step == limit
+            pending = False
+        over = over or stopped()
         at.seconds += time.perf_counter() - started
         if over:
             break
         between()
+    if pending:
+        end(at.step - 1, at.logs)
