@@ -209,3 +209,23 @@ def test_a_model_that_is_computed_whole_draws_once(
         found = train(program, strategy, **options)
     check(found, train(program))
     assert "(Functional) is computed whole" in caplog.text
+
+
+@pytest.fixture
+def mixed_bfloat16():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    yield
+    keras.config.set_dtype_policy(before)
+
+
+@pytest.mark.parametrize("mesh", tiered(list(MESHES), ["fsdp_x3"]))
+def test_weights_travel_in_bfloat16(mesh, mixed_bfloat16):
+    """TensorFlow gathers no bfloat16: its bits are sent."""
+    found = train(PROGRAMS["functional"], over_collectives(mesh))
+    theirs = train(PROGRAMS["functional"])
+    for one, other in zip(found, theirs, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(
+            one.astype("float32"), other.astype("float32"), atol=2e-2
+        )

@@ -216,7 +216,7 @@ class Groups:
         counts = tf.cast(counts, tf.int32)
         longest = tf.reduce_max(counts)
         sent = _padded(rows, longest)
-        every = tf.raw_ops.CollectiveGatherV2(input=sent, **self._call(sent))
+        every = self._gathered(sent)
         places = tf.range(self.size * longest)
         owner = places // longest
         held = places - owner * longest < tf.gather(counts, owner)
@@ -291,7 +291,7 @@ class Groups:
         longest = -(-length // self.size)
         moved = _moved(part, axis, 0)
         sent = _padded(moved, longest)
-        every = tf.raw_ops.CollectiveGatherV2(input=sent, **self._call(sent))
+        every = self._gathered(sent)
         if not _divides(length, self.size):
             chunks = [
                 every[rank * longest : rank * longest + high - low]
@@ -303,6 +303,14 @@ class Groups:
         shape = part.shape.as_list()
         shape[axis] = length if isinstance(length, int) else None
         return tf.ensure_shape(whole, shape)
+
+    def _gathered(self, sent: tf.Tensor) -> tf.Tensor:
+        """Returns what all members send, one after another."""
+        # TensorFlow's operation has no bfloat16. Bits are sent as they are.
+        kind = tf.float16 if sent.dtype == tf.bfloat16 else sent.dtype
+        bits = tf.bitcast(sent, kind)
+        every = tf.raw_ops.CollectiveGatherV2(input=bits, **self._call(bits))
+        return tf.bitcast(every, sent.dtype)
 
     def _reduce_scatter(
         self, value: tf.Tensor, axis: int, length: Any, dtype: tf.DType
