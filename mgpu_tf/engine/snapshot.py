@@ -183,7 +183,6 @@ class Snapshot:
         self._variables = variables
         self._strategy = strategy
         self._stored_once = stored_once
-        self._rows = 1 if stored_once else strategy.num_replicas_in_sync
         self._prepare: Callable[[], None] | None = None
 
     def before_taking(self, prepare: Callable[[], None]) -> Snapshot:
@@ -314,6 +313,11 @@ class Snapshot:
         return topology_of(self._strategy).local
 
     @property
+    def _rows(self) -> int:
+        """How many own values there are; replicas with the same rows share."""
+        return self._local.ranges
+
+    @property
     def _process(self) -> int:
         return self._local.process
 
@@ -395,8 +399,8 @@ class Snapshot:
         self, name: str, variable: keras.Variable
     ) -> Iterator[_Unit]:
         size = math.prod(variable.shape)
-        for replica in range(self._rows):
-            held = None
+        for row in range(self._rows):
+            replica, held = row * self._local.same_rows, None
             if self._is_here(replica):
                 place = replica - self._local.first
                 (held,) = self._copies(variable)[place]
@@ -404,7 +408,7 @@ class Snapshot:
                 name,
                 variable.dtype,
                 (self._rows, *variable.shape),
-                Region(replica * size, size),
+                Region(row * size, size),
                 (replica // self._local.count,),
                 held,
             )
@@ -449,17 +453,17 @@ class Snapshot:
         self, variable: keras.Variable, stored: Stored, name: str
     ) -> None:
         for place in range(self._local.count):
-            replica = self._local.first + place
-            value = self._row(variable, stored, name, replica)
+            row = (self._local.first + place) // self._local.same_rows
+            value = self._row(variable, stored, name, row)
             if self._stored_once:
                 self._assign(variable, value)
             else:
                 _assign(self._copies(variable)[place][0], value)
 
     def _row(
-        self, variable: keras.Variable, stored: Stored, name: str, replica: int
+        self, variable: keras.Variable, stored: Stored, name: str, place: int
     ) -> np.ndarray:
-        """Returns the value of a replica, from those of any number."""
+        """Returns the value of one place, from those of any number."""
         size = math.prod(variable.shape)
         dtype, (rows, *_) = stored.arrays[name]
 
@@ -467,10 +471,10 @@ class Snapshot:
             return stored.read(name, Region(number * size, size))
 
         if rows == self._rows:
-            return row(replica)
+            return row(place)
         if not name.startswith("sums"):
             return row(0)
-        if replica:
+        if place:
             return np.zeros(size, tf.as_dtype(dtype).as_numpy_dtype)
         total = np.array(row(0))
         for number in range(1, rows):

@@ -122,6 +122,14 @@ class Boundary:
         inside = self._here.inside
         return None if inside is None else inside.get(id(variable))
 
+    def open(self) -> bool:
+        """Lets all calls be computed whole; returns whether some were not."""
+        before = len(self._opened)
+        for layer in self._layers:
+            if id(layer) not in self._opened:
+                self._open(layer)
+        return len(self._opened) > before
+
     def check_write(self, value: Any) -> None:
         """Called before a step writes to a weight.
 
