@@ -6,6 +6,7 @@ collective brings it does not show. The references are Keras's own `fit`.
 
 import functools
 import logging
+import traceback
 
 import keras
 import numpy as np
@@ -272,9 +273,10 @@ def test_gradients_of_a_vectorized_loop(monkeypatch, caplog):
 
     def fails_once(step, data):
         found = own(step, data)
-        tries.append(step)
-        if len(tries) == 1:
-            raise LookupError("No gradient (op type: CollectiveGatherV2)")
+        callers = {frame.name for frame in traceback.extract_stack()}
+        if "_returned" in callers and not tries:  # In a step of replicas.
+            tries.append(step)
+            raise LookupError("No gradient defined for CollectiveGatherV2")
         return found
 
     own = ScoreMatching.train_step

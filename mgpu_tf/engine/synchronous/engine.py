@@ -980,9 +980,7 @@ class SynchronousEngine(Engine):
                 )
             every = tf.nest.map_structure(self._rows_of_worker, every)
             if self._local.num_processes > 1:
-                every = tf.nest.map_structure(
-                    lambda rows: self._rows_of_all(rows, total), every
-                )
+                every = tf.nest.map_structure(self._rows_of_all, every)
             like.append(every)
             return every
 
@@ -1036,14 +1034,20 @@ class SynchronousEngine(Engine):
         every = self._strategy.experimental_local_results(value)
         return tf.concat(every[:: self._local.same_rows], 0)
 
-    def _rows_of_all(self, rows: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+    def _rows_of_all(self, rows: tf.Tensor) -> tf.Tensor:
         """Joins the rows of all workers in order.
 
         Every worker puts its rows where they belong among zeros; the sum
-        over workers is all of them.
+        over workers is all of them. An example may have several rows.
         """
-        before, _ = self._local.rows_of(total, 0)
-        after = total - before - tf.shape(rows, out_type=tf.int64)[0]
+        local, own = self._local, tf.shape(rows, out_type=tf.int64)[0]
+        here = tf.one_hot(local.process, local.num_processes, own)
+        found = self._strategy.run(self._replica_gather, args=(here,))
+        counts = self._first(found)
+        # Of workers with the same rows, those of the first one count.
+        first = local.first // local.same_rows * local.same_rows
+        before = tf.reduce_sum(counts[: first // local.count])
+        after = tf.reduce_sum(counts) - before - own
         paddings = tf.pad([[before, after]], [[0, tf.rank(rows) - 1], [0, 0]])
         carrier = tf.int32 if rows.dtype == tf.bool else rows.dtype
         padded = tf.pad(tf.cast(rows, carrier), paddings)

@@ -306,11 +306,11 @@ class Groups:
 
     def _gathered(self, sent: tf.Tensor) -> tf.Tensor:
         """Returns what all members send, one after another."""
-        # TensorFlow's operation has no bfloat16. Bits are sent as they are.
-        kind = tf.float16 if sent.dtype == tf.bfloat16 else sent.dtype
-        bits = tf.bitcast(sent, kind)
-        every = tf.raw_ops.CollectiveGatherV2(input=bits, **self._call(bits))
-        return tf.bitcast(every, sent.dtype)
+        if sent.dtype == tf.bfloat16:
+            # TensorFlow's operation has none. Bits are sent as they are.
+            bits = self._gathered(tf.bitcast(sent, tf.float16))
+            return tf.bitcast(bits, tf.bfloat16)
+        return tf.raw_ops.CollectiveGatherV2(input=sent, **self._call(sent))
 
     def _reduce_scatter(
         self, value: tf.Tensor, axis: int, length: Any, dtype: tf.DType
