@@ -2214,8 +2214,15 @@ def parts(
 
 
 def state_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Returns the variables of an optimizer and of those that it wraps."""
-    every = [v for part in parts(optimizer) for v in part.variables]
+    """Returns the variables of an optimizer and of those that it wraps.
+
+    Keras lists no attribute of an optimizer that is built within loss scaling.
+    """
+    every: list[keras.Variable] = []
+    for part in parts(optimizer):
+        held = vars(part).values()
+        every += part.variables
+        every += [v for v in held if isinstance(v, keras.Variable)]
     return list({id(variable): variable for variable in every}.values())
 
 

@@ -458,6 +458,16 @@ def test_what_belongs_to_a_weight_is_built_beside_it():
             }
 
 
+def test_state_of_an_optimizer_within_loss_scaling():
+    """Keras lists Nadam's product where Nadam is built alone, and not here."""
+    inner = keras.optimizers.Nadam()
+    optimizer = keras.optimizers.LossScaleOptimizer(inner)
+    optimizer.build([keras.Variable(tf.ones([3]))])
+    held = keras_internals.state_of(optimizer)
+    assert any(each is inner._u_product for each in held)
+    assert len(set(map(id, held))) == len(held)
+
+
 def test_shares_that_moving_statistics_keep():
     model = keras.Sequential(
         [keras.Input((3,)), keras.layers.BatchNormalization(momentum=0.7)]
