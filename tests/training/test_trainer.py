@@ -359,6 +359,20 @@ def test_pace_follows_the_agreed_time():
     assert all(b <= 8 * a for a, b in itertools.pairwise(asked))
 
 
+def test_an_epoch_that_was_done_ends_once():
+    seen = []
+    run_steps(
+        lambda steps: Execution(steps, steps, {}, seconds=0.0),
+        7,
+        Pace(3),
+        Position(step=7),
+        lambda step: seen.append(("begin", step)),
+        lambda step, logs: seen.append(("end", step)),
+        lambda: False,
+    )
+    assert not seen
+
+
 @pytest.mark.parametrize("resumed", [0, 2])
 def test_saves_move_no_callback(resumed):
     """With 3 steps to an execution, and a save after every second step."""

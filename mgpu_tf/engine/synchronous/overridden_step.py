@@ -233,15 +233,15 @@ class AuthorStep:
     def _returned(self, data: Any) -> dict[str, Any]:
         try:
             return flat_logs(getattr(self._model, self._method)(data))
-        except LookupError as error:
-            # TensorFlow's vectorized loops copy operations of a gradient
-            # without the gradients that these have here.
-            if "No gradient defined" in str(error) and self._boundary.open():
-                raise TraceAgain from None
-            raise
         except Exception as error:
             refusal = refusal_within(error)
             if refusal is None:
+                # TensorFlow's vectorized loops copy operations of a gradient
+                # without the gradients that these have here.
+                lost = isinstance(error, LookupError)
+                lost = lost and "No gradient defined" in str(error)
+                if lost and self._boundary.open():
+                    raise TraceAgain from None
                 raise
             raise refusal from None
 

@@ -618,7 +618,8 @@ def run_steps(
         leave_out: Called before an execution; moves past batches that are
             left out.
     """
-    pending = not pace.is_over(at.step)  # Of a run that was interrupted.
+    # Of a run that was interrupted, and not at the end of an epoch.
+    pending = at.step != limit and not pace.is_over(at.step)
     while limit is None or at.step < limit:
         started = time.perf_counter()
         leave_out()
