@@ -313,6 +313,62 @@ def test_without_xla_where_rows_are_exchanged(name, strategies, caplog):
     np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-9)
 
 
+class Centred(layers.Layer):
+    """It takes what all rows of the batch have in common."""
+
+    def call(self, x):
+        return x - mgpu_tf.batch_mean(x)
+
+
+@pytest.mark.parametrize("layer", [Centred, GlobalRouter, Neighbourly])
+@pytest.mark.parametrize(
+    ("column", "options"),
+    [
+        ("one_device", {"step_parts": 2}),
+        ("mirrored_x3", {"step_parts": 2}),
+        ("pipeline_x2", {}),
+        pytest.param("data_2_pipeline_2", {}, marks=pytest.mark.full),
+        pytest.param("tensor_2_pipeline_2", {}, marks=pytest.mark.full),
+        pytest.param("tensor_x3", {"step_parts": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_means_of_all_rows_need_all_rows(layer, column, options, strategies):
+    build = network(layer)
+    trainer = mgpu_tf.Trainer(build, strategies[column], **options)
+    with pytest.raises(
+        mgpu_tf.ConfigurationError,
+        match=r"mgpu_tf\.batch_mean|gather_batch goes with steps",
+    ):
+        trainer.fit(*data(), batch_size=13, verbose=0)
+
+
+def below_the_mean(y, p):
+    return entropy(y, p) - 0.1 * ops.sum(mgpu_tf.batch_mean(p) ** 2)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        "pipeline_x2",
+        pytest.param("data_2_pipeline_2", marks=pytest.mark.full),
+        pytest.param("tensor_2_pipeline_2", marks=pytest.mark.full),
+    ],
+)
+def test_losses_of_a_pipeline_have_means_of_all_rows(column, strategies):
+    x, y = data()
+    build = network(loss=below_the_mean)
+    fit = {"batch_size": 13, "shuffle": False, "verbose": 0}
+    keras.utils.set_random_seed(0)
+    model = build()
+    theirs = model.fit(x, y, **fit).history
+    trainer = mgpu_tf.Trainer(build, strategies[column])
+    ours = trainer.fit(x, y, **fit).history
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-9)
+    pairs = zip(model.get_weights(), trainer.model.get_weights(), strict=True)
+    for ref, own in pairs:
+        np.testing.assert_allclose(own, ref, rtol=1e-9, atol=1e-11)
+
+
 class NeedsValues(layers.Layer):
     """It cannot be traced: nobody knows what it does."""
 

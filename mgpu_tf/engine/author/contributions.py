@@ -31,6 +31,8 @@ from mgpu_tf.engine.row_proof import FIXED, SUM, note
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
+_DIVIDED_LOSS = "a loss that is divided by the sum of masks or of weights"
+
 
 @dataclasses.dataclass(frozen=True)
 class BatchShare:
@@ -106,10 +108,23 @@ class BatchShare:
         """Returns the sum of a value over all replicas, without gradient."""
         if self.replicas == 1:
             return value
-        total = sum_over_replicas(tf.stop_gradient(value))
+        total = self.summed(tf.stop_gradient(value), _DIVIDED_LOSS)
         if self.same_rows == 1:
             return total
         return total / tf.cast(self.same_rows, total.dtype)
+
+    def summed(self, value: tf.Tensor, needed_by: str) -> tf.Tensor:
+        """Returns the sum of a value over all replicas, with its gradient.
+
+        All sums of a step that an author's values need are this one, so that
+        parts of a batch that come one after another can refuse it.
+
+        Args:
+            value: A tensor of the same shape on each replica.
+            needed_by: What needs the sum, for a message.
+        """
+        del needed_by
+        return sum_over_replicas(value)
 
 
 def _identity(value: Any) -> Any:
@@ -260,7 +275,9 @@ def batch_mean(values: Any) -> tf.Tensor:
         A tensor `[...]`.
 
     Raises:
-        ConfigurationError: The values have no axis of rows.
+        ConfigurationError: The values have no axis of rows, or a layer of a
+            pipeline or with `step_parts` takes the mean: rows go through it
+            before others are there.
 
     References:
         Fedus et al., "Switch Transformers", JMLR 2022, equation 4.
@@ -271,7 +288,7 @@ def batch_mean(values: Any) -> tf.Tensor:
         return tf.reduce_mean(values, 0)
     total = share.select(tf.reduce_sum(values[: share.local], 0), 0)
     with _apart():
-        summed = sum_over_replicas(total)
+        summed = share.summed(total, "mgpu_tf.batch_mean")
     rows = share.same_rows * tf.cast(share.total, summed.dtype)
     return note(summed / rows, FIXED)
 
@@ -299,9 +316,9 @@ def gather_batch(values: Any) -> tf.Tensor:
         return values
     if exchange is None:
         raise ConfigurationError(
-            "gather_batch goes with strategies whose replicas have the rows of "
-            "a batch at once. Received: a pipeline, or layers that are "
-            "computed one by one. Use 'mirrored'."
+            "gather_batch goes with steps that have the rows of a batch at "
+            "once. Received: a pipeline, step_parts, or workers that do not "
+            "step together. Use 'mirrored' or 'fsdp' without step_parts."
         )
     cut = exchange.cut(share.local)
     return note(exchange.joined(values[: share.local], cut), FIXED)

@@ -33,13 +33,13 @@ Selected = Callable[[list[Any], BatchShare], list[Any]]
 class _Share(BatchShare):
     """The share of a part in the global batch."""
 
-    def sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
+    def summed(self, value: tf.Tensor, needed_by: str) -> tf.Tensor:
         """Refuses a sum that is known after all parts only."""
         raise ConfigurationError(
-            "A step in parts divides a loss by what it knows before the first "
-            "part. Received: a loss that is divided by the sum of masks or of "
-            "weights. Use reduction='sum', sample weights in place of masks, "
-            "or a smaller batch."
+            "A step in parts knows what all rows add up to after its last "
+            f"part. Received: {needed_by}. Use a smaller batch without "
+            "step_parts; for a loss also reduction='sum', or sample weights in "
+            "place of masks."
         )
 
 

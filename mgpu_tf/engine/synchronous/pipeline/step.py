@@ -72,15 +72,13 @@ class _Share(BatchShare):
 
     place: int = 0
 
-    def sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
+    def summed(self, value: tf.Tensor, needed_by: str) -> tf.Tensor:
         """Refuses a sum that is known after all micro-batches only."""
-        if self.replicas == 1:
-            return value
         raise NeedsAllRows(
-            "A stage divides a loss by what it knows before the first "
-            "micro-batch. Received: a loss that is divided by the sum of "
-            f"masks or of weights, in {self.replicas} parts of a batch. Use "
-            "reduction='sum', or sample weights in place of masks."
+            "A stage knows what all rows add up to after the last micro-batch. "
+            f"Received: {needed_by}, in {self.replicas} parts of a batch. Use "
+            "'mirrored' or 'fsdp'; for a loss also reduction='sum', or sample "
+            "weights in place of masks."
         )
 
 
