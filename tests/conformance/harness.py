@@ -109,19 +109,23 @@ class Run:
 
     Attributes:
         strategy: None for Keras alone.
+        options: For each `Trainer`, beside those of the row.
         seen: Arrays by labels: `history loss`, `weight 0 kernel`, `slot 3
             momentum`, `predict 0`.
     """
 
-    def __init__(self, strategy):
+    def __init__(self, strategy, options=None):
         self.strategy = strategy
+        self.options = options or {}
         self.seen = {}
 
     def trainer(self, build, **options):
         """Returns what trains: Keras's own model, or a `Trainer`."""
         if self.strategy is None:
             return Stock(build)
-        return mgpu_tf.Trainer(build, self.strategy, **options)
+        return mgpu_tf.Trainer(
+            build, self.strategy, **{**self.options, **options}
+        )
 
     def scope(self):
         """Returns the scope that a strategy's variables are made in."""
@@ -211,12 +215,13 @@ class Outcome:
             return pickle.load(file)
 
 
-def observe(row, strategy):
+def observe(row, strategy, options=None):
     """Runs a row.
 
     Args:
         row: A row.
         strategy: Where; None for Keras alone.
+        options: For each `Trainer`, beside those of the row.
 
     Returns:
         The outcome; whatever the row raises is in it.
@@ -224,7 +229,7 @@ def observe(row, strategy):
     keras.utils.clear_session()
     keras.config.set_floatx(row.floatx)
     keras.config.set_dtype_policy(row.floatx)
-    run = Run(strategy)
+    run = Run(strategy, options)
     try:
         with _heard() as said, warnings.catch_warnings():
             warnings.simplefilter("ignore")

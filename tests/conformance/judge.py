@@ -18,11 +18,11 @@ def reference(row):
     return observe(row, None)
 
 
-def cell(row, column, strategy):
+def cell(row, column, strategy, options=None):
     """Runs a row in a column of this process."""
     if reference(row).kind != "ran":
         return left_out(row)
-    return verdict(row, column, observe(row, strategy))
+    return verdict(row, column, observe(row, strategy, options))
 
 
 def left_out(row):

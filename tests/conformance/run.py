@@ -20,9 +20,10 @@ starts anew. With --keep only cells that are neither equal nor refused nor
 documented are run again. At the end docs/conformance.md is written; with
 --ledger another file is kept, and its table is written beside it. There are
 more columns than docs/conformance.md has: one_device, mirrored_x2, 2_workers,
-fsdp_x3, tensor_x2, and fsdp_x3_ring and fsdp_2_tensor_2_ring, whose replicas
-exchange by collectives. Hardware: any; on 2 CPU cores three hours. Exits with
-status 1 where a cell is SILENT or CRASH.
+fsdp_x3, tensor_x2, pipeline_x2, data_2_pipeline_2, tensor_2_pipeline_2,
+mirrored_x3_in_parts, which has `step_parts`, and fsdp_x3_ring and
+fsdp_2_tensor_2_ring, whose replicas exchange by collectives. Hardware: any; on
+2 CPU cores three hours. Exits with status 1 where a cell is SILENT or CRASH.
 """
 
 import argparse
@@ -36,6 +37,8 @@ from tests.columns import ONE, parts
 from tests.conformance.ledger import FILE, Ledger
 
 COLUMNS = ("mirrored_x3", "3_workers")
+# Options of each `Trainer` of a column.
+OPTIONS = {"mirrored_x3_in_parts": {"step_parts": 2}}
 NUM_WORKERS = {"2_workers": 2, "3_workers": 3}
 
 
@@ -61,7 +64,8 @@ def main():
         for column in columns:
             if column in strategies and not ledger.has(name, column):
                 ledger.begin(name, column)
-                cell = judge.cell(rows.ROWS[name], column, strategies[column])
+                row, options = rows.ROWS[name], OPTIONS.get(column)
+                cell = judge.cell(row, column, strategies[column], options)
                 ledger.note(name, column, cell)
     for column in columns:
         if column in NUM_WORKERS:
@@ -106,6 +110,20 @@ def local_strategies():
         "tensor_x2": mgpu_tf.create_model_parallel_strategy(
             tensor=2, **parts(2), smallest_split=4
         ),
+        "pipeline_x2": mgpu_tf.create_model_parallel_strategy(
+            pipeline=2, micro_batches=3, **parts(2)
+        ),
+        "data_2_pipeline_2": mgpu_tf.create_model_parallel_strategy(
+            data=2, pipeline=2, micro_batches=2, **parts(4)
+        ),
+        "tensor_2_pipeline_2": mgpu_tf.create_model_parallel_strategy(
+            tensor=2,
+            pipeline=2,
+            micro_batches=2,
+            **parts(4),
+            smallest_split=4,
+        ),
+        "mirrored_x3_in_parts": mgpu_tf.create_mirrored_strategy(**parts(3)),
         "one_device": mgpu_tf.create_one_device_strategy(ONE),
     }
 
