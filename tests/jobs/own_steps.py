@@ -91,6 +91,45 @@ def sum_over_rows(strategy, folder):
     return [weight.tolist() for weight in trainer.model.get_weights()]
 
 
+WORDS, LENGTH = 7, 3
+FLAT_FIT = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+
+
+def flat_model():
+    """Its outputs are rows of tokens, several of an example."""
+    words = keras.Input((LENGTH,), dtype="int32")
+    x = keras.layers.Dense(WORDS)(keras.layers.Embedding(WORDS, 5)(words))
+    model = keras.Model(words, ops.reshape(x, (-1, WORDS)))
+
+    def loss(y_true, y_pred):
+        return keras.losses.sparse_categorical_crossentropy(
+            ops.reshape(y_true, (-1,)), y_pred, from_logits=True
+        )
+
+    model.compile(keras.optimizers.SGD(0.5), loss)
+    return model
+
+
+def sentences():
+    """The last batch has fewer examples than there are workers."""
+    return np.random.default_rng(6).integers(0, WORDS, (17, LENGTH))
+
+
+def flat_outputs(trains):
+    """Trains on rows of tokens; returns losses and predictions."""
+    words = sentences()
+    losses = trains.fit(words, np.roll(words, -1, 1), **FLAT_FIT).history[
+        "loss"
+    ]
+    return losses, trains.predict(words, batch_size=8, verbose=0).tolist()
+
+
+def rows_of_tokens(strategy, folder):
+    """Predicts what has several rows for an example."""
+    del folder
+    return flat_outputs(mgpu_tf.Trainer(flat_model, strategy))
+
+
 def loop(strategy, folder):
     """Goes on from a checkpoint in the middle."""
     saved = os.path.join(folder, "loop")
@@ -109,5 +148,5 @@ def loop(strategy, folder):
 
 JOBS = {
     job.__name__: _in_float64(job)
-    for job in (gan, on_batch, sum_over_rows, loop)
+    for job in (gan, on_batch, sum_over_rows, rows_of_tokens, loop)
 }

@@ -170,6 +170,11 @@ def test_two_workers(tmp_path):
     for found in observed["sum_over_rows"]:
         for ref, own in zip(alone.get_weights(), found, strict=True):
             np.testing.assert_allclose(own, ref, atol=1e-12)
+    keras.utils.set_random_seed(0)
+    losses, predictions = own_steps.flat_outputs(own_steps.flat_model())
+    for found_losses, found in observed["rows_of_tokens"]:
+        np.testing.assert_allclose(found_losses, losses, rtol=1e-9)
+        np.testing.assert_allclose(found, predictions, atol=1e-12)
     for found in observed["on_batch"]:
         np.testing.assert_allclose(found["scores"], scores, rtol=1e-9)
         np.testing.assert_allclose(
