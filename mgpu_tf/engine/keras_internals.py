@@ -563,7 +563,9 @@ def activations_replaced(
 
 @contextlib.contextmanager
 def updates_replaced(
-    optimizers: list[keras.optimizers.Optimizer], update: Callable[..., None]
+    optimizers: list[keras.optimizers.Optimizer],
+    update: Callable[..., None],
+    begin: Callable[[], None],
 ) -> Iterator[None]:
     """Lets optimizers update a weight in another way, while traced.
 
@@ -571,11 +573,20 @@ def updates_replaced(
         optimizers: Optimizers that wrap no others.
         update: Called with an optimizer, its own `update_step`, a gradient,
             TensorFlow's variable and the learning rate.
+        begin: Called before the weights of an update, and after them.
     """
 
     def instructions(part: Any) -> dict[str, Any]:
+        every = part._backend_update_step
+
+        def update_all(*arguments: Any) -> None:
+            begin()
+            every(*arguments)
+            begin()
+
         return {
-            "update_step": functools.partial(update, part, part.update_step)
+            "update_step": functools.partial(update, part, part.update_step),
+            "_backend_update_step": update_all,
         }
 
     with _replaced(optimizers, instructions):

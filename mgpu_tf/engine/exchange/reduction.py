@@ -7,6 +7,7 @@ backward pass has made its gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -73,12 +74,22 @@ def _in_packs(
             if len(parts) == 1:
                 summed[places[0]] = all_reduce(parts[0])
                 continue
-            flat = tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
+            flat = tf.concat([_reshaped(part, [-1]) for part in parts], 0)
             flat = all_reduce(flat)
             counts = [part.shape.num_elements() for part in parts]
             for place, part in zip(places, tf.split(flat, counts), strict=True):
-                summed[place] = tf.reshape(part, gradients[place].shape)
+                summed[place] = _reshaped(part, gradients[place].shape)
     return summed
+
+
+def _reshaped(value: tf.Tensor, shape: Any) -> tf.Tensor:
+    """Returns a value in a shape; itself where it is a vector of that size.
+
+    A model has hundreds of vectors, and each operation is one in the graph of
+    each replica.
+    """
+    vector = value.shape.rank == 1 and len(shape) == 1
+    return value if vector else tf.reshape(value, shape)
 
 
 def of_one_type(pack: list[int], gradients: list[tf.Tensor]) -> list[list[int]]:

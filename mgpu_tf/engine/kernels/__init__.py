@@ -65,6 +65,7 @@ class Kernels:
         # By identity, since a step may be traced several times.
         self._replaced: dict[tuple[int, str], str] = {}
         self._logged = 0
+        self._settings = optimizers.Settings()
 
     @property
     def replaced(self) -> dict[str, int]:
@@ -120,7 +121,9 @@ class Kernels:
                 layers, functools.partial(self._call, forms)
             ),
             keras_internals.activations_replaced(gelus, self._activate),
-            keras_internals.updates_replaced(updated, self._update),
+            keras_internals.updates_replaced(
+                updated, self._update, self._begin_update
+            ),
         ):
             yield
         if len(self._replaced) > self._logged:
@@ -162,6 +165,10 @@ class Kernels:
             self._replaced[id(layer), "call"] = type(layer).__name__
         return outputs
 
+    def _begin_update(self) -> None:
+        # The next update has another number.
+        self._settings = optimizers.Settings()
+
     def _update(
         self,
         optimizer: keras.optimizers.Optimizer,
@@ -172,7 +179,9 @@ class Kernels:
     ) -> None:
         rows = isinstance(gradient, tf.IndexedSlices)
         update = optimizers.update_of(optimizer, rows=rows)
-        weight = optimizers.weight_of(optimizer, gradient, variable, rate)
+        weight = optimizers.weight_of(
+            optimizer, gradient, variable, rate, self._settings
+        )
         if update is None or weight is None:
             own(gradient, variable, rate)
             return

@@ -35,6 +35,23 @@ Update = Callable[[Any, tf.Tensor], None]
 DTYPES = (tf.float32, tf.float64)
 
 
+class Settings:
+    """Settings of an optimizer as tensors, made once for an update.
+
+    A model has hundreds of weights on each device, and each update of one takes
+    the same powers of the same betas. So those of a device are shared.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Any] = {}
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Returns what was made for a key; makes it if nothing was."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
 @dataclasses.dataclass(frozen=True)
 class Weight:
     """A weight that is updated, as TensorFlow's operations take it.
@@ -44,24 +61,55 @@ class Weight:
         slots: Handles of what the optimizer keeps for it.
         gradient: Dense or rows, of the type of the variable.
         rate: The learning rate, of the type of the variable.
+        settings: Those of the update.
+        place: The optimizer, the graph, the device and the type.
     """
 
     handle: tf.Tensor
     slots: list[tf.Tensor]
     gradient: Any
     rate: tf.Tensor
+    settings: Settings
+    place: tuple[Any, ...]
 
     def cast(self, value: Any) -> tf.Tensor:
         """Returns a setting as Keras's `cast` has it, by way of float32."""
-        return keras.ops.cast(value, self.gradient.dtype)
+        return self._once(
+            "cast", value, lambda: keras.ops.cast(value, self.gradient.dtype)
+        )
 
     def exact(self, value: Any) -> tf.Tensor:
         """Returns a setting in the type of the variable."""
-        return tf.convert_to_tensor(value, self.gradient.dtype)
+        return self._once(
+            "exact",
+            value,
+            lambda: tf.convert_to_tensor(value, self.gradient.dtype),
+        )
 
     def power(self, beta: float, optimizer: Any) -> tf.Tensor:
         """Returns a beta to the power of the number of the update."""
-        return self.cast(beta) ** self.cast(optimizer.iterations + 1)
+        return self._once(
+            "power", beta, lambda: self.cast(beta) ** self.step(optimizer)
+        )
+
+    def step(self, optimizer: Any) -> tf.Tensor:
+        """Returns the number of the update, from 1."""
+        return self._once(
+            "step",
+            None,
+            lambda: keras.ops.cast(
+                optimizer.iterations + 1, self.gradient.dtype
+            ),
+        )
+
+    def _once(
+        self, kind: str, value: Any, make: Callable[[], tf.Tensor]
+    ) -> tf.Tensor:
+        """Returns what all weights at this place share, of a number."""
+        if not isinstance(value, int | float | None):
+            return make()
+        key = (*self.place, kind, value)
+        return self.settings.once(key, make)
 
 
 def is_fused(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -94,6 +142,7 @@ def weight_of(
     gradient: Any,
     variable: Any,
     rate: Any,
+    settings: Settings,
 ) -> Weight | None:
     """Returns a weight with its slots, None where no fused form takes it.
 
@@ -102,6 +151,7 @@ def weight_of(
         gradient: Its gradient.
         variable: TensorFlow's variable, as an update has it.
         rate: The learning rate.
+        settings: Those of the update that this is a part of.
     """
     if not tf.is_tensor(gradient):
         return None
@@ -109,11 +159,23 @@ def weight_of(
     dtype = variable.dtype
     if dtype not in DTYPES or any(slot.dtype != dtype for slot in slots):
         return None
+    place = (
+        id(optimizer),
+        tf.compat.v1.get_default_graph(),
+        variable.device,
+        dtype,
+    )
+    # With what it was made of, whose identity is in the key.
+    _, own_rate = settings.once(
+        (*place, "rate", id(rate)), lambda: (rate, tf.cast(rate, dtype))
+    )
     return Weight(
         variable.handle,
         [slot.handle for slot in slots],
         tf.cast(gradient, dtype),
-        tf.cast(rate, dtype),
+        own_rate,
+        settings,
+        place,
     )
 
 
@@ -186,7 +248,7 @@ def _nadam(optimizer: Any, weight: Weight) -> None:
     moment, velocity = weight.slots
     beta = weight.cast(optimizer.beta_1)
     decay = weight.cast(0.96)
-    step = weight.cast(optimizer.iterations + 1)
+    step = weight.step(optimizer)
     now = beta * (1.0 - 0.5 * decay**step)
     following = beta * (1.0 - 0.5 * decay ** (step + 1))
     product = weight.cast(keras_internals.product_of_momentums(optimizer))

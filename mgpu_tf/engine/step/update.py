@@ -171,7 +171,9 @@ class Update:
             # Where the rows of a batch are not known, shapes may not be.
             return self._reduction(
                 [
-                    tf.ensure_shape(gradient, shape)
+                    gradient
+                    if gradient.shape == shape
+                    else tf.ensure_shape(gradient, shape)
                     for gradient, shape in zip(gradients, shapes, strict=True)
                 ]
             )
