@@ -130,6 +130,48 @@ def rows_of_tokens(strategy, folder):
     return flat_outputs(mgpu_tf.Trainer(flat_model, strategy))
 
 
+class ManyKinds(Hinge):
+    """It predicts what TensorFlow's collective operations do not take."""
+
+    def predict_step(self, data):
+        x = self(data, training=False)
+        return {
+            "uint8": tf.cast(tf.round(255 * tf.sigmoid(x)), tf.uint8),
+            "bool": x > 0.5,
+            "bfloat16": tf.cast(x, tf.bfloat16),
+            "complex": tf.complex(x, 1 - x),
+            "uint32": tf.cast(tf.abs(x) * 1e9, tf.uint32),
+        }
+
+
+def predicted_kinds(trains):
+    """Returns predictions of each type as numbers, and whether it is kept."""
+    found = trains.predict(hinge_data()[0], batch_size=8, verbose=0)
+    kept = all(v.dtype.name.startswith(name) for name, v in found.items())
+    numbers = {name: v.astype("complex128") for name, v in found.items()}
+    return kept, {
+        name: [v.real.tolist(), v.imag.tolist()] for name, v in numbers.items()
+    }
+
+
+def kinds(strategy, folder):
+    """Predicts values of many types."""
+    del folder
+    trainer = mgpu_tf.Trainer(lambda: hinge_model(ManyKinds), strategy)
+    return predicted_kinds(trainer)
+
+
+def quantized(strategy, folder):
+    """Predicts after a quantization, which makes weights of int8."""
+    del folder
+    trainer = mgpu_tf.Trainer(flat_model, strategy)
+    words = sentences()
+    trainer.fit(words, np.roll(words, -1, 1), **FLAT_FIT)
+    with trainer.strategy.scope():
+        trainer.model.quantize("int8")
+    return trainer.predict(words, batch_size=8, verbose=0).tolist()
+
+
 def loop(strategy, folder):
     """Goes on from a checkpoint in the middle."""
     saved = os.path.join(folder, "loop")
@@ -148,5 +190,13 @@ def loop(strategy, folder):
 
 JOBS = {
     job.__name__: _in_float64(job)
-    for job in (gan, on_batch, sum_over_rows, rows_of_tokens, loop)
+    for job in (
+        gan,
+        on_batch,
+        sum_over_rows,
+        rows_of_tokens,
+        kinds,
+        quantized,
+        loop,
+    )
 }

@@ -146,9 +146,14 @@ def test_the_code_of_the_docs_runs(tmp_path, monkeypatch, capsys):
     assert "loss" in capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("two_workers"))
+    return clusters.run_jobs(own_steps, 2, folder)
+
+
 @pytest.mark.full
-def test_two_workers(tmp_path):
-    observed = clusters.run_jobs(own_steps, 2, str(tmp_path))
+def test_two_workers(observed):
     model, history = test_overridden_step.by_keras(
         test_overridden_step.build_gan, arrays((3, 5))
     )
@@ -170,11 +175,6 @@ def test_two_workers(tmp_path):
     for found in observed["sum_over_rows"]:
         for ref, own in zip(alone.get_weights(), found, strict=True):
             np.testing.assert_allclose(own, ref, atol=1e-12)
-    keras.utils.set_random_seed(0)
-    losses, predictions = own_steps.flat_outputs(own_steps.flat_model())
-    for found_losses, found in observed["rows_of_tokens"]:
-        np.testing.assert_allclose(found_losses, losses, rtol=1e-9)
-        np.testing.assert_allclose(found, predictions, atol=1e-12)
     for found in observed["on_batch"]:
         np.testing.assert_allclose(found["scores"], scores, rtol=1e-9)
         np.testing.assert_allclose(
@@ -189,6 +189,29 @@ def test_two_workers(tmp_path):
     for found in observed["loop"]:
         for ref, own in zip(values(objects), found["values"], strict=True):
             np.testing.assert_allclose(own, ref, atol=1e-12)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
+def test_two_workers_predict(observed):
+    keras.utils.set_random_seed(0)
+    model = own_steps.flat_model()
+    losses, predictions = own_steps.flat_outputs(model)
+    for own_losses, own in observed["rows_of_tokens"]:
+        np.testing.assert_allclose(own_losses, losses, rtol=1e-9)
+        np.testing.assert_allclose(own, predictions, atol=1e-12)
+    model.quantize("int8")
+    after = model.predict(own_steps.sentences(), verbose=0)
+    assert np.abs(after - predictions).max() > 1e-6
+    for own in observed["quantized"]:
+        np.testing.assert_allclose(own, after, atol=1e-9)
+    keras.utils.set_random_seed(0)
+    kept, values_ = own_steps.predicted_kinds(
+        own_steps.hinge_model(own_steps.ManyKinds)
+    )
+    assert kept
+    for own in observed["kinds"]:
+        assert own == [kept, values_]
 
 
 def test_a_loop_loses_nothing_without_being_asked(strategies, tmp_path):

@@ -26,10 +26,9 @@ from mgpu_tf.engine.exchange import composites
 from mgpu_tf.engine.exchange.embedding_rows import RowGather
 from mgpu_tf.engine.exchange.reduction import Reduction
 from mgpu_tf.engine.trace_again import TraceAgain
-from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.registry import topology_of
-from mgpu_tf.strategies.replicas.collectives import Groups
+from mgpu_tf.strategies.replicas.collectives import Groups, carrier_of
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
 
 
@@ -166,7 +165,7 @@ class Exchange:
     def _gathered(self, rows: tf.Tensor, cut: Cut) -> tf.Tensor:
         if self._groups.is_here:
             return self._groups.all_gather(rows, 0, cut.total)
-        carrier = _carrier(rows.dtype)
+        carrier = carrier_of(rows.dtype)
         every = self._groups.gather_rows(tf.cast(rows, carrier), cut.counts)
         return tf.cast(every, rows.dtype)
 
@@ -431,18 +430,3 @@ class Exchange:
 
 def _dense(gradient: Any) -> tf.Tensor:
     return tf.convert_to_tensor(gradient)
-
-
-def _carrier(dtype: tf.DType) -> tf.DType:
-    """Returns the type in which values travel between processes."""
-    if dtype in (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16):
-        return tf.int32
-    if dtype == tf.string:
-        raise ConfigurationError(
-            "Rows that several workers send each other are numbers, in a "
-            "train_step of your own and where a layer or a loss is computed "
-            "from the rows of all. Received: text. Turn it into numbers in the "
-            "data set, or by Keras's StringLookup or TextVectorization with "
-            "output_sequence_length."
-        )
-    return dtype

@@ -92,7 +92,7 @@ from mgpu_tf.runtime.room import lacks_room
 from mgpu_tf.strategies.registry import kind_of, topology_of
 from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.balance import balanced
-from mgpu_tf.strategies.replicas.collectives import Groups
+from mgpu_tf.strategies.replicas.collectives import Groups, carrier_of
 from mgpu_tf.strategies.replicas.mirrored import follow_one_replica
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.replicas.topology import balance_of
@@ -1040,6 +1040,9 @@ class SynchronousEngine(Engine):
         Every worker puts its rows where they belong among zeros; the sum
         over workers is all of them. An example may have several rows.
         """
+        if rows.dtype.is_complex:
+            parts = tf.math.real(rows), tf.math.imag(rows)
+            return tf.complex(*map(self._rows_of_all, parts))
         local, own = self._local, tf.shape(rows, out_type=tf.int64)[0]
         here = tf.one_hot(local.process, local.num_processes, own)
         found = self._strategy.run(self._replica_gather, args=(here,))
@@ -1049,8 +1052,7 @@ class SynchronousEngine(Engine):
         before = tf.reduce_sum(counts[: first // local.count])
         after = tf.reduce_sum(counts) - before - own
         paddings = tf.pad([[before, after]], [[0, tf.rank(rows) - 1], [0, 0]])
-        carrier = tf.int32 if rows.dtype == tf.bool else rows.dtype
-        padded = tf.pad(tf.cast(rows, carrier), paddings)
+        padded = tf.pad(tf.cast(rows, carrier_of(rows.dtype)), paddings)
         every = self._strategy.run(self._replica_gather, args=(padded,))
         return tf.cast(self._first(every), rows.dtype)
 

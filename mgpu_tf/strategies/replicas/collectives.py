@@ -591,17 +591,27 @@ def carrier_of(dtype: tf.DType) -> tf.DType:
     """Returns the type in which a value is sent to another process.
 
     Raises:
-        ConfigurationError: It is text.
+        ConfigurationError: No number that TensorFlow sends holds it.
     """
+    if dtype == tf.bfloat16:
+        return tf.float32
+    if dtype in (tf.float16, tf.float32, tf.float64):
+        return dtype
+    if dtype == tf.bool or (dtype.is_integer and dtype.size <= 4):
+        return tf.int64 if dtype == tf.uint32 else tf.int32
+    if dtype.is_integer:
+        return tf.int64
     if dtype == tf.string:
         raise ConfigurationError(
             "Processes send each other numbers. Received: text. Turn it into "
-            "numbers in the data set, or with StringLookup or "
-            "TextVectorization in the first stage."
+            "numbers in the data set, or by Keras's StringLookup or "
+            "TextVectorization with output_sequence_length before it is sent."
         )
-    if dtype == tf.bfloat16:
-        return tf.float32
-    return dtype if dtype.is_floating or dtype == tf.int32 else tf.int64
+    raise ConfigurationError(
+        "Processes send each other real numbers. Received: values of "
+        f"{dtype.name}. Turn them into real numbers, such as by "
+        "keras.ops.real and keras.ops.imag."
+    )
 
 
 def has_nccl(devices: Sequence[str], communication: str) -> bool:

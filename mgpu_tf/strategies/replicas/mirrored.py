@@ -30,6 +30,7 @@ from tensorflow.python.eager import context as tf_context
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas.balance import Balance
+from mgpu_tf.strategies.replicas.collectives import carrier_of
 
 # How long a worker may be silent before TensorFlow ends the cluster.
 SILENCE_SECONDS = 45.0
@@ -221,10 +222,10 @@ class MultiWorkerExtended(
     ) -> Any:
         """Returns the value of the first worker, which it sends to the others.
 
-        TensorFlow has no such operation for bfloat16, which is sent as float32,
-        and sends less than 2 GiB at once, so larger values go in parts. They go
-        between hosts: with NCCL a receive does not wait for kernels that use
-        its memory.
+        TensorFlow has such an operation for few types, so others are sent as
+        one of these, such as bfloat16 as float32. It sends less than 2 GiB at
+        once, so larger values go in parts. They go between hosts: with NCCL a
+        receive does not wait for kernels that use its memory.
         """
         get = super()._get_variable_creator_initial_value
         if replica_id:
@@ -243,8 +244,7 @@ class MultiWorkerExtended(
                 value = getattr(value, "wrapped_value", value)
                 value = tf.convert_to_tensor(value, kwargs.get("dtype"))
                 kind, shape = value.dtype, value.shape
-                if kind == tf.bfloat16:
-                    value = tf.cast(value, tf.float32)
+                value = tf.cast(value, carrier_of(kind))
                 most = MOST_SENT_BYTES // value.dtype.size
                 if shape.num_elements() <= most:
                     return tf.cast(sent(value), kind)
