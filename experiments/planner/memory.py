@@ -1,14 +1,16 @@
-"""The planner's memory against the allocator's peak: 26 cases of 12 models.
+"""The planner's memory against the allocator's peak: 29 cases of 12 models.
 
     python -m experiments.planner.memory --output_dir=docs
 
 Each case trains five steps in a process of its own (about 20 s of one core),
 and notes the most that TensorFlow's CPU allocator held in a step, less what it
 held before the model was built. Devices are parts of one CPU with one
-allocator, so that the sum over devices is compared. A step runs operations in
-another order each time, so the largest of four steps is taken, without the
-first. What was measured is kept in the output and not measured again; the
-table is then made in about a minute, in which the models are traced.
+allocator, so that the sum over devices is compared. With `fsdp` each is a
+process with an allocator of its own, and the median over processes counts. A
+step runs operations in another order each time, so the largest of four steps is
+taken, without the first. What was measured is kept in the output and not
+measured again; the table is then made in about a minute, in which the models
+are traced.
 
 The corrections (`mgpu_tf/planner/memory/scratch.py`) are fitted anew for each
 model on the cases of the other eleven, and it is predicted with those.
@@ -53,6 +55,9 @@ CASES = (
     ("wide_mlp", 512, "adam", "float32", "mirrored", 2),
     ("wide_mlp", 256, "adam", "float32", "fsdp", 2),
     ("encoder", 64, "adam", "float32", "fsdp", 2),
+    ("wide_mlp", 384, "adam", "float32", "fsdp", 3),
+    ("wide_mlp", 512, "adam", "float32", "fsdp", 4),
+    ("encoder", 96, "adam", "float32", "fsdp", 3),
     ("encoder", 64, "adam", "float32", "tensor", 2),
     ("encoder", 64, "adam", "float32", "pipeline", 2),
     ("unet", 32, "sgd", "float32", "mirrored", 2),
@@ -108,7 +113,7 @@ def measure(case: tuple[Any, ...]) -> dict[str, Any]:
 
     name, batch, optimizer, precision, kind, devices = case
     options = layout(kind, devices).strategy_options
-    if devices > 1:
+    if devices > 1 and kind != "fsdp":
         options["num_virtual_devices"] = devices
     strategy = mgpu_tf.create_strategy(
         layout(kind, devices).strategy, **options
@@ -157,21 +162,26 @@ def measured(path: str) -> list[dict[str, Any]]:
     for case in CASES:
         row = known.get(case)
         if row is None:
-            done = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    __spec__.name,
-                    "--one",
-                    json.dumps(case),
-                ],
-                check=True,
-                capture_output=True,
-                text=True,
-            )
-            row = json.loads(done.stdout.splitlines()[-1])
+            row = in_processes(case)
         found.append({"case": row["case"], "peaks": row["peaks"]})
     return found
+
+
+def in_processes(case: tuple[Any, ...]) -> dict[str, Any]:
+    """Measures a case in a process, with `fsdp` in one for each device."""
+    python = [sys.executable, "-m"]
+    command = [*python, __spec__.name, "--one", json.dumps(case)]
+    if case[4] == "fsdp":
+        count = f"--num_workers={case[5]}"
+        command = [*python, "mgpu_tf", "launch", count, "--", *command]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    rows = [
+        json.loads(line[line.index("{") :])
+        for line in done.stdout.splitlines()
+        if '"peaks"' in line
+    ]
+    rows.sort(key=lambda row: max(row["peaks"][1:]))
+    return rows[len(rows) // 2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +202,7 @@ class Row:
     found: dict[float, MemoryEstimate] = dataclasses.field(default_factory=dict)
 
     def estimate(self, fitted: Mapping[str, float]) -> float:
-        """Returns the predicted bytes of all devices and waiting batches."""
+        """Returns the predicted bytes of what shares an allocator."""
         _, batch, optimizer, _, kind, devices = self.case
         plan = layout(kind, devices)
         scratch = fitted["convolution"]
@@ -205,11 +215,13 @@ class Row:
                 fitted=_NONE | {"convolution": scratch},
             )
         found = self.found[scratch]
-        wasted = sum(
-            device.count * wasted_bytes(device.by_kind, plan, fitted)
+        used = sum(
+            device.count
+            * (device.total + wasted_bytes(device.by_kind, plan, fitted))
             for device in found.devices
         )
-        return found.all_devices + wasted + found.host - PROCESS_BYTES
+        alone = devices if kind == "fsdp" else 1
+        return used / alone + found.host - PROCESS_BYTES
 
     def error(self, fitted: Mapping[str, float]) -> float:
         """Returns the error as a part of the peak."""

@@ -13,7 +13,10 @@ from mgpu_tf import planner
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.planner.layout import Layout
 from mgpu_tf.planner.memory.per_device import memory_of, stages_of
+from mgpu_tf.planner.memory.program import Program, as_they_run
 from mgpu_tf.planner.memory.rules import RULES
+from mgpu_tf.planner.operations import splits
+from mgpu_tf.planner.operations.graph import Operation
 from mgpu_tf.planner.operations.liveness import KINDS
 from mgpu_tf.planner.operations.tracing import trace
 from tests.planner import counts
@@ -228,3 +231,40 @@ def test_tracing_allocates_nothing():
     assert graph.parameters * 4 > 7 << 30
     assert used() - before < MIB
     assert planner.estimate_memory(graph, 8).largest.total > 4 * (7 << 30)
+
+
+def test_what_activations_alone_give_is_made_in_the_forward_pass():
+    def operation(kind, inputs, made, backward=False):
+        return Operation(kind, inputs, (made,), 0, backward)
+
+    operations = [
+        operation("MatMul", (0, 1), 2),
+        operation("Erfc", (2,), 3),
+        operation("Mul", (2, 3), 4),
+        operation("MatMul", (4, 5), 6),
+        operation("Sum", (6,), 7),
+        operation("Fill", (7,), 8, True),
+        operation("Const", (), 9, True),
+        operation("MatMul", (8, 5), 10, True),
+        operation("Exp", (2,), 11, True),
+        operation("AddV2", (3, 11), 12, True),
+        operation("Mul", (10, 12), 13, True),
+    ]
+    found = as_they_run(operations)
+    assert [each.outputs[0] for each in found] == [
+        *(2, 11, 3, 12, 4, 6, 7),
+        *(8, 9, 10, 13),
+    ]
+    assert [each.backward for each in found] == [False] * 7 + [True] * 4
+
+
+def test_devices_of_a_tensor_axis_hold_copies_of_what_they_join():
+    graph = dense_graph((64, 64, 512))
+    graph = dataclasses.replace(graph, operations=list(graph.forward()))
+    (last,) = splits.parts_of(graph).summed.values()
+    alone = Program(graph, 8.0, Layout(tensor=2))
+    alone._exchanged = set()
+    together = Program(graph, 8.0, Layout(tensor=2)).peak().bytes
+    copies = graph.tensors[last].bytes(8.0)
+    # Without the loss, which is a number.
+    assert together == alone.peak().bytes + copies - 4

@@ -10,6 +10,7 @@ This module does not import TensorFlow.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from mgpu_tf.planner.layout import Layout
@@ -49,6 +50,11 @@ class Program:
         self._is_last = self._layers.stop >= len(graph.layers)
         self._is_first = self._layers.start == 0
         divided = splits.divided_tensors(graph, layout.tensor)
+        # What devices of a tensor axis sum or join, each with copies of others.
+        self._exchanged: set[int] = set()
+        if layout.tensor > 1:
+            parts = splits.parts_of(graph)
+            self._exchanged = {*parts.summed.values(), *parts.gathered.values()}
         self._weights = splits.weights_with_parts(graph, layout.tensor)
         sizes = list(graph.sizes(rows))
         for number in divided:
@@ -104,7 +110,7 @@ class Program:
 
     def peak(self) -> Peak:
         """Returns the most that is held beside what is stored."""
-        operations = self._own()
+        operations = self._in_order()
         forward = [each for each in operations if not each.backward]
         backward = [each for each in operations if each.backward]
         if self._layout.gathers_layers:
@@ -126,6 +132,12 @@ class Program:
         self._finish()
         return self._schedule.result()
 
+    def _in_order(self) -> list[Operation]:
+        own = self._own()
+        # A stage, and a layer that is gathered, has a function for each pass.
+        apart = self._layout.pipeline > 1 or self._layout.gathers_layers
+        return own if apart else as_they_run(own)
+
     def kept_bytes(self, *, inputs_only: bool = False) -> float:
         """Returns what is kept of a forward pass until its backward pass.
 
@@ -133,7 +145,7 @@ class Program:
             inputs_only: Whether only what the layers take from others is
                 kept, to compute them again.
         """
-        own = self._own()
+        own = self._in_order()
         made = {
             tensor: each
             for each in own
@@ -241,6 +253,9 @@ class Program:
         scratch = scratch_of(each, self._fitted)
         if scratch:
             scratch *= sum(map(self._schedule.size, [*taken, *made]))
+        scratch += sum(
+            self._schedule.size(t) for t in made if t in self._exchanged
+        )
         inside = each.attributes.get("inside")
         if inside:
             scratch += self._inside(inside)
@@ -293,7 +308,9 @@ class Program:
                 )
                 gradient = received
             if self._layout.data * self._layout.fsdp > 1:
-                size = self.stored_bytes(weight) * self._rules.reduction_copies
+                size = self.stored_bytes(weight)
+                if not self._scatters:
+                    size *= self._rules.reduction_copies
                 summed = self._schedule.new(size)
                 self._schedule.run(
                     "Reduce", [gradient], [summed], kind="reduction"
@@ -314,3 +331,48 @@ class Program:
     def _finish(self) -> None:
         self._flush()
         self._update(0)
+
+
+def as_they_run(operations: list[Operation]) -> list[Operation]:
+    """Returns operations in the order in which TensorFlow begins them.
+
+    It runs an operation as soon as what it takes is there. So what the
+    backward pass makes of activations alone, as the derivative of an
+    activation, is made right after them, in the forward pass: then that is
+    kept, and not what it was made of.
+
+    Args:
+        operations: Those of the forward pass, then those of the backward pass.
+    """
+    forward = [each for each in operations if not each.backward]
+    there = {
+        tensor: place
+        for place, each in enumerate(forward)
+        for tensor in each.outputs
+    }
+    followed_by: list[list[Operation]] = [[] for _ in forward]
+    later: list[Operation] = []
+    made_later: set[int] = set()
+    for each in operations:
+        if not each.backward:
+            continue
+        places = [there[t] for t in each.inputs if t in there]
+        waits = not made_later.isdisjoint(each.inputs)
+        if waits or not places or max(places) == len(forward) - 1:
+            later.append(each)
+            # What takes nothing, as a constant, is there from the beginning.
+            if each.inputs:
+                made_later.update(each.outputs)
+            continue
+        there.update(dict.fromkeys(each.outputs, max(places)))
+        followed_by[max(places)].append(
+            dataclasses.replace(each, backward=False)
+        )
+    return [
+        *(
+            one
+            for each, following in zip(forward, followed_by, strict=True)
+            for one in (each, *following)
+        ),
+        *later,
+    ]

@@ -31,7 +31,7 @@ class Rules:
         batches_ahead: Batches that the feed holds for each replica, beside
             the one that is computed.
         reduction_copies: Copies of a gradient that a sum over replicas makes
-            on each of them.
+            on each of them, where it is not scattered: not all wait at once.
     """
 
     layers_ahead: int = 1
@@ -42,7 +42,7 @@ class Rules:
     smallest_split: int = 1024
     beside: int = 2
     batches_ahead: int = 1
-    reduction_copies: float = 1.0
+    reduction_copies: float = 0.5
 
 
 RULES = Rules()
