@@ -342,6 +342,51 @@ def test_means_of_all_rows_need_all_rows(layer, column, options, strategies):
         trainer.fit(*data(), batch_size=13, verbose=0)
 
 
+class Counts(layers.Layer):
+    """It counts its calls in a variable that Keras does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = tf.Variable(0.0, dtype="float64", trainable=False)
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return x * (1 + 0.1 * self.calls)
+
+
+class Decays(layers.Layer):
+    """It assigns its own weight."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], initializer="ones")
+
+    def call(self, x):
+        self.scale.assign(0.9 * self.scale)
+        return x * self.scale
+
+
+@pytest.mark.parametrize(
+    ("layer", "column", "options"),
+    [
+        (Counts, "one_device", {"step_parts": 2}),
+        (Decays, "one_device", {"step_parts": 2}),
+        (Counts, "pipeline_x2", {}),
+        (Decays, "pipeline_x2", {}),
+        pytest.param(
+            Counts, "mirrored_x3", {"step_parts": 2}, marks=pytest.mark.full
+        ),
+        pytest.param(
+            Decays, "mirrored_x3", {"step_parts": 2}, marks=pytest.mark.full
+        ),
+        pytest.param(Counts, "tensor_2_pipeline_2", {}, marks=pytest.mark.full),
+    ],
+)
+def test_what_is_written_once_for_a_batch(layer, column, options, strategies):
+    trainer = mgpu_tf.Trainer(network(layer), strategies[column], **options)
+    with pytest.raises(mgpu_tf.ConfigurationError, match=r"writes|assign"):
+        trainer.fit(*data(), batch_size=13, verbose=0)
+
+
 def below_the_mean(y, p):
     return entropy(y, p) - 0.1 * ops.sum(mgpu_tf.batch_mean(p) ** 2)
 

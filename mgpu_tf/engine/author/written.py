@@ -73,7 +73,7 @@ def by_rule(
 
 
 def check_plain_variables(
-    known: Iterable[keras.Variable], reader: Reader
+    known: Iterable[keras.Variable], reader: Reader, *, in_parts: bool
 ) -> None:
     """Refuses what a step makes of its rows for a variable of TensorFlow.
 
@@ -82,6 +82,8 @@ def check_plain_variables(
     Args:
         known: Keras's variables that the step may write to.
         reader: Reads the step.
+        in_parts: Whether it runs once for each part of a batch, so that it
+            writes several times what one device writes once.
 
     Raises:
         ConfigurationError: The step writes to a `tf.Variable`.
@@ -97,7 +99,17 @@ def check_plain_variables(
         ):
             continue
         handle = outside.of(op.inputs[0])
-        if id(handle) not in own and reader.depends(op.inputs[1]):
+        if id(handle) in own:
+            continue
+        if in_parts:
+            raise ConfigurationError(
+                "What is computed for each part of a batch writes to a "
+                "variable once for a batch, which is done for Keras's "
+                "variables. Received: a tf.Variable, to which "
+                f"{op.name!r} writes. Leave out step_parts; in place of a "
+                "pipeline use 'mirrored' or 'fsdp'."
+            )
+        if reader.depends(op.inputs[1]):
             raise ConfigurationError(
                 "What replicas write to a variable must be made one, which "
                 "is done for Keras's variables. Received: a tf.Variable, to "

@@ -255,8 +255,11 @@ class ReplicaStep:
         if scope.within:
             self._write_in_place(scope.within)
         scope.check_known(self._state.variables)
-        if self._replicas > 1:
-            check_plain_variables(self._state.variables, reader)
+        in_parts = not self._writes_directly
+        if self._replicas > 1 or in_parts:
+            check_plain_variables(
+                self._state.variables, reader, in_parts=in_parts
+            )
         # By variable, since Keras writes to some of these means as well.
         writes = self._written(scope, given, reader, share, grown)
         before = {id(variable): value for variable, value in given}

@@ -124,9 +124,9 @@ def in_parts(
 
 
 def _check(state: ReplicaState, variable: keras.Variable) -> None:
-    layers = {id(each) for each in state.layers}
-    seeds = {id(each) for each in state.seeds}
-    if id(variable) in layers - seeds:
+    # What is not known to add up over parts, a weight too, is refused.
+    add_up = {id(each) for each in (*state.metrics, *state.seeds)}
+    if id(variable) not in add_up:
         raise ConfigurationError(
             "A step in parts needs layers that do not look at other rows of a "
             f"batch. Received: {variable.path}, which a layer writes in each "

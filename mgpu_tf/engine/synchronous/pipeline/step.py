@@ -36,6 +36,7 @@ from mgpu_tf.engine.author.contributions import BatchShare, sharing
 from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.author.state import Writes
 from mgpu_tf.engine.author.step_scope import StepScope
+from mgpu_tf.engine.author.written import check_plain_variables
 from mgpu_tf.engine.exchange.parts import computed
 from mgpu_tf.engine.row_proof import noting
 from mgpu_tf.engine.step.losses import GlobalLoss, NeedsAllRows
@@ -364,6 +365,8 @@ class PipelineStep(ReplicaStep):
                 )
         self._check_direct(scope.within)
         self._check_scope(scope, trained)
+        if share.replicas > 1:
+            check_plain_variables(self._state.variables, reader, in_parts=True)
         writes = self._written(scope, given, reader, share, increments)
         before = {id(variable): value for variable, value in given}
         for variable, increment in increments:
