@@ -1,4 +1,4 @@
-"""The planner's memory against the allocator's peak: 29 cases of 12 models.
+"""The planner's memory against the allocator's peak: 32 cases of 13 models.
 
     python -m experiments.planner.memory --output_dir=docs
 
@@ -13,7 +13,7 @@ measured again; the table is then made in about a minute, in which the models
 are traced.
 
 The corrections (`mgpu_tf/planner/memory/scratch.py`) are fitted anew for each
-model on the cases of the other eleven, and it is predicted with those.
+model on the cases of the others, and it is predicted with those.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ CASES = (
     ("wide_mlp", 512, "adam", "float32", "mirrored", 2),
     ("wide_mlp", 256, "adam", "float32", "fsdp", 2),
     ("encoder", 64, "adam", "float32", "fsdp", 2),
+    ("deep_mlp", 64, "adam", "float32", "fsdp", 2),
+    ("deep_mlp", 64, "adam", "float32", "fsdp", 3),
+    ("deep_mlp", 64, "adam", "float32", "fsdp", 4),
     ("wide_mlp", 384, "adam", "float32", "fsdp", 3),
     ("wide_mlp", 512, "adam", "float32", "fsdp", 4),
     ("encoder", 96, "adam", "float32", "fsdp", 3),
@@ -78,7 +81,7 @@ _TRIED: dict[str, tuple[float, ...]] = {
     "convolution": (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75),
     "stored one_device": (0.0, 0.03, 0.06, 0.1),
     "stored mirrored": (0.0, 0.1, 0.2, 0.3, 0.4),
-    "stored fsdp": (0.0, 0.1, 0.2, 0.3, 0.4),
+    "stored fsdp": (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3),
     "stored model_parallel": (0.0, 0.1, 0.2, 0.3, 0.4),
     "passes one_device": (0.0, 0.03, 0.06),
     "passes mirrored": (0.0, 0.05, 0.1, 0.15),

@@ -23,6 +23,15 @@ def wide_mlp() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10)(hidden))
 
 
+def deep_mlp() -> keras.Model:
+    """Fourteen layers of one size, as in `experiments/peak_memory.py`."""
+    inputs = keras.Input((1024,))
+    hidden = inputs
+    for _ in range(14):
+        hidden = layers.Dense(1024, activation="relu")(hidden)
+    return keras.Model(inputs, hidden)
+
+
 def plain_cnn() -> keras.Model:
     """Convolutions and pooling on small images."""
     inputs = keras.Input((32, 32, 3))
@@ -179,6 +188,7 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
     function.__name__: function
     for function in (
         wide_mlp,
+        deep_mlp,
         plain_cnn,
         encoder,
         language_model,

@@ -54,7 +54,10 @@ class Coming(ThisMachine):
         self._file = pathlib.Path(folder, "there")
 
     def room(self, most):
-        return min(most, int(self._file.read_text()))
+        # The file is empty for a moment while it is written.
+        while not (text := self._file.read_text()):
+            time.sleep(0.01)
+        return min(most, int(text))
 
 
 @pytest.fixture(autouse=True)
