@@ -577,7 +577,7 @@ def updates_replaced(
     """
 
     def instructions(part: Any) -> dict[str, Any]:
-        every = part._backend_update_step
+        every = part._distributed_tf_update_step
 
         def update_all(*arguments: Any) -> None:
             begin()
@@ -586,7 +586,7 @@ def updates_replaced(
 
         return {
             "update_step": functools.partial(update, part, part.update_step),
-            "_backend_update_step": update_all,
+            "_distributed_tf_update_step": update_all,
         }
 
     with _replaced(optimizers, instructions):

@@ -78,8 +78,12 @@ def test_losses_are_replaced_in_a_copy():
 
 
 def test_optimizer_sums_last_and_through_one_method():
-    """`_backend_update_step` reduces by `_all_reduce_sum_gradients`."""
+    """`_backend_update_step` reduces by `_all_reduce_sum_gradients`.
+
+    It updates all weights by `_distributed_tf_update_step`.
+    """
     source = inspect.getsource(TFOptimizer._backend_update_step)
+    assert "self._distributed_tf_update_step," in source
     assert "self._all_reduce_sum_gradients(grads_and_vars)" in source
 
 
