@@ -271,3 +271,49 @@ def test_around_the_update_all_is_as_before(column, make, float64, strategies):
         assert trainer.fused == expected
     for one, other in zip(*found, strict=True):
         assert relative(one, other) <= 1e-13
+
+
+class Twice(keras.Model):
+    """Its optimizer makes two updates in a step, in one graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3, kernel_initializer="ones")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        for scale in (1.0, -0.3):
+            with tf.GradientTape() as tape:
+                loss = scale * tf.reduce_mean(tf.square(self(x) - y))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("make", [FUSED["adam_options"], FUSED["nadam"]])
+@pytest.mark.parametrize(
+    "column",
+    ["one_device", pytest.param("mirrored_x3", marks=pytest.mark.full)],
+)
+def test_each_update_in_a_graph_has_its_number(
+    make, column, float64, strategies
+):
+    def build():
+        model = Twice()
+        model.compile(make())
+        return model
+
+    x = np.random.default_rng(0).normal(size=(14, 4))
+    fit = {"batch_size": 5, "epochs": 3, "shuffle": False, "verbose": 0}
+    keras.utils.set_random_seed(0)
+    model = build()
+    model.fit(x, x[:, :3], **fit)
+    trainer = mgpu_tf.Trainer(build, strategies[column])
+    trainer.fit(x, x[:, :3], **fit)
+    assert int(trainer.model.optimizer.iterations.numpy()) == 18
+    pairs = zip(model.get_weights(), trainer.model.get_weights(), strict=True)
+    for ref, own in pairs:
+        np.testing.assert_allclose(own, ref, rtol=1e-9)
