@@ -175,7 +175,7 @@ REFUSED = [
     ({"column": PIPELINE, "trainer": "step_parts"}, "micro-batches already"),
     ({"layers": "batch_norm", "trainer": "step_parts"}, "other rows"),
     ({"layers": "spectral", "trainer": "step_parts"}, "other rows"),
-    ({"loss": "ignore_class", "trainer": "step_parts"}, "A step in parts knows"),
+    ({"loss": "ignore_class", "trainer": "step_parts"}, "rows add up to"),
     (
         {"run": "eagerly", "loss": "own", "trainer": "step_parts"},
         "never has all rows",
