@@ -309,7 +309,8 @@ def markdown(value: dict[str, Any]) -> str:
         "",
         "Made by `python -m experiments.planner.memory`: the most that "
         "TensorFlow's CPU allocator held in a step, and what the planner "
-        "predicts. Corrections are fitted on the other models.",
+        "predicts: of all devices of one process, and with `fsdp` of one of "
+        "several processes. Corrections are fitted on the other models.",
         "",
         f"{told['cases']} cases of {told['models']} models: median error "
         f"{told['median_error']:.1%}, worst {told['worst_error']:.1%}.",
