@@ -6,6 +6,7 @@ Batches of 6, 6 and 1 rows: one replica of three has no row of the last.
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 import mgpu_tf
@@ -265,3 +266,38 @@ def test_rows_of_tables(strategies):
         trainer.model.get_weights(), model.get_weights(), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-9)
+
+
+class CountsCalls(keras.layers.Layer):
+    """It counts its calls in a variable that Keras does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = tf.Variable(0.0, trainable=False)
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return x * (1 + 0.1 * tf.cast(self.calls, x.dtype))
+
+
+@pytest.mark.parametrize("column", ["one_device", "mirrored_x3"])
+def test_building_leaves_a_plain_variable_as_it_was(column, strategies):
+    def build():
+        model = keras.Sequential(
+            [keras.Input((3,)), CountsCalls(), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse", run_eagerly=True)
+        return model
+
+    x = np.random.default_rng(0).normal(size=(14, 3)).astype("float32")
+    fit = {"batch_size": 5, "shuffle": False, "verbose": 0}
+    keras.utils.set_random_seed(0)
+    model = build()
+    model.fit(x, x[:, :1], **fit)
+    trainer = mgpu_tf.Trainer(build, strategies[column])
+    trainer.fit(x, x[:, :1], **fit)
+    pairs = zip(model.get_weights(), trainer.model.get_weights(), strict=True)
+    for ref, own in pairs:
+        np.testing.assert_allclose(own, ref, rtol=1e-5, atol=1e-6)
+    assert float(trainer.model.layers[0].calls) == 3
+    assert float(model.layers[0].calls) == 3

@@ -20,6 +20,7 @@ from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals, throwaway
 from mgpu_tf.engine.author.author_scope import AuthorScope
 from mgpu_tf.engine.trace_again import refusal_within
+from mgpu_tf.engine.untracked import untracked_variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.registry import topology_of
 
@@ -138,10 +139,15 @@ def _build_in_training(model: keras.Model, batch: Any) -> None:
 
 def _build_from_call(model: keras.Model, example: Any) -> None:
     batch = keras.utils.unpack_x_y_sample_weight(example)
-    _build_in_training(model, batch)
     if model.run_eagerly:
+        # It is run in earnest, and Keras's scope holds its own variables only.
+        plain = [(v, v.value.numpy()) for v in untracked_variables(model)]
+        _build_in_training(model, batch)
         keras_internals.build_eagerly(model, structures.zeros(batch))
+        for variable, before in plain:
+            variable.assign(before)
         return
+    _build_in_training(model, batch)
     try:
         keras_internals.build(model, batch)
     except Exception as error:
