@@ -565,7 +565,7 @@ def activations_replaced(
 def updates_replaced(
     optimizers: list[keras.optimizers.Optimizer],
     update: Callable[..., None],
-    begin: Callable[[], None],
+    renew: Callable[[], None],
 ) -> Iterator[None]:
     """Lets optimizers update a weight in another way, while traced.
 
@@ -573,16 +573,17 @@ def updates_replaced(
         optimizers: Optimizers that wrap no others.
         update: Called with an optimizer, its own `update_step`, a gradient,
             TensorFlow's variable and the learning rate.
-        begin: Called before the weights of an update, and after them.
+        renew: Called before the weights of an update, and after them, so
+            that what they share is held no longer.
     """
 
     def instructions(part: Any) -> dict[str, Any]:
         every = part._distributed_tf_update_step
 
         def update_all(*arguments: Any) -> None:
-            begin()
+            renew()
             every(*arguments)
-            begin()
+            renew()
 
         return {
             "update_step": functools.partial(update, part, part.update_step),

@@ -313,6 +313,22 @@ def test_without_xla_where_rows_are_exchanged(name, strategies, caplog):
     np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-9)
 
 
+def fitted_as_keras(build, strategy):
+    """Trains with Keras and with the Trainer; compares losses and weights."""
+    x, y = data()
+    fit = {"batch_size": 13, "shuffle": False, "verbose": 0}
+    keras.utils.set_random_seed(0)
+    model = build()
+    theirs = model.fit(x, y, **fit).history
+    trainer = mgpu_tf.Trainer(build, strategy)
+    ours = trainer.fit(x, y, **fit).history
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-9)
+    pairs = zip(model.get_weights(), trainer.model.get_weights(), strict=True)
+    for ref, own in pairs:
+        np.testing.assert_allclose(own, ref, rtol=1e-9, atol=1e-11)
+    return model, trainer
+
+
 class Centred(layers.Layer):
     """It takes what all rows of the batch have in common."""
 
@@ -400,18 +416,8 @@ def below_the_mean(y, p):
     ],
 )
 def test_losses_of_a_pipeline_have_means_of_all_rows(column, strategies):
-    x, y = data()
     build = network(loss=below_the_mean)
-    fit = {"batch_size": 13, "shuffle": False, "verbose": 0}
-    keras.utils.set_random_seed(0)
-    model = build()
-    theirs = model.fit(x, y, **fit).history
-    trainer = mgpu_tf.Trainer(build, strategies[column])
-    ours = trainer.fit(x, y, **fit).history
-    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-9)
-    pairs = zip(model.get_weights(), trainer.model.get_weights(), strict=True)
-    for ref, own in pairs:
-        np.testing.assert_allclose(own, ref, rtol=1e-9, atol=1e-11)
+    fitted_as_keras(build, strategies[column])
 
 
 class NeedsValues(layers.Layer):
@@ -435,7 +441,7 @@ class NeedsValues(layers.Layer):
     "column", ["mirrored_x3", pytest.param("fsdp_x3", marks=pytest.mark.full)]
 )
 def test_eagerly_as_keras(make, column, strategies):
-    x, y = data()
+    x, _ = data()
 
     def build():
         inputs = keras.Input((STEPS, 5))
@@ -456,16 +462,7 @@ def test_eagerly_as_keras(make, column, strategies):
         model.compile("sgd", own, run_eagerly=True)
         return model
 
-    fit = {"batch_size": 13, "shuffle": False, "verbose": 0}
-    keras.utils.set_random_seed(0)
-    model = build()
-    theirs = model.fit(x, y, **fit).history
-    trainer = mgpu_tf.Trainer(build, strategies[column])
-    ours = trainer.fit(x, y, **fit).history
-    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-9)
-    pairs = zip(model.get_weights(), trainer.model.get_weights(), strict=True)
-    for ref, own in pairs:
-        np.testing.assert_allclose(own, ref, rtol=1e-9, atol=1e-11)
+    model, trainer = fitted_as_keras(build, strategies[column])
     np.testing.assert_allclose(
         trainer.predict(x, batch_size=13),
         model.predict(x, batch_size=13, verbose=0),

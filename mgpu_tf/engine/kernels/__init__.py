@@ -122,7 +122,7 @@ class Kernels:
             ),
             keras_internals.activations_replaced(gelus, self._activate),
             keras_internals.updates_replaced(
-                updated, self._update, self._begin_update
+                updated, self._update, self._renew_settings
             ),
         ):
             yield
@@ -165,7 +165,7 @@ class Kernels:
             self._replaced[id(layer), "call"] = type(layer).__name__
         return outputs
 
-    def _begin_update(self) -> None:
+    def _renew_settings(self) -> None:
         # The next update has another number.
         self._settings = optimizers.Settings()
 
