@@ -176,7 +176,7 @@ def test_plan(tmp_path):
     ]
     one, copies, parts = gibibytes.values()
     assert one > 7 * copies > 0
-    assert parts < copies
+    assert parts == pytest.approx(copies, rel=0.1)
     assert len(outputs(book, "image/png")) == 2
 
 

@@ -340,9 +340,27 @@ ENGINE = (
     Fault(
         "what a function writes of its rows counts as alike",
         "engine/row_proof/proof.py",
-        "self.writes_rows |= any(kind != FIXED for kind in kinds[1:])",
-        "pass",
+        """self.writes_rows |= any(
+                kind != FIXED
+""",
+        """self.writes_rows |= any(
+                False
+""",
         ("tests/engine/test_row_proof.py", WRITTEN),
+    ),
+    Fault(
+        "what a trace has tried and given up stays in the graph",
+        "engine/author/step_scope.py",
+        "        if self.acts_since(mark):\n            raise TraceAgain\n",
+        "",
+        ("tests/engine/test_acts_once.py",),
+    ),
+    Fault(
+        "each part of a batch writes to a variable of TensorFlow's",
+        "engine/step/plain_variables.py",
+        "for op, _ in _not_of_keras(scope, graph, first):",
+        "for op, _ in ():",
+        ("tests/engine/test_acts_once.py",),
     ),
     Fault(
         "a metric of all rows is added up over replicas",

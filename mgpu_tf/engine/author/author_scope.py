@@ -19,6 +19,8 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.state import Writes
 from mgpu_tf.engine.inlined import check_lent, is_within_function
+from mgpu_tf.engine.row_proof import acts
+from mgpu_tf.engine.trace_again import TraceAgain
 
 
 class AuthorScope(keras.StatelessScope):
@@ -76,11 +78,27 @@ class AuthorScope(keras.StatelessScope):
 
     def mark(self) -> tuple[Any, ...]:
         """Returns what `reset` needs to undo all that follows."""
-        return dict(self.state_mapping), dict(self.written), len(self.losses)
+        graph = graph_here()
+        return (
+            dict(self.state_mapping),
+            dict(self.written),
+            len(self.losses),
+            0 if graph is None else len(graph.get_operations()),
+        )
 
     def reset(self, mark: tuple[Any, ...]) -> None:
-        """Forgets what was written, and what was added, since a mark."""
-        mapping, written, losses = mark
+        """Forgets what was written, and what was added, since a mark.
+
+        Whoever calls it has noted how the next trace does without that.
+
+        Raises:
+            TraceAgain: What was traced writes to a variable of TensorFlow's,
+                prints or calls Python: it cannot be forgotten.
+        """
+        mapping, written, losses, operations = mark
+        graph = graph_here()
+        if graph is not None and acts(graph, operations):
+            raise TraceAgain
         self.state_mapping, self.written = dict(mapping), dict(written)
         del self.losses[losses:]
 

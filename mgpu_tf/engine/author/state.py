@@ -120,6 +120,9 @@ class ReplicaState:
             }
         )
         self._declared = frozenset(self._rules)
+        # The losses, metrics and models whose code does more than return
+        # something, by identity.
+        self.acting: set[int] = set()
         self._touched: dict[int, keras.Variable] = {}
         # What metrics began at on each replica, to be counted once.
         self._begun: dict[int, tf.Tensor] = {}

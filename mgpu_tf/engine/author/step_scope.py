@@ -32,7 +32,9 @@ from mgpu_tf.engine.row_proof import (
     Kind,
     RowProof,
     Rows,
+    acts,
 )
+from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
 Gather = Callable[[keras.Variable], tf.Tensor | None]
@@ -103,6 +105,7 @@ class StepScope(keras.StatelessScope):
         added_as: What known losses were when layers added them, by identity.
         has_all_rows: Whether what runs has the rows of all replicas.
         graph: In which the step is traced.
+        begun: How many operations that had before.
         is_over: Whether its forward pass is traced.
         kinds: What tensors are that layers have made, where it is not one row
             for each example; by identity, with the tensor.
@@ -162,6 +165,7 @@ class StepScope(keras.StatelessScope):
         self.added: set[int] = set()
         self.has_all_rows = False
         self.graph = tf.compat.v1.get_default_graph()
+        self.begun = self.known_operations()
         self.is_over = False
         self.kinds: dict[int, tuple[tf.Tensor, Any]] = {}
         self.whole: dict[int, tuple[tf.Tensor, Any]] = {}
@@ -300,6 +304,43 @@ class StepScope(keras.StatelessScope):
         for variable, value in zip(variables, values, strict=True):
             self.state_mapping[id(variable)] = value
 
+    def may_try(self, author: Any) -> bool:
+        """Returns whether code of the author's may be computed in vain.
+
+        Not where it runs at once, nor where it has been found to do more than
+        return something.
+
+        Args:
+            author: A loss, a metric or a model.
+        """
+        acting = self.state.acting
+        return not tf.executing_eagerly() and id(author) not in acting
+
+    def give_up(self, mark: tuple[Any, ...], author: Any) -> None:
+        """Forgets what code of the author's did that is computed otherwise.
+
+        Args:
+            mark: Of before.
+            author: As for `may_try`, which is false from now on where that
+                code cannot be forgotten.
+
+        Raises:
+            TraceAgain: It cannot: another trace does not try it.
+        """
+        if self.acts_since(mark):
+            self.state.acting.add(id(author))
+        self.reset(mark)
+
+    def acts_since(self, mark: tuple[Any, ...]) -> bool:
+        """Returns whether what was traced since a mark cannot be forgotten.
+
+        It stays in the graph, and writes to a variable of TensorFlow's, prints
+        or calls Python when that runs.
+        """
+        if tf.executing_eagerly():
+            return False
+        return acts(tf.compat.v1.get_default_graph(), mark[-1])
+
     def mark(self) -> tuple[Any, ...]:
         """Returns what `reset` needs to undo all that follows."""
         assigned = {key: list(each) for key, each in self._assigned.items()}
@@ -310,15 +351,19 @@ class StepScope(keras.StatelessScope):
             len(self.losses),
             dict(self.parts),
             self.written_in_place,
+            self.known_operations(),
         )
 
     def reset(self, mark: tuple[Any, ...]) -> None:
         """Forgets what was written since a mark.
 
+        Whoever calls it has noted how the next trace does without that.
+
         Raises:
             ConfigurationError: Something was written in place.
+            TraceAgain: What was traced cannot be forgotten.
         """
-        mapping, written, assigned, losses, parts, in_place = mark
+        mapping, written, assigned, losses, parts, in_place, _ = mark
         if self.written_in_place > in_place:
             raise ConfigurationError(
                 "What is written within tf.function, tf.cond or loops of "
@@ -326,6 +371,8 @@ class StepScope(keras.StatelessScope):
                 "step. Received: a step that calls it again with the rows of "
                 "all replicas. Write it outside of such functions."
             )
+        if self.acts_since(mark):
+            raise TraceAgain
         self.state_mapping, self._written = dict(mapping), dict(written)
         self.parts = dict(parts)
         self._assigned = {key: list(each) for key, each in assigned.items()}

@@ -7,13 +7,11 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
-from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import BatchShare
 from mgpu_tf.engine.author.reading import Reader, Unreadable
 from mgpu_tf.engine.author.rules import Rule
@@ -70,70 +68,3 @@ def by_rule(
     if otherwise(variable):
         raise TraceAgain
     raise refusal
-
-
-def check_plain_variables(
-    known: Iterable[keras.Variable], reader: Reader, *, in_parts: bool
-) -> None:
-    """Refuses what a step makes of its rows for a variable of TensorFlow.
-
-    Nobody brings such values together. Called when the step is traced.
-
-    Args:
-        known: Keras's variables that the step may write to.
-        reader: Reads the step.
-        in_parts: Whether it runs once for each part of a batch, so that it
-            writes several times what one device writes once.
-
-    Raises:
-        ConfigurationError: The step writes to a `tf.Variable`.
-    """
-    if tf.executing_eagerly():
-        return
-    own = keras_internals.handles_of(known)
-    graph = tf.compat.v1.get_default_graph()
-    outside = _Outside()
-    for op in graph.get_operations():
-        if not (
-            op.type.startswith("Assign") and op.type.endswith("VariableOp")
-        ):
-            continue
-        handle = outside.of(op.inputs[0])
-        if id(handle) in own:
-            continue
-        if in_parts:
-            raise ConfigurationError(
-                "What is computed for each part of a batch writes to a "
-                "variable once for a batch, which is done for Keras's "
-                "variables. Received: a tf.Variable, to which "
-                f"{op.name!r} writes. Leave out step_parts; in place of a "
-                "pipeline use 'mirrored' or 'fsdp'."
-            )
-        if reader.depends(op.inputs[1]):
-            raise ConfigurationError(
-                "What replicas write to a variable must be made one, which "
-                "is done for Keras's variables. Received: a tf.Variable, to "
-                f"which {op.name!r} writes what depends on the rows of a "
-                "replica. Make it by self.add_weight(..., trainable=False)."
-            )
-
-
-class _Outside:
-    """Finds what graphs inside of graphs have captured."""
-
-    def __init__(self) -> None:
-        self._captured: dict[Any, dict[int, Any]] = {}
-
-    def of(self, handle: Any) -> Any:
-        """Returns a tensor where no graph has captured it."""
-        while tf.is_symbolic_tensor(handle):
-            graph = handle.graph
-            if graph not in self._captured:
-                self._captured[graph] = {
-                    id(inner): captured
-                    for captured, inner in getattr(graph, "captures", ())
-                }
-            if id(handle) not in self._captured[graph]:
-                break
-            handle = self._captured[graph][id(handle)]
-        return handle

@@ -48,6 +48,7 @@ from mgpu_tf.engine.row_proof.proof import (
 )
 from mgpu_tf.engine.row_proof.rules import ELEMENTWISE, proven_operations
 from mgpu_tf.engine.row_proof.sums import SumProof
+from mgpu_tf.engine.row_proof.writes import acts, functions_of, written
 
 __all__ = [
     "ELEMENTWISE",
@@ -65,10 +66,13 @@ __all__ = [
     "Sizes",
     "SumProof",
     "active",
+    "acts",
+    "functions_of",
     "leave_others",
     "note",
     "note_same",
     "noting",
     "proven_operations",
     "proving",
+    "written",
 ]

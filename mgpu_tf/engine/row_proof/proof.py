@@ -11,7 +11,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.row_proof.kinds import (
     FIXED,
     OTHERS,
@@ -20,6 +19,7 @@ from mgpu_tf.engine.row_proof.kinds import (
     Rows,
 )
 from mgpu_tf.engine.row_proof.rules import by_rule
+from mgpu_tf.engine.row_proof.writes import body_of, written_by
 from mgpu_tf.strategies.replicas.own_gradient import is_sum_over_replicas
 
 # Calls of functions, reads of variables, and what reaches no number.
@@ -208,10 +208,17 @@ class RowProof:
         if op.type in READS or op.type in ("ResourceGather",):
             if not self.fixed(op.inputs[0] if op.inputs else op.outputs[0]):
                 return [UNPROVEN] * count
-        elif _assigns(op):
+        elif op.type not in (*CALLS, *BRANCHES, *LOOPS) and _writes(op):
             # What reads the variable later depends on the rows as well.
-            self.writes_rows |= any(kind != FIXED for kind in kinds[1:])
-            return [FIXED] * count
+            self.writes_rows |= any(
+                kind != FIXED
+                for kind, given in zip(kinds, op.inputs, strict=True)
+                if given.dtype != tf.resource
+            )
+            if not count:
+                return []
+            self.unproven.append(op)
+            return [UNPROVEN] * count
         elif op.op_def.is_stateful and op.type not in (
             *CALLS,
             *CHECKS,
@@ -345,35 +352,8 @@ def _joined(before: Kind, after: Kind, output: tf.Tensor) -> Kind:
     return UNPROVEN
 
 
-def _assigns(op: tf.Operation) -> bool:
-    return op.type.startswith("Assign") and op.type.endswith("VariableOp")
-
-
 def _writes(op: tf.Operation) -> bool:
-    """Whether functions that an operation calls may write to a variable."""
-    functions = [
-        op.get_attr(attribute.name)
-        for attribute in op.op_def.attr
-        if attribute.type in ("func", "list(func)")
-    ]
-    for function in tf.nest.flatten(functions):
-        body = body_of(op, function)
-        if body is None or any(
-            _assigns(each) or _writes(each) for each in body.get_operations()
-        ):
-            return True
-    return False
-
-
-def body_of(op: tf.Operation, function: Any) -> Any:
-    """Returns the graph of a function, None where it cannot be found."""
-    graph = op.graph
-    while graph is not None:
-        body = keras_internals.body_of_function(graph, function.name)
-        if body is not None and body.get_operations():
-            return body
-        graph = getattr(graph, "outer_graph", None)
-    return None
+    return any(resource is not None for resource in written_by(op))
 
 
 @dataclasses.dataclass

@@ -3,8 +3,8 @@
 Keras builds a model from the outputs that its `call` has for a batch. A model
 with a `train_step` of its own need not have a `call`, and takes batches of
 any structure: it is built by tracing that step once, with optimizers that
-make their variables and apply nothing. Where a model runs eagerly its code
-may need values, and a batch of zeros is run in place of a trace.
+make their variables and apply nothing. The code of a model that runs eagerly
+may need values: where it cannot be traced, a batch of zeros is run.
 """
 
 from __future__ import annotations
@@ -106,12 +106,31 @@ def build_layers(
     if training:
         _build_in_training(model, batch)
     x, _, _ = batch
-    if model.run_eagerly:
+
+    def run() -> None:
         with keras.StatelessScope():
             model(structures.zeros(x))
-    else:
-        keras_internals.build_layers(model, x)
+
+    _traced_or_run(model, lambda: keras_internals.build_layers(model, x), run)
     return ()
+
+
+def _traced_or_run(
+    model: keras.Model, trace: Callable[[], Any], run: Callable[[], Any]
+) -> None:
+    """Makes variables by a trace, or by a run where a model runs eagerly."""
+    if not model.run_eagerly:
+        trace()
+        return
+    try:
+        trace()
+    except Exception as error:
+        _log.debug("%s is run to make its variables: %s", model.name, error)
+        # Keras's scopes hold its own variables only.
+        plain = [(v, v.value.numpy()) for v in untracked_variables(model)]
+        run()
+        for variable, before in plain:
+            variable.assign(before)
 
 
 def _train_once(model: keras.Model, example: Any) -> keras_internals.Applied:
@@ -126,12 +145,16 @@ def _build_in_training(model: keras.Model, batch: Any) -> None:
     """Creates first what the author's code makes in training, as `fit` does."""
     if not keras_internals.has_own_code(model):
         return
+
+    def run() -> None:
+        with keras.StatelessScope():
+            model(structures.zeros(batch[0]), training=True)
+
+    def trace() -> None:
+        keras_internals.build_in_training(model, batch)
+
     try:
-        if model.run_eagerly:
-            with keras.StatelessScope():
-                model(structures.zeros(batch[0]), training=True)
-        else:
-            keras_internals.build_in_training(model, batch)
+        _traced_or_run(model, trace, run)
     except Exception as error:
         # What it makes otherwise is made next, or the reason is named there.
         _log.debug("%s is not built in training: %s", model.name, error)
@@ -139,17 +162,13 @@ def _build_in_training(model: keras.Model, batch: Any) -> None:
 
 def _build_from_call(model: keras.Model, example: Any) -> None:
     batch = keras.utils.unpack_x_y_sample_weight(example)
-    if model.run_eagerly:
-        # It is run in earnest, and Keras's scope holds its own variables only.
-        plain = [(v, v.value.numpy()) for v in untracked_variables(model)]
-        _build_in_training(model, batch)
-        keras_internals.build_eagerly(model, structures.zeros(batch))
-        for variable, before in plain:
-            variable.assign(before)
-        return
     _build_in_training(model, batch)
+
+    def run() -> None:
+        keras_internals.build_eagerly(model, structures.zeros(batch))
+
     try:
-        keras_internals.build(model, batch)
+        _traced_or_run(model, lambda: keras_internals.build(model, batch), run)
     except Exception as error:
         refusal = refusal_within(error)
         if refusal is not None and refusal is not error:
@@ -206,10 +225,11 @@ def _run_once(
             step(data)
 
     def run() -> None:
-        if model.run_eagerly:
-            alone(structures.zeros(example))
-        else:
-            throwaway.graph_of(alone, example)
+        _traced_or_run(
+            model,
+            lambda: throwaway.graph_of(alone, example),
+            lambda: alone(structures.zeros(example)),
+        )
 
     while True:
         known = len(model.variables)

@@ -134,7 +134,7 @@ class GlobalMetrics:
                 return None  # Without rows there is nothing to add.
             return own(*arguments, **named)
         given = [arguments, named]
-        if eager:
+        if not scope.may_try(metric):
             return self._of_all_given(metric, own, given)
         held = [(v, scope.hold(v)) for v in metric.variables]
         mark = scope.mark()
@@ -150,7 +150,7 @@ class GlobalMetrics:
                     scope.add_update((variable, part))
                     scope.added.add(id(variable))
             return found
-        scope.reset(mark)
+        scope.give_up(mark, metric)
         if any(id(v) in scope.added for v in metric.variables):
             raise _in_two_ways(metric)
         if self._of_sums(metric, own, given, scope, share):
@@ -187,7 +187,7 @@ class GlobalMetrics:
             proof, list(map(scope.value, written)), share, current_exchange()
         )
         if found is None or set(found.kinds) != {FIXED}:
-            scope.reset(mark)
+            scope.give_up(mark, metric)
             return False
         for variable, value in zip(written, found.values, strict=True):
             scope.add_update((variable, value))

@@ -178,17 +178,17 @@ class GlobalLoss:
             current.whole = None
             return value_of(given)
         mark = scope.mark()
-        if not tf.executing_eagerly():
+        if scope.may_try(self._model):
             part = self._of_rows(given, value_of, scope)
             if part is None:
-                scope.reset(mark)
+                scope.give_up(mark, self._model)
                 part = self._of_sums(given, value_of, scope)
             if part is not None:
                 return share.select(part, 0)
+            scope.give_up(mark, self._model)
         exchange = current_exchange()
         if exchange is None:
             raise _needs_whole_batch(name)
-        scope.reset(mark)
         if name not in self._said:
             say_gathered(name, given)
         self._said.add(name)
@@ -453,16 +453,18 @@ class _Term:
         given = (y_true, y_pred, sample_weight)
         scope = keras_internals.stateless_scope()
         some_empty = isinstance(scope, StepScope) and scope.some_empty
-        if some_empty or not keras_internals.calls_loss(self.loss):
-            return self._of_batch(*given, share, some_empty)
+        known = keras_internals.is_known_by_example(self.loss)
+        tries = not isinstance(scope, StepScope) or scope.may_try(self.loss)
+        calls = keras_internals.calls_loss(self.loss)
+        if some_empty or not calls or not (known or tries):
+            return self._of_batch(*given, share, tries and not some_empty)
         written = _Writes()
         values, raw = keras_internals.unreduced(self.loss, *given)
         proof = proof_of(given)
-        known = keras_internals.is_known_by_example(self.loss)
         by_row = known and bool(raw.shape.rank)
         if not (by_row or _is_by_row(proof.of(raw))) or written.has_state:
-            written.undo()
-            return self._of_batch(*given, share)
+            written.undo(self.loss)
+            return self._of_batch(*given, share, tries)
         mask = keras_internals.mask_of_loss(y_pred, raw)
         weights = keras_internals.merged_weights(values, sample_weight, mask)
         contribution = tf.math.divide_no_nan(
@@ -477,12 +479,15 @@ class _Term:
         y_pred: Any,
         sample_weight: Any,
         share: BatchShare,
-        some_empty: bool = False,
+        tries: bool,
     ) -> tf.Tensor:
-        """The contribution of a loss that was reduced over the rows."""
+        """The contribution of a loss that was reduced over the rows.
+
+        It may be computed of this replica's rows first, to see what it is.
+        """
         given = (y_true, y_pred, sample_weight)
         proof, written = proof_of(given), _Writes()
-        value = None if some_empty else self.loss(*given)
+        value = self.loss(*given) if tries else None
         exchange = current_exchange()
         if value is not None and not written.has_state:
             part = additive(proof, value, share)
@@ -490,7 +495,7 @@ class _Term:
                 part = of_added_sums(proof, value, share, exchange)
             if part is not None:
                 return share.select(part, 0)
-        written.undo()
+        written.undo(self.loss)
         if exchange is None:
             raise _needs_whole_batch(f"the loss {self.loss.name!r}")
         fraction = share.fraction(tf.float64)
@@ -558,10 +563,10 @@ class _Writes:
         seeds = set(map(id, self._scope.state.seeds))
         return any(id(variable) not in seeds for variable in written)
 
-    def undo(self) -> None:
-        """Forgets what was written."""
+    def undo(self, loss: keras.losses.Loss) -> None:
+        """Forgets what a loss wrote, or traces again without that."""
         if self._scope is not None:
-            self._scope.reset(self._mark)
+            self._scope.give_up(self._mark, loss)
 
 
 class _BoundTerm:

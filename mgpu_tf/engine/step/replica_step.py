@@ -22,7 +22,7 @@ from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.author.rules import rule_of_part, sent_of_part
 from mgpu_tf.engine.author.state import ReplicaState, Writes
 from mgpu_tf.engine.author.step_scope import Part, StepScope
-from mgpu_tf.engine.author.written import by_rule, check_plain_variables
+from mgpu_tf.engine.author.written import by_rule
 from mgpu_tf.engine.exchange.crossing import Exchange
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import (
@@ -43,6 +43,7 @@ from mgpu_tf.engine.step.global_metrics import GlobalMetrics
 from mgpu_tf.engine.step.losses import GlobalLoss
 from mgpu_tf.engine.step.moments import Moments
 from mgpu_tf.engine.step.per_layer import LayerByLayer
+from mgpu_tf.engine.step.plain_variables import check_parts, check_rows
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
@@ -255,11 +256,10 @@ class ReplicaStep:
         if scope.within:
             self._write_in_place(scope.within)
         scope.check_known(self._state.variables)
-        in_parts = not self._writes_directly
-        if self._replicas > 1 or in_parts:
-            check_plain_variables(
-                self._state.variables, reader, in_parts=in_parts
-            )
+        if not self._writes_directly:
+            check_parts(scope)
+        elif self._replicas > 1:
+            check_rows(scope)
         # By variable, since Keras writes to some of these means as well.
         writes = self._written(scope, given, reader, share, grown)
         before = {id(variable): value for variable, value in given}

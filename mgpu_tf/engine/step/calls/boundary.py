@@ -193,8 +193,8 @@ class Boundary:
                 lambda output: self._joined(output, cut, rows[0].shape[0]),
                 outputs,
             )
-        here.scope.reset(mark)
         self._open(layer)
+        here.scope.reset(mark)
         return own(*arguments, **named)
 
     def _open(self, layer: keras.layers.Layer) -> None:

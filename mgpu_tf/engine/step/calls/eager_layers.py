@@ -28,6 +28,7 @@ from mgpu_tf.engine.step.calls.whole_layers import (
     note_loss,
     replaced,
 )
+from mgpu_tf.engine.step.plain_variables import check_parts
 from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
@@ -206,6 +207,8 @@ class EagerLayers:
                 parts |= dict.fromkeys(map(id, weights))
                 found = _Proven(parts, has_rows, added)
             proven.append(found)
+            if self._whole is None:
+                check_parts(scope, scope.graph)
 
         specs = [
             tf.TensorSpec([None, *row.shape[1:]], row.dtype)
@@ -213,7 +216,9 @@ class EagerLayers:
         ]
         try:
             throwaway.graph_of(call, *specs)
-        except Exception:  # Code of the author's that needs values.
+        except Exception as error:  # Code of the author's that needs values.
+            if isinstance(error, ConfigurationError) and self._whole is None:
+                raise
             return None
         finally:
             scope.reset(mark)

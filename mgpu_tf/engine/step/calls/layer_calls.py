@@ -419,9 +419,7 @@ class LayerCalls:
         ):
             return outputs, False  # Its caller's proof goes on from there.
         # What acts by itself would act here as well.
-        remains = scope.written_in_place or any(
-            op.op_def.is_stateful for op in proof.unproven
-        )
+        remains = scope.written_in_place or scope.acts_since(mark)
         if not remains:
             scope.reset(mark)
         # Some of Keras's layers take the mask from what they are called with.

@@ -36,10 +36,10 @@ from mgpu_tf.engine.author.contributions import BatchShare, sharing
 from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.author.state import Writes
 from mgpu_tf.engine.author.step_scope import StepScope
-from mgpu_tf.engine.author.written import check_plain_variables
 from mgpu_tf.engine.exchange.parts import computed
 from mgpu_tf.engine.row_proof import noting
 from mgpu_tf.engine.step.losses import GlobalLoss, NeedsAllRows
+from mgpu_tf.engine.step.plain_variables import check_parts
 from mgpu_tf.engine.step.replica_step import (
     Logs,
     ReplicaStep,
@@ -366,7 +366,7 @@ class PipelineStep(ReplicaStep):
         self._check_direct(scope.within)
         self._check_scope(scope, trained)
         if share.replicas > 1:
-            check_plain_variables(self._state.variables, reader, in_parts=True)
+            check_parts(scope)
         writes = self._written(scope, given, reader, share, increments)
         before = {id(variable): value for variable, value in given}
         for variable, increment in increments:
