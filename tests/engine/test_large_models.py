@@ -1,13 +1,12 @@
 """Models that people split, on each mesh, moved to another one on their way.
 
-A run begins on one mesh, is asked to end in its second epoch, and goes on from
-its checkpoint on the next mesh. It ends with what Keras's own `fit` ends with,
+A run begins on one mesh, is killed in its second epoch, and goes on from its
+last checkpoint on the next mesh. It ends with what Keras's own `fit` ends with,
 so each mesh trains each model in its first and in its last steps.
 """
 
 import itertools
-import os
-import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -18,15 +17,11 @@ from tests import clusters, columns
 from tests.tiers import tiered
 
 pytest.importorskip("keras_hub")
+from tests.engine.killed_large import MESHES, made
 from tests.jobs import large
 
-MESHES = {
-    "fsdp_4": {"fsdp": 4},
-    "tensor_2": {"tensor": 2},
-    "data_2_tensor_2": {"data": 2, "tensor": 2},
-    "data_2_pipeline_2": {"data": 2, "pipeline": 2, "micro_batches": 2},
-    "fsdp_2_pipeline_2": {"fsdp": 2, "pipeline": 2, "micro_batches": 2},
-}
+KILLED = ("-m", "tests.engine.killed_large")
+
 # A layer takes means of all rows, and those of a pipeline never have them.
 REFUSED = [("experts", mesh) for mesh in MESHES if "pipeline" in mesh]
 ROWS = [
@@ -63,17 +58,6 @@ def stock(name):
     return _stock[name]
 
 
-def made(mesh):
-    options = dict(MESHES[mesh])
-    devices = np.prod([options.get(a, 1) for a in ("data", "fsdp", "tensor")])
-    devices *= options.get("pipeline", 1)
-    if "pipeline" not in options or "fsdp" in options:
-        options["smallest_split"] = 4
-    return mgpu_tf.create_model_parallel_strategy(
-        **options, **columns.parts(int(devices))
-    )
-
-
 def ends_as_keras(name, mesh, folder):
     """Goes on with a run on a mesh; compares all that it leaves."""
     history, state, trainer = large.train(made(mesh), name, folder)
@@ -90,21 +74,15 @@ def ends_as_keras(name, mesh, folder):
 
 @pytest.mark.parametrize(("name", "mesh"), tiered(ROWS, [], IN_FULL))
 def test_moves_to_another_mesh(name, mesh, strategies, tmp_path):
-    assert large.until_signal(made(mesh), name, str(tmp_path))
+    done = clusters.run([*KILLED, name, mesh, str(tmp_path)])
+    assert done.returncode == -signal.SIGKILL, done.stderr
     ends_as_keras(name, mesh_after(name, mesh), str(tmp_path))
 
 
 @pytest.mark.parametrize(("name", "mesh"), tiered(REFUSED, REFUSED[:1]))
 def test_is_refused(name, mesh, strategies, tmp_path):
     with pytest.raises(mgpu_tf.ConfigurationError, match="batch_mean"):
-        large.until_signal(made(mesh), name, str(tmp_path))
-
-
-@pytest.fixture(scope="module")
-def two_workers(tmp_path_factory, of_this_run):
-    folder = str(tmp_path_factory.mktemp("large"))
-    names = of_this_run(large.PROGRAMS, "name", "test_moves_from_two_workers")
-    return folder, clusters.run_jobs(large, 2, folder, names)
+        large.train(made(mesh), name, str(tmp_path))
 
 
 # Each mesh goes on with one of them.
@@ -119,12 +97,12 @@ AFTER_WORKERS = {
 }
 
 
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", tiered(list(large.PROGRAMS), [], ["gpt2"]))
-def test_moves_from_two_workers(name, two_workers, strategies, tmp_path):
-    folder, ended = two_workers
-    assert ended[name] == [True, True]
-    copy = shutil.copytree(
-        os.path.join(folder, f"saved_{name}"), tmp_path / "c"
+def test_moves_from_two_workers(name, strategies, tmp_path):
+    done = clusters.mgpu_tf(
+        *("launch", "--num_workers=2", "--isolate=off", "--", clusters.PYTHON),
+        *(*KILLED, name, "two_workers", str(tmp_path)),
     )
-    ends_as_keras(name, AFTER_WORKERS[name], str(copy))
+    said = done.stdout + done.stderr
+    assert "worker 1 failed with SIGKILL; ended worker 0" in said
+    ends_as_keras(name, AFTER_WORKERS[name], str(tmp_path))

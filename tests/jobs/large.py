@@ -5,28 +5,24 @@ of experts with Switch's balancing loss, a tagger of two LSTMs with masks, a
 vision transformer with Lion, a ConvNeXt, and keras-hub's GPT-2 and Llama.
 """
 
-import contextlib
 import functools
 import os
+import signal
 
 import keras
 import numpy as np
 from keras import layers, ops
 
 import mgpu_tf
-from mgpu_tf.errors import Preempted
 from tests.engine import hub_tasks, test_experts
 from tests.engine import tensor_models as models
-from tests.jobs import split
-from tests.jobs.moved import EndsAt
-from tests.parity.cases import set_floatx
 
 VOCABULARY, LENGTH, WIDTH = models.VOCABULARY, models.LENGTH, 8
 TAGS, SIDE, CLASSES = 4, 8, 3
 # 8 steps in an epoch, the last of 7 rows.
 EXAMPLES, BATCH, EPOCHS = models.ROWS, models.BATCH, 2
-# In the second epoch; a step later the workers of a cluster have all heard.
-ENDS_AT = 10
+# In the second epoch.
+KILLED_AT = 10
 CROSS_ENTROPY = functools.partial(
     keras.losses.SparseCategoricalCrossentropy, from_logits=True
 )
@@ -211,37 +207,30 @@ def stock(name):
     return left(model.fit(**PROGRAMS[name][1](), **FIT), model)
 
 
-def train(strategy, name, folder, ends_at=0):
-    """Trains to the end or a signal; returns what is left, and the trainer."""
+class Kills(keras.callbacks.Callback):
+    """Kills its process after some steps, if it is to."""
+
+    acts = False  # Of the class: what an object has goes into checkpoints.
+
+    def __init__(self):
+        super().__init__()
+        self._steps = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._steps += 1
+        if self.acts and self._steps == KILLED_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(strategy, name, folder):
+    """Trains to the end; returns what is left, and the trainer."""
     trainer = mgpu_tf.Trainer(
         lambda: build(name), strategy, seed=None, steps_per_execution=1
     )
     history = trainer.fit(
         **PROGRAMS[name][1](),
         **FIT,
-        checkpoint_dir=folder,
-        callbacks=[EndsAt(ends_at)],
+        checkpoint=mgpu_tf.SaveOptions(folder, save_every_steps=3),
+        callbacks=[Kills()],
     )
     return *left(history, trainer.model), trainer
-
-
-def until_signal(strategy, name, folder):
-    """Trains until it is asked to end; whether it ended."""
-    with contextlib.suppress(Preempted):
-        train(strategy, name, folder, ENDS_AT)
-        return False
-    return True
-
-
-def over_workers(name):
-    """A job that begins on `fsdp` over the devices of all workers."""
-
-    def run(given, folder):
-        set_floatx("float64")
-        folder = os.path.join(folder, f"saved_{name}")
-        return until_signal(split.strategy_of(given), name, folder)
-
-    return run
-
-
-JOBS = {name: over_workers(name) for name in PROGRAMS}
