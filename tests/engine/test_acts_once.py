@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
+from tensorflow.core.framework import op_def_pb2, types_pb2
+from tensorflow.python.client import pywrap_tf_session
 
 import mgpu_tf
 from mgpu_tf.engine.row_proof import acts, written
@@ -250,3 +252,18 @@ def test_what_acts(do, expected):
 
     traced = tf.function(step).get_concrete_function(tf.TensorSpec([]))
     assert acts(traced.graph) is expected
+
+
+def test_whatever_takes_a_resource_is_stateful():
+    """Operations that are not are passed by."""
+    found = op_def_pb2.OpList()
+    found.ParseFromString(
+        pywrap_tf_session.TF_GetBuffer(pywrap_tf_session.TF_GetAllOpList())
+    )
+    taking = [
+        op
+        for op in found.op
+        if any(each.type == types_pb2.DT_RESOURCE for each in op.input_arg)
+    ]
+    assert len(taking) > 100
+    assert all(op.is_stateful for op in taking)

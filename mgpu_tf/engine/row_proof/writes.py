@@ -34,8 +34,6 @@ _READS = frozenset(
         "VariableShape",
     )
 )
-
-
 _PYTHON = ("EagerPyFunc", "PyFunc")
 # What is stateful for TensorFlow, and may be done twice or not at all.
 _IDLE = _READS | {"Assert", "CheckNumerics", "NoOp", "VarHandleOp"}
@@ -48,11 +46,22 @@ def acts(graph: Any, first: int = 0) -> bool:
         graph: The graph.
         first: The operation to begin with, by its number in the graph.
     """
-    return any(map(_acts, graph.get_operations()[first:]))
+    return any(map(_acts, _stateful(graph, first)))
+
+
+def _stateful(graph: Any, first: int = 0) -> Iterator[tf.Operation]:
+    """Yields the operations that may do more: all that take a resource too."""
+    stateful: dict[str, bool] = {}
+    for op in graph.get_operations()[first:]:
+        kind = op.type
+        if kind not in stateful:
+            stateful[kind] = op.op_def.is_stateful
+        if stateful[kind]:
+            yield op
 
 
 def _acts(op: tf.Operation) -> bool:
-    if not op.op_def.is_stateful or op.type in _IDLE or _is_exchange(op):
+    if op.type in _IDLE or _is_exchange(op):
         return False
     bodies = [body_of(op, function) for function in functions_of(op)]
     return not bodies or any(body is None or acts(body) for body in bodies)
@@ -74,7 +83,7 @@ def written(graph: Any, first: int = 0) -> Iterator[tuple[tf.Operation, Any]]:
         An operation of the graph and a resource, as no graph around this one
         has captured it; None where it calls Python, which may write anything.
     """
-    for op in graph.get_operations()[first:]:
+    for op in _stateful(graph, first):
         for resource in written_by(op):
             found = _outside(resource)
             # What the graph itself makes is gone with it.
@@ -109,7 +118,7 @@ def written_by(op: tf.Operation) -> list[Any]:
             id(inner): _source(outer)
             for inner, outer in zip(body.inputs, given, strict=False)
         }
-        for each in body.get_operations():
+        for each in _stateful(body):
             found += [taken.get(id(r), r) for r in written_by(each)]
     return found
 
