@@ -87,7 +87,7 @@ def in_parts(
     for part in range(parts):
         first = local * part // parts
         after = local * (part + 1) // parts
-        own = structures.rows(data, first, after)
+        own = _rows(data, first, after, local)
         with tf.control_dependencies(_tensors(sums)):
             own = tf.nest.map_structure(
                 tf.identity, own, expand_composites=True
@@ -121,6 +121,17 @@ def in_parts(
                 value = tf.stack([offsets[id(variable)], value[1]])
             given[id(variable)] = (variable, value)
     return sums, values, logs
+
+
+def _rows(data: Any, first: Any, after: Any, local: tf.Tensor) -> Any:
+    """Returns the rows of a part.
+
+    What cannot be computed without a row gets another one of this replica's:
+    nothing of its result is used.
+    """
+    begin = tf.maximum(tf.minimum(first, local - 1), 0)
+    after = tf.maximum(after, begin + 1)
+    return structures.rows(data, begin, after)
 
 
 def _check(state: ReplicaState, variable: keras.Variable) -> None:
