@@ -23,9 +23,9 @@ from mgpu_tf.data.sources.arrays import (
     split_arrays,
 )
 from mgpu_tf.data.sources.batches import (
-    BatchSource,
     DatasetFn,
     DatasetSource,
+    Form,
     FunctionSource,
     Source,
 )
@@ -48,10 +48,10 @@ from mgpu_tf.strategies.replicas.topology import balance_of
 __all__ = [
     "SIZES_DIFFER",
     "ArraySource",
-    "BatchSource",
     "DatasetFn",
     "DatasetSource",
     "Feed",
+    "Form",
     "FunctionSource",
     "GeneratorSource",
     "PreprocessedSource",

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.data import structures
-from mgpu_tf.data.sources.batches import BatchSource, Source
+from mgpu_tf.data.sources.batches import BatchSource, Form, Source
 from mgpu_tf.data.structures import batch_size
 from mgpu_tf.strategies.registry import topology_of
 
@@ -48,6 +48,10 @@ def distribute(
             return source.pass_from(index, local, first)
         return uncut.batches_from(index, first)
 
+    def reading(index: Any, arrays: tuple[tf.Tensor, ...]) -> tf.data.Dataset:
+        with source.reading(arrays):
+            return one_pass(index)
+
     if source.endless:
         dataset = one_pass(epoch, start)
     elif continuous:
@@ -56,7 +60,11 @@ def distribute(
             epoch += 1
         # counter() would leave a function in TensorFlow's global graph.
         numbers = tf.data.Dataset.range(epoch, np.iinfo(np.int64).max)
-        dataset = numbers.flat_map(one_pass)
+        if source.arrays:
+            arrays = tf.data.Dataset.from_tensors(source.arrays).repeat()
+            dataset = tf.data.Dataset.zip(numbers, arrays).flat_map(reading)
+        else:
+            dataset = numbers.flat_map(one_pass)
         if start:
             dataset = rest.concatenate(dataset)
     else:
@@ -83,7 +91,7 @@ def distribute(
 
 def next_batch(
     iterator: Any,
-    source: Source,
+    form: Form,
     strategy: tf.distribute.Strategy,
     bounds: tf.Tensor | None = None,
 ) -> tuple[Any, Any, Any]:
@@ -95,7 +103,7 @@ def next_batch(
 
     Args:
         iterator: Of a dataset from `distribute`.
-        source: What was distributed.
+        form: Of what was distributed.
         strategy: Who takes it.
         bounds: Those of `LocalReplicas`. Default: those of now.
 
@@ -107,9 +115,8 @@ def next_batch(
     local = topology_of(strategy).local
     if bounds is not None:
         local = dataclasses.replace(local, bounds=bounds)
-    uncut = _uncut(source, strategy)
-    if uncut is None or not source.totals_known:
-        if uncut is None:
+    if not form.uncut or not form.totals_known:
+        if not form.uncut:
             elements = [next(iterator) for _ in range(local.count)]
         else:
             unknown = tf.constant(-1, tf.int64)
@@ -121,7 +128,7 @@ def next_batch(
         return _for_replicas(strategy, lambda replica: elements[replica])
     batch = next(iterator)
     size = batch_size(batch)
-    one_size = local.ranges > 1 and not source.cuts_each
+    one_size = local.ranges > 1 and not form.cuts_each
     checks = structures.check_sizes(batch, size) if one_size else []
     if checks:
         with tf.control_dependencies(checks):
@@ -133,7 +140,7 @@ def next_batch(
         # Numbers where the shape tells, so that the step need not ask.
         known = tf.get_static_value(size)
         low, high = local.rows_of(size if known is None else known, replica)
-        if source.cuts_each:
+        if form.cuts_each:
             data = structures.rows_of_each(batch, local, replica)
         else:
             data = structures.rows(batch, low, high)
@@ -155,9 +162,9 @@ def _uncut(
     source: Source, strategy: tf.distribute.Strategy
 ) -> BatchSource | None:
     """Returns the source if its batches are cut in the step, else None."""
-    if not isinstance(source, BatchSource) or source.early:
-        return None
-    return source if _on_host(strategy) else None
+    if isinstance(source, BatchSource) and source.form.uncut:
+        return source if _on_host(strategy) else None
+    return None
 
 
 def _on_host(strategy: tf.distribute.Strategy) -> bool:
@@ -284,7 +291,7 @@ def drop(
     """
 
     def one(done: tf.Tensor) -> list[tf.Tensor]:
-        next_batch(iterator, source, strategy)
+        next_batch(iterator, source.form, strategy)
         return [done + 1]
 
     @tf.function(autograph=False)

@@ -187,7 +187,8 @@ def test_a_resumed_run_maps_nothing_of_what_was_done(
 
     def read(source, iterator, count):
         found = (
-            data.next_batch(iterator, source, strategy) for _ in [0] * count
+            data.next_batch(iterator, source.form, strategy)
+            for _ in [0] * count
         )
         return [batch[0].numpy().tolist() for batch, _, _ in found]
 

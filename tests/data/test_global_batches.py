@@ -106,7 +106,7 @@ def test_end_of_data_is_an_element(strategies):
     assert source.may_end
     strategy = strategies["one_device"]
     iterator = iter(data.distribute(source, strategy))
-    take = tf.function(lambda: data.next_batch(iterator, source, strategy))
+    take = tf.function(lambda: data.next_batch(iterator, source.form, strategy))
     totals = [int(take()[2]) for _ in range(4)]
     assert totals == [3, 2, 0, 0]
 

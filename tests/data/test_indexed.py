@@ -144,7 +144,9 @@ def test_resume_is_a_number(strategies):
     feed = data.Feed(source, strategies["one_device"], chain=True)
     feed.resume([1_000_000, 1_000_000], 500_000)
     iterator = feed.iterator(2)
-    (x, _), _, _ = data.next_batch(iterator, source, strategies["one_device"])
+    (x, _), _, _ = data.next_batch(
+        iterator, source.form, strategies["one_device"]
+    )
     positions = np.arange(5_000_000, 5_000_010)
     expected = permuted(positions, 10_000_000, 0, 2)
     np.testing.assert_array_equal(x, np.stack([rows[n][0] for n in expected]))

@@ -57,7 +57,7 @@ class Reading:
         self._iterator = feed.iterator(0)
 
         def following() -> Any:
-            return data_lib.next_batch(self._iterator, source, strategy)[0]
+            return data_lib.next_batch(self._iterator, source.form, strategy)[0]
 
         return following
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +52,28 @@ class ArraySource(Source):
         self._steps = -(-self._examples // batch_size)
         self.steps = self._steps
 
+    @property
+    def arrays(self) -> tuple[tf.Tensor, ...]:
+        """Returns the leaves of the data."""
+        leaves = tf.nest.flatten(self._data)
+        return tuple(leaf for leaf in leaves if leaf is not None)
+
+    @contextlib.contextmanager
+    def reading(self, arrays: Sequence[tf.Tensor]) -> Iterator[None]:
+        """Lets passes that are made in the block read other arrays."""
+        own, self._data = self._data, self._of(arrays)
+        try:
+            yield
+        finally:
+            self._data = own
+
+    def _of(self, arrays: Sequence[tf.Tensor]) -> Any:
+        """Returns arrays in the structure of the data."""
+        left = iter(arrays)
+        return tf.nest.map_structure(
+            lambda leaf: None if leaf is None else next(left), self._data
+        )
+
     def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
         """Returns pass `index`; the order comes from (seed, index) alone."""
         return self.pass_from(index, local, 0)
@@ -58,24 +82,32 @@ class ArraySource(Source):
         self, index: Any, local: LocalReplicas, start: int
     ) -> tf.data.Dataset:
         """Returns pass `index` from a batch on, without reading the others."""
-        order = self._order(index) if self._shuffle else None
+        order = (self._order(index),) if self._shuffle else ()
 
-        def element(position: tf.Tensor) -> tuple[Any, tf.Tensor, tf.Tensor]:
+        def element(
+            position: tf.Tensor,
+            order: tuple[tf.Tensor, ...],
+            *arrays: tf.Tensor,
+        ) -> tuple[Any, tf.Tensor, tf.Tensor]:
             start = (position // local.count) * self._batch_size
             size = tf.minimum(
                 tf.constant(self._batch_size, tf.int64),
                 self._examples - start,
             )
             low, high = local.rows_of(size, position % local.count)
-            rows = slice(start + low, start + high)
-            if order is None:
-                data = structures.rows(self._data, rows.start, rows.stop)
+            first, last, data = start + low, start + high, self._of(arrays)
+            if order:
+                data = structures.gather(data, order[0][first:last])
             else:
-                data = structures.gather(self._data, order[rows])
+                data = structures.rows(data, first, last)
             return data, high - low, size
 
         first, last = start * local.count, self._steps * local.count
-        return tf.data.Dataset.range(first, last).map(element)
+        read = tf.data.Dataset.from_tensors((order, *self.arrays)).repeat()
+        positions = tf.data.Dataset.range(first, last)
+        return tf.data.Dataset.zip(positions, read).map(
+            lambda position, read: element(position, *read)
+        )
 
     def example(self) -> Any:
         """Returns the spec of a batch."""

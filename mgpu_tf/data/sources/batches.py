@@ -7,9 +7,10 @@ their number, and the size of the global batch.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,23 @@ class Rows:
     batch_size: int
     order: Callable[[int], np.ndarray]
     finish: Callable[[Any], Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a step that is traced knows of a source, and keeps.
+
+    Attributes:
+        may_end: As of the source.
+        totals_known: As of the source.
+        cuts_each: As of the source.
+        uncut: Whether an element may be a batch, which the step cuts.
+    """
+
+    may_end: bool
+    totals_known: bool
+    cuts_each: bool
+    uncut: bool
 
 
 class Source(abc.ABC):
@@ -88,6 +106,11 @@ class Source(abc.ABC):
         return self.steps is None and not self.endless
 
     @property
+    def form(self) -> Form:
+        """Returns what a step keeps of the source, in place of its data."""
+        return Form(self.may_end, self.totals_known, self.cuts_each, False)
+
+    @property
     def enterable(self) -> bool:
         """Whether a resumed run uses `pass_over` and `pass_from`.
 
@@ -99,6 +122,24 @@ class Source(abc.ABC):
     def reads(self) -> str:
         """Returns in words what each of several workers reads."""
         return "its own rows"
+
+    @property
+    def arrays(self) -> tuple[tf.Tensor, ...]:
+        """Returns the arrays in memory that passes read."""
+        return ()
+
+    @contextlib.contextmanager
+    def reading(self, arrays: Sequence[tf.Tensor]) -> Iterator[None]:
+        """Lets passes that are made in the block read other arrays.
+
+        A function of tf.data keeps what it takes from around it, until
+        Python looks for circles of objects. What it is given it does not.
+
+        Args:
+            arrays: In place of those of `arrays`.
+        """
+        del arrays
+        yield
 
     @abc.abstractmethod
     def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
@@ -190,6 +231,11 @@ class BatchSource(Source):
     """
 
     early: bool = False
+
+    @property
+    def form(self) -> Form:
+        """Returns what a step keeps of the source."""
+        return dataclasses.replace(super().form, uncut=not self.early)
 
     @property
     def reads(self) -> str:
@@ -433,6 +479,17 @@ class MappedSource(Source):
     def pass_over(self, passes: int) -> None:
         """Does that of the source."""
         self._source.pass_over(passes)
+
+    @property
+    def arrays(self) -> tuple[tf.Tensor, ...]:
+        """Returns those of the source."""
+        return self._source.arrays
+
+    @contextlib.contextmanager
+    def reading(self, arrays: Sequence[tf.Tensor]) -> Iterator[None]:
+        """Lets the source read other arrays."""
+        with self._source.reading(arrays):
+            yield
 
     def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
         """Returns pass `index` of the source, mapped."""

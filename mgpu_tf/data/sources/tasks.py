@@ -13,8 +13,9 @@ class.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -164,6 +165,17 @@ class PreprocessedSource(BatchSource):
         return PreprocessedSource(
             self._source.anew(), self._preprocess, self._name
         )
+
+    @property
+    def arrays(self) -> tuple[tf.Tensor, ...]:
+        """Returns those of the source."""
+        return self._source.arrays
+
+    @contextlib.contextmanager
+    def reading(self, arrays: Sequence[tf.Tensor]) -> Iterator[None]:
+        """Lets the source read other arrays."""
+        with self._source.reading(arrays):
+            yield
 
     def batches(self, index: Any) -> tf.data.Dataset:
         """Returns the batches of pass `index`, preprocessed."""

@@ -26,7 +26,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.data import BatchSource, Feed, Source, next_batch
+from mgpu_tf.data import Feed, Form, Source, next_batch
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import BatchShare
 from mgpu_tf.engine.author.rules import Rule
@@ -342,8 +342,9 @@ class SynchronousEngine(Engine):
         if self._exchange is None:
             # It makes variables, which a function may only once.
             self._exchange = self._make_exchange()
+        form = source.form
         predict = self._function(
-            "predict", source, lambda *args: self._predict_step(source, *args)
+            "predict", form, lambda *args: self._predict_step(form, *args)
         )
         outputs, total, ended = _traced(predict, iterator)
         self._check_ended(ended, 0)
@@ -380,7 +381,7 @@ class SynchronousEngine(Engine):
             self._update.watch = watch = Watch()
             try:
                 one, notes = tf.constant(1, tf.int64), tf.zeros(3)
-                logs = self._steps(step, source, iterator, one, notes)[4]
+                logs = self._steps(step, source.form, iterator, one, notes)[4]
             finally:
                 self._update.watch = None
             changed = weights.changed()
@@ -403,7 +404,7 @@ class SynchronousEngine(Engine):
         self.build_layers(source)
         self._begin()
         iterator = self.feed(source, chain=False, training=False).iterator(0)
-        data, local, total, low = self._next(iterator, source)
+        data, local, total, low = self._next(iterator, source.form)
         on_replica = self._predicting()
         with one_by_one(), self._in_place_to_predict():
             outputs = self._strategy.run(
@@ -583,10 +584,9 @@ class SynchronousEngine(Engine):
         step = self._step_of(kind)
         if isinstance(step, AuthorStep):
             step.cuts_each = source.cuts_each
+        form = source.form
         run = self._function(
-            kind,
-            source,
-            lambda *args: self._steps(step, source, *args),
+            kind, form, lambda *args: self._steps(step, form, *args)
         )
         notes = [seconds, float(votes.save), float(votes.end)]
         traces, exact = _traces(run), determinism.is_enabled()
@@ -659,9 +659,8 @@ class SynchronousEngine(Engine):
         return self._train_step if kind == "train" else self._evaluate_step
 
     def _function(
-        self, kind: str, source: Source, python: Callable[..., Any]
+        self, kind: str, form: Form, python: Callable[..., Any]
     ) -> Any:
-        whole = isinstance(source, BatchSource)
         exact = determinism.is_enabled()
         python = self.kernels.around(python)
         if self._model.run_eagerly:
@@ -671,9 +670,8 @@ class SynchronousEngine(Engine):
             balance_of(self._strategy).measured
         )
         key = (
-            *(kind, source.may_end, source.totals_known, whole, exact, jit),
+            *(kind, form, exact, jit),
             None if given else self._local.bounds,
-            source.cuts_each,
         )
         if key not in self._functions:
             self._functions[key] = tf.function(
@@ -697,7 +695,7 @@ class SynchronousEngine(Engine):
     def _steps(
         self,
         step: Callable[[Any, tf.Tensor, tf.Tensor, Any], Any],
-        source: Source,
+        form: Form,
         iterator: Any,
         steps: tf.Tensor,
         notes: tf.Tensor,
@@ -727,7 +725,7 @@ class SynchronousEngine(Engine):
             seconds = self._clock(number, steps)
             before = seconds()
             with tf.control_dependencies([before]):
-                data, local, total, low = self._next(iterator, source, bounds)
+                data, local, total, low = self._next(iterator, form, bounds)
             arrived = [
                 leaf
                 for leaf in tf.nest.flatten(
@@ -748,12 +746,12 @@ class SynchronousEngine(Engine):
                     return logs, tf.zeros([], tf.float64)
                 return logs, self._computed - began
 
-            if not source.may_end:
+            if not form.may_end:
                 logs, busy = timed()
                 ended = tf.zeros([1], tf.int32)
                 spent = tf.stack([waited, busy])
                 return tf.constant(1, tf.int64), total, spent, ended, logs
-            ended = self._ended_on(source, total)
+            ended = self._ended_on(form, total)
             shapes: list[Any] = []
 
             def go_on() -> Any:
@@ -796,7 +794,7 @@ class SynchronousEngine(Engine):
         zero = tf.constant(0, tf.int64)
         rows = zero if watch is None else watch.begin()
         begin: tuple[Any, ...]
-        nobody = self._ended_on(source, tf.constant(1, tf.int64), ask=False)
+        nobody = self._ended_on(form, tf.constant(1, tf.int64), ask=False)
         begin = (zero, zero, tf.zeros([2], tf.float64), nobody, {})
         if authored or self._returns_logs():
             # The first step stands alone: the others return its structure.
@@ -864,7 +862,7 @@ class SynchronousEngine(Engine):
         return keras_internals.overrides(self._model, "compute_metrics")
 
     def _ended_on(
-        self, source: Source, total: tf.Tensor, *, ask: bool = True
+        self, form: Form, total: tf.Tensor, *, ask: bool = True
     ) -> tf.Tensor:
         """Returns one number for each worker, above 0 if its data has ended.
 
@@ -874,7 +872,7 @@ class SynchronousEngine(Engine):
         """
         ended = tf.cast([total == 0], tf.int32)
         workers = self._local.num_processes
-        if workers == 1 or not (source.may_end and source.totals_known):
+        if workers == 1 or not (form.may_end and form.totals_known):
             return ended
         mine = self._local.process
         ended = tf.pad(ended, [[mine, workers - 1 - mine]])
@@ -892,7 +890,7 @@ class SynchronousEngine(Engine):
             raise UnevenData(found.nonzero()[0].tolist(), len(found), steps)
 
     def _next(
-        self, iterator: Any, source: Source, bounds: tf.Tensor | None = None
+        self, iterator: Any, form: Form, bounds: tf.Tensor | None = None
     ) -> tuple[Any, Any, tf.Tensor, Any]:
         """Takes a global batch; its size comes as one tensor.
 
@@ -901,11 +899,9 @@ class SynchronousEngine(Engine):
             first row of each replica; None where replicas draw their own
             random numbers.
         """
-        data, local, total = next_batch(
-            iterator, source, self._strategy, bounds
-        )
+        data, local, total = next_batch(iterator, form, self._strategy, bounds)
         topology = self._local
-        if source.totals_known:
+        if form.totals_known:
             total = self._first(total)
             if not self._draws_alike:
                 return data, local, total, None
@@ -965,11 +961,11 @@ class SynchronousEngine(Engine):
         return {name: self._first(value) for name, value in logs.items()}
 
     def _predict_step(
-        self, source: Source, iterator: Any
+        self, form: Form, iterator: Any
     ) -> tuple[Any, tf.Tensor, tf.Tensor]:
         self._begin()
-        data, local, total, low = self._next(iterator, source)
-        ended = self._ended_on(source, total)
+        data, local, total, low = self._next(iterator, form)
+        ended = self._ended_on(form, total)
         like: list[Any] = []
         on_replica = self._predicting()
 
@@ -989,7 +985,7 @@ class SynchronousEngine(Engine):
                 lambda t: tf.zeros([n or 0 for n in t.shape], t.dtype), like[0]
             )
 
-        if not source.may_end:
+        if not form.may_end:
             return outputs(), total, ended
         # Nothing is sent where some have no rows: `predict` refuses it.
         going = tf.reduce_all(ended == 0)
@@ -1149,7 +1145,7 @@ class SynchronousEngine(Engine):
 
         def compute() -> Any:
             self._begin()
-            batch = self._next(iterator, source)
+            batch = self._next(iterator, source.form)
             with self._step.in_place():
                 return self._strategy.run(on_replica, args=batch)
 

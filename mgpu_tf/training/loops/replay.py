@@ -299,7 +299,7 @@ class Replay(Training):
         feed.resume(at.finished, at.step)
         iterator = feed.iterator(at.epoch)
         data, local, _ = data_lib.next_batch(
-            iterator, source, distributed.strategy
+            iterator, source.form, distributed.strategy
         )
         del local
         batches = _by_replica(distributed.strategy, data)
