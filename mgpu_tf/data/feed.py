@@ -7,6 +7,7 @@ out, so that no replica has to ask the others whether they still have data.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,34 +44,44 @@ def distribute(
     local = topology_of(strategy).local
     uncut = _uncut(source, strategy)
 
+    arrays = tf.data.Dataset.from_tensors(source.arrays)
+
     def one_pass(index: Any, first: int = 0) -> tf.data.Dataset:
         if uncut is None:
             return source.pass_from(index, local, first)
         return uncut.batches_from(index, first)
 
-    def reading(index: Any, arrays: tuple[tf.Tensor, ...]) -> tf.data.Dataset:
-        with source.reading(arrays):
-            return one_pass(index)
+    def reading(
+        *read: tf.Tensor, index: Any, first: int = 0
+    ) -> tf.data.Dataset:
+        with source.reading(read):
+            return one_pass(index, first)
+
+    def from_here() -> tf.data.Dataset:
+        if not source.arrays:
+            return one_pass(epoch, start)
+        return arrays.flat_map(
+            functools.partial(reading, index=epoch, first=start)
+        )
 
     if source.endless:
-        dataset = one_pass(epoch, start)
+        dataset = from_here()
     elif continuous:
-        if start:
-            rest = one_pass(epoch, start)
-            epoch += 1
+        following = epoch + 1 if start else epoch
         # counter() would leave a function in TensorFlow's global graph.
-        numbers = tf.data.Dataset.range(epoch, np.iinfo(np.int64).max)
+        numbers = tf.data.Dataset.range(following, np.iinfo(np.int64).max)
         if source.arrays:
-            arrays = tf.data.Dataset.from_tensors(source.arrays).repeat()
-            dataset = tf.data.Dataset.zip(numbers, arrays).flat_map(reading)
+            dataset = tf.data.Dataset.zip(numbers, arrays.repeat()).flat_map(
+                lambda index, read: reading(*read, index=index)
+            )
         else:
             dataset = numbers.flat_map(one_pass)
         if start:
-            dataset = rest.concatenate(dataset)
+            dataset = from_here().concatenate(dataset)
     else:
         element = ended(source)
         end = tf.data.Dataset.from_tensors(element[0] if uncut else element)
-        dataset = one_pass(epoch, start).concatenate(end.repeat())
+        dataset = from_here().concatenate(end.repeat())
     if not source.endless:
         dataset = dataset.apply(
             tf.data.experimental.assert_cardinality(

@@ -267,3 +267,27 @@ def test_whatever_takes_a_resource_is_stateful():
     ]
     assert len(taking) > 100
     assert all(op.is_stateful for op in taking)
+
+
+@pytest.mark.full
+def test_a_loss_of_keras_that_acts_goes_to_the_head(strategies):
+    """CTC's graph has stateful operations, and its mean needs all weights."""
+
+    def build():
+        model = keras.Sequential([keras.Input((6, 4)), layers.Dense(5)])
+        model.add(layers.Dense(4))
+        loss = keras.losses.CTC(reduction="mean_with_sample_weight")
+        model.compile(keras.optimizers.SGD(0.05), loss)
+        return model
+
+    x = np.random.default_rng(0).normal(size=(12, 6, 4))
+    y, weight = np.arange(24).reshape(12, 2) % 3 + 1, np.arange(12) + 1.0
+    keras.utils.set_random_seed(1)
+    alone = build()
+    alone.fit(x, y, sample_weight=weight, **FITTED)
+    keras.utils.set_random_seed(1)
+    trainer = mgpu_tf.Trainer(build, strategies["data_2_pipeline_2"], seed=None)
+    trainer.fit(x, y, sample_weight=weight, **FITTED)
+    pairs = zip(trainer.model.weights, alone.weights, strict=True)
+    for mine, theirs in pairs:
+        np.testing.assert_allclose(mine, theirs, 1e-5, 1e-6)

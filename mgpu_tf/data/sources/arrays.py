@@ -61,18 +61,14 @@ class ArraySource(Source):
     @contextlib.contextmanager
     def reading(self, arrays: Sequence[tf.Tensor]) -> Iterator[None]:
         """Lets passes that are made in the block read other arrays."""
-        own, self._data = self._data, self._of(arrays)
+        own, left = self._data, iter(arrays)
+        self._data = tf.nest.map_structure(
+            lambda leaf: None if leaf is None else next(left), own
+        )
         try:
             yield
         finally:
             self._data = own
-
-    def _of(self, arrays: Sequence[tf.Tensor]) -> Any:
-        """Returns arrays in the structure of the data."""
-        left = iter(arrays)
-        return tf.nest.map_structure(
-            lambda leaf: None if leaf is None else next(left), self._data
-        )
 
     def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
         """Returns pass `index`; the order comes from (seed, index) alone."""
@@ -82,32 +78,24 @@ class ArraySource(Source):
         self, index: Any, local: LocalReplicas, start: int
     ) -> tf.data.Dataset:
         """Returns pass `index` from a batch on, without reading the others."""
-        order = (self._order(index),) if self._shuffle else ()
+        order = self._order(index) if self._shuffle else None
 
-        def element(
-            position: tf.Tensor,
-            order: tuple[tf.Tensor, ...],
-            *arrays: tf.Tensor,
-        ) -> tuple[Any, tf.Tensor, tf.Tensor]:
+        def element(position: tf.Tensor) -> tuple[Any, tf.Tensor, tf.Tensor]:
             start = (position // local.count) * self._batch_size
             size = tf.minimum(
                 tf.constant(self._batch_size, tf.int64),
                 self._examples - start,
             )
             low, high = local.rows_of(size, position % local.count)
-            first, last, data = start + low, start + high, self._of(arrays)
-            if order:
-                data = structures.gather(data, order[0][first:last])
+            rows = slice(start + low, start + high)
+            if order is None:
+                data = structures.rows(self._data, rows.start, rows.stop)
             else:
-                data = structures.rows(data, first, last)
+                data = structures.gather(self._data, order[rows])
             return data, high - low, size
 
         first, last = start * local.count, self._steps * local.count
-        read = tf.data.Dataset.from_tensors((order, *self.arrays)).repeat()
-        positions = tf.data.Dataset.range(first, last)
-        return tf.data.Dataset.zip(positions, read).map(
-            lambda position, read: element(position, *read)
-        )
+        return tf.data.Dataset.range(first, last).map(element)
 
     def example(self) -> Any:
         """Returns the spec of a batch."""

@@ -456,7 +456,8 @@ class _Term:
         known = keras_internals.is_known_by_example(self.loss)
         tries = not isinstance(scope, StepScope) or scope.may_try(self.loss)
         calls = keras_internals.calls_loss(self.loss)
-        if some_empty or not calls or not (known or tries):
+        by_class = known and tf.executing_eagerly()
+        if some_empty or not calls or not (tries or by_class):
             return self._of_batch(*given, share, tries and not some_empty)
         written = _Writes()
         values, raw = keras_internals.unreduced(self.loss, *given)

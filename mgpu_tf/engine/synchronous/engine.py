@@ -1235,9 +1235,13 @@ def _number(value: tf.Tensor) -> Any:
     return float(array) if array.ndim == 0 else array
 
 
+# Each finds a layer, a loss or a metric that the next one computes otherwise.
+_MOST_TRACES = 1000
+
+
 def _traced(function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a function, which may have to be traced several times."""
-    while True:
+    for _ in range(_MOST_TRACES):
         try:
             with turns.kept(leave_others):
                 return function(*arguments)
@@ -1248,3 +1252,7 @@ def _traced(function: Callable[..., Any], *arguments: Any) -> Any:
                     raise
                 raise refusal from error
             Groups.align()
+    raise RuntimeError(
+        f"A step was traced {_MOST_TRACES} times, and each trace asked for "
+        "another one. This is a fault of mgpu_tf: please report the program."
+    )

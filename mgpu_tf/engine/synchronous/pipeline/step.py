@@ -404,13 +404,13 @@ class PipelineStep(ReplicaStep):
                     scope, data, y_pred, share, trained, kind == "train"
                 )
             except NeedsAllRows as reason:
-                scope.reset(mark)
                 self._by_head.add(kind)
                 _log.info(
                     "pipeline: the loss or a metric needs all rows, so all "
                     "micro-batches go forward before one goes back: %s",
                     str(reason).split("Received: ")[1].split(". ")[0],
                 )
+                scope.reset(mark)
         own_loss = self._head is not None and self._head.regularizes
         if own_loss and kind in self._by_head:
             if scope.losses:
