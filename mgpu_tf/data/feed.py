@@ -44,8 +44,6 @@ def distribute(
     local = topology_of(strategy).local
     uncut = _uncut(source, strategy)
 
-    arrays = tf.data.Dataset.from_tensors(source.arrays)
-
     def one_pass(index: Any, first: int = 0) -> tf.data.Dataset:
         if uncut is None:
             return source.pass_from(index, local, first)
@@ -57,10 +55,13 @@ def distribute(
         with source.reading(read):
             return one_pass(index, first)
 
+    def arrays() -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensors(source.arrays)
+
     def from_here() -> tf.data.Dataset:
         if not source.arrays:
             return one_pass(epoch, start)
-        return arrays.flat_map(
+        return arrays().flat_map(
             functools.partial(reading, index=epoch, first=start)
         )
 
@@ -71,7 +72,7 @@ def distribute(
         # counter() would leave a function in TensorFlow's global graph.
         numbers = tf.data.Dataset.range(following, np.iinfo(np.int64).max)
         if source.arrays:
-            dataset = tf.data.Dataset.zip(numbers, arrays.repeat()).flat_map(
+            dataset = tf.data.Dataset.zip(numbers, arrays().repeat()).flat_map(
                 lambda index, read: reading(*read, index=index)
             )
         else:
