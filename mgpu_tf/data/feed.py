@@ -49,19 +49,22 @@ def distribute(
             return source.pass_from(index, local, first)
         return uncut.batches_from(index, first)
 
+    arrays = source.arrays
+    held = None
+    if arrays is not None:
+        held = tf.data.Dataset.from_tensors(arrays.leaves)
+
     def reading(
-        *read: tf.Tensor, index: Any, first: int = 0
+        *leaves: tf.Tensor, index: Any, first: int = 0
     ) -> tf.data.Dataset:
-        with source.reading(read):
+        assert arrays is not None
+        with arrays.reading(leaves):
             return one_pass(index, first)
 
-    def arrays() -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensors(source.arrays)
-
     def from_here() -> tf.data.Dataset:
-        if not source.arrays:
+        if held is None:
             return one_pass(epoch, start)
-        return arrays().flat_map(
+        return held.flat_map(
             functools.partial(reading, index=epoch, first=start)
         )
 
@@ -71,12 +74,12 @@ def distribute(
         following = epoch + 1 if start else epoch
         # counter() would leave a function in TensorFlow's global graph.
         numbers = tf.data.Dataset.range(following, np.iinfo(np.int64).max)
-        if source.arrays:
-            dataset = tf.data.Dataset.zip(numbers, arrays().repeat()).flat_map(
-                lambda index, read: reading(*read, index=index)
-            )
-        else:
+        if held is None:
             dataset = numbers.flat_map(one_pass)
+        else:
+            dataset = tf.data.Dataset.zip(numbers, held.repeat()).flat_map(
+                lambda index, leaves: reading(*leaves, index=index)
+            )
         if start:
             dataset = from_here().concatenate(dataset)
     else:

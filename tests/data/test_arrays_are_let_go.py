@@ -33,14 +33,14 @@ def test_datasets_keep_no_array(continuous, mapped, shuffle, strategies):
         own = source = data.ArraySource((x, None), 4, shuffle=shuffle, seed=1)
         if mapped:
             source = MappedSource(source, lambda batch: batch)
-        kept = [weakref.ref(array) for array in own.arrays]
+        kept = [weakref.ref(array) for array in own.leaves]
         iterator = iter(
             distribute(
                 source, strategies["one_device"], continuous=continuous, start=1
             )
         )
         rows = [next(iterator)[0][0].numpy() for _ in range(2)]
-        expected = [own.arrays[0].numpy()[4:8], own.arrays[0].numpy()[8:]]
+        expected = [own.leaves[0].numpy()[4:8], own.leaves[0].numpy()[8:]]
         if not shuffle:
             np.testing.assert_array_equal(rows, expected)
         del own, source, iterator
@@ -60,7 +60,7 @@ def test_a_run_keeps_no_array(strategies):
 
     def noted(self, *arguments, **named):
         own(self, *arguments, **named)
-        kept.extend(weakref.ref(array) for array in self.arrays)
+        kept.extend(weakref.ref(array) for array in self.leaves)
 
     with pytest.MonkeyPatch.context() as patch, without_collector():
         patch.setattr(data.ArraySource, "__init__", noted)

@@ -14,6 +14,7 @@ from tensorflow.python.client import pywrap_tf_session
 
 import mgpu_tf
 from mgpu_tf.engine.row_proof import acts, written
+from mgpu_tf.engine.row_proof import writes as writes_module
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -194,7 +195,7 @@ def test_scattered_in_parts(strategies):
         trainer.fit(*data(), **FITTED)
 
 
-def test_what_operations_write():
+def test_what_operations_write(monkeypatch):
     numbers, scale = tf.Variable([0.0, 0.0]), tf.Variable(1.0)
     table = tf.lookup.experimental.MutableHashTable("int64", "int64", 0)
     generator = tf.random.Generator.from_seed(1)
@@ -222,6 +223,10 @@ def test_what_operations_write():
         x += tf.gather(numbers, [0, 1])
         return x + tf.cast(table.lookup(key), x.dtype)
 
+    @tf.function
+    def unwritten(x):
+        return tf.function(lambda x: tf.random.normal([2]) + x)(x)
+
     spec = tf.TensorSpec([2])
     found = list(written(writes.get_concrete_function(spec).graph))
     kinds = [op.type for op, _ in found]
@@ -233,6 +238,11 @@ def test_what_operations_write():
     assert all(handle is numbers.handle for handle in handles[:3])
     assert handles[4] is None
     assert not list(written(reads.get_concrete_function(spec).graph))
+
+    # What a function does that cannot be found is not known.
+    monkeypatch.setattr(writes_module, "body_of", lambda op, function: None)
+    unknown = list(written(unwritten.get_concrete_function(spec).graph))
+    assert [op.type for op, _ in unknown] == ["StatefulPartitionedCall"]
 
 
 @pytest.mark.parametrize(

@@ -53,15 +53,27 @@ class ArraySource(Source):
         self.steps = self._steps
 
     @property
-    def arrays(self) -> tuple[tf.Tensor, ...]:
-        """Returns the leaves of the data."""
+    def arrays(self) -> ArraySource:
+        """Returns itself."""
+        return self
+
+    @property
+    def leaves(self) -> tuple[tf.Tensor, ...]:
+        """Returns the arrays of the data."""
         leaves = tf.nest.flatten(self._data)
         return tuple(leaf for leaf in leaves if leaf is not None)
 
     @contextlib.contextmanager
-    def reading(self, arrays: Sequence[tf.Tensor]) -> Iterator[None]:
-        """Lets passes that are made in the block read other arrays."""
-        own, left = self._data, iter(arrays)
+    def reading(self, leaves: Sequence[tf.Tensor]) -> Iterator[None]:
+        """Lets passes that are made in the block read other arrays.
+
+        A function of tf.data keeps the tensors that it captures until Python's
+        garbage collector runs. It does not keep its arguments.
+
+        Args:
+            leaves: In place of those of `leaves`.
+        """
+        own, left = self._data, iter(leaves)
         self._data = tf.nest.map_structure(
             lambda leaf: None if leaf is None else next(left), own
         )

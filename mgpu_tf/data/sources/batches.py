@@ -10,8 +10,8 @@ import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -48,6 +48,19 @@ class Rows:
     batch_size: int
     order: Callable[[int], np.ndarray]
     finish: Callable[[Any], Any] | None = None
+
+
+class Arrays(Protocol):
+    """A source of arrays in memory."""
+
+    @property
+    def leaves(self) -> tuple[tf.Tensor, ...]:
+        """Returns the arrays that passes read."""
+
+    def reading(
+        self, leaves: Sequence[tf.Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Lets passes that are made in a block read other arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,22 +137,9 @@ class Source(abc.ABC):
         return "its own rows"
 
     @property
-    def arrays(self) -> tuple[tf.Tensor, ...]:
-        """Returns the arrays in memory that passes read."""
-        return ()
-
-    @contextlib.contextmanager
-    def reading(self, arrays: Sequence[tf.Tensor]) -> Iterator[None]:
-        """Lets passes that are made in the block read other arrays.
-
-        A function of tf.data keeps what it takes from around it, until
-        Python looks for circles of objects. What it is given it does not.
-
-        Args:
-            arrays: In place of those of `arrays`.
-        """
-        del arrays
-        yield
+    def arrays(self) -> Arrays | None:
+        """Returns the source whose arrays in memory passes read, if one is."""
+        return None
 
     @abc.abstractmethod
     def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
@@ -481,15 +481,9 @@ class MappedSource(Source):
         self._source.pass_over(passes)
 
     @property
-    def arrays(self) -> tuple[tf.Tensor, ...]:
-        """Returns those of the source."""
+    def arrays(self) -> Arrays | None:
+        """Returns that of the source."""
         return self._source.arrays
-
-    @contextlib.contextmanager
-    def reading(self, arrays: Sequence[tf.Tensor]) -> Iterator[None]:
-        """Lets the source read other arrays."""
-        with self._source.reading(arrays):
-            yield
 
     def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
         """Returns pass `index` of the source, mapped."""

@@ -13,9 +13,8 @@ class.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -23,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.data import structures
-from mgpu_tf.data.sources.batches import BatchSource, Source
+from mgpu_tf.data.sources.batches import Arrays, BatchSource, Source
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
@@ -167,15 +166,9 @@ class PreprocessedSource(BatchSource):
         )
 
     @property
-    def arrays(self) -> tuple[tf.Tensor, ...]:
-        """Returns those of the source."""
+    def arrays(self) -> Arrays | None:
+        """Returns that of the source."""
         return self._source.arrays
-
-    @contextlib.contextmanager
-    def reading(self, arrays: Sequence[tf.Tensor]) -> Iterator[None]:
-        """Lets the source read other arrays."""
-        with self._source.reading(arrays):
-            yield
 
     def batches(self, index: Any) -> tf.data.Dataset:
         """Returns the batches of pass `index`, preprocessed."""

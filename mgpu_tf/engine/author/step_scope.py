@@ -305,10 +305,10 @@ class StepScope(keras.StatelessScope):
             self.state_mapping[id(variable)] = value
 
     def may_try(self, author: Any) -> bool:
-        """Returns whether code of the author's may be computed in vain.
+        """Returns whether code of the author's may be tried and given up.
 
-        Not where it runs at once, nor where it has been found to do more than
-        return something.
+        That is not so where it runs eagerly, nor where a trace has found that
+        it does more than return something.
 
         Args:
             author: A loss, a metric or a model.

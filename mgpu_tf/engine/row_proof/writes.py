@@ -95,7 +95,8 @@ def written(graph: Any, first: int = 0) -> Iterator[tuple[tf.Operation, Any]]:
 def written_by(op: tf.Operation) -> list[Any]:
     """Returns the resources among what an operation takes that it may write.
 
-    None is among them where it calls Python.
+    None is among them where it calls Python, and the operation itself where it
+    calls a function that cannot be found.
     """
     if op.type in _PYTHON:
         return [None]
@@ -111,7 +112,7 @@ def written_by(op: tf.Operation) -> list[Any]:
     for function in functions:
         body = body_of(op, function)
         if body is None:
-            return resources
+            return [*resources, op]
         # A branch or a loop may take more, which comes first.
         given = list(op.inputs)[len(op.inputs) - len(body.inputs) :]
         taken = {

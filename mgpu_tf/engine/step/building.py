@@ -128,9 +128,11 @@ def _traced_or_run(
         _log.debug("%s is run to make its variables: %s", model.name, error)
         # Keras's scopes hold its own variables only.
         plain = [(v, v.value.numpy()) for v in untracked_variables(model)]
-        run()
-        for variable, before in plain:
-            variable.assign(before)
+        try:
+            run()
+        finally:
+            for variable, before in plain:
+                variable.assign(before)
 
 
 def _train_once(model: keras.Model, example: Any) -> keras_internals.Applied:
