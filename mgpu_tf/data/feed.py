@@ -154,11 +154,13 @@ def next_batch(
             return batch, size, size
         # Numbers where the shape tells, so that the step need not ask.
         known = tf.get_static_value(size)
-        low, high = local.rows_of(size if known is None else known, replica)
+        number = size if known is None else int(known)
+        low, high = local.rows_of(number, replica)
         if form.cuts_each:
             data = structures.rows_of_each(batch, local, replica)
         else:
-            data = structures.rows(batch, low, high)
+            computed = structures.or_another(low, high, number)
+            data = structures.rows(batch, *computed)
         return data, tf.convert_to_tensor(high - low), size
 
     return _for_replicas(strategy, cut)

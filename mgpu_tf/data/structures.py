@@ -97,6 +97,25 @@ def rows(data: Any, low: Any, high: Any) -> Any:
     return _map_rows(lambda leaf: leaf[low:high], data)
 
 
+def or_another(low: Any, high: Any, size: Any) -> tuple[Any, Any]:
+    """Returns which rows a replica computes: its own, or another one.
+
+    Layers, losses and metrics may end with an error, or with NaN, where they
+    get no row. So a replica without one gets another row of the batch, and
+    nothing of what it computes is used: its share is 0 rows.
+
+    Args:
+        low: The first row of the replica, integer or tensor.
+        high: The row after the last.
+        size: The end of the rows that there are.
+    """
+    if all(isinstance(bound, int) for bound in (low, high, size)):
+        low = max(min(low, size - 1), 0)
+        return low, max(high, low + 1)
+    low = tf.maximum(tf.minimum(low, size - 1), 0)
+    return low, tf.maximum(high, low + 1)
+
+
 def rows_of_each(data: Any, local: LocalReplicas, replica: Any) -> Any:
     """Returns a replica's rows of arrays that have other numbers of rows.
 

@@ -99,7 +99,8 @@ class ArraySource(Source):
                 self._examples - start,
             )
             low, high = local.rows_of(size, position % local.count)
-            rows = slice(start + low, start + high)
+            first, after = structures.or_another(low, high, size)
+            rows = slice(start + first, start + after)
             if order is None:
                 data = structures.rows(self._data, rows.start, rows.stop)
             else:

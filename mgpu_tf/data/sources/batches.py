@@ -594,7 +594,8 @@ def cut(
             return own, high - low, size
         with tf.control_dependencies(structures.check_sizes(data, size)):
             size = tf.identity(size)
-        return structures.rows(data, low, high), high - low, size
+        computed = structures.or_another(low, high, size)
+        return structures.rows(data, *computed), high - low, size
 
     def every(data: Any) -> tf.data.Dataset:
         return tf.data.Dataset.range(local.count).map(

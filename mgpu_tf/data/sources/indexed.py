@@ -106,8 +106,9 @@ class RandomAccessSource(Source):
                 tf.constant(self._batch_size, tf.int64), self._examples - first
             )
             low, high = local.rows_of(size, position % local.count)
+            begin, end = structures.or_another(low, high, size)
             place = tf.cast(
-                tf.stack([index, first + low, first + high]), tf.int64
+                tf.stack([index, first + begin, first + end]), tf.int64
             )
             return self._rows(place), high - low, size
 

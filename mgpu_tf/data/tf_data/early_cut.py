@@ -157,8 +157,9 @@ class EarlyCut:
             flat: Flat, size: tf.Tensor, replica: Any
         ) -> tuple[Any, tf.Tensor, tf.Tensor]:
             low, high = local.rows_of(size, replica)
-            first, _ = rows.of(size)
-            held = tuple(leaf[low - first : high - first] for leaf in flat)
+            first, count = rows.of(size)
+            begin, end = structures.or_another(low - first, high - first, count)
+            held = tuple(leaf[begin:end] for leaf in flat)
             return self._packed(held), high - low, size
 
         def every(flat: Flat, size: tf.Tensor) -> tf.data.Dataset:

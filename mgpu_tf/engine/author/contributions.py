@@ -116,15 +116,16 @@ class BatchShare:
     def summed(self, value: tf.Tensor, needed_by: str) -> tf.Tensor:
         """Returns the sum of a value over all replicas, with its gradient.
 
-        All sums of a step that an author's values need are this one, so that
-        parts of a batch that come one after another can refuse it.
+        A replica without an example adds nothing. All sums of a step that an
+        author's values need are this one, so that parts of a batch that come
+        one after another can refuse it.
 
         Args:
             value: A tensor of the same shape on each replica.
             needed_by: What needs the sum, for a message.
         """
         del needed_by
-        return sum_over_replicas(value)
+        return sum_over_replicas(self.select(value, 0))
 
 
 def _identity(value: Any) -> Any:
@@ -227,7 +228,7 @@ def mean_over_batch(values: Any, weights: Any = None) -> tf.Tensor:
         weights = tf.stop_gradient(_aligned(weights, values))
         total = tf.reduce_sum(weights)
         if share is not None:
-            total = share.sum_over_replicas(share.select(total, 0))
+            total = share.sum_over_replicas(total)
             note(total, FIXED)
         return _part(
             tf.math.divide_no_nan(tf.reduce_sum(values * weights), total)
@@ -286,7 +287,7 @@ def batch_mean(values: Any) -> tf.Tensor:
     share = _current.share
     if share is None or share.replicas == 1:
         return tf.reduce_mean(values, 0)
-    total = share.select(tf.reduce_sum(values[: share.local], 0), 0)
+    total = tf.reduce_sum(values[: share.local], 0)
     with _apart():
         summed = share.summed(total, "mgpu_tf.batch_mean")
     rows = share.same_rows * tf.cast(share.total, summed.dtype)

@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from mgpu_tf.data.structures import has_rows
+
 COMPOSITES = (tf.RaggedTensor, tf.SparseTensor)
 
 
@@ -17,10 +19,41 @@ def composites_of(values: Any) -> list[Any]:
 
 
 def number_of_rows(value: Any) -> tf.Tensor:
-    """Returns how many rows a ragged or sparse tensor has, a scalar, int64."""
+    """Returns how many rows a tensor has, an int64 scalar."""
     if isinstance(value, tf.RaggedTensor):
         return tf.cast(value.nrows(), tf.int64)
-    return value.dense_shape[0]
+    if isinstance(value, tf.SparseTensor):
+        return value.dense_shape[0]
+    return tf.shape(value, out_type=tf.int64)[0]
+
+
+def own_rows(value: Any, local: tf.Tensor) -> Any:
+    """Returns the rows of a replica: none where it computes another one.
+
+    Args:
+        value: A tensor, which may be ragged or sparse, with one or more rows
+            for each example.
+        local: The number of examples of the replica, an int64 scalar.
+    """
+    if tf.get_static_value(local):
+        return value
+    count = tf.where(local > 0, number_of_rows(value), 0)
+    if isinstance(value, COMPOSITES):
+        return part(value, tf.constant(0, tf.int64), count)
+    return value[:count]
+
+
+def without_another(data: Any, local: tf.Tensor) -> Any:
+    """Returns the rows of a replica, none in place of another one.
+
+    Args:
+        data: What the replica was given to compute with
+            (`structures.or_another`).
+        local: The number of rows of the replica, an int64 scalar.
+    """
+    return tf.nest.map_structure(
+        lambda leaf: own_rows(leaf, local) if has_rows(leaf) else leaf, data
+    )
 
 
 def joined(

@@ -246,18 +246,20 @@ class Exchange:
 
         def every(value: Any) -> Any:
             if isinstance(value, composites.COMPOSITES):
-                return composites.joined(value, self.cut, gathered)
+                own = composites.own_rows(value, local)
+                return composites.joined(own, self.cut, gathered)
             if not isinstance(value, tf.Tensor) or not value.shape.rank:
                 return value
-            if eager:
-                cut = known.get(id(value))
-            else:
-                cut = self._cut_where_unknown(value)
-            if cut is None:
+            # The graph does not know the number of rows.
+            has_rows = id(value) in known if eager else value.shape[0] is None
+            if not has_rows:
                 return value
-            whole = gathered(value, cut)
+            own = composites.own_rows(value, local)
+            cut = known[id(value)] if eager else self.cut_of(own)
+            whole = gathered(own, cut)
             mask = keras_internals.mask_of(value)
             if mask is not None:
+                mask = composites.own_rows(mask, local)
                 keras_internals.set_mask(whole, gathered(mask, cut))
             return whole
 
@@ -265,14 +267,9 @@ class Exchange:
             lambda value: None if value is None else every(value), values
         )
 
-    def _cut_where_unknown(self, value: tf.Tensor) -> Cut | None:
-        """Returns how rows are divided, whose number the graph does not know.
-
-        None for a tensor that has no rows.
-        """
-        if value.shape[0] is not None:
-            return None
-        return self.cut(tf.shape(value, out_type=tf.int64)[0])
+    def cut_of(self, rows: tf.Tensor) -> Cut:
+        """Returns how rows are divided, given those of this replica."""
+        return self.cut(composites.number_of_rows(rows))
 
     def _cuts_of(
         self,

@@ -195,15 +195,12 @@ class RowScope:
         """Checks in the step what its graph does not prove."""
         length = tf.cast(shape[axis], tf.int64)
         return tf.debugging.assert_equal(
-            length % tf.maximum(self.local, 1) + length * self._none(),
+            length % self.local,
             tf.zeros([], tf.int64),
             f"{name or 'A layer'} draws random numbers of a shape whose "
             f"dimension {axis} is not in proportion to the rows of a replica, "
             "so they cannot be those of one device. Use random='per_replica'.",
         )
-
-    def _none(self) -> tf.Tensor:
-        return tf.cast(tf.equal(self.local, 0), tf.int64)
 
     def _axis_of_numbers(self, dimensions: list[int]) -> int | None:
         """Without a graph: the first dimension, if it is the rows' number."""

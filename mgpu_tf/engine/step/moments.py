@@ -22,7 +22,9 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.author.contributions import current_share
 from mgpu_tf.engine.author.step_scope import StepScope, is_read_inside
+from mgpu_tf.engine.exchange.composites import own_rows
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 
@@ -75,6 +77,10 @@ class Moments:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         scope = keras_internals.stateless_scope()
         whole = isinstance(scope, StepScope) and scope.has_all_rows
+        share = current_share()
+        if layer.synchronized and not whole and share is not None:
+            inputs = own_rows(inputs, share.local)
+            mask = mask if mask is None else own_rows(mask, share.local)
         kept = [layer.axis % inputs.shape.rank]
         if layer.synchronized:
             # Within functions, replicas exchange nothing.

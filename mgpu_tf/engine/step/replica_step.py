@@ -23,6 +23,7 @@ from mgpu_tf.engine.author.rules import rule_of_part, sent_of_part
 from mgpu_tf.engine.author.state import ReplicaState, Writes
 from mgpu_tf.engine.author.step_scope import Part, StepScope
 from mgpu_tf.engine.author.written import by_rule
+from mgpu_tf.engine.exchange.composites import without_another
 from mgpu_tf.engine.exchange.crossing import Exchange
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import (
@@ -166,6 +167,9 @@ class ReplicaStep:
         if self._state.generator is not None:
             keras_internals.lend_global_seed(self._state.generator)
         if self._replicas > 1 or self._state.reads_rules:
+            if tf.executing_eagerly():
+                # Layers, losses and metrics look for replicas without a row.
+                data = without_another(data, share.local)
             given_rows, owners = data, self._calls.owners
             data = tf.nest.map_structure(of_unknown_length, data)
             if self._replicas > 1:
@@ -578,9 +582,13 @@ def drawing(
         if not axis:
             drawn.append(values)
 
+    low, local = share.low, share.local
+    if not tf.executing_eagerly():
+        low, after = structures.or_another(low, low + local, share.total)
+        local = after - low
     return rows_of_global_draws(
-        share.low,
-        share.local,
+        low,
+        local,
         share.total,
         data,
         compiled=compiled,
@@ -643,7 +651,9 @@ def outputs_of_share(
         state.write([(variable, scope.value(variable)) for variable in written])
         return outputs
     eager = tf.executing_eagerly()
-    if not eager:
+    if eager:
+        data = without_another(data, share.local)
+    else:
         given = data
         data = tf.nest.map_structure(of_unknown_length, data)
         calls.owners.note([given, data], place_of(share))
@@ -663,6 +673,7 @@ def outputs_of_share(
             scope.some_empty = exchange.some_empty(share.local)
         know_rows(scope, data, share)
         outputs = outputs_of(model, data, generator)
+        outputs = without_another(outputs, share.local)
     seeds = set(map(id, state.seeds)) if eager else set()
     scope.check_known(state.variables)
     if scope.within:

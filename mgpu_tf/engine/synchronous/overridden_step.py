@@ -23,6 +23,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.author.state import AgreedState, ReplicaState
 from mgpu_tf.engine.exchange import composites
+from mgpu_tf.engine.exchange.composites import without_another
 from mgpu_tf.engine.exchange.crossing import Cut, Exchange
 from mgpu_tf.engine.inlined import Inlined, refused
 from mgpu_tf.engine.logs import flat_logs
@@ -152,6 +153,8 @@ class AuthorStep:
         self._here.graph = graph_here()
         if self._replicas > 1:
             keras_internals.lend_global_seed(self._generator)
+            if not self.cuts_each:
+                data = without_another(data, local)
             values = self._on_global_batch(data, local)
         else:
             values = flat_logs(getattr(self._model, self._method)(data))

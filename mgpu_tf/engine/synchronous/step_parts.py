@@ -129,9 +129,7 @@ def _rows(data: Any, first: Any, after: Any, local: tf.Tensor) -> Any:
     What cannot be computed without a row gets another one of this replica's:
     nothing of its result is used.
     """
-    begin = tf.maximum(tf.minimum(first, local - 1), 0)
-    after = tf.maximum(after, begin + 1)
-    return structures.rows(data, begin, after)
+    return structures.rows(data, *structures.or_another(first, after, local))
 
 
 def _check(state: ReplicaState, variable: keras.Variable) -> None:

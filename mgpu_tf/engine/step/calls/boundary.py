@@ -38,6 +38,7 @@ from mgpu_tf.engine.exchange.crossing import Cut, Exchange
 from mgpu_tf.engine.random_rows import rows_of_global_draws
 from mgpu_tf.engine.row_proof import FIXED, RowProof, Rows, proving
 from mgpu_tf.engine.step.calls.layer_calls import trust
+from mgpu_tf.engine.step.calls.whole_layers import with_another
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
@@ -256,15 +257,13 @@ class Boundary:
         here = self._here
         proof = RowProof()
         proof.skip(here.graph)
-        # What cannot be computed without a row gets one; its result is unused.
-        spare = tf.cast(tf.equal(cut.count, 0), tf.int64)
         given: dict[int, tf.Tensor] = {}
         for row in rows:
-            given[id(row)] = local = self._cut_rows(row, cut, spare)
+            given[id(row)] = local = self._cut_rows(row, cut)
             proof.take([local], Rows())
             mask = keras_internals.mask_of(row)
             if mask is not None:
-                mask = self._cut_rows(mask, cut, spare)
+                mask = self._cut_rows(mask, cut)
                 keras_internals.set_mask(local, mask)
                 proof.take([mask], Rows())
         arguments, named = tf.nest.map_structure(
@@ -289,7 +288,7 @@ class Boundary:
         try:
             with (
                 proving(proof),
-                self._drawing(cut, spare, list(given.values()), proof),
+                self._drawing(cut, list(given.values()), proof),
                 sharing(
                     BatchShare(cut.count, cut.total, cut.replicas),
                     exchange=self._exchange,
@@ -319,12 +318,12 @@ class Boundary:
         return outputs, proven
 
     def _drawing(
-        self, cut: Cut, spare: tf.Tensor, rows: list[Any], proof: RowProof
+        self, cut: Cut, rows: list[Any], proof: RowProof
     ) -> contextlib.AbstractContextManager[Any]:
         """Returns the scope in which a call draws for its rows."""
         if not self._state.draws_alike:
             return contextlib.nullcontext()
-        count = cut.count + spare
+        count = tf.maximum(cut.count, 1)
         low = tf.minimum(cut.low, cut.total - count)
         return rows_of_global_draws(
             low,
@@ -336,10 +335,9 @@ class Boundary:
             ),
         )
 
-    def _cut_rows(self, row: tf.Tensor, cut: Cut, spare: tf.Tensor) -> Any:
-        local = self._exchange.local_rows(row, cut)
-        local = tf.concat([local, tf.stop_gradient(row[:spare])], 0)
-        return tf.ensure_shape(local, [None, *row.shape[1:]])
+    def _cut_rows(self, row: tf.Tensor, cut: Cut) -> tf.Tensor:
+        mine = self._exchange.local_rows(row, cut)
+        return with_another(mine, row, 1, cut)
 
     def _joined(
         self, output: tf.Tensor, cut: Cut, length: int | None

@@ -66,7 +66,7 @@ class WholeLayers:
         cut = self._exchange.cut(share.local)
         leaves = tf.nest.flatten(given)
         every = {
-            id(row): self._joined(row)
+            id(row): self._joined(row, share.local)
             for row in [*rows_of(given), *composites_of(given)]
             if id(row) not in scope.whole
         }
@@ -138,7 +138,7 @@ class WholeLayers:
             key: self._exchange.joined(row, cut) for key, row in rows.items()
         }
         for value in composites_of(given):
-            every[id(value)] = self._joined(value)
+            every[id(value)] = self._joined(value, share.local)
         arguments, named = replaced(given, every)
         outputs = self._of_all_rows(layer, own, arguments, named, scope)
         total = int(cut.total)
@@ -189,17 +189,18 @@ class WholeLayers:
             replace_loss(layer, scope, place, tf.identity(scope.losses[place]))
         return outputs
 
-    def _joined(self, row: Any) -> Any:
+    def _joined(self, row: Any, local: tf.Tensor) -> Any:
         """Returns the rows of all replicas, with their mask."""
+        exchange, own = self._exchange, composites.own_rows(row, local)
         if isinstance(row, COMPOSITES):
-            exchange = self._exchange
-            return composites.joined(row, exchange.cut, exchange.joined)
+            return composites.joined(own, exchange.cut, exchange.joined)
         # An example may have several rows, as of flattened sequences.
-        cut = self._exchange.cut(tf.shape(row, out_type=tf.int64)[0])
-        every = self._exchange.joined(row, cut)
+        cut = exchange.cut_of(own)
+        every = exchange.joined(own, cut)
         mask = keras_internals.mask_of(row)
         if mask is not None:
-            every_mask = self._exchange.joined(mask, cut)
+            mask = composites.own_rows(mask, local)
+            every_mask = exchange.joined(mask, cut)
             keras_internals.set_mask(every, every_mask)
         return every
 
@@ -243,12 +244,12 @@ def replace_loss(
 
 
 def part_of(output: Any, cut: Cut, name: str) -> Any:
-    """Returns a replica's rows of what was computed from the global batch."""
-    composite = isinstance(output, COMPOSITES)
-    if composite:
-        count = composites.number_of_rows(output)
-    else:
-        count = tf.shape(output, out_type=tf.int64)[0]
+    """Returns a replica's rows of what was computed from the global batch.
+
+    In a graph another example's where it has none, to compute with. What runs
+    eagerly computes everything from the rows of all then.
+    """
+    count = composites.number_of_rows(output)
     # An example may have several rows, as of flattened sequences.
     several = count // cut.total
     check = tf.debugging.assert_equal(
@@ -259,10 +260,32 @@ def part_of(output: Any, cut: Cut, name: str) -> Any:
     )
     with tf.control_dependencies([check] if check is not None else []):
         low = several * cut.low
-    if composite:
-        return composites.part(output, low, several * cut.count)
-    mine = output[low : low + several * cut.count]
+    own = several * cut.count
+    if isinstance(output, COMPOSITES):
+        if not tf.executing_eagerly():
+            own = tf.maximum(own, several)
+        return composites.part(output, tf.minimum(low, count - own), own)
+    mine = output[low : low + own]
+    if not tf.executing_eagerly():
+        mine = with_another(mine, output, several, cut)
     return tf.ensure_shape(mine, [None, *output.shape[1:]])
+
+
+def with_another(
+    mine: tf.Tensor, every: tf.Tensor, several: Any, cut: Cut
+) -> tf.Tensor:
+    """Returns a replica's rows; another example's where it has none.
+
+    Args:
+        mine: The rows of the replica.
+        every: Those of the global batch. Nothing flows back to what is taken
+            of them here.
+        several: How many rows an example has.
+        cut: How rows are divided.
+    """
+    few = tf.where(cut.count > 0, tf.constant(0, tf.int64), several)
+    rows = tf.concat([mine, tf.stop_gradient(every[:few])], 0)
+    return tf.ensure_shape(rows, [None, *every.shape[1:]])
 
 
 def replaced(given: Any, every: dict[int, tf.Tensor]) -> Any:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.exchange.composites import without_another
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel, plan_of
 from mgpu_tf.engine.step.update import Update, unwrap
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
@@ -298,7 +299,7 @@ class PipelineEngine(SynchronousEngine):
             share = self._share(local, total, low)
             outputs, writes = step.outputs(rows, share)
             state.write(writes)
-            return outputs
+            return without_another(outputs, share.local)
 
         return on_replica
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import BatchShare
 from mgpu_tf.engine.author.state import Writes
+from mgpu_tf.engine.exchange import composites
 from mgpu_tf.engine.keras_internals import Key
 from mgpu_tf.engine.step.replica_step import Logs, mean_increments
 from mgpu_tf.engine.synchronous.pipeline.head import reached
@@ -231,8 +232,8 @@ class Run:
         with tf.name_scope("head/"), tf.device(self._devices[-1]):
             outputs = [
                 keras_internals.with_mask(
-                    tf.concat([each[key][0] for each in self._values], 0),
-                    _joined_mask([each[key][1] for each in self._values]),
+                    self._of_all([each[key][0] for each in self._values]),
+                    self._mask_of_all([each[key][1] for each in self._values]),
                 )
                 for key in keys
             ]
@@ -246,12 +247,10 @@ class Run:
             )
             self._head_writes = writes
             self._head_loss = loss
-            sizes = [share.local for _, share in self._parts]
             for key, gradient in zip(keys, gradients, strict=True):
                 if gradient is None:
                     continue
-                dense = tf.convert_to_tensor(gradient)
-                for micro, part in enumerate(tf.split(dense, sizes)):
+                for micro, part in enumerate(self._parts_of(gradient)):
                     self._upstream[micro].setdefault(key, []).append(part)
         found = {
             (stage, id(variable)): gradient
@@ -460,11 +459,41 @@ class Run:
         return self._step.packed(self._rows_of_outputs())
 
     def _rows_of_outputs(self) -> list[tf.Tensor]:
-        keys = self._step.stages.outputs
         return [
-            tf.concat([values[key][0] for values in self._values], 0)
-            for key in keys
+            self._of_all([values[key][0] for values in self._values])
+            for key in self._step.stages.outputs
         ]
+
+    def _of_all(self, parts: list[tf.Tensor]) -> tf.Tensor:
+        """Returns the rows of all micro-batches, as many as the data has."""
+        if len(parts) == 1:
+            return parts[0]
+        own = [
+            composites.own_rows(part, share.local)
+            for part, (_, share) in zip(parts, self._parts, strict=True)
+        ]
+        # Where the replica has no row, each computes another one.
+        another = parts[0][: _one_if_none(self._share.local)]
+        return tf.concat([*own, another], 0)
+
+    def _mask_of_all(self, masks: list[Any]) -> tf.Tensor | None:
+        return None if any(m is None for m in masks) else self._of_all(masks)
+
+    def _parts_of(self, gradient: Any) -> list[tf.Tensor]:
+        """Returns the rows of each micro-batch of what flows back."""
+        dense = tf.convert_to_tensor(gradient)
+        if len(self._parts) == 1:
+            return [dense]
+        dense = composites.own_rows(dense, self._share.local)
+        sizes = [share.local for _, share in self._parts]
+        rest = tf.shape(dense, out_type=tf.int64)[1:]
+        found = []
+        for part, size in zip(tf.split(dense, sizes), sizes, strict=True):
+            # Nothing flows back to a row that another one computes as well.
+            shape = tf.concat([[_one_if_none(size)], rest], 0)
+            nothing = tf.zeros(shape, dense.dtype)
+            found.append(tf.concat([part, nothing], 0))
+        return found
 
 
 class Sums:
@@ -510,10 +539,6 @@ def _both(before: Any, gradient: Any) -> Any:
     return before + tf.convert_to_tensor(gradient)
 
 
-def _joined_mask(masks: list[tf.Tensor | None]) -> tf.Tensor | None:
-    return None if any(m is None for m in masks) else tf.concat(masks, 0)
-
-
 def _rows(parts: list[tf.IndexedSlices], alike: bool) -> tf.IndexedSlices:
     if alike:
         values = tf.add_n([part.values for part in parts])
@@ -547,6 +572,11 @@ def _added(gradients: list[tf.Tensor]) -> tf.Tensor:
     if len(gradients) == 1:
         return gradients[0]
     return tf.add_n(gradients)
+
+
+def _one_if_none(rows: tf.Tensor) -> tf.Tensor:
+    """Returns 1 for no row, and else 0."""
+    return tf.cast(tf.equal(rows, 0), tf.int64)
 
 
 def _where_rows(rows: tf.Tensor, gradient: Any) -> Any:

@@ -663,7 +663,8 @@ class PipelineStep(ReplicaStep):
         count, local, low = self._micro, share.local, share.low
         if count > 1:
             first, after = local * micro // count, local * (micro + 1) // count
-            data = structures.rows(data, first, after)
+            computed = structures.or_another(first, after, local)
+            data = structures.rows(data, *computed)
             low = None if low is None else low + first
             share = dataclasses.replace(share, local=after - first, low=low)
         if self._replicas > 1 or self._state.reads_rules:
