@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import BatchShare
+from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.author.state import ReplicaState, Writes
 from mgpu_tf.engine.exchange.crossing import Exchange
 from mgpu_tf.engine.step.losses import GlobalLoss
@@ -124,6 +125,20 @@ class Head(ReplicaStep):
                 for each in outputs
             ]
         return loss, gradients, of_weights, writes, logs
+
+    def _by_rule(
+        self,
+        variable: keras.Variable,
+        value: tf.Tensor,
+        before: tf.Tensor | None,
+        reader: Reader,
+        share: BatchShare,
+    ) -> tf.Tensor:
+        """What a head writes; where it has all rows, as on one device."""
+        if share.replicas > 1:
+            return super()._by_rule(variable, value, before, reader, share)
+        self._state.agree(variable)
+        return value
 
     def _whole(self, weights: Writes) -> Writes:
         """Returns whole weights, which have the gradients of their parts."""
