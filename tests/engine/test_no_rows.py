@@ -101,7 +101,8 @@ class Mixes(layers.Layer):
 
     def call(self, x):
         x = needs_rows(x)
-        return x + ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x))), x)
+        nearest = tf.nn.softmax(tf.matmul(x, x, transpose_b=True))
+        return x + tf.matmul(nearest, x)
 
 
 class Norm(layers.BatchNormalization):
@@ -217,6 +218,21 @@ def test_replicas(name, column, strategies):
     # The last batch has one row.
     arrays = data(17, name == "weighted")
     ends_as_keras(PROGRAMS[name], strategies[column], arrays, 8)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full) for name in PROGRAMS],
+)
+def test_replicas_eagerly(name, strategies):
+    arrays = data(17, name == "weighted")
+
+    def build():
+        model = PROGRAMS[name]()
+        model.run_eagerly = True
+        return model
+
+    ends_as_keras(build, strategies["mirrored_x3"], arrays, 8)
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,6 @@ class StepScope(keras.StatelessScope):
         whole: The same of tensors that are made of the rows of all replicas.
         has_rows: Whether what layers return that run eagerly has rows, by
             identity, with the tensor.
-        some_empty: Whether a replica has no row, in a step that runs eagerly.
-            All is computed of the rows of all there.
         within_graph: Whether a functional model is being called.
         within_trusted: Whether a layer is that is known to keep rows apart.
         added: The variables of metrics to which replicas have added what adds
@@ -170,7 +168,6 @@ class StepScope(keras.StatelessScope):
         self.kinds: dict[int, tuple[tf.Tensor, Any]] = {}
         self.whole: dict[int, tuple[tf.Tensor, Any]] = {}
         self.has_rows: dict[int, tuple[Any, bool]] = {}
-        self.some_empty = False
         self.within_graph = False
         self.within_trusted = False
         self.known_losses: dict[int, tf.Tensor] = {}

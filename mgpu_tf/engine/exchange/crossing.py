@@ -181,14 +181,6 @@ class Exchange:
             counts = self._groups.all_gather(tf.reshape(local, [1]))
         return Cut(counts, replica // self._same_rows, self.replicas)
 
-    def some_empty(self, local: tf.Tensor) -> bool:
-        """Whether a replica has no row. On a replica that runs eagerly.
-
-        Args:
-            local: How many rows this replica has.
-        """
-        return not bool(tf.reduce_all(self.cut(local).counts > 0))
-
     def cuts(self, local: list[tf.Tensor]) -> list[Cut]:
         """Returns how the rows of several arrays are divided. On a replica.
 
@@ -286,7 +278,10 @@ class Exchange:
             for leaf in tf.nest.flatten(values)
             if isinstance(leaf, tf.Tensor) and leaf.shape.rank
         ]
-        sizes = [tf.shape(leaf, out_type=tf.int64)[0] for leaf in leaves]
+        sizes = [
+            composites.number_of_rows(composites.own_rows(leaf, local))
+            for leaf in leaves
+        ]
         rows, *cuts = self.cuts([local, *sizes])
         of_rows, total = rows.counts.numpy(), int(rows.total)
 

@@ -67,7 +67,7 @@ class RowScope:
 
     Args:
         low: The first row of the replica in the global batch, int64.
-        local: How many rows it has, int64.
+        local: How many rows it has, int64, at least 1.
         total: How many the global batch has, int64.
         data: Tensors that have these rows.
         taken: See `rows_of_global_draws`.
@@ -118,7 +118,7 @@ class RowScope:
         with tf.control_dependencies(checks):
             shape = tf.cast(shape, tf.int64)
         # Rows of the shape for each example, such as the windows of an image.
-        several = shape[axis] // tf.maximum(self.local, 1)
+        several = shape[axis] // self.local
         return DrawnRows(
             axis,
             shape,

@@ -130,8 +130,6 @@ class GlobalMetrics:
             if written - scope.added - scope.parts.keys():
                 raise _in_two_ways(metric)
             scope.added |= set(map(id, metric.variables))
-            if eager and not int(share.local):
-                return None  # Without rows there is nothing to add.
             return own(*arguments, **named)
         given = [arguments, named]
         if not scope.may_try(metric):

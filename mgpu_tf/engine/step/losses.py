@@ -452,13 +452,12 @@ class _Term:
             return self.loss(y_true, y_pred, sample_weight)
         given = (y_true, y_pred, sample_weight)
         scope = keras_internals.stateless_scope()
-        some_empty = isinstance(scope, StepScope) and scope.some_empty
         known = keras_internals.is_known_by_example(self.loss)
         tries = not isinstance(scope, StepScope) or scope.may_try(self.loss)
         calls = keras_internals.calls_loss(self.loss)
         by_class = known and tf.executing_eagerly()
-        if some_empty or not calls or not (tries or by_class):
-            return self._of_batch(*given, share, tries and not some_empty)
+        if not calls or not (tries or by_class):
+            return self._of_batch(*given, share, tries)
         written = _Writes()
         values, raw = keras_internals.unreduced(self.loss, *given)
         proof = proof_of(given)

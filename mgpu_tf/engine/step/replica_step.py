@@ -167,9 +167,6 @@ class ReplicaStep:
         if self._state.generator is not None:
             keras_internals.lend_global_seed(self._state.generator)
         if self._replicas > 1 or self._state.reads_rules:
-            if tf.executing_eagerly():
-                # Layers, losses and metrics look for replicas without a row.
-                data = without_another(data, share.local)
             given_rows, owners = data, self._calls.owners
             data = tf.nest.map_structure(of_unknown_length, data)
             if self._replicas > 1:
@@ -218,8 +215,6 @@ class ReplicaStep:
                 )
             )
             scope.share, scope.state = share, self._state
-            if self._exchange is not None and tf.executing_eagerly():
-                scope.some_empty = self._exchange.some_empty(share.local)
             scope.read_aside = self._calls.read_aside
             scope.inline = self._calls.inline
             know_rows(scope, data, share)
@@ -582,13 +577,11 @@ def drawing(
         if not axis:
             drawn.append(values)
 
-    low, local = share.low, share.local
-    if not tf.executing_eagerly():
-        low, after = structures.or_another(low, low + local, share.total)
-        local = after - low
+    low, after = share.low, share.low + share.local
+    low, after = structures.or_another(low, after, share.total)
     return rows_of_global_draws(
         low,
-        local,
+        after - low,
         share.total,
         data,
         compiled=compiled,
@@ -651,9 +644,7 @@ def outputs_of_share(
         state.write([(variable, scope.value(variable)) for variable in written])
         return outputs
     eager = tf.executing_eagerly()
-    if eager:
-        data = without_another(data, share.local)
-    else:
+    if not eager:
         given = data
         data = tf.nest.map_structure(of_unknown_length, data)
         calls.owners.note([given, data], place_of(share))
@@ -669,8 +660,6 @@ def outputs_of_share(
         scope.share, scope.state = share, state
         scope.read_aside = calls.read_aside
         scope.inline = calls.inline
-        if exchange is not None and eager:
-            scope.some_empty = exchange.some_empty(share.local)
         know_rows(scope, data, share)
         outputs = outputs_of(model, data, generator)
         outputs = without_another(outputs, share.local)

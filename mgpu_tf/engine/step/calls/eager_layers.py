@@ -105,7 +105,7 @@ class EagerLayers:
         """
         if scope.within_graph:
             return own(*given[0], **given[1])
-        local = int(share.local)
+        local = max(int(share.local), 1)
         rows = {
             id(leaf): leaf
             for leaf in tf.nest.flatten(given)
@@ -125,7 +125,7 @@ class EagerLayers:
                 if self._known[key] is None and self._whole is not None:
                     _log.info(_WHOLE, layer.name, type(layer).__name__)
             known = self._known[key]
-            if known is not None and not scope.some_empty:
+            if known is not None:
                 starts = {
                     key: scope.hold(part[0])
                     for key, part in known.parts.items()

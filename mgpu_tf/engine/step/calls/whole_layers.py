@@ -135,7 +135,10 @@ class WholeLayers:
         """
         cut = self._exchange.cut(share.local)
         every = {
-            key: self._exchange.joined(row, cut) for key, row in rows.items()
+            key: self._exchange.joined(
+                composites.own_rows(row, share.local), cut
+            )
+            for key, row in rows.items()
         }
         for value in composites_of(given):
             every[id(value)] = self._joined(value, share.local)
@@ -246,8 +249,7 @@ def replace_loss(
 def part_of(output: Any, cut: Cut, name: str) -> Any:
     """Returns a replica's rows of what was computed from the global batch.
 
-    In a graph another example's where it has none, to compute with. What runs
-    eagerly computes everything from the rows of all then.
+    Another example's where it has none, to compute with.
     """
     count = composites.number_of_rows(output)
     # An example may have several rows, as of flattened sequences.
@@ -262,13 +264,9 @@ def part_of(output: Any, cut: Cut, name: str) -> Any:
         low = several * cut.low
     own = several * cut.count
     if isinstance(output, COMPOSITES):
-        if not tf.executing_eagerly():
-            own = tf.maximum(own, several)
+        own = tf.maximum(own, several)
         return composites.part(output, tf.minimum(low, count - own), own)
-    mine = output[low : low + own]
-    if not tf.executing_eagerly():
-        mine = with_another(mine, output, several, cut)
-    return tf.ensure_shape(mine, [None, *output.shape[1:]])
+    return with_another(output[low : low + own], output, several, cut)
 
 
 def with_another(
