@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import current_share
-from mgpu_tf.engine.author.step_scope import StepScope, is_read_inside
+from mgpu_tf.engine.author.step_scope import is_read_inside
 from mgpu_tf.engine.exchange.composites import own_rows
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
@@ -75,17 +75,15 @@ class Moments:
         inputs: tf.Tensor,
         mask: Any,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        scope = keras_internals.stateless_scope()
-        whole = isinstance(scope, StepScope) and scope.has_all_rows
         share = current_share()
-        if layer.synchronized and not whole and share is not None:
+        if layer.synchronized and share is not None:
             inputs = own_rows(inputs, share.local)
             mask = mask if mask is None else own_rows(mask, share.local)
         kept = [layer.axis % inputs.shape.rank]
         if layer.synchronized:
             # Within functions, replicas exchange nothing.
             is_read_inside([layer.moving_mean])
-        if whole:
+        if share is None:
             # Gradients of a replica without an example are dropped, and so
             # would be what flows to it from the sums.
             mean, variance = _take_alone(layer, keras_own, inputs, mask)

@@ -29,12 +29,14 @@ from mgpu_tf.engine.inlined import Inlined, refused
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.step.calls.boundary import Boundary
+from mgpu_tf.engine.step.moments import Moments
 from mgpu_tf.engine.step.same_draws import SameDraws
 from mgpu_tf.engine.step.update import Update, hand_over
 from mgpu_tf.engine.synchronous.whole_weights import WholeWeights
 from mgpu_tf.engine.trace_again import TraceAgain, refusal_within
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.strategies.registry import topology_of
 from mgpu_tf.strategies.replicas.mirrored import OneReplicaView, as_one_replica
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
@@ -117,6 +119,8 @@ class AuthorStep:
             return
         self._exchange = Exchange(model, strategy, options)
         self._boundary = Boundary(model, state, self._exchange)
+        local = topology_of(strategy).local
+        self._moments = Moments(model, local.ranges, local.same_rows)
         self._weights = WholeWeights(model)
         self._draws = SameDraws(strategy)
 
@@ -299,6 +303,7 @@ class AuthorStep:
                     self._model, self._generator, seed_for_rows
                 )
                 stack.enter_context(seeds)
+                stack.enter_context(self._moments.in_place())
                 stack.enter_context(self._boundary.around())
                 stack.enter_context(self._weights.around())
                 stack.enter_context(self._inlined.in_place())
