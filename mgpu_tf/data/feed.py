@@ -161,7 +161,7 @@ def next_batch(
         else:
             computed = structures.or_another(low, high, number)
             data = structures.rows(batch, *computed)
-        return data, tf.convert_to_tensor(high - low), size
+        return data, tf.convert_to_tensor(high - low, tf.int64), size
 
     return _for_replicas(strategy, cut)
 

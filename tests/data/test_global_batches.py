@@ -67,9 +67,11 @@ def test_global_batches_do_not_depend_on_workers(
         assert len(elements) == len(expected) * local
         for position, (rows, held, size) in enumerate(elements):
             step = position // local
-            assert held == len(rows)
+            # A replica without a row computes another one of the batch.
+            assert max(held, 1) == len(rows)
+            assert set(rows.tolist()) <= set(expected[step])
             assert size == len(expected[step])
-            joined[step].extend(rows.tolist())
+            joined[step].extend(rows[:held].tolist())
     assert joined == expected
     assert sorted(itertools.chain(*expected)) == list(range(examples))
 
@@ -91,10 +93,10 @@ def test_dataset_is_cut_like_arrays(total):
     for local in (1, total):
         rows = [[], [], []]
         for part in parts(total, local):
-            for position, (batch, _, _) in enumerate(
+            for position, (batch, held, _) in enumerate(
                 passes(data.DatasetSource(dataset), part, -1)
             ):
-                rows[position // local].extend(batch.tolist())
+                rows[position // local].extend(batch[:held].tolist())
         assert rows == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 

@@ -67,7 +67,7 @@ class RowScope:
 
     Args:
         low: The first row of the replica in the global batch, int64.
-        local: How many rows it has, int64, at least 1.
+        local: How many rows it has, int64.
         total: How many the global batch has, int64.
         data: Tensors that have these rows.
         taken: See `rows_of_global_draws`.
@@ -118,7 +118,7 @@ class RowScope:
         with tf.control_dependencies(checks):
             shape = tf.cast(shape, tf.int64)
         # Rows of the shape for each example, such as the windows of an image.
-        several = shape[axis] // self.local
+        several = shape[axis] // tf.maximum(self.local, 1)
         return DrawnRows(
             axis,
             shape,
@@ -195,12 +195,15 @@ class RowScope:
         """Checks in the step what its graph does not prove."""
         length = tf.cast(shape[axis], tf.int64)
         return tf.debugging.assert_equal(
-            length % self.local,
+            length % tf.maximum(self.local, 1) + length * self._none(),
             tf.zeros([], tf.int64),
             f"{name or 'A layer'} draws random numbers of a shape whose "
             f"dimension {axis} is not in proportion to the rows of a replica, "
             "so they cannot be those of one device. Use random='per_replica'.",
         )
+
+    def _none(self) -> tf.Tensor:
+        return tf.cast(tf.equal(self.local, 0), tf.int64)
 
     def _axis_of_numbers(self, dimensions: list[int]) -> int | None:
         """Without a graph: the first dimension, if it is the rows' number."""
