@@ -21,9 +21,11 @@ documented are run again. At the end docs/conformance.md is written; with
 --ledger another file is kept, and its table is written beside it. There are
 more columns than docs/conformance.md has: one_device, mirrored_x2, 2_workers,
 fsdp_x3, tensor_x2, pipeline_x2, data_2_pipeline_2, tensor_2_pipeline_2,
-mirrored_x3_in_parts, which has `step_parts`, and fsdp_x3_ring and
-fsdp_2_tensor_2_ring, whose replicas exchange by collectives. Hardware: any; on
-2 CPU cores three hours. Exits with status 1 where a cell is SILENT or CRASH.
+mirrored_x3_in_parts, which has `step_parts`, fsdp_x3_ring and
+fsdp_2_tensor_2_ring, whose replicas exchange by collectives, mirrored_x3_idle
+and 3_workers_idle, whose second replica has no row in any batch. Hardware:
+any; on 2 CPU cores three hours. Exits with status 1 where a cell is SILENT or
+CRASH.
 """
 
 import argparse
@@ -39,7 +41,10 @@ from tests.conformance.ledger import FILE, Ledger
 COLUMNS = ("mirrored_x3", "3_workers")
 # Options of each `Trainer` of a column.
 OPTIONS = {"mirrored_x3_in_parts": {"step_parts": 2}}
-NUM_WORKERS = {"2_workers": 2, "3_workers": 3}
+NUM_WORKERS = {"2_workers": 2, "3_workers": 3, "3_workers_idle": 3}
+# The share of the second one is smaller than a row of any batch.
+IDLE = "1000,1,1000"
+BALANCE = {"3_workers_idle": IDLE}
 
 
 def main():
@@ -71,7 +76,10 @@ def main():
         if column in NUM_WORKERS:
             from tests.conformance import workers
 
-            workers.run(ledger, column, names, NUM_WORKERS[column])
+            workers.run(
+                *(ledger, column, names, NUM_WORKERS[column]),
+                BALANCE.get(column),
+            )
     if arguments.ledger == FILE:
         table.write(ledger, COLUMNS)
     else:
@@ -88,6 +96,9 @@ def local_strategies():
     mgpu_tf.create_mirrored_strategy(**parts(4))
     return {
         "mirrored_x3": mgpu_tf.create_mirrored_strategy(**parts(3)),
+        "mirrored_x3_idle": mgpu_tf.create_mirrored_strategy(
+            **parts(3), balance=IDLE
+        ),
         "mirrored_x2": mgpu_tf.create_mirrored_strategy(**parts(2)),
         # Of the small weights of rows the large ones are split.
         "fsdp_x3": mgpu_tf.create_model_parallel_strategy(

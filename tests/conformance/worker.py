@@ -25,9 +25,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", required=True)
     parser.add_argument("--rows", required=True)
+    parser.add_argument("--balance", help="as for the strategy")
     arguments = parser.parse_args()
     quiet_import.import_tensorflow()
-    strategy = mgpu_tf.create_multi_worker_mirrored_strategy()
+    strategy = mgpu_tf.create_multi_worker_mirrored_strategy(
+        balance=arguments.balance
+    )
     from tests.conformance.harness import observe
     from tests.conformance.rows import ROWS
 

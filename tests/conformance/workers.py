@@ -25,7 +25,7 @@ ROWS_OF_A_CLUSTER = 100
 ONE_MACHINE = "mirrored_x3"
 
 
-def run(ledger, column, names, num_workers):
+def run(ledger, column, names, num_workers, balance=None):
     """Runs the rows that the ledger lacks, and notes their cells.
 
     Rows that crashed on one machine come last: each costs a cluster.
@@ -39,7 +39,7 @@ def run(ledger, column, names, num_workers):
     while names:
         part = names[:ROWS_OF_A_CLUSTER]
         with tempfile.TemporaryDirectory() as folder:
-            done, ended = _cluster(part, folder, num_workers)
+            done, ended = _cluster(part, folder, num_workers, balance)
             said = None
             for name, outcomes in zip(part, done, strict=False):
                 cell = _cell(name, column, outcomes)
@@ -95,7 +95,7 @@ def _cell(name, column, outcomes):
     return judge.verdict(row, column, first)
 
 
-def _cluster(names, folder, num_workers):
+def _cluster(names, folder, num_workers, balance):
     """Runs rows in one cluster, as far as it goes.
 
     Returns:
@@ -114,6 +114,7 @@ def _cluster(names, folder, num_workers):
                 *("--startup_seconds=0", "--"),
                 *(clusters.PYTHON, "-m", "tests.conformance.worker"),
                 *(f"--folder={folder}", f"--rows={path}"),
+                *([f"--balance={balance}"] if balance else []),
             ],
             env=clusters.environment(),
             stdout=output,
