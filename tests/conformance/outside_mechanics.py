@@ -1650,3 +1650,144 @@ def a_fit_of_its_own(run):
         return models.compiled(Scaled(), sparse(), adam())
 
     outside.train(run, build, outside.points(), outside.kinds())
+
+
+def noisy(seeds, mean):
+    """Mean squares of what is disturbed by a generator of the model."""
+
+    def loss(y, p):
+        far = ops.square(y - p + 0.3 * normal(seeds, p))
+        return ops.mean(far) if mean else ops.mean(far, axis=-1)
+
+    return loss
+
+
+class Disturbed(keras.metrics.Metric):
+    """A mean over a random half of the outputs."""
+
+    def __init__(self, seeds, name="disturbed"):
+        super().__init__(name=name)
+        self.seeds = seeds
+        self.far = self.add_variable((), "zeros", name="far")
+        self.count = self.add_variable((), "zeros", name="count")
+
+    def update_state(self, y, p, sample_weight=None):
+        kept = keras.random.uniform(ops.shape(p), seed=self.seeds) < 0.5
+        kept = ops.cast(kept, p.dtype)
+        self.far.assign_add(ops.sum(kept * ops.abs(y - p)))
+        self.count.assign_add(ops.sum(kept))
+
+    def result(self):
+        return self.far / (self.count + 1e-6)
+
+
+def disturbed(loss, metrics=False):
+    def build():
+        model = mlp(2)
+        model.seeds = keras.random.SeedGenerator(7)
+        model.compile(
+            adam(),
+            loss(model.seeds),
+            metrics=[Disturbed(model.seeds)] if metrics else [],
+        )
+        return model
+
+    return build
+
+
+@row(GROUP)
+def a_loss_of_each_row_that_draws_noise(run):
+    build = disturbed(lambda seeds: noisy(seeds, False))
+    outside.use(run, build, outside.points(), outside.numbers(2))
+
+
+@row(GROUP)
+def a_loss_of_the_batch_that_draws_noise(run):
+    build = disturbed(lambda seeds: noisy(seeds, True))
+    outside.use(run, build, outside.points(), outside.numbers(2))
+
+
+@row(GROUP)
+def a_metric_that_draws_a_mask(run):
+    build = disturbed(lambda seeds: "mse", metrics=True)
+    outside.use(run, build, outside.points(), outside.numbers(2))
+
+
+@row(GROUP)
+def a_loss_that_draws_unseeded_noise(run):
+    def loss(y, p):
+        noise = keras.random.normal(ops.shape(p), dtype=p.dtype)
+        return ops.mean(ops.square(y - p + 0.3 * noise), axis=-1)
+
+    def build():
+        return models.compiled(mlp(2), loss, adam())
+
+    outside.use(run, build, outside.points(), outside.numbers(2))
+
+
+class Denoiser(keras.Model):
+    """Its loss draws the times and the noise of a diffusion."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = mlp(4, inputs=5)
+        self.seeds = keras.random.SeedGenerator(11)
+
+    def call(self, x):
+        times = 0.5 * ops.ones_like(x[:, :1])
+        return self.network(ops.concatenate([x, times], axis=1))
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        times = keras.random.uniform(
+            (ops.shape(x)[0], 1), dtype=x.dtype, seed=self.seeds
+        )
+        noise = normal(self.seeds, x)
+        mixed = ops.sqrt(1 - times) * x + ops.sqrt(times) * noise
+        found = self.network(ops.concatenate([mixed, times], axis=1))
+        return ops.mean(ops.square(found - noise))
+
+
+@row(GROUP)
+def a_compute_loss_that_draws_times_and_noise(run):
+    def build():
+        return models.compiled(Denoiser(), None, adam())
+
+    x = outside.points()
+    outside.use(run, build, x, x)
+
+
+class NormalizedStep(keras.Model):
+    """Its step normalizes over the batches of all replicas."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.Dense(6, activation="tanh"),
+                layers.BatchNormalization(momentum=0.8, synchronized=True),
+                layers.Dense(1),
+            ]
+        )
+
+    def call(self, x, training=False):
+        return self.network(x, training=training)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(self(x, training=True) - y))
+        learn(self.optimizer, tape, loss, self.trainable_variables)
+        return {"loss": loss}
+
+
+@row(GROUP)
+def a_step_that_normalizes_a_batch_of_two_rows(run):
+    def build():
+        return models.compiled(NormalizedStep(), "mse", adam())
+
+    short = outside.SHORT
+    x, y = outside.points(examples=short), outside.numbers(examples=short)
+    outside.train(run, build, x, y)

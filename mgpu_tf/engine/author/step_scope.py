@@ -19,12 +19,12 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.author.contributions import BatchShare
+from mgpu_tf.engine.author.contributions import BatchShare, sharing
 from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.author.state import ReplicaState, Writes
 from mgpu_tf.engine.exchange.composites import composites_of
 from mgpu_tf.engine.inlined import check_lent, is_within_function
-from mgpu_tf.engine.random_rows import RowScope
+from mgpu_tf.engine.random_rows import RowScope, entered_again
 from mgpu_tf.engine.row_proof import (
     FIXED,
     OTHERS,
@@ -389,7 +389,9 @@ class StepScope(keras.StatelessScope):
         """Says that what runs in the block has the rows of all replicas."""
         self.has_all_rows = True
         try:
-            yield
+            # It has no share of a batch, and draws for all of it.
+            with sharing(None), entered_again(None):
+                yield
         finally:
             self.has_all_rows = False
 

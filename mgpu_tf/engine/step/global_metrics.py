@@ -21,7 +21,6 @@ from mgpu_tf.engine.author.contributions import (
     BatchShare,
     current_exchange,
     current_share,
-    sharing,
 )
 from mgpu_tf.engine.author.global_sums import of_sums
 from mgpu_tf.engine.author.rules import rule_of_part, sent_of_part
@@ -95,7 +94,7 @@ class GlobalMetrics:
         every = exchange.whole(given, share.local, fraction, scope.has_rows)
         scope.take_alike(leaves_of(every))
         begun = scope.known_operations()
-        with scope.of_all_rows(), sharing(None):
+        with scope.of_all_rows():
             found = compute(every)
         written = list(map(scope.value, scope.written_since(mark)))
         scope.check_given(name, begun, [found, written])

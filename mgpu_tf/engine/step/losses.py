@@ -38,7 +38,6 @@ from mgpu_tf.engine.author.contributions import (
     BatchShare,
     as_float,
     current_exchange,
-    sharing,
 )
 from mgpu_tf.engine.author.global_sums import of_sums
 from mgpu_tf.engine.author.reading import Reader, Unreadable, of_degree
@@ -200,7 +199,7 @@ class GlobalLoss:
             self._make_global(scope, place, loss)
         scope.take_alike([*leaves_of(every), *leaves_of(scope.losses)])
         begun = scope.known_operations()
-        with scope.of_all_rows(), sharing(None), self._plainly():
+        with scope.of_all_rows(), self._plainly():
             value = value_of(every)
         written = list(map(scope.value, scope.written_since(mark)))
         scope.check_given(name, begun, [value, current.terms, written])
@@ -508,7 +507,7 @@ class _Term:
         scope.take_alike(leaves_of(every))
         name = f"the loss {self.loss.name!r}"
         begun = scope.known_operations()
-        with scope.of_all_rows(), sharing(None):
+        with scope.of_all_rows():
             value = self.loss(*every)
         state = written.variables
         scope.check_given(name, begun, [value, *map(scope.value, state)])

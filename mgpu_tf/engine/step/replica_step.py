@@ -220,9 +220,11 @@ class ReplicaStep:
             know_rows(scope, data, share)
             stack.enter_context(noting(scope.proof))
             drawn: list[tf.Tensor] = []
-            with drawing(share, data, drawn, compiled=compiled) as draws:
-                scope.draws = draws
-                y_pred = self._outputs_of_model(x, training)
+            # Of losses and metrics too.
+            scope.draws = stack.enter_context(
+                drawing(share, data, drawn, compiled=compiled)
+            )
+            y_pred = self._outputs_of_model(x, training)
             reader = Reader(
                 [
                     data,

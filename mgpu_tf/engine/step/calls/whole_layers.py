@@ -15,13 +15,12 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.author.contributions import BatchShare, sharing
+from mgpu_tf.engine.author.contributions import BatchShare
 from mgpu_tf.engine.author.state import ReplicaState
 from mgpu_tf.engine.author.step_scope import StepScope, leaves_of
 from mgpu_tf.engine.exchange import composites
 from mgpu_tf.engine.exchange.composites import COMPOSITES, composites_of
 from mgpu_tf.engine.exchange.crossing import Cut, Exchange
-from mgpu_tf.engine.random_rows import entered_again
 from mgpu_tf.engine.row_proof import (
     FIXED,
     SUM,
@@ -181,9 +180,7 @@ class WholeLayers:
         mark, first = scope.mark(), len(scope.losses)
         with (
             scope.of_all_rows(),
-            sharing(None),
             self._same_draws(scope),
-            entered_again(None),
         ):
             outputs = own(*arguments, **named)
         for variable in scope.written_since(mark):

@@ -335,8 +335,8 @@ class PipelineStep(ReplicaStep):
             scope.inline = self._calls.inline
             know_rows(scope, [rows, data], share)
             stack.enter_context(noting(scope.proof))
-            with drawing(share, [rows, data], drawn):
-                made = self._outputs_of(stage, taken, kind == "train")
+            stack.enter_context(drawing(share, [rows, data], drawn))
+            made = self._outputs_of(stage, taken, kind == "train")
             y_pred: Any = None
             if number == len(self._stages.every) - 1:
                 y_pred = keras_internals.structured(
@@ -518,9 +518,14 @@ class PipelineStep(ReplicaStep):
         own = [v for v in variables if id(v) in trained]
         others = [v for v in variables if id(v) not in trained]
         if number == len(self._stages.every) - 1:
-            others += self._state.metrics
+            # Losses and metrics draw from what no layer has.
+            others += [*self._state.metrics, *self._free_seeds()]
         others += filter(self.is_global_seed, self._state.seeds)
         return own, list({id(v): v for v in others}.values())
+
+    def _free_seeds(self) -> list[keras.Variable]:
+        held = {id(v) for each in self._stages.every for v in each.variables}
+        return [seed for seed in self._state.seeds if id(seed) not in held]
 
     def is_in_parts(self, variable: keras.Variable) -> bool:
         """Returns whether a weight is joined where layers read it whole."""
