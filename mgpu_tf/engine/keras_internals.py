@@ -31,6 +31,7 @@ from tensorflow.python.eager.polymorphic_function import (
     polymorphic_function,
 )
 from tensorflow.python.framework import auto_control_deps_utils
+from tensorflow.python.framework import ops as tf_ops
 
 from mgpu_tf.layers import ShardedEmbedding
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
@@ -1460,6 +1461,34 @@ def is_within_own_gradient() -> bool:
     before = sys.getrefcount(shown)
     pywrap_tfe.TFE_Py_VariableWatcherVariableAccessed(shown)
     return sys.getrefcount(shown) > before
+
+
+def gradient_given(op: tf.Operation) -> Callable[..., Any] | None:
+    """Returns the gradient that an author gave an operation of a graph.
+
+    Args:
+        op: An operation, such as `tf.custom_gradient` makes.
+
+    Returns:
+        A function of the operation and of what flows back to its outputs; None
+        where TensorFlow, Keras or this package gave it.
+    """
+    attributes = op.node_def.attr
+    if "_gradient_op_type" not in attributes:
+        return None
+    name = attributes["_gradient_op_type"].s.decode()
+    if not name.startswith("CustomGradient-"):
+        return None
+    function = tf_ops.get_gradient_function(op)
+    by_tape = _closed_over(function)["tape_grad_fn"]
+    author = _closed_over(by_tape)["grad_fn"].__module__ or ""
+    known = author.startswith(("tensorflow.", "keras.", "mgpu_tf."))
+    return None if known else function
+
+
+def _closed_over(function: Callable[..., Any]) -> dict[str, Any]:
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return dict(zip(function.__code__.co_freevars, cells, strict=True))
 
 
 def is_within_compiled_convolution() -> bool:

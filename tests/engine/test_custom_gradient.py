@@ -103,3 +103,103 @@ def test_as_keras_or_refused(strategies, float64, column, model, passes, eager):
     found = trained(model, passes, fit, eager)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+
+
+def by_value(upstream):
+    return tf.clip_by_value(upstream, -0.01, 0.01)
+
+
+def by_norm(upstream):
+    return upstream / (1e-3 + tf.norm(upstream))
+
+
+def centred(upstream):
+    return upstream - tf.reduce_mean(upstream, 0, keepdims=True)
+
+
+class SentBack(keras.layers.Layer):
+    """What flows back through it is changed.
+
+    Args:
+        change: Changes it.
+        mixes: Whether rows are mixed behind it.
+    """
+
+    def __init__(self, change, mixes=False):
+        super().__init__()
+        self.change, self.mixes = change, mixes
+
+    def call(self, x):
+        @tf.custom_gradient
+        def same(x):
+            return tf.identity(x), self.change
+
+        x = same(x)
+        return x - tf.reduce_mean(x, 0, keepdims=True) if self.mixes else x
+
+
+def of_weights(change):
+    """A layer whose weights get a changed gradient."""
+
+    class Scaled(keras.layers.Dense):
+        def call(self, x):
+            @tf.custom_gradient
+            def same(kernel):
+                return tf.identity(kernel), change
+
+            return x @ same(tf.convert_to_tensor(self.kernel))
+
+    return lambda: Scaled(6, use_bias=False)
+
+
+CHANGED = {
+    "reversed": lambda: SentBack(lambda upstream: -0.3 * upstream),
+    "by value": lambda: SentBack(by_value),
+    "centred": lambda: SentBack(centred),
+    "reversed before rows are mixed": lambda: SentBack(
+        lambda upstream: -0.3 * upstream, True
+    ),
+    "of weights, scaled": of_weights(lambda upstream: 0.3 * upstream),
+    "by norm": lambda: SentBack(by_norm),
+    "by value before rows are mixed": lambda: SentBack(by_value, True),
+    "of weights, by norm": of_weights(by_norm),
+}
+NONLINEAR = set(list(CHANGED)[-3:])
+
+
+@pytest.mark.parametrize("eager", tiered([False, True], [False]))
+@pytest.mark.parametrize("model", [keras.Sequential, "own step"])
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_flows_back(strategies, float64, name, model, eager):
+    """It is of one row, linear, refused, or in a step of one's own."""
+
+    def build():
+        layers = [
+            keras.layers.Dense(6, "tanh"),
+            CHANGED[name](),
+            keras.layers.Dense(1),
+        ]
+        inputs = x = keras.Input((4,))
+        for layer in layers:
+            x = layer(x)
+        kind = Own if model == "own step" else keras.Model
+        made = kind(inputs, x)
+        made.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=eager)
+        return made
+
+    x = np.random.default_rng(0).normal(size=(13, 4))
+    fit = {"batch_size": 5, "epochs": 2, "shuffle": False, "verbose": 0}
+    keras.utils.set_random_seed(1)
+    expected = build()
+    expected.fit(x, x[:, :1], **fit)
+    keras.utils.set_random_seed(1)
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"], seed=None)
+    if name in NONLINEAR and model != "own step":
+        with pytest.raises(mgpu_tf.ConfigurationError, match="linear"):
+            trainer.fit(x, x[:, :1], **fit)
+        return
+    trainer.fit(x, x[:, :1], **fit)
+    for mine, theirs in zip(
+        trainer.model.weights, expected.weights, strict=True
+    ):
+        np.testing.assert_allclose(mine, theirs, 1e-9, 1e-12)

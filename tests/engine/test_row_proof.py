@@ -229,6 +229,11 @@ PROVEN = {
     "sum": lambda a: tf.reduce_sum(tf.square(a)),
     "sum from zero": lambda a: tf.zeros([], a.dtype) + tf.reduce_sum(a),
     "sum of columns": lambda a: tf.reduce_sum(a, 0) * W[0, :3],
+    "sum of products": lambda a: tf.matmul(a[:, 0], a[:, 1], transpose_a=True),
+    "sum of products, turned": lambda a: tf.matmul(
+        tf.transpose(a[:, 0]), tf.transpose(a[:, 1]), transpose_b=True
+    ),
+    "product of a sum": lambda a: tf.matmul(tf.reduce_sum(a, 0), W[:3]),
     "sum of tokens": lambda a: tf.reduce_sum(tf.reshape(a, [-1, 3]) ** 2),
     "mean": lambda a: tf.reduce_mean(a) + 0.5,
     "mean of tokens": lambda a: tf.reduce_mean(tf.reshape(a, [-1, 3]) ** 2),
@@ -343,7 +348,7 @@ UNPROVABLE = {
     "joined rows": lambda a: tf.reshape(a, [-1, 24]),
     "two examples in one": lambda a: tf.reshape(a, [2, -1]),
     "padded": lambda a: tf.pad(a, [[1, 0], [0, 0], [0, 0]]),
-    "transposed sum": lambda a: tf.matmul(a[:, 0], a[:, 1], transpose_a=True),
+    "pairs of rows": lambda a: tf.matmul(a[:, 0], a[:, 1], transpose_b=True),
     "cumsum over rows": lambda a: tf.cumsum(a, axis=0),
     "halves of numbers": lambda a: tf.bitcast(a, tf.int32),
     "fft": lambda a: tf.signal.fft(tf.cast(a, tf.complex128)),

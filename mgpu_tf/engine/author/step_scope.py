@@ -33,6 +33,7 @@ from mgpu_tf.engine.row_proof import (
     RowProof,
     Rows,
     acts,
+    given_gradients,
 )
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
@@ -265,12 +266,16 @@ class StepScope(keras.StatelessScope):
             made: A structure of what it made.
 
         Raises:
-            ConfigurationError: It reads something of this replica's rows.
+            ConfigurationError: It reads something of this replica's rows, or
+                a gradient is not the same on all of them.
             TraceAgain: It will not in another trace.
         """
-        if tf.executing_eagerly() or self.read_aside is None:
+        if tf.executing_eagerly():
             return
         graph = tf.compat.v1.get_default_graph()
+        self.check_gradients(name, graph, since)
+        if self.read_aside is None:
+            return
         operations = graph.get_operations()[since:]
         new = {id(op): place for place, op in enumerate(operations, since)}
         # Each with whether what makes it was computed in the turn of others.
@@ -295,6 +300,26 @@ class StepScope(keras.StatelessScope):
                 continue  # Of what another replica has checked itself.
             elif self.proof.of(tensor) != FIXED:
                 self.read_aside(name, tensor)
+
+    def check_gradients(self, name: str, graph: Any, since: int = 0) -> None:
+        """Refuses gradients that replicas take of parts of what flows back.
+
+        Args:
+            name: Of what was computed from the rows of all replicas.
+            graph: Where it was traced.
+            since: The first of its operations, by its number in the graph.
+
+        Raises:
+            ConfigurationError: There is one.
+        """
+        if self.trains and any(given_gradients(graph, since)):
+            raise ConfigurationError(
+                "On several replicas the gradient of a tf.custom_gradient must "
+                "be one of each row, or linear in what flows back to it. "
+                f"Received: {name}, which has another one, such as one that is "
+                "divided by its norm. Train by a train_step of your own, which "
+                "has the rows of all replicas."
+            )
 
     def lend(self, variables: list[keras.Variable], values: Any) -> None:
         """Sets the values of weights that a layer reads."""

@@ -40,6 +40,7 @@ from mgpu_tf.engine.row_proof.kinds import (
 from mgpu_tf.engine.row_proof.proof import (
     RowProof,
     active,
+    given_gradients,
     leave_others,
     note,
     note_same,
@@ -68,6 +69,7 @@ __all__ = [
     "active",
     "acts",
     "functions_of",
+    "given_gradients",
     "leave_others",
     "note",
     "note_same",

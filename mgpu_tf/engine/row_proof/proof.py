@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from mgpu_tf.engine.row_proof.gradients import is_linear, keeps_rows_apart
 from mgpu_tf.engine.row_proof.kinds import (
     FIXED,
     OTHERS,
@@ -19,7 +20,7 @@ from mgpu_tf.engine.row_proof.kinds import (
     Rows,
 )
 from mgpu_tf.engine.row_proof.rules import by_rule
-from mgpu_tf.engine.row_proof.writes import body_of, written_by
+from mgpu_tf.engine.row_proof.writes import body_of, functions_of, written_by
 from mgpu_tf.strategies.replicas.own_gradient import is_sum_over_replicas
 
 # Calls of functions, reads of variables, and what reaches no number.
@@ -229,6 +230,10 @@ class RowProof:
             self.writes_rows |= _writes(op)
             self.unproven.append(op)
             return [UNPROVEN] * count
+        apart = self.walked_apart
+        if op.type == "IdentityN" and not keeps_rows_apart(op, kinds, apart):
+            self.unproven.append(op)
+            return [UNPROVEN] * count
         if all(kind == FIXED for kind in kinds):
             return [FIXED] * count
         if op.type == "PlaceholderWithDefault":
@@ -268,6 +273,14 @@ class RowProof:
         if op.type in CHECKS:
             return []
         return by_rule(op, kinds)
+
+    def walked_apart(self, graph: Any, kinds: list[Kind]) -> list[Kind]:
+        """Returns what the outputs of another graph are, given its inputs."""
+        inner = RowProof(fixed=self.fixed, outer=self)
+        for tensor, kind in zip(graph.inputs, kinds, strict=False):
+            inner.take([tensor], kind)
+        inner.walk(graph)
+        return [inner.of(tensor) for tensor in graph.outputs]
 
     # Calls, branches and loops.
 
@@ -337,6 +350,28 @@ class RowProof:
         for tensor, kind in zip(body.inputs, kinds, strict=True):
             inner.take([tensor], kind)
         return [inner.of(tensor) for tensor in body.outputs]
+
+
+def given_gradients(graph: Any, first: int = 0) -> Iterator[tf.Operation]:
+    """Yields operations to which more flows back than their true gradient.
+
+    An author gives it by `tf.custom_gradient`, and it is not proven to be
+    linear in what comes to it, as true gradients are.
+
+    Args:
+        graph: The graph; the functions that it calls as well.
+        first: The operation to begin with, by its number in the graph.
+    """
+    for op in graph.get_operations()[first:]:
+        for function in functions_of(op):
+            body = body_of(op, function)
+            if body is not None:
+                yield from given_gradients(body)
+        if op.type == "IdentityN":
+            alone = RowProof()
+            alone.skip(op.graph)
+            if not is_linear(op, alone.walked_apart):
+                yield op
 
 
 def _joined(before: Kind, after: Kind, output: tf.Tensor) -> Kind:

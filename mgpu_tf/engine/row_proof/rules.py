@@ -151,7 +151,7 @@ def _linear(op: tf.Operation, kinds: list[Kind]) -> Kind:
     if op.type in LINEAR and op.outputs[0].dtype.is_floating:
         return kind
     once = kinds.count(kind) == 1
-    if once and op.type == "Mul":
+    if once and op.type in ("BatchMatMulV2", "MatMul", "Mul"):
         return kind
     if once and op.type in ("RealDiv", "Div", "DivNoNan") and kinds[0] == kind:
         return kind
@@ -588,8 +588,12 @@ def _lookup(op: tf.Operation, kinds: list[Kind]) -> Kind:
 
 def _matmul(op: tf.Operation, kinds: list[Kind]) -> Kind:
     left, right = kinds
+    turned = op.get_attr("transpose_a"), op.get_attr("transpose_b")
+    # The gradient of a weight: products of the same rows are added up.
+    if kinds == [Rows(axis=1 - turned[0]), Rows(axis=int(turned[1]))]:
+        return SUM if op.outputs[0].dtype.is_floating else UNPROVEN
     plain = isinstance(left, Rows) and right == FIXED
-    if op.get_attr("transpose_a") or not plain or left.axis:  # type: ignore
+    if turned[0] or not plain or left.axis:  # type: ignore
         return UNPROVEN
     return left
 

@@ -169,9 +169,11 @@ class EagerLayers:
         mark, graph, taken = scope.mark(), scope.graph, set(self._taken)
         busy, scope.busy = scope.busy, True  # Nothing is gathered for it.
         proven: list[_Proven | None] = []
+        graphs: list[Any] = []
 
         def call(*traced: tf.Tensor) -> None:
             scope.graph = tf.compat.v1.get_default_graph()
+            graphs.append(scope.graph)
             variables = getattr(layer, "variables", ())
             for variable in filter(keras_internals.is_split, variables):
                 value = tf.zeros(variable.shape, variable.dtype)
@@ -219,9 +221,14 @@ class EagerLayers:
         except Exception as error:  # Code of the author's that needs values.
             if isinstance(error, ConfigurationError) and self._whole is None:
                 raise
-            return None
+            proven.clear()
         finally:
             scope.reset(mark)
             scope.graph, scope.busy = graph, busy
             self._taken.intersection_update(taken)
-        return proven[0] if len(proven) == 1 else None
+        if len(proven) == 1 and proven[0] is not None:
+            return proven[0]
+        # It will be computed from the rows of all, where there is no graph.
+        for traced_in in graphs:
+            scope.check_gradients(layer.name, traced_in)
+        return None
