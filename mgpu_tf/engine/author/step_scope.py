@@ -642,6 +642,21 @@ def proof_of(rows: Any) -> RowProof:
         proof = RowProof()
         if not tf.executing_eagerly():
             proof.skip(tf.compat.v1.get_default_graph())
-    proof.take([leaf for leaf in leaves_of(rows) if leaf.shape.rank], Rows())
+    for leaf in leaves_of(rows):
+        if leaf.shape.rank and not is_alike(leaf):
+            proof.take([leaf], Rows())
     proof.take(composites_of(rows), UNPROVEN)
     return proof
+
+
+def is_alike(leaf: tf.Tensor) -> bool:
+    """Whether what a model returns is the same on all replicas.
+
+    It has no rows of theirs then, such as a weight or a mean over the batch.
+    """
+    scope = keras_internals.stateless_scope()
+    if not isinstance(scope, StepScope):
+        return False
+    if not tf.is_symbolic_tensor(leaf):
+        return not scope.has_rows.get(id(leaf), (leaf, True))[1]
+    return scope.proof.found(leaf) == FIXED

@@ -24,7 +24,12 @@ from mgpu_tf.engine.author.contributions import (
 )
 from mgpu_tf.engine.author.global_sums import of_sums
 from mgpu_tf.engine.author.rules import rule_of_part, sent_of_part
-from mgpu_tf.engine.author.step_scope import StepScope, leaves_of, proof_of
+from mgpu_tf.engine.author.step_scope import (
+    StepScope,
+    is_alike,
+    leaves_of,
+    proof_of,
+)
 from mgpu_tf.engine.row_proof import FIXED, Held, RowProof, active
 from mgpu_tf.engine.step.losses import NeedsAllRows, say_gathered
 from mgpu_tf.errors import ConfigurationError
@@ -124,7 +129,8 @@ class GlobalMetrics:
             if any(id(v) in scope.added for v in metric.variables):
                 raise _in_two_ways(metric)
             return own(*arguments, **named)
-        if keras_internals.adds_up(metric):
+        alike = any(map(is_alike, leaves_of([arguments, named])))
+        if keras_internals.adds_up(metric) and not alike:
             written = set(map(id, filter(scope.is_written, metric.variables)))
             if written - scope.added - scope.parts.keys():
                 raise _in_two_ways(metric)

@@ -21,7 +21,13 @@ from mgpu_tf.engine.author.contributions import BatchShare, sharing
 from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.author.rules import rule_of_part, sent_of_part
 from mgpu_tf.engine.author.state import ReplicaState, Writes
-from mgpu_tf.engine.author.step_scope import Part, StepScope
+from mgpu_tf.engine.author.step_scope import (
+    Part,
+    StepScope,
+    is_alike,
+    leaves_of,
+    proof_of,
+)
 from mgpu_tf.engine.author.written import by_rule
 from mgpu_tf.engine.exchange.composites import without_another
 from mgpu_tf.engine.exchange.crossing import Exchange
@@ -38,6 +44,7 @@ from mgpu_tf.engine.row_proof import (
     Rows,
     note,
     noting,
+    proving,
 )
 from mgpu_tf.engine.step.calls.layer_calls import LayerCalls
 from mgpu_tf.engine.step.global_metrics import GlobalMetrics
@@ -663,8 +670,13 @@ def outputs_of_share(
         scope.read_aside = calls.read_aside
         scope.inline = calls.inline
         know_rows(scope, data, share)
-        outputs = outputs_of(model, data, generator)
-        outputs = without_another(outputs, share.local)
+        if keras_internals.overrides(model, "predict_step"):
+            outputs = _outputs_of_step(model, data, generator, scope, exchange)
+        else:
+            outputs = outputs_of(model, data, generator)
+        outputs = tf.nest.map_structure(
+            lambda leaf: _predicted(leaf, share), outputs
+        )
     seeds = set(map(id, state.seeds)) if eager else set()
     scope.check_known(state.variables)
     if scope.within:
@@ -691,6 +703,47 @@ def outputs_of_share(
             )
     state.write(writes)
     return outputs
+
+
+def _outputs_of_step(
+    model: keras.Model,
+    data: Any,
+    generator: Any,
+    scope: StepScope,
+    exchange: Exchange | None,
+) -> Any:
+    """Returns what a `predict_step` of the author's returns.
+
+    Of the rows of this replica where it is proven to keep them apart, and of
+    those of all replicas otherwise.
+    """
+    mark = scope.mark()
+    if exchange is None or scope.may_try(model):
+        proof = proof_of(data)
+        with proving(proof):
+            outputs = outputs_of(model, data, generator)
+        kinds = map(proof.of, tf.nest.flatten(outputs, expand_composites=True))
+        if exchange is None or set(kinds) <= {Rows(), FIXED}:
+            return outputs
+        scope.give_up(mark, model)
+    assert scope.share is not None
+    fraction = scope.share.fraction(tf.float64)
+    local = scope.share.local
+    every = exchange.whole(data, local, fraction, scope.has_rows)
+    scope.take_alike(leaves_of(every))
+    with scope.of_all_rows():
+        outputs = outputs_of(model, every, generator)
+    leaves = leaves_of(outputs)
+    scope.take_alike(leaves)
+    scope.has_rows |= {id(leaf): (leaf, False) for leaf in leaves}
+    return outputs
+
+
+def _predicted(output: Any, share: BatchShare) -> Any:
+    """Returns a replica's rows; what all have, of the first replica alone."""
+    if isinstance(output, tf.Tensor) and is_alike(output):
+        return output if place_of(share) == 0 else output[:0]
+    return without_another(output, share.local)
 
 
 def place_of(share: BatchShare) -> int:

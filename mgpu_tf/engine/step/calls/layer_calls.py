@@ -343,14 +343,16 @@ class LayerCalls:
             return outputs
         assert self._exchange is not None
         cut = self._exchange.cut(share.local)
-        return tf.nest.map_structure(
-            lambda leaf: (
-                part_of(leaf, cut, "the model")
-                if id(leaf) in scope.whole
-                else leaf
-            ),
-            outputs,
-        )
+
+        def own_rows(leaf: Any) -> Any:
+            if id(leaf) not in scope.whole:
+                return leaf
+            if rows_of(leaf):
+                return part_of(leaf, cut, "the model")
+            scope.take_alike([leaf])
+            return leaf
+
+        return tf.nest.map_structure(own_rows, outputs)
 
     def _called_whole(
         self,
