@@ -1230,8 +1230,8 @@ def _traces(function: Any) -> int:
     return count() if count is not None else 0
 
 
-def _number(value: tf.Tensor) -> Any:
-    array = value.numpy()
+def _number(value: Any) -> Any:
+    array = np.asarray(value)
     return float(array) if array.ndim == 0 else array
 
 

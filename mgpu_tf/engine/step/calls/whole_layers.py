@@ -89,26 +89,28 @@ class WholeLayers:
         scope.check_given(layer.name, begun, made)
 
         def part(output: Any) -> Any:
-            mine = mine_of(output)
-            if not active() and isinstance(output, (tf.Tensor, *COMPOSITES)):
-                if mine is output:
-                    scope.take_alike([mine])
-                else:
-                    scope.proof.take([mine], _kind_of(mine))
-            return mine
-
-        def mine_of(output: Any) -> Any:
             if isinstance(output, COMPOSITES):
-                return part_of(output, cut, layer.name)
-            if not isinstance(output, tf.Tensor) or is_same(output):
+                mine = part_of(output, cut, layer.name)
+                if not active():
+                    scope.proof.take([mine], _kind_of(mine))
+                return mine
+            if not isinstance(output, tf.Tensor):
                 return output
             kind = proof.of(output)
             first = isinstance(kind, Rows) and not kind.axis
             # Of whole inputs what is not proven may have rows on any axis.
             first |= mixes and not isinstance(kind, Rows)
             if rows_of(output) and (first or active()):
-                return part_of(output, cut, layer.name)
-            scope.whole[id(output)] = (output, kind)
+                mine = part_of(output, cut, layer.name)
+                if not active():
+                    scope.proof.take([mine], Rows())
+                return mine
+            if kind == UNPROVEN:
+                output = _not_of_rows(output, cut, layer.name)
+            if not is_same(output):
+                scope.whole[id(output)] = (output, kind)
+            if not active():
+                scope.take_alike([output])
             return output
 
         return tf.nest.map_structure(part, outputs)
@@ -243,6 +245,19 @@ def replace_loss(
     scope.known_losses[id(loss)] = loss
 
 
+def _not_of_rows(output: tf.Tensor, cut: Cut, name: str) -> tf.Tensor:
+    """Returns what has a length of its own, which may not be the batch's."""
+    if not output.shape.rank or output.shape[0] is None:
+        return output
+    check = tf.debugging.assert_none_equal(
+        cut.total,
+        tf.constant(output.shape[0], tf.int64),
+        message=f"{AS_MANY_ROWS} {name}, which returns {output.shape[0]}.",
+    )
+    with tf.control_dependencies([check] if check is not None else []):
+        return tf.identity(output)
+
+
 def part_of(output: Any, cut: Cut, name: str) -> Any:
     """Returns a replica's rows of what was computed from the global batch.
 
@@ -297,6 +312,15 @@ def rows_of(values: Any) -> list[tf.Tensor]:
         # What is the same for all rows, as a mask, has a length that is known.
         and (leaf.shape.rank is None or (leaf.shape.rank and not leaf.shape[0]))
     ]
+
+
+AS_MANY_ROWS = (
+    "On several replicas, where a layer computes all rows of a batch and "
+    "returns a fixed number of rows, it cannot be proven whether these are one "
+    "for each example. So the batch must have another number of rows. Change "
+    "its size, take the number from ops.shape(x)[0], or use the strategy "
+    "one_device. Received: the layer"
+)
 
 
 def masks_of(rows: list[tf.Tensor]) -> list[tf.Tensor]:
