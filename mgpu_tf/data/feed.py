@@ -92,7 +92,8 @@ def distribute(
                 tf.data.INFINITE_CARDINALITY
             )
         )
-    dataset = dataset.prefetch(2 * local.count)
+    if source.repeats:
+        dataset = dataset.prefetch(2 * local.count)
     options = tf.data.Options()
     options.deterministic = True
     options.experimental_distribute.auto_shard_policy = (

@@ -1791,3 +1791,142 @@ def a_step_that_normalizes_a_batch_of_two_rows(run):
     short = outside.SHORT
     x, y = outside.points(examples=short), outside.numbers(examples=short)
     outside.train(run, build, x, y)
+
+
+class WithWeight(keras.Model):
+    """It returns a weight, and a mean over the batch, beside its outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.network, self.last = mlp(4), layers.Dense(2)
+
+    def call(self, x):
+        hidden = self.network(x)
+        return {
+            "out": self.last(hidden),
+            "kernel": self.last.kernel * 1.0,
+            "mean": ops.mean(hidden, axis=0),
+        }
+
+
+def squares(y, p):
+    return 0.1 * ops.sum(ops.square(p))
+
+
+class Largest(keras.metrics.Metric):
+    """A sum of the squares of what it is given, over the batches."""
+
+    def __init__(self, name="squares"):
+        super().__init__(name=name)
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y, p, sample_weight=None):
+        self.total.assign_add(ops.sum(ops.square(p)))
+
+    def result(self):
+        return self.total
+
+
+@row(GROUP)
+def outputs_that_have_no_rows(run):
+    def build():
+        model = WithWeight()
+        model.compile(
+            adam(),
+            {"out": "mse", "kernel": squares, "mean": squares},
+            metrics={"kernel": [Largest()], "mean": [Largest()]},
+        )
+        return model
+
+    y = {
+        "out": outside.numbers(2),
+        "kernel": outside.numbers(),
+        "mean": outside.numbers(),
+    }
+    outside.use(run, build, outside.points(), y)
+
+
+class Standardized(keras.Model):
+    """Its predictions are compared with those of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = mlp(2)
+
+    def call(self, x):
+        return self.network(x)
+
+    def predict_step(self, data):
+        found = self(data, training=False)
+        apart = (found - ops.mean(found, axis=0)) / ops.std(found, axis=0)
+        return {"apart": apart, "order": ops.argsort(found[:, 0])}
+
+
+@row(GROUP)
+def predictions_compared_with_those_of_the_batch(run):
+    def build():
+        return models.compiled(Standardized(), "mse", adam())
+
+    outside.use(run, build, outside.points(), outside.numbers(2))
+
+
+class Doubt(keras.Model):
+    """Predictions with dropout, several times, and how far they differ."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.Dense(6, activation="tanh"),
+                layers.Dropout(0.3, seed=5),
+                layers.Dense(2),
+            ]
+        )
+
+    def call(self, x, training=False):
+        return self.network(x, training=training)
+
+    def predict_step(self, data):
+        several = ops.stack([self(data, training=True) for _ in range(3)])
+        return ops.mean(several, axis=0), ops.std(several, axis=0)
+
+
+@row(GROUP)
+def predictions_with_dropout_several_times(run):
+    def build():
+        return models.compiled(Doubt(), "mse", adam())
+
+    outside.use(run, build, outside.points(), outside.numbers(2))
+
+
+@tf.custom_gradient
+def reversed_gradient(x):
+    return tf.identity(x), lambda upstream: -0.3 * upstream
+
+
+@tf.custom_gradient
+def rounded(x):
+    """A straight-through estimator."""
+    return tf.round(4 * x) / 4, lambda upstream: upstream
+
+
+class Adversary(layers.Layer):
+    def call(self, x):
+        return rounded(reversed_gradient(x))
+
+
+@row(GROUP)
+def gradients_reversed_and_straight_through(run):
+    def build():
+        inputs = keras.Input((4,))
+        x = layers.Dense(6, activation="tanh")(inputs)
+        domain = layers.Dense(2, name="domain")(Adversary()(x))
+        label = layers.Dense(3, name="label")(x)
+        model = keras.Model(inputs, {"domain": domain, "label": label})
+        return models.compiled(
+            model, {"domain": "mse", "label": sparse()}, adam()
+        )
+
+    y = {"domain": outside.numbers(2), "label": outside.kinds()}
+    outside.use(run, build, outside.points(), y)
