@@ -15,8 +15,9 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.row_proof.kinds import FIXED, SUM, Kind
 
-# Returns what the outputs of a graph are, of inputs that are known.
-Walk = Callable[[Any, list[Kind]], list[Kind]]
+# Returns what the outputs of a graph are that a function makes, given what its
+# inputs are.
+Walk = Callable[[Callable[[], Any], list[Kind]], list[Kind]]
 
 
 def keeps_rows_apart(op: tf.Operation, kinds: list[Kind], walk: Walk) -> bool:
@@ -27,7 +28,7 @@ def keeps_rows_apart(op: tf.Operation, kinds: list[Kind], walk: Walk) -> bool:
     Args:
         op: An operation whose outputs are its inputs.
         kinds: What these are.
-        walk: Looks at a graph.
+        walk: Looks at a graph, while it is traced too.
     """
     coming = [SUM if kind == FIXED else kind for kind in kinds]
     return _sends_back(op, coming, walk)
@@ -62,12 +63,15 @@ def _sends_back(op: tf.Operation, coming: list[Kind], walk: Walk) -> bool:
         for output, kind in zip(op.outputs, coming, strict=True)
         if output.dtype != tf.resource
     ]
-    try:
+
+    def traced() -> Any:
         with op.graph.as_default():
             function = tf.function(back, autograph=False)
-            traced = function.get_concrete_function(*[s for s, _ in taken])
+            return function.get_concrete_function(*[s for s, _ in taken]).graph
+
+    try:
+        found = iter(walk(traced, [kind for _, kind in taken]))
     except Exception:
         return False  # Code of the author's; nothing is proven.
-    found = iter(walk(traced.graph, [kind for _, kind in taken]))
     pairs = zip(sent, coming, strict=True)
     return all(each is None or next(found) == kind for each, kind in pairs)

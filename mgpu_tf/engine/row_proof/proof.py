@@ -274,9 +274,13 @@ class RowProof:
             return []
         return by_rule(op, kinds)
 
-    def walked_apart(self, graph: Any, kinds: list[Kind]) -> list[Kind]:
+    def walked_apart(
+        self, traced: Callable[[], Any], kinds: list[Kind]
+    ) -> list[Kind]:
         """Returns what the outputs of another graph are, given its inputs."""
         inner = RowProof(fixed=self.fixed, outer=self)
+        with proving(inner):
+            graph = traced()
         for tensor, kind in zip(graph.inputs, kinds, strict=False):
             inner.take([tensor], kind)
         inner.walk(graph)

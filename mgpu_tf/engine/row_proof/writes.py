@@ -35,9 +35,8 @@ _READS = frozenset(
     )
 )
 _PYTHON = ("EagerPyFunc", "PyFunc")
-# What is stateful for TensorFlow, and may be done twice or not at all. What
-# holds of a batch may not hold of a part of it, so `Assert` is not among it.
-_IDLE = _READS | {"CheckNumerics", "NoOp", "VarHandleOp"}
+# What is stateful for TensorFlow, and may be done twice or not at all.
+_IDLE = _READS | {"Assert", "CheckNumerics", "NoOp", "VarHandleOp"}
 
 
 def acts(graph: Any, first: int = 0) -> bool:
