@@ -61,6 +61,12 @@ SLICE = [
     ("mirrored_x3", "extra gradients on moved inputs in a decorated step"),
     ("fsdp_x3", "own cells both ways over images of time"),
     ("tensor_x3", "words drawn by a loop to predict"),
+    ("mirrored_x3", "a loss of each row that draws noise"),
+    ("fsdp_x3", "a metric that draws a mask"),
+    ("mirrored_x3", "a step that normalizes a batch of two rows"),
+    ("mirrored_x3", "outputs that have no rows"),
+    ("fsdp_x3", "predictions compared with those of the batch"),
+    ("tensor_x3", "gradients reversed and straight through"),
 ]
 
 

@@ -313,10 +313,10 @@ def test_without_xla_where_rows_are_exchanged(name, strategies, caplog):
     np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-9)
 
 
-def fitted_as_keras(build, strategy):
+def fitted_as_keras(build, strategy, given=None, rows=13):
     """Trains with Keras and with the Trainer; compares losses and weights."""
-    x, y = data()
-    fit = {"batch_size": 13, "shuffle": False, "verbose": 0}
+    x, y = given or data()
+    fit = {"batch_size": rows, "shuffle": False, "verbose": 0}
     keras.utils.set_random_seed(0)
     model = build()
     theirs = model.fit(x, y, **fit).history
@@ -481,3 +481,43 @@ def test_a_quantized_model_predicts_as_such(strategies):
         assert np.abs(after - before).max() > 1e-6
         own = trainer.model(x[:13]).numpy()
         np.testing.assert_allclose(after[:13], own, rtol=1e-6, atol=1e-9)
+
+
+class Folds(layers.Layer):
+    """It makes a fixed number of rows of all rows of a batch."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def call(self, x):
+        return x, tf.reshape(x - ops.mean(x, axis=0), (self.number, -1))
+
+
+@pytest.mark.parametrize("number", [4, 8])
+def test_a_fixed_number_of_rows_is_not_taken_for_those_of_the_batch(
+    number, strategies
+):
+    """Whether there is one for each example is not known where both fit."""
+
+    def build():
+        inputs = keras.Input((3,))
+        x, folded = Folds(number)(layers.Dense(2)(inputs))
+        model = keras.Model(inputs, {"x": x, "folded": ops.tanh(folded)})
+        model.compile(
+            keras.optimizers.SGD(0.1),
+            {"x": "mse", "folded": lambda y, p: ops.sum(p**2)},
+        )
+        return model
+
+    x = np.random.default_rng(0).normal(size=(12, 3))
+    y = {"x": x[:, :2], "folded": x[:, :1]}
+
+    if number == 8:
+        fitted_as_keras(build, strategies["mirrored_x3"], (x, y), rows=4)
+        return
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    with pytest.raises(
+        mgpu_tf.ConfigurationError, match=r"take the number.* returns 4"
+    ):
+        trainer.fit(x, y, batch_size=4, verbose=0)

@@ -48,7 +48,76 @@ def loss(name):
     return f"{LOSSES}::test_same_as_keras[{name}-mirrored_x3]"
 
 
+NO_ROWS = "tests/engine/test_no_rows.py"
+TWO_ROWS = "a step that normalizes a batch of two rows"
+FIXED_NUMBER = "test_a_fixed_number_of_rows_is_not_taken_for_those_of_the_batch"
 ENGINE = (
+    Fault(
+        "a sum counts the row that a replica without one computes",
+        "engine/author/contributions.py",
+        "return sum_over_replicas(self.select(value, 0))",
+        "return sum_over_replicas(value)",
+        (NO_ROWS,),
+    ),
+    Fault(
+        "gathered rows have those of a replica without one",
+        "engine/exchange/composites.py",
+        "    return value[:count]\n",
+        "    return value\n",
+        (NO_ROWS,),
+    ),
+    Fault(
+        "moments of all rows have those of a replica without one",
+        "engine/step/moments.py",
+        "            inputs = own_rows(inputs, share.local)\n",
+        "",
+        (NO_ROWS, f"{SLICE}[mirrored_x3-{TWO_ROWS}]"),
+    ),
+    Fault(
+        "a split layer takes no row of a device without one",
+        "engine/step/tensor_parallel/forms.py",
+        "        total = tf.maximum(total, size)\n",
+        "",
+        (
+            "tests/engine/test_tensor_parallel.py"
+            "::test_weights_split_over_the_data_axis",
+        ),
+    ),
+    Fault(
+        "an output without rows counts once for each replica",
+        "engine/author/step_scope.py",
+        "return scope.proof.found(leaf) == FIXED",
+        "return False",
+        (f"{SLICE}[mirrored_x3-outputs that have no rows]",),
+    ),
+    Fault(
+        "a step of predictions compares the rows of one replica",
+        "engine/step/replica_step.py",
+        "if exchange is None or set(kinds) <= {Rows(), FIXED}:",
+        "if True:",
+        (f"{SLICE}[fsdp_x3-predictions compared with those of the batch]",),
+    ),
+    Fault(
+        "a fixed number of rows is taken for one for each example",
+        "engine/step/calls/whole_layers.py",
+        "                output = _not_of_rows(output, cut, layer.name)\n",
+        "                pass\n",
+        (f"{WHOLE}::{FIXED_NUMBER}",),
+    ),
+    Fault(
+        "gradients that an author gives are taken to keep rows apart",
+        "engine/row_proof/gradients.py",
+        "    return _sends_back(op, coming, walk)\n",
+        "    return True\n",
+        ("tests/engine/test_custom_gradient.py",),
+    ),
+    Fault(
+        "gradients that an author gives are taken for linear ones",
+        "engine/row_proof/gradients.py",
+        "    return _sends_back(op, [SUM] * len(op.outputs), walk)\n",
+        "    return True\n",
+        ("tests/engine/test_custom_gradient.py",),
+    ),
     Fault(
         "zeros of the shapes of all gradients stay with the graph",
         "engine/author/contributions.py",
