@@ -1170,12 +1170,15 @@ def kept_shares(model: keras.Model) -> dict[int, float]:
 def sees_every_batch(callback: keras.callbacks.Callback) -> bool:
     """Returns whether a user's callback has something to do at each batch.
 
-    Keras's own callbacks are made for several steps in one execution.
+    Keras's own callbacks are made for several steps in one execution, but for
+    those that count the batches: `save_freq` of some, `update_freq` of others.
     """
     hooks = ["on_train_batch_begin", "on_train_batch_end"]
     if not isinstance(callback, keras.callbacks.LambdaCallback):
         if type(callback).__module__.startswith("keras."):
-            return False
+            counts = ("save_freq", "update_freq")
+            of_each = [getattr(callback, name, "epoch") for name in counts]
+            return any(isinstance(every, int) and every for every in of_each)
         hooks += ["on_batch_begin", "on_batch_end"]
     return not all(is_default(getattr(callback, hook)) for hook in hooks)
 

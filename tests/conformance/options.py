@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
+from tensorflow.core.util import event_pb2
 
 from tests.conformance import models
 from tests.conformance.harness import add, row
@@ -226,13 +227,27 @@ def _watching(name, make, group=CALLBACKS, excuses=(), **options):
 
 
 def _see_files(run, folder):
-    """What callbacks wrote: names, numbers in CSV, weights."""
+    """What callbacks wrote: names, numbers in CSV, weights, steps of events."""
     for path in sorted(glob.glob(os.path.join(folder, "**"), recursive=True)):
         if path.endswith(".csv"):
             with open(path) as file:
                 lines = [line.split(",") for line in file.read().split()]
             run.see("csv head", lines[0])
             run.see("csv", np.array(lines[1:], dtype="float64"))
+        if path.endswith(".json"):
+            with open(path) as file:
+                run.see(os.path.basename(path), file.read())
+        if ".tfevents." in path:
+            records = tf.data.TFRecordDataset(path).as_numpy_iterator()
+            events = map(event_pb2.Event.FromString, records)
+            run.see(
+                f"events of {os.path.basename(os.path.dirname(path))}",
+                [
+                    f"{value.tag} at {event.step}"
+                    for event in events
+                    for value in event.summary.value
+                ],
+            )
         if path.endswith(".keras"):
             name = os.path.basename(path)
             saved = keras.models.load_model(path)
@@ -355,6 +370,28 @@ _watching(
     "BackupAndRestore",
     lambda folder: [
         keras.callbacks.BackupAndRestore(os.path.join(folder, "backup"))
+    ],
+)
+_watching(
+    "ModelCheckpoint, by batches",
+    lambda folder: [
+        keras.callbacks.ModelCheckpoint(
+            os.path.join(folder, "{epoch}-{batch}.keras"), save_freq=2
+        )
+    ],
+)
+_watching(
+    "TensorBoard, by batches",
+    lambda folder: [keras.callbacks.TensorBoard(folder, update_freq=2)],
+)
+_watching(
+    "BackupAndRestore, by batches",
+    lambda folder: [
+        keras.callbacks.BackupAndRestore(
+            os.path.join(folder, "backup"),
+            save_freq=3,
+            delete_checkpoint=False,
+        )
     ],
 )
 _watching(

@@ -415,6 +415,32 @@ def generator_with_steps(run):
     run.use(models.dense(), data, steps_per_epoch=4)
 
 
+@row(GROUP)
+def steps_that_are_half_a_pass(run):
+    run.fit(
+        models.dense(),
+        Batches(models.points(), models.numbers()),
+        steps_per_epoch=2,
+        epochs=4,
+    )
+
+
+OF_ENDED_DATA = Excuse(
+    "", "`steps_per_epoch` that is no divisor", everywhere=True
+)
+
+
+@row(GROUP, excuses=(OF_ENDED_DATA,))
+def steps_that_are_less_than_a_pass(run):
+    run.fit(
+        models.dense(),
+        models.points(),
+        models.numbers(),
+        steps_per_epoch=3,
+        epochs=4,
+    )
+
+
 @row(GROUP, excuses=(COUNT,))
 def generator_of_one_pass(run):
     batches = Batches(models.points(), models.numbers())

@@ -170,6 +170,14 @@ class Watching(keras.callbacks.Callback):
         (Watching, True),
         (keras.callbacks.EarlyStopping, False),
         (keras.callbacks.TerminateOnNaN, False),
+        (lambda: keras.callbacks.ModelCheckpoint("model.keras"), False),
+        (
+            lambda: keras.callbacks.ModelCheckpoint("m.keras", save_freq=2),
+            True,
+        ),
+        (lambda: keras.callbacks.BackupAndRestore("b", save_freq=3), True),
+        (lambda: keras.callbacks.BackupAndRestore("b", save_freq=False), False),
+        (lambda: keras.callbacks.TensorBoard("logs", update_freq=2), True),
         (lambda: keras.callbacks.LambdaCallback(), False),
         (
             lambda: keras.callbacks.LambdaCallback(
