@@ -170,3 +170,74 @@ def test_one_progress_line(own, strategies, capsys):
     assert capsys.readouterr().out.count("loss:") == 1
     trainer.fit(*data, epochs=1, verbose=0)
     assert capsys.readouterr().out == ""
+
+
+class Sets(keras.callbacks.Callback):
+    """Sets `trainable` of a layer at the beginning of an epoch."""
+
+    def __init__(self, trainable_at):
+        super().__init__()
+        self._trainable_at = trainable_at
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.layers[0].trainable = self._trainable_at(epoch)
+
+
+def square(layers_trained=True):
+    """Returns what builds layers whose weights have the same shapes."""
+
+    def build():
+        model = keras.Sequential(
+            [keras.Input((4,)), *[keras.layers.Dense(4) for _ in range(3)]]
+        )
+        model.layers[0].trainable = layers_trained
+        model.compile("adam", "mse")
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("column", ["mirrored_x3", "fsdp_x3", "pipeline_x2"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_is_trained_is_set_before_a_fit(trained, column, strategies):
+    x = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
+    fit = {"batch_size": 6, "verbose": 0, "shuffle": False}
+    trainer = mgpu_tf.Trainer(square(trained), strategies[column])
+    with pytest.raises(
+        mgpu_tf.ConfigurationError, match=r"kernel, .* Set it in"
+    ):
+        trainer.fit(x, x, callbacks=[Sets(lambda epoch: not trained)], **fit)
+    # As the message says.
+    trainer = mgpu_tf.Trainer(square(trained), strategies[column])
+    trainer.fit(x, x, **fit)
+    trainer.model.layers[0].trainable = not trained
+    with trainer.strategy.scope():
+        trainer.model.compile("adam", "mse")
+    before = np.array(trainer.model.layers[0].kernel)
+    trainer.fit(x, x, **fit)
+    after = np.array(trainer.model.layers[0].kernel)
+    assert (before == after).all() == trained
+
+
+def test_a_later_change_of_what_is_trained_waits_as_in_keras(strategies):
+    x = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
+    fit = {"batch_size": 6, "verbose": 0, "shuffle": False, "epochs": 3}
+    kept = Sets(lambda epoch: epoch < 1)
+    keras.utils.set_random_seed(0)
+    theirs = square()().fit(x, x, callbacks=[kept], **fit)
+    trainer = mgpu_tf.Trainer(square(), strategies["mirrored_x3"])
+    ours = trainer.fit(x, x, callbacks=[kept], **fit)
+    np.testing.assert_allclose(
+        ours.history["loss"], theirs.history["loss"], rtol=1e-5
+    )
+
+
+def test_a_prediction_that_a_callback_ends(strategies):
+    class Ends(keras.callbacks.Callback):
+        def on_predict_batch_end(self, batch, logs=None):
+            self.model.stop_predicting = batch == 1
+
+    trainer = mgpu_tf.Trainer(square(), strategies["mirrored_x3"])
+    x = np.ones((12, 4), "float32")
+    assert len(trainer.predict(x, batch_size=3, callbacks=[Ends()])) == 6
+    assert len(trainer.predict(x, batch_size=3)) == 12

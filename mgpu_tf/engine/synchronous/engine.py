@@ -425,6 +425,7 @@ class SynchronousEngine(Engine):
         if self._options.noise_scale:
             self._noise = self._make_noise_scale()
         self._update = self._make_update()
+        self._trained = self._model.trainable_variables
         self._step = self._make_step()
         authored = keras_internals.overrides(self._model, "train_step")
         options = self._options
@@ -923,6 +924,7 @@ class SynchronousEngine(Engine):
     def _train_step(
         self, data: Any, local: Any, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
+        self._check_trained()
         with self._step.in_place(), tf.name_scope("forward_backward"):
             gradients, logs, square = self._strategy.run(
                 self._replica_gradients, args=(data, local, total, low)
@@ -935,6 +937,21 @@ class SynchronousEngine(Engine):
             self._noise.observe(square, local, total)
         self._update(gradients)
         return {name: self._first(value) for name, value in logs.items()}
+
+    def _check_trained(self) -> None:
+        """Refuses other variables than those that the optimizer has."""
+        now = self._model.trainable_variables
+        changed = {id(v): v for v in self._trained}.keys() ^ set(map(id, now))
+        for variable in [*self._trained, *now]:
+            if id(variable) in changed:
+                raise ConfigurationError(
+                    "What is trained is known before a fit begins, and after "
+                    "that until the model is compiled. Received: "
+                    f"{variable.path}, whose layer has another value of "
+                    "trainable since, as a callback may set. Set it in "
+                    "build_model, or between two fits, and compile the model "
+                    "then."
+                )
 
     def _time_of(self, gradients: Any) -> tf.Tensor:
         """Returns when all gradients of this worker were there."""

@@ -558,8 +558,9 @@ def predict(
     """
     limit = steps or source.steps
     iterator = distributed.feed_once(source, steps).iterator(0, limit)
-    engine = distributed.engine
+    engine, model = distributed.engine, distributed.model
     batches: list[Any] = []
+    model.stop_predicting = False
     hooks.on_predict_begin()
     while limit is None or len(batches) < limit:
         hooks.on_predict_batch_begin(len(batches))
@@ -572,6 +573,8 @@ def predict(
             break
         batches.append(outputs)
         hooks.on_predict_batch_end(len(batches) - 1, {"outputs": outputs})
+        if model.stop_predicting:
+            break
     hooks.on_predict_end()
     if not batches:
         raise ConfigurationError(NO_BATCH)
