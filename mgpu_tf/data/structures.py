@@ -28,6 +28,12 @@ SIZES_DIFFER = (
 )
 
 
+NO_ROW = (
+    "A batch must have one row or more. Received: a batch of the data without "
+    "a row. Leave it out, as with dataset.filter."
+)
+
+
 def pack(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
     """Returns arrays as one `x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
 
@@ -154,6 +160,27 @@ def check_sizes(data: Any, size: tf.Tensor) -> list[tf.Operation]:
         if known is None or tf.get_static_value(other) != known:
             checks.append(tf.debugging.assert_equal(other, size, SIZES_DIFFER))
     return [check for check in checks if check is not None]
+
+
+def not_empty(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns global batches; one without a row is an error.
+
+    It would be taken for the end of the data.
+    """
+
+    def checked(data: Any) -> Any:
+        size = batch_size(data)
+        check = tf.debugging.assert_positive(size, NO_ROW)
+        with tf.control_dependencies([check]):
+            return tf.nest.map_structure(
+                tf.identity, data, expand_composites=True
+            )
+
+    spec = dataset.element_spec
+    counted = _counted(spec)
+    if counted.shape.rank and counted.shape[0]:
+        return dataset
+    return dataset.map(whole(spec, checked))
 
 
 def spec_of(data: Any) -> Any:

@@ -1175,11 +1175,12 @@ def sees_every_batch(callback: keras.callbacks.Callback) -> bool:
     """
     hooks = ["on_train_batch_begin", "on_train_batch_end"]
     if not isinstance(callback, keras.callbacks.LambdaCallback):
-        if type(callback).__module__.startswith("keras."):
+        hooks += ["on_batch_begin", "on_batch_end"]
+        own = vars(callback).keys().isdisjoint(hooks)
+        if own and type(callback).__module__.startswith("keras."):
             counts = ("save_freq", "update_freq")
             of_each = [getattr(callback, name, "epoch") for name in counts]
             return any(isinstance(every, int) and every for every in of_each)
-        hooks += ["on_batch_begin", "on_batch_end"]
     return not all(is_default(getattr(callback, hook)) for hook in hooks)
 
 
@@ -1587,20 +1588,20 @@ def random_layers(
     ]
 
 
-def seed_states(model: keras.Model) -> list[keras.Variable]:
-    """Returns the states, `[seed, count]`, of the model's random layers."""
-    return [state for _, state in random_layers(model)]
+def tracked_generators(model: keras.Model) -> list[Any]:
+    """Returns the generators of random seeds that layers of a model have."""
+    return [g for layer in layers_of(model) for g in layer._seed_generators]
 
 
 @contextlib.contextmanager
 def seeds_replaced(
-    model: keras.Model, generator: Any, seed_of: Callable[[Any], Any]
+    generators: Iterable[Any], seed_of: Callable[[Any], Any]
 ) -> Iterator[None]:
     """Lets generators give other seeds, from the state that they have.
 
     Args:
-        model: A model; while a step of it is traced.
-        generator: That of unseeded draws; None where there is none.
+        generators: Generators, while a step is traced; None among them is
+            left out.
         seed_of: Called with the seed of a draw; returns what is given.
     """
 
@@ -1608,12 +1609,7 @@ def seeds_replaced(
         own = generator.next
         return {"next": lambda ordered=True: seed_of(own(ordered=ordered))}
 
-    generators = [
-        g for layer in layers_of(model) for g in layer._seed_generators
-    ]
-    if generator is not None:
-        generators.append(generator)
-    unique = {id(each): each for each in generators}
+    unique = {id(each): each for each in generators if each is not None}
     with _replaced(unique.values(), instructions):
         yield
 

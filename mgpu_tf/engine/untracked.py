@@ -24,6 +24,7 @@ from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 # Objects of their classes, but for layers, hold no variable of the author's.
 _LIBRARIES = {"builtins", "keras", "mgpu_tf", "numpy", "tensorflow"}
 _Digest = bytes
+_STATE = (keras.Variable, tf.Variable, keras.random.SeedGenerator)
 _NO_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
@@ -162,9 +163,9 @@ def untracked_variables(model: keras.Model) -> list[Any]:
     ]
     seen = {id(keras_internals.stored(variable)) for variable in tracked}
     found = []
-    losses = enumerate(keras_internals.losses_of(model))
-    roots = [(model.name, model), *((f"loss_{i}", loss) for i, loss in losses)]
-    for path, variable in _variables(*roots):
+    for path, variable in _held(model):
+        if isinstance(variable, keras.random.SeedGenerator):
+            variable = variable.state
         plain = isinstance(variable, tf.Variable)
         held = variable if plain else keras_internals.stored(variable)
         if id(held) in seen or held.dtype == "string":
@@ -174,19 +175,45 @@ def untracked_variables(model: keras.Model) -> list[Any]:
     return found
 
 
-def _variables(*roots: tuple[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields variables below some objects, each with its path."""
+def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
+    """Returns the generators of random seeds that a model holds.
+
+    Those of its layers, and of other objects of its author's, as a loss.
+
+    Args:
+        model: A built and compiled model.
+    """
+    found = {id(g): g for g in keras_internals.tracked_generators(model)}
+    for _, each in _held(model):
+        if isinstance(each, keras.random.SeedGenerator):
+            found[id(each)] = each
+    return list(found.values())
+
+
+def _held(model: keras.Model) -> Iterator[tuple[str, Any]]:
+    """Yields the variables and generators of a model, each with its path."""
+    metrics = keras_internals.metrics_of(model)
+    roots = [
+        (model.name, model),
+        *_numbered("loss", keras_internals.losses_of(model)),
+        *_numbered("metric", keras_internals.single_metrics(metrics)),
+    ]
     left, seen = list(reversed(roots)), set()
     while left:
         path, value = left.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, keras.Variable | tf.Variable):
+        if isinstance(value, _STATE):
             yield path, value
         else:
             parts = [(f"{path}/{name}", each) for name, each in _parts(value)]
             left += reversed(parts)
+
+
+def _numbered(name: str, values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    for number, value in enumerate(values):
+        yield f"{name}_{number}", value
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:

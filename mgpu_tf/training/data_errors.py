@@ -73,8 +73,9 @@ def explained(source: data_lib.Source) -> Iterator[None]:
             raise ConfigurationError(match[1]) from error
         if "Inputs to operation AddN" in str(error):
             raise ConfigurationError(_KERAS_EVALUATES) from error
-        if data_lib.SIZES_DIFFER in str(error):
-            raise ConfigurationError(data_lib.SIZES_DIFFER) from error
+        for said in (data_lib.SIZES_DIFFER, data_lib.NO_ROW):
+            if said in str(error):
+                raise ConfigurationError(said) from error
         fixed = _FIXED.search(str(error))
         if fixed is not None:
             raise ConfigurationError(fixed[0]) from error

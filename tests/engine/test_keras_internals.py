@@ -163,10 +163,17 @@ class Watching(keras.callbacks.Callback):
         pass
 
 
+def given_a_hook():
+    callback = keras.callbacks.Callback()
+    callback.on_train_batch_end = lambda batch, logs=None: None
+    return callback
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
         (Silent, False),
+        (given_a_hook, True),
         (Watching, True),
         (keras.callbacks.EarlyStopping, False),
         (keras.callbacks.TerminateOnNaN, False),

@@ -65,7 +65,7 @@ def whole_and_parts(make, row, dtype="float32", jit=False):
             *[tf.TensorSpec([], tf.int64)] * 2,
         ],
     )
-    with keras_internals.seeds_replaced(holder, None, seed_for_rows):
+    with keras_internals.seeds_replaced([holder.seeds], seed_for_rows):
         for low, high in CUTS:
             holder.seeds.state.assign([7, 0])
             parts.append(replica(x[low:high], low, high - low))
@@ -182,7 +182,7 @@ def test_replicas_with_the_same_rows_know_the_draws_of_each_other(caplog):
             return other + draw.uniform(shape_of(x), seed=holder.seeds)
 
     with (
-        keras_internals.seeds_replaced(holder, None, seed_for_rows),
+        keras_internals.seeds_replaced([holder.seeds], seed_for_rows),
         caplog.at_level(logging.WARNING, "mgpu_tf"),
     ):
         scope.warned.clear()

@@ -252,7 +252,7 @@ class BatchSource(Source):
     def batches_from(self, index: Any, start: int) -> tf.data.Dataset:
         """Returns the batches of pass `index` from `start` on."""
         batches = self.batches(index)
-        return batches.skip(start) if start else batches
+        return structures.not_empty(batches.skip(start) if start else batches)
 
     def pass_dataset(self, index: Any, local: LocalReplicas) -> tf.data.Dataset:
         """Returns pass `index`, split for the replicas of a process."""

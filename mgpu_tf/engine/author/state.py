@@ -28,7 +28,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.author.rules import DECLARED, Rule, rule_of
-from mgpu_tf.engine.untracked import untracked_variables
+from mgpu_tf.engine.untracked import seed_generators, untracked_variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.registry import kind_of, topology_of
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
@@ -81,7 +81,7 @@ class ReplicaState:
             for metric in keras_internals.metrics_of(model)
             for variable in metric.variables
         )
-        self.seeds = keras_internals.seed_states(model)
+        self.seeds = [each.state for each in seed_generators(model)]
         frozen = keras_internals.frozen_weights(model)
         self.layers = _unique(
             [
@@ -91,14 +91,16 @@ class ReplicaState:
                 *keras_internals.row_states(model),
                 *(
                     variable
-                    for variable in untracked_variables(model)
+                    for variable in _without(
+                        untracked_variables(model), self.seeds
+                    )
                     if isinstance(variable, keras.Variable)
                     and not variable.trainable
                 ),
             ]
         )
         self.variables = _unique(
-            [*model.variables, *self.layers, *self.metrics]
+            [*model.variables, *self.seeds, *self.layers, *self.metrics]
         )
         self._of_metrics = {id(variable) for variable in self.metrics}
         known = _known_rules(model)
@@ -621,8 +623,8 @@ def _known_rules(model: keras.Model) -> dict[int, Rule]:
         rules[id(variable)] = Rule.MEAN
     for variable in keras_internals.synchronized_statistics(model):
         rules[id(variable)] = Rule.AGREED
-    for variable in keras_internals.seed_states(model):
-        rules[id(variable)] = Rule.AGREED
+    for generator in seed_generators(model):
+        rules[id(generator.state)] = Rule.AGREED
     for metric in keras_internals.single_metrics(model.metrics):
         for variable in metric.variables:
             declared = DECLARED.get(variable.aggregation)

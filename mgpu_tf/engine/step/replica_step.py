@@ -54,6 +54,7 @@ from mgpu_tf.engine.step.per_layer import LayerByLayer
 from mgpu_tf.engine.step.plain_variables import check_parts, check_rows
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.trace_again import TraceAgain
+from mgpu_tf.engine.untracked import seed_generators
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.mirrored import as_one_replica
@@ -424,7 +425,8 @@ class ReplicaStep:
         with contextlib.ExitStack() as stack:
             stack.enter_context(
                 keras_internals.seeds_replaced(
-                    self._model, self._state.generator, seed_for_rows
+                    [*seed_generators(self._model), self._state.generator],
+                    seed_for_rows,
                 )
             )
             layers = keras_internals.layers_of(self._model)

@@ -83,7 +83,11 @@ from mgpu_tf.engine.synchronous.replica_check import (
 from mgpu_tf.engine.synchronous.step_parts import in_parts
 from mgpu_tf.engine.synchronous.traced_replicas import TracedReplicas
 from mgpu_tf.engine.trace_again import TraceAgain, refusal_within
-from mgpu_tf.engine.untracked import UnheldVariables, untracked_variables
+from mgpu_tf.engine.untracked import (
+    UnheldVariables,
+    seed_generators,
+    untracked_variables,
+)
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
@@ -1015,7 +1019,7 @@ class SynchronousEngine(Engine):
         """Lets layers act as replicas need, while these predict."""
         generator = keras_internals.global_seed_generator()
         seeds = keras_internals.seeds_replaced(
-            self._model, generator, seed_for_rows
+            [*seed_generators(self._model), generator], seed_for_rows
         )
         layers = keras_internals.layers_of(self._model)
         apart = turns.kept(lambda: keras_internals.snapshot(layers))

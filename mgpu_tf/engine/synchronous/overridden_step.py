@@ -34,6 +34,7 @@ from mgpu_tf.engine.step.same_draws import SameDraws
 from mgpu_tf.engine.step.update import Update, hand_over
 from mgpu_tf.engine.synchronous.whole_weights import WholeWeights
 from mgpu_tf.engine.trace_again import TraceAgain, refusal_within
+from mgpu_tf.engine.untracked import seed_generators
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.registry import topology_of
@@ -300,7 +301,8 @@ class AuthorStep:
                 )
             if self._replicas > 1:
                 seeds = keras_internals.seeds_replaced(
-                    self._model, self._generator, seed_for_rows
+                    [*seed_generators(self._model), self._generator],
+                    seed_for_rows,
                 )
                 stack.enter_context(seeds)
                 stack.enter_context(self._moments.in_place())
