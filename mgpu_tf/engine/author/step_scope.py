@@ -179,6 +179,7 @@ class StepScope(keras.StatelessScope):
         self._tape = tape
         self._assigned: dict[int, list[tf.Tensor]] = {}
         self._written: dict[int, keras.Variable] = {}
+        self._reading: set[int] | None = None
 
     def __exit__(self, *arguments: Any) -> None:
         """Ends the forward pass."""
@@ -198,6 +199,8 @@ class StepScope(keras.StatelessScope):
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Returns the value of a variable in this step, None for its own."""
+        if self._reading is not None:
+            self._reading.add(id(variable))
         value = super().get_current_value(variable)
         if id(variable) in self._weights:
             self._note_read(variable, value)
@@ -219,6 +222,15 @@ class StepScope(keras.StatelessScope):
         if value is not None and id(variable) in self._weights:
             check_lent(variable)
         return value
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[set[int]]:
+        """Yields the identities of the variables that a block reads."""
+        self._reading = found = set()
+        try:
+            yield found
+        finally:
+            self._reading = None
 
     def _read_outside(self, variable: keras.Variable) -> tf.Tensor | None:
         """Reads parts of other devices, which no function of XLA does."""

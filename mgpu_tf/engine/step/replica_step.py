@@ -131,6 +131,10 @@ class ReplicaStep:
         self._writes_directly = not in_parts
         self._own_logs = keras_internals.overrides(model, "compute_metrics")
         self.log_names: list[str] = []
+        # Whether a metric reads what the update of weights writes. Then the
+        # outputs, and the scope in which they were made, wait for it.
+        self.updates_metrics_after = False
+        self._outputs: dict[int, tuple[Any, StepScope]] = {}
         self.alike: list[bool] = []
         self.present: list[bool] = []
         self.in_parts: list[bool] = []
@@ -171,7 +175,6 @@ class ReplicaStep:
         *,
         compiled: bool = False,
     ) -> tuple[StepScope, tf.Tensor, Writes, Logs]:
-        model = self._model
         if self._state.generator is not None:
             keras_internals.lend_global_seed(self._state.generator)
         if self._replicas > 1 or self._state.reads_rules:
@@ -180,9 +183,138 @@ class ReplicaStep:
             if self._replicas > 1:
                 owners.note([given_rows, data], place_of(share))
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        sources = sources or []
+        given, join = self._given(given, gathered, sources)
+        with contextlib.ExitStack() as stack:
+            scope, reader_of = stack.enter_context(
+                self._scope(data, share, given, join, tape, sources, compiled)
+            )
+            y_pred = self._outputs_of_model(x, training)
+            reader = reader_of(y_pred)
+            loss, terms = self._loss(
+                x,
+                y,
+                y_pred,
+                sample_weight,
+                scope.losses,
+                share,
+                training,
+                reader,
+                self._regularized,
+            )
+            grown = self._grown(loss, terms, _counted(x, share))
+            if self._own_logs:
+                # Its results may be of these means as well.
+                self._write_grown(grown, scope, given)
+            given_metrics = x, y, y_pred, sample_weight
+            returned: Any = {}
+            if training and self.updates_metrics_after:
+                self._outputs[_replica()] = y_pred, scope
+            elif training:
+                returned = self._computed_before(given_metrics, scope)
+            else:
+                returned = self._metrics.computed(given_metrics)
+        if scope.within:
+            self._write_in_place(scope.within)
+        scope.check_known(self._state.variables)
+        if not self._writes_directly:
+            check_parts(scope)
+        elif self._replicas > 1:
+            check_rows(scope)
+        # By variable, since Keras writes to some of these means as well.
+        if self._own_logs:
+            grown = []  # They are written already.
+        writes = self._written(scope, given, reader, share, grown)
+        before = {id(variable): value for variable, value in given}
+        for variable, increment in grown:
+            base = before.get(id(variable), variable)
+            writes[id(variable)] = (variable, base + increment)
+        return scope, loss, list(writes.values()), self._logs_of(returned)
+
+    def metrics_after(
+        self,
+        data: Any,
+        share: BatchShare,
+        gathered: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
+    ) -> tuple[Writes, Logs]:
+        """Updates metrics that read what the update of weights has written.
+
+        Args:
+            data: The rows of this replica.
+            share: This replica's part of the global batch.
+            gathered: As for `forward`.
+
+        Returns:
+            What is to be written, and logs of the author's own.
+        """
+        y_pred, before = self._outputs.pop(_replica())
+        if self._replicas > 1 or self._state.reads_rules:
+            data = tf.nest.map_structure(of_unknown_length, data)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        given, join = self._given(None, gathered, [])
+        with self._scope(data, share, given, join) as (scope, reader_of):
+            scope.kinds, scope.whole = before.kinds, before.whole
+            scope.has_rows |= before.has_rows
+            for leaf in leaves_of(y_pred):
+                if tf.is_symbolic_tensor(leaf):
+                    scope.proof.take([leaf], before.proof.of(leaf))
+            reader = reader_of(y_pred)
+            returned = self._metrics.computed((x, y, y_pred, sample_weight))
+        if scope.within:
+            self._write_in_place(scope.within)
+        scope.check_known(self._state.variables)
+        writes = self._written(scope, given, reader, share, [])
+        return list(writes.values()), self._logs_of(returned)
+
+    def _computed_before(self, given: Any, scope: StepScope) -> Any:
+        """Updates metrics while weights are those of before the step.
+
+        Raises:
+            TraceAgain: One reads what the update writes. In another trace
+                metrics are updated after it, as Keras does.
+        """
+        late = {
+            id(v): v
+            for v in [
+                *self._model.trainable_variables,
+                *keras_internals.state_of(self._model.optimizer),
+            ]
+        }
+        with scope.reading() as read:
+            returned = self._metrics.computed(given)
+        found = [late[key] for key in late.keys() & read]
+        if not found or self._state.asynchronous:
+            return returned
+        if not self._writes_directly:
+            raise ConfigurationError(
+                "Where a batch is computed in parts, metrics read nothing "
+                "that the update of the weights writes. Received: a metric "
+                f"that reads {found[0].path}. Read it in a callback, at the "
+                "end of a batch or of an epoch."
+            )
+        self.updates_metrics_after = True
+        raise TraceAgain
+
+    def _logs_of(self, returned: Any) -> Logs:
+        """Returns logs of the author's own, and notes their names."""
+        logs: Logs = {}
+        results = self._model.get_metrics_result
+        if self._own_logs and returned and set(returned) != set(results()):
+            flat = flat_logs(returned)
+            logs = {name: tf.convert_to_tensor(v) for name, v in flat.items()}
+        self.log_names = list(logs)
+        return logs
+
+    def _given(
+        self,
+        given: Writes | None,
+        gathered: Sequence[tuple[keras.Variable, tf.Tensor]],
+        sources: Writes,
+    ) -> tuple[Writes, Any]:
+        """Returns the values of a step, and what joins parts of weights."""
         if given is None:
             given = [*self._state.replica_seeds(), *self._state.values()]
-        sources, weights = sources or [], [*gathered]
+        weights = [*gathered]
         if self._layers is not None:
             weights += self._layers.given(sources)
         join = None
@@ -195,6 +327,20 @@ class ReplicaStep:
         given = [*given, *weights]
         if self._own_logs:
             given = [*given, *self._state.metric_values(given)]
+        return given, join
+
+    @contextlib.contextmanager
+    def _scope(
+        self,
+        data: Any,
+        share: BatchShare,
+        given: Writes,
+        join: Any,
+        tape: tf.GradientTape | None = None,
+        sources: Writes = (),
+        compiled: bool = False,
+    ) -> Iterator[tuple[StepScope, Callable[[Any], Reader]]]:
+        """Yields the scope of a step, and what reads it given the outputs."""
         with contextlib.ExitStack() as stack:
             # Keras would divide a loss by the number of replicas.
             stack.enter_context(as_one_replica())
@@ -204,7 +350,7 @@ class ReplicaStep:
             moments = stack.enter_context(self._moments.noted())
             scope = stack.enter_context(
                 StepScope(
-                    model,
+                    self._model,
                     [
                         (variable, value)
                         for variable, value in [
@@ -232,55 +378,18 @@ class ReplicaStep:
             scope.draws = stack.enter_context(
                 drawing(share, data, drawn, compiled=compiled)
             )
-            y_pred = self._outputs_of_model(x, training)
-            reader = Reader(
-                [
-                    data,
-                    y_pred,
-                    self._state.drawn(given),
-                    share.local,
-                    share.low,
-                    drawn,
-                ],
-                declared,
-                moments,
-            )
-            scope.reader = reader
-            loss, terms = self._loss(
-                x,
-                y,
-                y_pred,
-                sample_weight,
-                scope.losses,
-                share,
-                training,
-                reader,
-                self._regularized,
-            )
-            grown = self._grown(loss, terms, _counted(x, share))
-            if self._own_logs:
-                # Its results may be of these means as well.
-                self._write_grown(grown, scope)
-            returned = self._metrics.computed((x, y, y_pred, sample_weight))
-        if scope.within:
-            self._write_in_place(scope.within)
-        scope.check_known(self._state.variables)
-        if not self._writes_directly:
-            check_parts(scope)
-        elif self._replicas > 1:
-            check_rows(scope)
-        # By variable, since Keras writes to some of these means as well.
-        writes = self._written(scope, given, reader, share, grown)
-        before = {id(variable): value for variable, value in given}
-        for variable, increment in () if self._own_logs else grown:
-            base = before.get(id(variable), variable)
-            writes[id(variable)] = (variable, base + increment)
-        logs: Logs = {}
-        if self._own_logs and set(returned) != set(model.get_metrics_result()):
-            flat = flat_logs(returned)
-            logs = {name: tf.convert_to_tensor(v) for name, v in flat.items()}
-        self.log_names = list(logs)
-        return scope, loss, list(writes.values()), logs
+
+            def reader_of(y_pred: Any) -> Reader:
+                drawn_before = self._state.drawn(given)
+                places = share.local, share.low
+                scope.reader = Reader(
+                    [data, y_pred, drawn_before, *places, drawn],
+                    declared,
+                    moments,
+                )
+                return scope.reader
+
+            yield scope, reader_of
 
     def _read(self, variable: keras.Variable) -> tf.Tensor | None:
         """Returns a value that a step is not given; None for the variable's."""
@@ -301,15 +410,21 @@ class ReplicaStep:
             increments += batch_increments(mean, contribution, share)
         return increments
 
-    def _write_grown(self, grown: Writes, scope: StepScope) -> None:
-        """Lets the means of losses grow by what all replicas have."""
+    def _write_grown(
+        self, grown: Writes, scope: StepScope, given: Writes
+    ) -> None:
+        """Lets the means of losses grow by what all replicas have.
+
+        From what they held before the step: Keras has written to some since.
+        """
+        before = {id(variable): value for variable, value in given}
         for variable, increment in grown:
             if self._replicas > 1:
                 total = sum_over_replicas(increment)
                 same = tf.cast(self._same_rows, total.dtype)
                 increment = total / same
-            scope.add_update((variable, scope.hold(variable) + increment))
-            if self._replicas > 1:
+            scope.add_update((variable, before[id(variable)] + increment))
+            if self._replicas > 1 or self._same_rows > 1:
                 scope.agree(variable)
 
     def _written(
@@ -529,6 +644,7 @@ class ReplicaStep:
 
         jitted = (
             jit_compile
+            and not self.updates_metrics_after
             and not tf.executing_eagerly()
             and self._compiled_by_xla()
         )
@@ -750,9 +866,13 @@ def _predicted(output: Any, share: BatchShare) -> Any:
 
 def place_of(share: BatchShare) -> int:
     """Returns which part of the global batch this replica has."""
+    return _replica() // share.same_rows
+
+
+def _replica() -> int:
     context = tf.distribute.get_replica_context()
     number = tf.get_static_value(context.replica_id_in_sync_group)
-    return 0 if number is None else int(number) // share.same_rows
+    return 0 if number is None else int(number)
 
 
 def know_rows(scope: StepScope, data: Any, share: BatchShare) -> None:

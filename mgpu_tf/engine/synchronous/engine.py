@@ -940,6 +940,11 @@ class SynchronousEngine(Engine):
         if self._noise is not None:
             self._noise.observe(square, local, total)
         self._update(gradients)
+        if self._step.updates_metrics_after:
+            with self._step.in_place():
+                logs = self._strategy.run(
+                    self._replica_metrics, args=(data, local, total, low)
+                )
         return {name: self._first(value) for name, value in logs.items()}
 
     def _check_trained(self) -> None:
@@ -1196,6 +1201,15 @@ class SynchronousEngine(Engine):
         _, writes, logs = self._step.forward(
             data, share, training=False, gathered=self._gathered()
         )
+        self._state.write(writes)
+        return logs
+
+    def _replica_metrics(
+        self, data: Any, local: tf.Tensor, total: tf.Tensor, low: Any
+    ) -> dict[str, tf.Tensor]:
+        """Updates metrics after the weights."""
+        share = self._share(local, total, low)
+        writes, logs = self._step.metrics_after(data, share, self._gathered())
         self._state.write(writes)
         return logs
 
