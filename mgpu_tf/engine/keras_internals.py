@@ -15,7 +15,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -346,12 +346,26 @@ def is_known_by_example(loss: keras.losses.Loss) -> bool:
     """Returns whether a loss is Keras's own, of one example at a time.
 
     Those that give one value for each example are, but for `Circle`; how
-    some of them look at labels hides it.
+    some of them look at labels hides it. Over the first axis they are not.
     """
     written = getattr(loss, "fn", type(loss))
-    return written.__module__.startswith("keras.") and not isinstance(
-        loss, keras.losses.Circle | keras.losses.Dice | keras.losses.Tversky
+    return (
+        written.__module__.startswith("keras.")
+        and not isinstance(
+            loss, keras.losses.Circle | keras.losses.Dice | keras.losses.Tversky
+        )
+        and _is_of_last_axes(loss)
     )
+
+
+def _is_of_last_axes(part: keras.losses.Loss | keras.metrics.Metric) -> bool:
+    """Returns whether an axis that a loss or metric was given is not of rows.
+
+    A negative one may be the first, but for the last.
+    """
+    named = vars(part).get("_fn_kwargs") or part.get_config()
+    axes = keras.tree.flatten(named.get("axis"))
+    return all(axis is None or axis == -1 or axis >= 1 for axis in axes)
 
 
 def calls_loss(loss: keras.losses.Loss) -> bool:
@@ -2204,15 +2218,30 @@ def metric_updates_replaced(
         yield
 
 
-def adds_up(metric: keras.metrics.Metric) -> bool:
+def adds_up(
+    metric: keras.metrics.Metric,
+    arguments: Sequence[Any],
+    named: Mapping[str, Any],
+) -> bool:
     """Returns whether a metric is one of Keras's, with a function of Keras's.
 
-    What these hold are sums over examples.
+    What these hold are sums over examples, but where the function takes the
+    first axis: a mean over the last one is over rows where there is no other.
+
+    Args:
+        metric: The metric.
+        arguments: Those of its `update_state`.
+        named: Those by name.
     """
+    if not is_keras_own(metric) or not _is_of_last_axes(metric):
+        return False
     function = getattr(metric, "_fn", None)
-    return is_keras_own(metric) and (
-        function is None or function.__module__.startswith("keras.")
-    )
+    if function is None:
+        return True
+    outputs = arguments[1] if len(arguments) > 1 else named["y_pred"]
+    ranks = [leaf.shape.rank for leaf in keras.tree.flatten(outputs)]
+    own = function.__module__.startswith("keras.")
+    return own and all(rank is not None and rank > 1 for rank in ranks)
 
 
 @contextlib.contextmanager

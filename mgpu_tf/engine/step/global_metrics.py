@@ -130,7 +130,7 @@ class GlobalMetrics:
                 raise _in_two_ways(metric)
             return own(*arguments, **named)
         alike = any(map(is_alike, leaves_of([arguments, named])))
-        if keras_internals.adds_up(metric) and not alike:
+        if not alike and keras_internals.adds_up(metric, arguments, named):
             written = set(map(id, filter(scope.is_written, metric.variables)))
             if written - scope.added - scope.parts.keys():
                 raise _in_two_ways(metric)

@@ -419,6 +419,8 @@ class ReplicaStep:
         """
         before = {id(variable): value for variable, value in given}
         for variable, increment in grown:
+            if not self._state.is_metric(variable):
+                continue  # The author's own property `metrics` has left it out.
             if self._replicas > 1:
                 total = sum_over_replicas(increment)
                 same = tf.cast(self._same_rows, total.dtype)
