@@ -348,9 +348,10 @@ def is_known_by_example(loss: keras.losses.Loss) -> bool:
     Those that give one value for each example are, but for `Circle`; how
     some of them look at labels hides it. Over the first axis they are not.
     """
-    written = getattr(loss, "fn", type(loss))
+    function = getattr(loss, "fn", type(loss))
     return (
-        written.__module__.startswith("keras.")
+        is_keras_own(loss)
+        and function.__module__.startswith("keras.")
         and not isinstance(
             loss, keras.losses.Circle | keras.losses.Dice | keras.losses.Tversky
         )
@@ -457,7 +458,7 @@ def single_metrics(
 
 
 def is_keras_own(part: Any) -> bool:
-    """Returns whether a metric or layer is one of Keras's own classes."""
+    """Returns whether a loss, metric or layer is one of Keras's own classes."""
     return type(part).__module__.startswith("keras.")
 
 
@@ -1383,6 +1384,24 @@ def functions_of(
         if not isinstance(each, keras.layers.Layer)
     }
     return list(found.values())
+
+
+def have_features(layer: keras.layers.Layer, rows: Iterable[Any]) -> bool:
+    """Returns whether rows have an axis more, where a layer takes the last.
+
+    A layer of Keras's that is one by rows mixes them where there is no other
+    axis, such as `Softmax` of one number for each row.
+
+    Args:
+        layer: The layer.
+        rows: Its inputs that have rows.
+    """
+    counts = getattr(layer, "output_mode", "int") not in ("int", "one_hot")
+    return all(
+        row.shape.rank is not None
+        and (row.shape.rank > 1 or not (row.dtype.is_floating or counts))
+        for row in rows
+    )
 
 
 def is_graph_of_layers(layer: keras.layers.Layer) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from mgpu_tf import data as data_lib
-from mgpu_tf.engine.step.calls.whole_layers import AS_MANY_ROWS
+from mgpu_tf.engine.step.calls.whole_layers import AS_MANY_ROWS, ROWS_FOR_EACH
 from mgpu_tf.errors import ConfigurationError
 
 _LABEL = re.compile(
@@ -27,7 +27,10 @@ _UNFIT = re.compile(
 )
 # An error of this package in a function that a dataset calls.
 _MESSAGE = re.compile(r"ConfigurationError: ([^\n]*)")
-_FIXED = re.compile(re.escape(AS_MANY_ROWS) + r"[^\n]*?returns \d+\.")
+_ROWS = re.compile(
+    rf"{re.escape(AS_MANY_ROWS)}[^\n]*?returns \d+\."
+    rf"|{re.escape(ROWS_FOR_EACH)}[^\n]*?\."
+)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # What Keras says where data and model do not fit together.
 _SHAPES = (
@@ -76,9 +79,9 @@ def explained(source: data_lib.Source) -> Iterator[None]:
         for said in (data_lib.SIZES_DIFFER, data_lib.NO_ROW):
             if said in str(error):
                 raise ConfigurationError(said) from error
-        fixed = _FIXED.search(str(error))
-        if fixed is not None:
-            raise ConfigurationError(fixed[0]) from error
+        rows = _ROWS.search(str(error))
+        if rows is not None:
+            raise ConfigurationError(rows[0]) from error
         if isinstance(source, data_lib.PreprocessedSource) and (
             "must feed a value for placeholder" in str(error)
         ):

@@ -17,6 +17,7 @@ from tests.conformance import (  # noqa: F401
     outside_loops,
     outside_losses,
     outside_mechanics,
+    outside_metrics,
     outside_pairs,
     outside_regularizers,
     outside_steps,

@@ -71,6 +71,26 @@ class GlobalMetrics:
         name = f"{type(self._model).__name__}.compute_metrics"
         return self._of_all(name, given, self._called)
 
+    def computed_before(
+        self, given: Any, scope: StepScope
+    ) -> tuple[dict[str, Any], keras.Variable | None]:
+        """Calls `compute_metrics` before the weights are updated.
+
+        Args:
+            given: As for `computed`.
+            scope: The scope of the step.
+
+        Returns:
+            What it returned, and a variable that it has read and that the
+            update writes, if there is one: Keras calls it afterwards.
+        """
+        with scope.reading() as read:
+            returned = self.computed(given)
+        state = keras_internals.state_of(self._model.optimizer)
+        written = [*self._model.trainable_variables, *state]
+        late = (variable for variable in written if id(variable) in read)
+        return returned, next(late, None)
+
     def _called(self, given: Any) -> dict[str, Any]:
         x, y, y_pred, sample_weight = given
         return self._model.compute_metrics(
@@ -196,6 +216,16 @@ class GlobalMetrics:
             scope.add_update((variable, value))
             scope.agree(variable)
         return True
+
+
+def reads_late(variable: keras.Variable) -> ConfigurationError:
+    """Returns the refusal of a metric that reads what the update writes."""
+    return ConfigurationError(
+        "On a pipeline and with step_parts, metrics read nothing that the "
+        f"update of the weights writes. Received: {variable.path}, which a "
+        "metric reads. Read it in a callback, at the end of a batch or of an "
+        "epoch."
+    )
 
 
 def _in_two_ways(metric: keras.metrics.Metric) -> ConfigurationError:

@@ -47,7 +47,7 @@ from mgpu_tf.engine.row_proof import (
     proving,
 )
 from mgpu_tf.engine.step.calls.layer_calls import LayerCalls
-from mgpu_tf.engine.step.global_metrics import GlobalMetrics
+from mgpu_tf.engine.step.global_metrics import GlobalMetrics, reads_late
 from mgpu_tf.engine.step.losses import GlobalLoss
 from mgpu_tf.engine.step.moments import Moments
 from mgpu_tf.engine.step.per_layer import LayerByLayer
@@ -134,6 +134,7 @@ class ReplicaStep:
         # Whether a metric reads what the update of weights writes. Then the
         # outputs, and the scope in which they were made, wait for it.
         self.updates_metrics_after = False
+        self._metrics_can_wait = not in_parts
         self._outputs: dict[int, tuple[Any, StepScope]] = {}
         self.alike: list[bool] = []
         self.present: list[bool] = []
@@ -273,25 +274,11 @@ class ReplicaStep:
             TraceAgain: One reads what the update writes. In another trace
                 metrics are updated after it, as Keras does.
         """
-        late = {
-            id(v): v
-            for v in [
-                *self._model.trainable_variables,
-                *keras_internals.state_of(self._model.optimizer),
-            ]
-        }
-        with scope.reading() as read:
-            returned = self._metrics.computed(given)
-        found = [late[key] for key in late.keys() & read]
-        if not found or self._state.asynchronous:
+        returned, late = self._metrics.computed_before(given, scope)
+        if late is None or self._state.asynchronous:
             return returned
-        if not self._writes_directly:
-            raise ConfigurationError(
-                "Where a batch is computed in parts, metrics read nothing "
-                "that the update of the weights writes. Received: a metric "
-                f"that reads {found[0].path}. Read it in a callback, at the "
-                "end of a batch or of an epoch."
-            )
+        if not self._metrics_can_wait:
+            raise reads_late(late)
         self.updates_metrics_after = True
         raise TraceAgain
 

@@ -38,7 +38,7 @@ from mgpu_tf.engine.exchange.crossing import Cut, Exchange
 from mgpu_tf.engine.random_rows import rows_of_global_draws
 from mgpu_tf.engine.row_proof import FIXED, RowProof, Rows, proving
 from mgpu_tf.engine.step.calls.layer_calls import trust
-from mgpu_tf.engine.step.calls.whole_layers import with_another
+from mgpu_tf.engine.step.calls.whole_layers import rows_of, with_another
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
@@ -377,7 +377,9 @@ class Boundary:
         self, layer: keras.layers.Layer, inputs: Any, outputs: Any
     ) -> None:
         """Takes for known what a layer of Keras's makes of rows."""
-        if keras_internals.is_by_row(layer):
+        if keras_internals.is_by_row(layer) and keras_internals.have_features(
+            layer, rows_of(inputs)
+        ):
             trust(self._here.inner, inputs, outputs)
 
 

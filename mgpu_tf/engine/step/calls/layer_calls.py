@@ -257,7 +257,11 @@ class LayerCalls:
                 return own(*arguments, **named)
             if self._exchange is None and id(layer) in self._graphs:
                 return own(*arguments, **named)  # Its layers are proven.
-            if self._exchange is None and id(layer) in self._by_row:
+            if (
+                self._exchange is None
+                and id(layer) in self._by_row
+                and keras_internals.have_features(layer, leaves_of(given))
+            ):
                 return self._trusted(own, given, scope)
             return self._eager.call(layer, own, given, scope, share)
         if id(layer) in self._graphs - self._whole:
@@ -275,7 +279,9 @@ class LayerCalls:
             if self._plainly is not None and self._plainly(layer):
                 raise TraceAgain
             return self._called_whole(layer, own, given, scope, share)
-        if id(layer) in self._by_row and len(kinds) < 2:
+        by_row = id(layer) in self._by_row
+        by_row = by_row and keras_internals.have_features(layer, rows)
+        if by_row and len(kinds) < 2:
             outputs, proven = self._trusted(own, given, scope), True
             kind = kinds.pop() if kinds else FIXED
             self._keep(scope, outputs, kind)

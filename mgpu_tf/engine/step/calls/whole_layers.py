@@ -269,8 +269,7 @@ def part_of(output: Any, cut: Cut, name: str) -> Any:
     check = tf.debugging.assert_equal(
         several * cut.total,
         count,
-        f"{name}: what a layer returns that is computed from the global batch "
-        "has as many rows for each example.",
+        f"{ROWS_FOR_EACH} {name}.",
     )
     with tf.control_dependencies([check] if check is not None else []):
         low = several * cut.low
@@ -320,6 +319,13 @@ AS_MANY_ROWS = (
     "for each example. So the batch must have another number of rows. Change "
     "its size, take the number from ops.shape(x)[0], or use the strategy "
     "one_device. Received: the layer"
+)
+
+
+ROWS_FOR_EACH = (
+    "On several replicas, where a layer computes all rows of a batch, it must "
+    "return one row or more for each example. Pad what it leaves out, or use "
+    "the strategy one_device. Received: another number of rows, of the layer"
 )
 
 

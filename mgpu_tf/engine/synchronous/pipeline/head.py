@@ -60,6 +60,7 @@ class Head(ReplicaStep):
             same_rows=same_rows,
             exchange=exchange,
         )
+        self._metrics_can_wait = False
         self._parts = tensor
         self._own_loss = keras_internals.overrides(model, "compute_loss")
         # Those of other losses are counted with the stages.

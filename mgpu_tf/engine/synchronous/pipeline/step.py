@@ -38,6 +38,7 @@ from mgpu_tf.engine.author.state import Writes
 from mgpu_tf.engine.author.step_scope import StepScope
 from mgpu_tf.engine.exchange.parts import computed
 from mgpu_tf.engine.row_proof import noting
+from mgpu_tf.engine.step.global_metrics import reads_late
 from mgpu_tf.engine.step.losses import GlobalLoss, NeedsAllRows
 from mgpu_tf.engine.step.plain_variables import check_parts
 from mgpu_tf.engine.step.replica_step import (
@@ -445,7 +446,13 @@ class PipelineStep(ReplicaStep):
             scope.reader,
             trained,
         )
-        self._metrics.computed((x, y, y_pred, sample_weight))
+        given = x, y, y_pred, sample_weight
+        if training:
+            _, late = self._metrics.computed_before(given, scope)
+            if late is not None:
+                raise reads_late(late)
+        else:
+            self._metrics.computed(given)
         increments: Writes = []
         for mean, part in zip(self._loss.trackers, terms, strict=False):
             increments += batch_increments(mean, part, share)
