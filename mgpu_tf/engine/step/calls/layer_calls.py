@@ -29,7 +29,7 @@ from mgpu_tf.engine.author.contributions import (
     current_share,
 )
 from mgpu_tf.engine.author.state import ReplicaState
-from mgpu_tf.engine.author.step_scope import Owners, StepScope
+from mgpu_tf.engine.author.step_scope import Owners, StepScope, leaves_of
 from mgpu_tf.engine.exchange.composites import composites_of
 from mgpu_tf.engine.exchange.crossing import Exchange
 from mgpu_tf.engine.inlined import Inlined, refused
