@@ -1930,3 +1930,48 @@ def gradients_reversed_and_straight_through(run):
 
     y = {"domain": outside.numbers(2), "label": outside.kinds()}
     outside.use(run, build, outside.points(), y)
+
+
+class Deduplicated(layers.Layer):
+    """Each of the words of a batch is looked up once, or all are compared."""
+
+    def __init__(self, once):
+        super().__init__()
+        self.table = layers.Embedding(outside.WORDS, 4)
+        self.once = once
+
+    def build(self, shape):
+        self.table.build(None)
+
+    def call(self, words):
+        flat = ops.reshape(words, (-1,))
+        if self.once:
+            words, places = tf.unique(flat)
+            found = ops.take(self.table(words), places, axis=0)
+        else:
+            found = self.table(flat)
+            found = found - tf.sort(found, axis=0)
+        return ops.reshape(found, (-1, outside.LENGTH * 4))
+
+
+for name, once in {"once": True, "and compared": False}.items():
+    add(
+        GROUP,
+        f"words of the batch looked up {name}",
+        lambda run, once=once: outside.use(
+            run,
+            lambda: models.compiled(
+                keras.Sequential(
+                    [
+                        keras.Input((outside.LENGTH,), dtype="int32"),
+                        Deduplicated(once),
+                        layers.Dense(2),
+                    ]
+                ),
+                "mse",
+                adam(global_clipnorm=0.5),
+            ),
+            outside.words(),
+            outside.numbers(2),
+        ),
+    )

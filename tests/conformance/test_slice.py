@@ -67,6 +67,19 @@ SLICE = [
     ("mirrored_x3", "outputs that have no rows"),
     ("fsdp_x3", "predictions compared with those of the batch"),
     ("tensor_x3", "gradients reversed and straight through"),
+    ("mirrored_x3", "the rate of a schedule as a metric"),
+    ("mirrored_x3", "ModelCheckpoint, by batches"),
+    ("fsdp_x3", "compute_metrics of one's own: outputs of the new weights"),
+    ("tensor_x3", "compute_metrics of one's own: the largest output"),
+    ("one_device", "compute_metrics of one's own: the largest output"),
+    ("mirrored_x3", "compute metrics of ones own with two outputs"),
+    ("mirrored_x3", "a class of keras with means of the batch"),
+    ("mirrored_x3", "BinaryCrossentropy as a loss over the first axis"),
+    ("mirrored_x3", "PearsonCorrelation as a metric over the first axis"),
+    ("mirrored_x3", "attention of rows by Softmax"),
+    ("mirrored_x3", "outputs of one axis"),
+    ("mirrored_x3", "words of the batch looked up once"),
+    ("fsdp_x3", "generators of a loss a metric and a helper"),
 ]
 
 
@@ -74,6 +87,7 @@ SLICE = [
 REFUSED = [
     ("fsdp_x3", "a block that is computed again"),
     ("mirrored_x3", "a fit of its own"),
+    ("data_2_pipeline_2", "the rate of a schedule as a metric"),
 ]
 
 
@@ -82,6 +96,10 @@ QUICK = [
     ("mirrored_x3", "losses weighed by their place"),
     ("tensor_x3", "forces"),
     ("mirrored_x3", "Dropout"),
+    ("mirrored_x3", "the rate of a schedule as a metric"),
+    ("mirrored_x3", "a class of keras with means of the batch"),
+    ("mirrored_x3", "attention of rows by Softmax"),
+    ("one_device", "compute_metrics of one's own: the largest output"),
 ]
 
 

@@ -207,6 +207,17 @@ def with_metrics(trainer, loss="sparse_categorical_crossentropy"):
     return trainer
 
 
+def batches_of(*sizes):
+    """Batches of these sizes, as a filter of the rows of each may leave."""
+    rows = tf.data.Dataset.from_tensor_slices((X, Y)).repeat()
+    made = rows.batch(1).take(0)
+    for size in sizes:
+        batch = next(iter(rows.batch(max(size, 1))))
+        some = tuple(leaf[:size] for leaf in batch)
+        made = made.concatenate(tf.data.Dataset.from_tensors(some))
+    return made
+
+
 def in_fit(*data, **options):
     return lambda t: t.fit(*data, **{"verbose": 0} | options)
 
@@ -325,6 +336,14 @@ CALLS = {
         "'much' of class 0",
     ),
     "text_inputs": (lambda t: in_fit(X.astype("U"), Y)(t), "text in x"),
+    "a_batch_without_a_row": (
+        lambda t: in_fit(batches_of(4, 0, 5))(t),
+        "one row or more",
+    ),
+    "a_first_batch_without_a_row": (
+        lambda t: t.predict(batches_of(0, 4), verbose=0),
+        "one row or more",
+    ),
     "batches_of_another_shape": (
         lambda t: in_fit(iter([(X, Y), (X[:, :3], Y)]))(t),
         "TensorFlow says of a batch",

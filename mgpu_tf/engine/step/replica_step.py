@@ -624,6 +624,7 @@ class ReplicaStep:
             self.present = [g is not None for g in gradients]
             self.alike = [
                 scope.reader.looks_up_alike(gradient)
+                or _looks_up_for_all(gradient, scope)
                 for gradient in gradients
                 if gradient is not None
             ]
@@ -883,6 +884,15 @@ def know_rows(scope: StepScope, data: Any, share: BatchShare) -> None:
     places = [share.local, share.low]
     scope.proof.take([each for each in places if each is not None], UNPROVEN)
     scope.proof.take([share.total], FIXED)
+
+
+def _looks_up_for_all(gradient: Any, scope: StepScope) -> bool:
+    """Whether rows of a weight are looked up for the rows of all replicas."""
+    return (
+        isinstance(gradient, tf.IndexedSlices)
+        and tf.is_symbolic_tensor(gradient.indices)
+        and scope.proof.of(gradient.indices) == FIXED
+    )
 
 
 def of_unknown_length(tensor: Any) -> Any:
