@@ -126,14 +126,12 @@ ENGINE = (
         (f"{SLICE}[mirrored_x3-compute metrics of ones own with two outputs]",),
     ),
     Fault(
-        "the mean of the loss is lost beside metrics of the author's own",
+        "the mean of the loss is that of one replica, beside metrics of one's "
+        "own",
         "engine/step/replica_step.py",
         "            grown = []  # They are written already.\n",
         "            pass\n",
-        (
-            f"{SLICE}[one_device-compute_metrics of one's own: the largest "
-            "output]",
-        ),
+        (f"{SLICE}[mirrored_x3-compute metrics of ones own with two outputs]",),
     ),
     Fault(
         "a class derived from a loss of Keras's is taken for it",
