@@ -442,6 +442,12 @@ class StepScope(keras.StatelessScope):
         """Notes tensors that are the same on all replicas."""
         self._owners.note(tensors, None)
 
+    def is_alike(self, indices: tf.Tensor) -> bool:
+        """Returns whether indices of a lookup are the same on all replicas."""
+        return self.reader.is_alike(indices) or (
+            tf.is_symbolic_tensor(indices) and self.proof.of(indices) == FIXED
+        )
+
     def agree(self, variable: keras.Variable) -> None:
         """Notes that what all replicas have written is the same."""
         self.parts.pop(id(variable), None)
@@ -561,6 +567,13 @@ def _total(gradients: list[Any]) -> Any:
     present = [gradient for gradient in gradients if gradient is not None]
     if len(present) < 2:
         return present[0] if present else None
+    if all(isinstance(each, tf.IndexedSlices) for each in present):
+        # As TensorFlow adds up: an optimizer sees each row of a lookup.
+        return tf.IndexedSlices(
+            tf.concat([each.values for each in present], 0),
+            tf.concat([tf.cast(each.indices, tf.int64) for each in present], 0),
+            present[0].dense_shape,
+        )
     return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
 
 

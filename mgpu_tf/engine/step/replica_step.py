@@ -52,6 +52,11 @@ from mgpu_tf.engine.step.losses import GlobalLoss
 from mgpu_tf.engine.step.moments import Moments
 from mgpu_tf.engine.step.per_layer import LayerByLayer
 from mgpu_tf.engine.step.plain_variables import check_parts, check_rows
+from mgpu_tf.engine.step.shared_rows import (
+    lookups_of,
+    refuse_mixed,
+    shared_once,
+)
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.engine.untracked import seed_generators
@@ -135,6 +140,8 @@ class ReplicaStep:
         # outputs, and the scope in which they were made, wait for it.
         self.updates_metrics_after = False
         self._metrics_can_wait = not in_parts
+        # Whether a table is looked up by rows, and for all of them alike.
+        self._looks_up_both = False
         self._outputs: dict[int, tuple[Any, StepScope]] = {}
         self.alike: list[bool] = []
         self.present: list[bool] = []
@@ -616,6 +623,10 @@ class ReplicaStep:
                     gradients, parts, variables, scope
                 )
             check_gradients(gradients, variables)
+            if self._replicas > 1:
+                gradients = self._shared_once(
+                    gradients, variables, scope, share
+                )
             self.in_parts = [
                 part is not None
                 for gradient, part in zip(gradients, parts, strict=True)
@@ -623,8 +634,8 @@ class ReplicaStep:
             ]
             self.present = [g is not None for g in gradients]
             self.alike = [
-                scope.reader.looks_up_alike(gradient)
-                or _looks_up_for_all(gradient, scope)
+                isinstance(gradient, tf.IndexedSlices)
+                and scope.is_alike(gradient.indices)
                 for gradient in gradients
                 if gradient is not None
             ]
@@ -635,6 +646,7 @@ class ReplicaStep:
         jitted = (
             jit_compile
             and not self.updates_metrics_after
+            and not self._looks_up_both
             and not tf.executing_eagerly()
             and self._compiled_by_xla()
         )
@@ -646,6 +658,39 @@ class ReplicaStep:
             return function(data, *rows)
         with self._exchange.within_xla():
             return function(data, *rows)
+
+    def _shared_once(
+        self,
+        gradients: list[Any],
+        variables: list[keras.Variable],
+        scope: StepScope,
+        share: BatchShare,
+    ) -> list[Any]:
+        """Lets rows that all replicas look up alike count once.
+
+        Those beside rows of their own: others are folded (`RowGather`).
+        """
+        mixed = [
+            variable.path
+            for gradient, variable in zip(gradients, variables, strict=True)
+            if isinstance(gradient, tf.IndexedSlices)
+            and tf.is_symbolic_tensor(gradient.indices)
+            and len({*map(scope.is_alike, lookups_of(gradient.indices))}) > 1
+        ]
+        if not mixed:
+            return gradients
+        if not self._writes_directly:
+            raise refuse_mixed(mixed[0])
+        if not self._looks_up_both:
+            self._looks_up_both = True
+            raise TraceAgain  # XLA does not compile the sums.
+        return [
+            shared_once(
+                *(gradient, scope.is_alike, share),
+                is_first=_replica() == 0,
+            )
+            for gradient in gradients
+        ]
 
     @property
     def can_be_compiled(self) -> bool:
@@ -884,15 +929,6 @@ def know_rows(scope: StepScope, data: Any, share: BatchShare) -> None:
     places = [share.local, share.low]
     scope.proof.take([each for each in places if each is not None], UNPROVEN)
     scope.proof.take([share.total], FIXED)
-
-
-def _looks_up_for_all(gradient: Any, scope: StepScope) -> bool:
-    """Whether rows of a weight are looked up for the rows of all replicas."""
-    return (
-        isinstance(gradient, tf.IndexedSlices)
-        and tf.is_symbolic_tensor(gradient.indices)
-        and scope.proof.of(gradient.indices) == FIXED
-    )
 
 
 def of_unknown_length(tensor: Any) -> Any:
