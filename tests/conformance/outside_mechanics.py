@@ -1975,3 +1975,69 @@ for name, once in {"once": True, "and compared": False}.items():
             outside.numbers(2),
         ),
     )
+
+
+class Contracted(keras.Model):
+    """A contractive penalty, and a step of all Jacobians by the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = mlp(2)
+
+    def call(self, x, training=False):
+        return self.network(x, training=training)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                p = self(x, training=True)
+            slopes = inner.batch_jacobian(p, x)
+            loss = ops.mean(ops.square(p - y)) + 0.1 * ops.mean(slopes**2)
+        learn(self.optimizer, tape, loss, self.trainable_variables)
+        return {"loss": loss}
+
+    def test_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            each = ops.sum(ops.square(self(x) - y), axis=-1)
+        found = tape.jacobian(each, self.trainable_variables)
+        sizes = sum(
+            ops.sum(ops.square(ops.reshape(each, (ops.shape(x)[0], -1))), -1)
+            for each in found
+        )
+        return {"largest": ops.max(sizes)}
+
+
+@row(GROUP)
+def jacobians_of_a_step_of_ones_own(run):
+    outside.train(
+        run,
+        lambda: models.compiled(Contracted(), "mse", adam()),
+        outside.points(),
+        outside.numbers(2),
+    )
+
+
+class Placed(layers.Layer):
+    """It adds rows of the table of words, the same for all examples."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def call(self, x):
+        return x + self.table(ops.arange(outside.LENGTH))
+
+
+@row(GROUP)
+def a_table_of_words_and_of_places(run):
+    def build():
+        words = keras.Input((outside.LENGTH,), dtype="int32")
+        table = layers.Embedding(outside.WORDS, 4)
+        hidden = layers.Flatten()(Placed(table)(table(words)))
+        model = keras.Model(words, layers.Dense(2)(hidden))
+        return models.compiled(model, "mse", adam(global_clipnorm=0.5))
+
+    outside.use(run, build, outside.words(), outside.numbers(2))

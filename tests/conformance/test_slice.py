@@ -78,6 +78,8 @@ SLICE = [
     ("mirrored_x3", "PearsonCorrelation as a metric over the first axis"),
     ("mirrored_x3", "attention of rows by Softmax"),
     ("mirrored_x3", "outputs of one axis"),
+    ("mirrored_x3", "jacobians of a step of ones own"),
+    ("fsdp_x3", "a table of words and of places"),
     ("mirrored_x3", "words of the batch looked up once"),
     ("fsdp_x3", "generators of a loss a metric and a helper"),
 ]

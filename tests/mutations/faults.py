@@ -105,10 +105,24 @@ ENGINE = (
         (f"{WHOLE}::{FIXED_NUMBER}",),
     ),
     Fault(
+        "a Jacobian has zeros for the rows of other replicas",
+        "engine/exchange/crossing.py",
+        "        if _in_vectorized_loop():\n",
+        "        if False:\n",
+        (f"{SLICE}[mirrored_x3-jacobians of a step of ones own]",),
+    ),
+    Fault(
+        "a table of words and of places has a gradient for each replica",
+        "engine/step/shared_rows.py",
+        "    if all(alike) or not any(alike):\n",
+        "    if True:\n",
+        (f"{SLICE}[fsdp_x3-a table of words and of places]",),
+    ),
+    Fault(
         "what is looked up for all rows is looked up for each replica",
         "engine/step/replica_step.py",
-        "                or _looks_up_for_all(gradient, scope)\n",
-        "",
+        "                and scope.is_alike(gradient.indices)\n",
+        "                and scope.reader.is_alike(gradient.indices)\n",
         (f"{SLICE}[mirrored_x3-words of the batch looked up once]",),
     ),
     Fault(

@@ -68,6 +68,17 @@ class Cut:
         return tf.reduce_sum(self.counts)
 
 
+# The name scope in which `tf.vectorized_map` and Jacobians trace their body.
+_LOOP = "loop_body"
+
+
+class ExchangedInLoop(RuntimeError):
+    """Something was to be exchanged in a loop that TensorFlow vectorizes.
+
+    It is no `ValueError`, which a Jacobian of TensorFlow's replaces.
+    """
+
+
 class Exchange:
     """Moves rows and gradients between the replicas of a strategy.
 
@@ -415,9 +426,25 @@ class Exchange:
         if self._compiled:
             self.is_needed = True
             raise TraceAgain
+        if _in_vectorized_loop():
+            raise ExchangedInLoop(
+                "Replicas exchange nothing within a Jacobian or another loop "
+                "that TensorFlow vectorizes. Received: one that goes through "
+                "a value of all replicas. Take it within a layer, or in a "
+                "train_step of your own."
+            )
         put_back = keras_internals.snapshot(self._layers)
         yield
         put_back()
+
+
+def _in_vectorized_loop() -> bool:
+    """Whether TensorFlow traces the body of a loop that it will vectorize.
+
+    What comes from other replicas counts there as the same in all iterations.
+    """
+    scope = tf.compat.v1.get_default_graph().get_name_scope()
+    return any(part.startswith(_LOOP) for part in scope.split("/"))
 
 
 def _dense(gradient: Any) -> tf.Tensor:

@@ -36,7 +36,7 @@ from mgpu_tf.engine.author.state import (
     Writes,
     state_for,
 )
-from mgpu_tf.engine.exchange.crossing import Exchange
+from mgpu_tf.engine.exchange.crossing import Exchange, ExchangedInLoop
 from mgpu_tf.engine.exchange.noise_scale import NoiseScale
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import seed_for_rows
@@ -1280,6 +1280,8 @@ def _traced(function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             with turns.kept(leave_others):
                 return function(*arguments)
+        except ExchangedInLoop as error:
+            raise ConfigurationError(str(error)) from error
         except Exception as error:
             refusal = refusal_within(error)
             if not isinstance(refusal, TraceAgain):

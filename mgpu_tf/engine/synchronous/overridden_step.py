@@ -24,7 +24,7 @@ from mgpu_tf.engine.author.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.author.state import AgreedState, ReplicaState
 from mgpu_tf.engine.exchange import composites
 from mgpu_tf.engine.exchange.composites import without_another
-from mgpu_tf.engine.exchange.crossing import Cut, Exchange
+from mgpu_tf.engine.exchange.crossing import Cut, Exchange, ExchangedInLoop
 from mgpu_tf.engine.inlined import Inlined, refused
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import seed_for_rows
@@ -65,6 +65,13 @@ def check_held(model: keras.Model) -> None:
                 f"model. Received: {name!r}, a variable around train_step. "
                 "Set it on the model in build_model."
             )
+
+
+# What TensorFlow says where replicas exchange something in one of its loops.
+_IN_LOOPS = (
+    (LookupError, "No gradient defined"),
+    (RuntimeError, "`merge_call` called while defining a new graph"),
+)
 
 
 class AuthorStep:
@@ -243,13 +250,18 @@ class AuthorStep:
             return flat_logs(getattr(self._model, self._method)(data))
         except Exception as error:
             refusal = refusal_within(error)
+            # TensorFlow's vectorized loops copy operations of a gradient
+            # without the gradients that these have here; its other loops are
+            # functions of their own.
+            lost = isinstance(error, ExchangedInLoop) or any(
+                isinstance(error, kind) and text in str(error)
+                for kind, text in _IN_LOOPS
+            )
+            if lost and self._boundary.open():
+                raise TraceAgain from None
+            if isinstance(error, ExchangedInLoop):
+                raise ConfigurationError(str(error)) from None
             if refusal is None:
-                # TensorFlow's vectorized loops copy operations of a gradient
-                # without the gradients that these have here.
-                lost = isinstance(error, LookupError)
-                lost = lost and "No gradient defined" in str(error)
-                if lost and self._boundary.open():
-                    raise TraceAgain from None
                 raise
             raise refusal from None
 

@@ -50,6 +50,7 @@ from mgpu_tf.engine.step.replica_step import (
     know_rows,
     of_unknown_length,
 )
+from mgpu_tf.engine.step.shared_rows import refuse_mixed
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.synchronous.pipeline.blocks import RunOfBlock, survey
 from mgpu_tf.engine.synchronous.pipeline.head import Head, of_another_stage
@@ -375,7 +376,10 @@ class PipelineStep(ReplicaStep):
             writes[id(variable)] = (variable, value)
         self._traced[number, kind] = _Traced(
             [variable for variable, _ in writes.values()],
-            [_looks_up_alike(reader, weight) for weight in weights],
+            [
+                _looks_up_alike(reader, weight, variable.path)
+                for variable, weight in zip(trained, weights, strict=True)
+            ],
             bool(losses),
         )
         sent = stage.outputs if y_pred is None else self._stages.outputs
@@ -711,12 +715,16 @@ class PipelineStep(ReplicaStep):
         return keras_internals.structured(self._model, outputs)
 
 
-def _looks_up_alike(reader: Reader, weight: tf.Tensor) -> bool:
+def _looks_up_alike(reader: Reader, weight: tf.Tensor, path: str) -> bool:
     """Returns whether rows of a weight are looked up, the same by all parts.
 
     Args:
         reader: Reads the function of a stage.
         weight: The weight, an argument of that function.
+        path: Its path, for a message.
+
+    Raises:
+        ConfigurationError: Some are those of examples, and some are not.
     """
     if not tf.is_symbolic_tensor(weight):
         return False
@@ -728,4 +736,7 @@ def _looks_up_alike(reader: Reader, weight: tf.Tensor) -> bool:
                 stack += op.outputs
             elif op.type in ("GatherV2", "ResourceGather"):
                 lookups.append(op.inputs[1])
-    return bool(lookups) and all(map(reader.is_alike, lookups))
+    alike = {*map(reader.is_alike, lookups)}
+    if len(alike) > 1:
+        raise refuse_mixed(path)
+    return alike == {True}
