@@ -113,7 +113,7 @@ ENGINE = (
     ),
     Fault(
         "a table of words and of places has a gradient for each replica",
-        "engine/step/shared_rows.py",
+        "engine/exchange/shared_rows.py",
         "    if all(alike) or not any(alike):\n",
         "    if True:\n",
         (f"{SLICE}[fsdp_x3-a table of words and of places]",),

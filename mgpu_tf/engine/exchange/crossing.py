@@ -25,6 +25,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.exchange import composites
 from mgpu_tf.engine.exchange.embedding_rows import RowGather
 from mgpu_tf.engine.exchange.reduction import Reduction
+from mgpu_tf.engine.exchange.shared_rows import shared_once
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.registry import topology_of
@@ -394,12 +395,20 @@ class Exchange:
     ) -> list[Any]:
         if not slices:
             return []
+        context = tf.distribute.get_replica_context()
+        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+        slices = [
+            shared_once(
+                *(each, is_alike, self._groups.all_reduce),
+                is_first=replica < self._same_rows,
+            )
+            for each in slices
+        ]
         alike = [is_alike(each.indices) for each in slices]
 
         def merged(strategy: tf.distribute.Strategy, slices: Any) -> Any:
             return self._gather(slices, alike)
 
-        context = tf.distribute.get_replica_context()
         with self.apart():
             return context.merge_call(merged, args=(slices,))
 

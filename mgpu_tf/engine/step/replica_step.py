@@ -31,6 +31,11 @@ from mgpu_tf.engine.author.step_scope import (
 from mgpu_tf.engine.author.written import by_rule
 from mgpu_tf.engine.exchange.composites import without_another
 from mgpu_tf.engine.exchange.crossing import Exchange
+from mgpu_tf.engine.exchange.shared_rows import (
+    lookups_of,
+    refuse_mixed,
+    shared_once,
+)
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import (
     RowScope,
@@ -52,11 +57,6 @@ from mgpu_tf.engine.step.losses import GlobalLoss
 from mgpu_tf.engine.step.moments import Moments
 from mgpu_tf.engine.step.per_layer import LayerByLayer
 from mgpu_tf.engine.step.plain_variables import check_parts, check_rows
-from mgpu_tf.engine.step.shared_rows import (
-    lookups_of,
-    refuse_mixed,
-    shared_once,
-)
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.engine.untracked import seed_generators
@@ -686,7 +686,9 @@ class ReplicaStep:
             raise TraceAgain  # XLA does not compile the sums.
         return [
             shared_once(
-                *(gradient, scope.is_alike, share),
+                gradient,
+                scope.is_alike,
+                lambda value: sum_over_replicas(share.select(value, 0)),
                 is_first=_replica() == 0,
             )
             for gradient in gradients

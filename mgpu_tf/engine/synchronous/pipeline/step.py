@@ -37,6 +37,7 @@ from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.author.state import Writes
 from mgpu_tf.engine.author.step_scope import StepScope
 from mgpu_tf.engine.exchange.parts import computed
+from mgpu_tf.engine.exchange.shared_rows import refuse_mixed
 from mgpu_tf.engine.row_proof import noting
 from mgpu_tf.engine.step.global_metrics import reads_late
 from mgpu_tf.engine.step.losses import GlobalLoss, NeedsAllRows
@@ -50,7 +51,6 @@ from mgpu_tf.engine.step.replica_step import (
     know_rows,
     of_unknown_length,
 )
-from mgpu_tf.engine.step.shared_rows import refuse_mixed
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.synchronous.pipeline.blocks import RunOfBlock, survey
 from mgpu_tf.engine.synchronous.pipeline.head import Head, of_another_stage

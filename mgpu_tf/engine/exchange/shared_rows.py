@@ -13,9 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from mgpu_tf.engine.author.contributions import BatchShare
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 
 def lookups_of(indices: tf.Tensor) -> list[tf.Tensor]:
@@ -31,7 +29,7 @@ def lookups_of(indices: tf.Tensor) -> list[tf.Tensor]:
 def shared_once(
     gradient: Any,
     is_alike: Callable[[tf.Tensor], bool],
-    share: BatchShare,
+    summed: Callable[[tf.Tensor], tf.Tensor],
     *,
     is_first: bool,
 ) -> Any:
@@ -40,8 +38,8 @@ def shared_once(
     Args:
         gradient: Of a weight. On a replica.
         is_alike: Whether indices are the same on all replicas.
-        share: The part of the replica in the global batch.
-        is_first: Whether the replica is the first one.
+        summed: Sums a value over the replicas that look up rows.
+        is_first: Whether the replica is the first of these.
 
     Returns:
         The gradient as it is where all of its lookups are alike, or none is.
@@ -61,9 +59,8 @@ def shared_once(
     ]
     for values, indices, same in zip(parts, lookups, alike, strict=True):
         if same:
-            total = sum_over_replicas(share.select(values, 0))
             count = None if is_first else 0
-            kept.append((total[:count], indices[:count]))
+            kept.append((summed(values)[:count], indices[:count]))
     values, indices = zip(*kept, strict=True)
     return tf.IndexedSlices(
         tf.concat(values, 0), tf.concat(indices, 0), gradient.dense_shape
