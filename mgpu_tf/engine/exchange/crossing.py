@@ -380,6 +380,14 @@ class Exchange:
 
         return list(total(*gradients)) if gradients else []
 
+    def over_rows(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a sum over the replicas with other rows. On a replica.
+
+        Nothing flows back through it.
+        """
+        with self.apart():
+            return self._groups.all_reduce(tf.stop_gradient(value))
+
     def _again(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns values whose gradients are sums over replicas."""
 
@@ -399,7 +407,7 @@ class Exchange:
         replica = int(tf.get_static_value(context.replica_id_in_sync_group))
         slices = [
             shared_once(
-                *(each, is_alike, self._groups.all_reduce),
+                *(each, is_alike, self.over_rows),
                 is_first=replica < self._same_rows,
             )
             for each in slices

@@ -140,8 +140,6 @@ class ReplicaStep:
         # outputs, and the scope in which they were made, wait for it.
         self.updates_metrics_after = False
         self._metrics_can_wait = not in_parts
-        # Whether a table is looked up by rows, and for all of them alike.
-        self._looks_up_both = False
         self._outputs: dict[int, tuple[Any, StepScope]] = {}
         self.alike: list[bool] = []
         self.present: list[bool] = []
@@ -646,7 +644,6 @@ class ReplicaStep:
         jitted = (
             jit_compile
             and not self.updates_metrics_after
-            and not self._looks_up_both
             and not tf.executing_eagerly()
             and self._compiled_by_xla()
         )
@@ -679,17 +676,15 @@ class ReplicaStep:
         ]
         if not mixed:
             return gradients
-        if not self._writes_directly:
+        exchange = self._exchange
+        if exchange is None:
             raise refuse_mixed(mixed[0])
-        if not self._looks_up_both:
-            self._looks_up_both = True
-            raise TraceAgain  # XLA does not compile the sums.
         return [
             shared_once(
                 gradient,
                 scope.is_alike,
-                lambda value: sum_over_replicas(share.select(value, 0)),
-                is_first=_replica() == 0,
+                lambda value: exchange.over_rows(share.select(value, 0)),
+                is_first=place_of(share) == 0,
             )
             for gradient in gradients
         ]
