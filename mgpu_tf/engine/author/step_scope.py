@@ -226,7 +226,8 @@ class StepScope(keras.StatelessScope):
     @contextlib.contextmanager
     def reading(self) -> Iterator[set[int]]:
         """Yields the identities of the variables that a block reads."""
-        self._reading = found = set()
+        found: set[int] = set()
+        self._reading = found
         try:
             yield found
         finally:

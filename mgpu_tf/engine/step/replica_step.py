@@ -329,7 +329,7 @@ class ReplicaStep:
         given: Writes,
         join: Any,
         tape: tf.GradientTape | None = None,
-        sources: Writes = (),
+        sources: Writes | None = None,
         compiled: bool = False,
     ) -> Iterator[tuple[StepScope, Callable[[Any], Reader]]]:
         """Yields the scope of a step, and what reads it given the outputs."""
@@ -353,7 +353,7 @@ class ReplicaStep:
                     ],
                     tape,
                     self._read,
-                    {id(v): source for v, source in sources},
+                    {id(v): source for v, source in sources or ()},
                     join,
                     self._write_directly,
                     self._calls.owners,
