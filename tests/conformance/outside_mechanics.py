@@ -1992,7 +1992,7 @@ class Contracted(keras.Model):
         with tf.GradientTape() as tape:
             with tf.GradientTape() as inner:
                 inner.watch(x)
-                p = self(x, training=True)
+                p = self.network(x, training=True)
             slopes = inner.batch_jacobian(p, x)
             loss = ops.mean(ops.square(p - y)) + 0.1 * ops.mean(slopes**2)
         learn(self.optimizer, tape, loss, self.trainable_variables)
@@ -2001,7 +2001,7 @@ class Contracted(keras.Model):
     def test_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            each = ops.sum(ops.square(self(x) - y), axis=-1)
+            each = ops.sum(ops.square(self.network(x) - y), axis=-1)
         found = tape.jacobian(each, self.trainable_variables)
         sizes = sum(
             ops.sum(ops.square(ops.reshape(each, (ops.shape(x)[0], -1))), -1)
@@ -2012,7 +2012,7 @@ class Contracted(keras.Model):
 
 @row(GROUP)
 def jacobians_of_a_step_of_ones_own(run):
-    outside.train(
+    outside.use(
         run,
         lambda: models.compiled(Contracted(), "mse", adam()),
         outside.points(),
