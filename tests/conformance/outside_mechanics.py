@@ -2041,3 +2041,22 @@ def a_table_of_words_and_of_places(run):
         return models.compiled(model, "mse", adam(global_clipnorm=0.5))
 
     outside.use(run, build, outside.words(), outside.numbers(2))
+
+
+class Chosen(keras.Model):
+    """It returns those of the words that have odd numbers, ragged."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = layers.Embedding(outside.WORDS, 2)
+
+    def call(self, words):
+        return tf.ragged.boolean_mask(self.table(words), words % 2 > 0)
+
+
+@row(GROUP)
+def predictions_that_are_ragged(run):
+    trainer = run.trainer(lambda: models.compiled(Chosen(), None, adam()))
+    found = trainer.predict(outside.words(), batch_size=13, verbose=0)
+    run.see("lengths", found.row_lengths())
+    run.see("values", found.flat_values)

@@ -354,7 +354,10 @@ class SynchronousEngine(Engine):
         self._check_ended(ended, 0)
         if int(total) == 0:
             return None
-        return tf.nest.map_structure(lambda t: t.numpy(), outputs)
+        return tf.nest.map_structure(
+            lambda t: t if isinstance(t, tf.RaggedTensor) else t.numpy(),
+            outputs,
+        )
 
     def trace(self, source: Source) -> StepTrace:
         """Runs the first step of training and undoes it; as in `Engine`.
@@ -1056,12 +1059,18 @@ class SynchronousEngine(Engine):
         every = self._strategy.experimental_local_results(value)
         return tf.concat(every[:: self._local.same_rows], 0)
 
-    def _rows_of_all(self, rows: tf.Tensor) -> tf.Tensor:
+    def _rows_of_all(self, rows: Any) -> Any:
         """Joins the rows of all workers in order.
 
         Every worker puts its rows where they belong among zeros; the sum
         over workers is all of them. An example may have several rows.
         """
+        if isinstance(rows, tf.RaggedTensor):
+            return tf.RaggedTensor.from_nested_row_lengths(
+                self._rows_of_all(rows.flat_values),
+                list(map(self._rows_of_all, rows.nested_row_lengths())),
+                validate=False,
+            )
         if rows.dtype.is_complex:
             parts = tf.math.real(rows), tf.math.imag(rows)
             return tf.complex(*map(self._rows_of_all, parts))

@@ -581,8 +581,10 @@ def predict(
     return tf.nest.map_structure(_joined, *batches)
 
 
-def _joined(*parts: np.ndarray) -> Any:
+def _joined(*parts: Any) -> Any:
     """Joins the outputs of batches; ragged, as in Keras, where they differ."""
+    if isinstance(parts[0], tf.RaggedTensor):
+        return tf.concat(parts, 0)
     shapes = np.array([part.shape[1:] for part in parts])
     differ = np.flatnonzero((shapes != shapes[0]).any(axis=0))
     if not differ.size:
