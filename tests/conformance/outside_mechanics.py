@@ -2060,3 +2060,59 @@ def predictions_that_are_ragged(run):
     found = trainer.predict(outside.words(), batch_size=13, verbose=0)
     run.see("lengths", found.row_lengths())
     run.see("values", found.flat_values)
+
+
+class Perturbed(keras.Model):
+    """FreeLB: a second pass on words that have moved by their gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = layers.Embedding(outside.WORDS, 4)
+        self.body, self.head = layers.GRU(4), layers.Dense(2)
+
+    def call(self, words, training=False):
+        return self.head(self.body(self.table(words)))
+
+    def train_step(self, data):
+        words, y = data
+        with tf.GradientTape() as tape:
+            found = self.table(words)
+            tape.watch(found)
+            far = ops.mean(ops.square(self.head(self.body(found)) - y))
+        slope = tape.gradient(far, found)
+        size = ops.norm(slope, axis=(1, 2), keepdims=True)
+        with tf.GradientTape() as tape:
+            found = self.table(words) + 0.1 * slope / (size + 1e-6)
+            far = ops.mean(ops.square(self.head(self.body(found)) - y))
+        learn(self.optimizer, tape, far, self.trainable_variables)
+        return {"loss": far}
+
+
+@row(GROUP)
+def noise_added_to_words_in_a_step(run):
+    outside.train(
+        run,
+        lambda: models.compiled(Perturbed(), None, adam()),
+        outside.words(),
+        outside.numbers(2),
+    )
+
+
+class WithPlaces(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.places = layers.Embedding(outside.LENGTH, 4)
+
+    def call(self, x):
+        return x + self.places(ops.arange(outside.LENGTH))
+
+
+@row(GROUP)
+def words_and_places(run):
+    def build():
+        words = keras.Input((outside.LENGTH,), dtype="int32")
+        hidden = WithPlaces()(layers.Embedding(outside.WORDS, 4)(words))
+        model = keras.Model(words, layers.Dense(2)(layers.Flatten()(hidden)))
+        return models.compiled(model, "mse", adam(global_clipnorm=0.5))
+
+    outside.use(run, build, outside.words(), outside.numbers(2))

@@ -140,6 +140,11 @@ class RowProof:
         known = id(tensor) in self._kinds
         # What is captured while a graph is walked stands before in it.
         if not known and id(tensor.graph) not in self._under_way:
+            outer = self._outer
+            while outer is not None:
+                if id(tensor.graph) in outer._under_way:
+                    return outer.found(tensor)
+                outer = outer._outer
             self.walk(tensor.graph)
         return self._kind(tensor)
 

@@ -621,7 +621,7 @@ class ReplicaStep:
                     gradients, parts, variables, scope
                 )
             check_gradients(gradients, variables)
-            if self._replicas > 1:
+            if self._replicas > 1 or not self._writes_directly:
                 gradients = self._shared_once(
                     gradients, variables, scope, share
                 )
@@ -873,8 +873,14 @@ def _outputs_of_step(
         with proving(proof):
             outputs = outputs_of(model, data, generator)
         kinds = map(proof.of, tf.nest.flatten(outputs, expand_composites=True))
-        if exchange is None or set(kinds) <= {Rows(), FIXED}:
+        if set(kinds) <= {Rows(), FIXED}:
             return outputs
+        if exchange is None:
+            raise ConfigurationError(
+                "With step_parts no replica has all rows at once. Received: a "
+                "predict_step that is not proven to make each row of its own "
+                "row. Predict with another Trainer, without step_parts."
+            )
         scope.give_up(mark, model)
     assert scope.share is not None
     fraction = scope.share.fraction(tf.float64)

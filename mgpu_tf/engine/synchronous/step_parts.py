@@ -112,7 +112,7 @@ def in_parts(
                 "a model with its own. Use a smaller batch."
             )
         gradients = selected(gradients, part_share)
-        sums = _added(sums, gradients)
+        sums = _added(sums, gradients, step.alike)
         for variable, value in zip(step.written, values, strict=True):
             _check(state, variable)
             if share.low is not None and id(variable) in seeds:
@@ -144,15 +144,20 @@ def _check(state: ReplicaState, variable: keras.Variable) -> None:
         )
 
 
-def _added(sums: list[Any], gradients: list[Any]) -> list[Any]:
+def _added(
+    sums: list[Any], gradients: list[Any], alike: list[bool]
+) -> list[Any]:
     if not sums:
         return gradients
-    return [
-        _sum(one, other) for one, other in zip(sums, gradients, strict=True)
-    ]
+    return [_sum(*each) for each in zip(sums, gradients, alike, strict=True)]
 
 
-def _sum(one: Any, other: Any) -> Any:
+def _sum(one: Any, other: Any, alike: bool) -> Any:
+    if isinstance(one, tf.IndexedSlices) and alike:
+        # All parts look up the same rows, which one device does once.
+        return tf.IndexedSlices(
+            one.values + other.values, one.indices, one.dense_shape
+        )
     if isinstance(one, tf.IndexedSlices):
         return tf.IndexedSlices(
             tf.concat([one.values, other.values], 0),
