@@ -2116,3 +2116,29 @@ def words_and_places(run):
         return models.compiled(model, "mse", adam(global_clipnorm=0.5))
 
     outside.use(run, build, outside.words(), outside.numbers(2))
+
+
+class ByLoop(Contracted):
+    """The same where TensorFlow's loop is not vectorized."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            each = ops.sum(ops.square(self.network(x) - y), axis=-1)
+        weights = self.trainable_variables
+        slopes = tape.jacobian(each, weights, experimental_use_pfor=False)
+        clipped = [
+            ops.mean(ops.clip(slope, -0.3, 0.3), axis=0) for slope in slopes
+        ]
+        self.optimizer.apply(clipped, weights)
+        return {"loss": ops.mean(each)}
+
+
+@row(GROUP)
+def jacobians_of_a_step_by_a_loop(run):
+    outside.train(
+        run,
+        lambda: models.compiled(ByLoop(), "mse", adam()),
+        outside.points(),
+        outside.numbers(2),
+    )

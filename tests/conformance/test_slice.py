@@ -82,6 +82,7 @@ SLICE = [
     ("fsdp_x3", "a table of words and of places"),
     ("data_2_tensor_2", "a table of words and of places"),
     ("mirrored_x3", "noise added to words in a step"),
+    ("mirrored_x3", "jacobians of a step by a loop"),
     ("mirrored_x3", "words of the batch looked up once"),
     ("fsdp_x3", "generators of a loss a metric and a helper"),
 ]

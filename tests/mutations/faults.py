@@ -93,7 +93,7 @@ ENGINE = (
     Fault(
         "a step of predictions compares the rows of one replica",
         "engine/step/replica_step.py",
-        "if exchange is None or set(kinds) <= {Rows(), FIXED}:",
+        "        if set(kinds) <= {Rows(), FIXED}:\n",
         "if True:",
         (f"{SLICE}[fsdp_x3-predictions compared with those of the batch]",),
     ),

@@ -137,16 +137,20 @@ class RowProof:
         """The same, of another replica's rows too."""
         if not tf.is_symbolic_tensor(tensor):
             return UNPROVEN if tf.executing_eagerly() else FIXED
-        known = id(tensor) in self._kinds
-        # What is captured while a graph is walked stands before in it.
-        if not known and id(tensor.graph) not in self._under_way:
-            outer = self._outer
-            while outer is not None:
-                if id(tensor.graph) in outer._under_way:
-                    return outer.found(tensor)
-                outer = outer._outer
-            self.walk(tensor.graph)
+        if id(tensor) not in self._kinds:
+            # What is captured while a graph is walked stands before in it.
+            walking = self.walking(tensor.graph)
+            if walking is None:
+                self.walk(tensor.graph)
+            elif walking is not self:
+                return walking.found(tensor)
         return self._kind(tensor)
+
+    def walking(self, graph: Any) -> RowProof | None:
+        """Returns which looks at a graph now: this proof, or one around it."""
+        if id(graph) in self._under_way:
+            return self
+        return None if self._outer is None else self._outer.walking(graph)
 
     def _kind(self, tensor: Any) -> Kind:
         """What is known of a tensor that has been walked, or was skipped."""

@@ -67,11 +67,8 @@ def check_held(model: keras.Model) -> None:
             )
 
 
-# What TensorFlow says where replicas exchange something in one of its loops.
-_IN_LOOPS = (
-    (LookupError, "No gradient defined"),
-    (RuntimeError, "`merge_call` called while defining a new graph"),
-)
+# What TensorFlow says where replicas exchange something in a function.
+_IN_FUNCTION = "`merge_call` called while defining a new graph"
 
 
 class AuthorStep:
@@ -250,14 +247,11 @@ class AuthorStep:
             return flat_logs(getattr(self._model, self._method)(data))
         except Exception as error:
             refusal = refusal_within(error)
-            # TensorFlow's vectorized loops copy operations of a gradient
-            # without the gradients that these have here; its other loops are
-            # functions of their own.
-            lost = isinstance(error, ExchangedInLoop) or any(
-                isinstance(error, kind) and text in str(error)
-                for kind, text in _IN_LOOPS
+            # Other loops than vectorized ones are functions of their own.
+            in_loop = isinstance(error, ExchangedInLoop) or (
+                isinstance(error, RuntimeError) and _IN_FUNCTION in str(error)
             )
-            if lost and self._boundary.open():
+            if in_loop and self._boundary.open():
                 raise TraceAgain from None
             if isinstance(error, ExchangedInLoop):
                 raise ConfigurationError(str(error)) from None
