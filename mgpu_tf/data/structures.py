@@ -173,7 +173,9 @@ def not_empty(dataset: tf.data.Dataset) -> tf.data.Dataset:
         check = tf.debugging.assert_positive(size, NO_ROW)
         with tf.control_dependencies([check]):
             return tf.nest.map_structure(
-                tf.identity, data, expand_composites=True
+                lambda leaf: None if leaf is None else tf.identity(leaf),
+                data,
+                expand_composites=True,
             )
 
     spec = dataset.element_spec
