@@ -3,6 +3,7 @@
 import functools
 
 import keras
+import tensorflow as tf
 from keras import layers, ops
 
 from tests.conformance import models, outside
@@ -80,6 +81,19 @@ for name, metrics_of in {
             outside.numbers(2),
         ),
     )
+
+
+@row(GROUP)
+def a_decorated_metric_that_was_evaluated_before(run):
+    def build():
+        optimizer = falling()
+        metrics = [tf.function(rate_of(optimizer))]
+        return models.compiled(mlp(2), "mse", optimizer, metrics=metrics)
+
+    data = outside.points(), outside.numbers(2)
+    trainer = run.trainer(build)
+    trainer.evaluate(*data, batch_size=13, verbose=0)
+    outside.train(run, None, *data, trainer=trainer)
 
 
 class Looks(keras.Model):

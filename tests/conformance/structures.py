@@ -449,6 +449,13 @@ def generator_of_one_pass(run):
 
 
 @row(GROUP)
+def generator_of_batches_with_none(run):
+    data = _batches(models.points(), models.numbers())
+    given = ((*batch, None) for batch in data)
+    run.fit(models.dense(), given, steps_per_epoch=4)
+
+
+@row(GROUP)
 def generator_of_dicts(run):
     left, right = _halves()
     y = models.numbers()

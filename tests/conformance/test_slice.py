@@ -78,6 +78,8 @@ SLICE = [
     ("mirrored_x3", "PearsonCorrelation as a metric over the first axis"),
     ("mirrored_x3", "attention of rows by Softmax"),
     ("mirrored_x3", "outputs of one axis"),
+    ("mirrored_x3", "a decorated metric that was evaluated before"),
+    ("mirrored_x3", "generator of batches with none"),
     ("mirrored_x3", "jacobians of a step of ones own"),
     ("fsdp_x3", "a table of words and of places"),
     ("data_2_tensor_2", "a table of words and of places"),

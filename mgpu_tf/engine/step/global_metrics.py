@@ -84,11 +84,18 @@ class GlobalMetrics:
             What it returned, and a variable that it has read and that the
             update writes, if there is one: Keras calls it afterwards.
         """
+        begun = scope.known_operations()
         with scope.reading() as read:
             returned = self.computed(given)
+        captured = _handles_since(begun)
         state = keras_internals.state_of(self._model.optimizer)
-        written = [*self._model.trainable_variables, *state]
-        late = (variable for variable in written if id(variable) in read)
+        late = (
+            variable
+            for variable in [*self._model.trainable_variables, *state]
+            if id(variable) in read
+            # A function that was traced before reads it by itself.
+            or keras_internals.handles_of([variable]) & captured
+        )
         return returned, next(late, None)
 
     def _called(self, given: Any) -> dict[str, Any]:
@@ -216,6 +223,24 @@ class GlobalMetrics:
             scope.add_update((variable, value))
             scope.agree(variable)
         return True
+
+
+def _handles_since(begun: int) -> set[int]:
+    """Returns the ids of the handles that new operations of a graph take."""
+    if tf.executing_eagerly():
+        return set()
+    graph = tf.compat.v1.get_default_graph()
+    taken = {
+        id(given)
+        for op in graph.get_operations()[begun:]
+        for given in op.inputs
+        if given.dtype == tf.resource
+    }
+    while graph is not None:
+        captures = getattr(graph, "captures", ())
+        taken |= {id(out) for out, given in captures if id(given) in taken}
+        graph = getattr(graph, "outer_graph", None)
+    return taken
 
 
 def reads_late(variable: keras.Variable) -> ConfigurationError:
