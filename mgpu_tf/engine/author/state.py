@@ -7,7 +7,9 @@ by its rule (`rules.py`):
                               locally, and combined at the end of an
                               execution, all in one reduction; what else
                               layers keep is made one in every step, since
-                              the next step may read it
+                              the next step may read it. Between executions
+                              replicas hold parts of a metric, whatever its
+                              rule: their sum is what it holds
     one copy for all          the replicas' values are brought together before
                               they are written, in every step
 
@@ -28,6 +30,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.author.rules import DECLARED, Rule, rule_of
+from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.engine.untracked import seed_generators, untracked_variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.registry import kind_of, topology_of
@@ -112,7 +115,7 @@ class ReplicaState:
             - set(map(id, synchronized))
         )
         # What an author declares holds where each step has a whole batch.
-        self._rules = (
+        self._declared = (
             known
             if asynchronous
             else {
@@ -121,13 +124,16 @@ class ReplicaState:
                 if key in self._of_metrics or key not in self._proven
             }
         )
-        self._declared = frozenset(self._rules)
+        # Of the step that was traced last; each notes them for all it writes.
+        self._rules: dict[int, Rule] = {}
         # The losses, metrics and models whose code does more than return
         # something, by identity.
         self.acting: set[int] = set()
         self._touched: dict[int, keras.Variable] = {}
-        # What metrics began at on each replica, to be counted once.
-        self._begun: dict[int, tf.Tensor] = {}
+        # Metrics that a step computes of the rows of all replicas: each
+        # execution begins with what they hold together, `_entered` this one.
+        self._met: set[int] = set()
+        self._entered: list[keras.Variable] = []
         self.generator: Any = None
         self.draws_alike = False
 
@@ -157,8 +163,7 @@ class ReplicaState:
         if seed is not None and all(seed is not s for s in self.seeds):
             self.seeds.append(seed)
             self.variables = _unique([*self.variables, seed])
-            self._rules[id(seed)] = Rule.AGREED
-            self._declared |= {id(seed)}
+            self._declared[id(seed)] = Rule.AGREED
 
     def is_metric(self, variable: keras.Variable) -> bool:
         """Returns whether a variable belongs to a metric."""
@@ -175,7 +180,8 @@ class ReplicaState:
         Where it has not been read it is what Keras's own state of that kind
         does: metrics add up, moving statistics are means, counts agree.
         """
-        known = self._rules.get(id(variable))
+        key = id(variable)
+        known = self._rules.get(key, self._declared.get(key))
         if known is not None:
             return known
         if self.is_metric(variable):
@@ -200,8 +206,12 @@ class ReplicaState:
         Raises:
             ConfigurationError: The replicas' values cannot become one.
         """
-        if not self._several or id(variable) in self._declared:
+        if not self._several:
             return self.rule(variable)
+        declared = self._declared.get(id(variable))
+        if declared is not None:
+            self._rules[id(variable)] = declared
+            return declared
         adds_up = self.asynchronous or self.is_metric(variable)
         found = rule_of(written, before, reader, adds_up=adds_up)
         known = (Rule.AGREED, Rule.SUM) if adds_up else (Rule.AGREED,)
@@ -222,15 +232,45 @@ class ReplicaState:
 
     def is_read(self, variable: keras.Variable) -> bool:
         """Returns whether its rule is read from a graph, as of a weight."""
-        return id(variable) not in self._proven | self._declared
+        return id(variable) not in self._proven | self._declared.keys()
 
     def agree(self, variable: keras.Variable) -> None:
         """Notes that all replicas write the same to a variable."""
-        self._rules[id(variable)] = Rule.AGREED
+        self.follow(variable, Rule.AGREED)
 
     def follow(self, variable: keras.Variable, rule: Rule) -> None:
         """Notes by which rule what replicas write becomes one."""
         self._rules[id(variable)] = rule
+
+    def keep_metrics_whole(self) -> None:
+        """Lets all replicas hold what metrics hold, in all steps."""
+        self._declared |= dict.fromkeys(self._of_metrics, Rule.AGREED)
+
+    def is_whole(self, variable: keras.Variable) -> bool:
+        """Whether all replicas hold what a metric holds, in all steps."""
+        return self._declared.get(id(variable)) is Rule.AGREED
+
+    def is_split(self, variable: keras.Variable) -> bool:
+        """Whether replicas hold parts of a metric between executions."""
+        declared = self._declared.get(id(variable), Rule.SUM)
+        return self.is_metric(variable) and declared is Rule.SUM
+
+    def join_metrics(self) -> None:
+        """Notes which metrics a step has computed of the rows of all replicas.
+
+        Outside of replicas, once the steps of an execution are traced.
+
+        Raises:
+            TraceAgain: It is to begin with what replicas hold together.
+        """
+        found = {
+            id(variable)
+            for variable in self.metrics
+            if self.is_split(variable) and self.rule(variable) is Rule.AGREED
+        }
+        if self._total > 1 and not found <= set(map(id, self._entered)):
+            self._met |= found
+            raise TraceAgain
 
     def values(self) -> Writes:
         """Returns variables whose rule is read, with what they hold.
@@ -394,9 +434,7 @@ class ReplicaState:
                 found.append((variable, value))
         return found
 
-    def begin_metrics_at(
-        self, values: Writes, first: int, *, rules_known: bool
-    ) -> None:
+    def begin_metrics_at(self, values: Writes, first: int) -> None:
         """Writes what metrics begin at. Outside of replicas.
 
         TensorFlow gives each replica a share of it, which is no whole number
@@ -405,33 +443,46 @@ class ReplicaState:
         Args:
             values: Metric variables, with what their reset has set.
             first: The first replica of this process.
-            rules_known: Whether a step was traced. Otherwise all replicas
-                begin at the whole, and `collect` counts it once in sums.
         """
-        self._begun = {}
         for variable, value in values:
             held = variable.value
             if not isinstance(held, tf.distribute.DistributedValues):
                 continue
-            once = rules_known and self.rule(variable) is Rule.SUM
             for replica, copy in enumerate(held.values, first):
-                own = tf.zeros_like(value) if once and replica else value
+                here = self._counts(replica) or not self.is_split(variable)
+                own = value if here else tf.zeros_like(value)
                 copy.assign(tf.cast(own, copy.dtype))
-            if not rules_known:
-                self._begun[id(variable)] = tf.convert_to_tensor(held.values[0])
 
     def begin(self) -> list[tf.Tensor]:
         """Begins an execution. On a replica.
 
         Returns:
-            The state of layers as it is now, for `collect`.
+            The state of layers, and of metrics that replicas hold together,
+            as it is now, for `collect`.
         """
         self._touched = {}
         if self._total == 1:
             return []
-        return [
+        layers = [
             tf.identity(variable.value) for variable in self._here(self.layers)
         ]
+        return [*layers, *self._enter()]
+
+    def _enter(self) -> list[tf.Tensor]:
+        """Gives each replica what all hold together of some metrics."""
+        eager = tf.executing_eagerly()  # It is not traced again.
+        self._entered = [
+            variable
+            for variable in self.metrics
+            if id(variable) in self._met or (eager and self.is_split(variable))
+        ]
+        if not self._entered:
+            return []
+        held = [tf.identity(variable.value) for variable in self._entered]
+        whole = self._sums(held, [], tf.zeros([1]))[:-1]
+        for variable, value in zip(self._entered, whole, strict=True):
+            _assign_here(variable, value)
+        return whole
 
     def collect(
         self, notes: tf.Tensor, before: list[tf.Tensor]
@@ -446,14 +497,15 @@ class ReplicaState:
             The metric variables' values over all replicas, and the means of
             the notes.
         """
-        metrics = list(map(self._counted_once, self.metrics))
         if self._total == 1:
-            return metrics, notes
+            return [tf.identity(v.value) for v in self.metrics], notes
+        stateful = self._here(self.layers)
+        starts = zip(self._entered, before[len(stateful) :], strict=True)
+        entered = {id(variable): start for variable, start in starts}
+        metrics = [self._held(v, entered.get(id(v))) for v in self.metrics]
         layers = [
             (variable, start)
-            for variable, start in zip(
-                self._here(self.layers), before, strict=True
-            )
+            for variable, start in zip(stateful, before, strict=False)
             if self._replicas > 1
             and id(variable) in self._touched
             and not self._is_joined(variable)
@@ -482,25 +534,36 @@ class ReplicaState:
                 self.metrics, summed[: len(metrics)], metrics, strict=True
             )
         ]
-        for variable, value in zip(self.metrics, together, strict=True):
-            if self.rule(variable) is not Rule.SUM:
+        for variable, own, value in zip(
+            self.metrics, metrics, together, strict=True
+        ):
+            if self.rule(variable) is Rule.SUM:
+                if id(variable) in entered:
+                    _assign_here(variable, own)
+            elif self.is_split(variable) and not self._counts(_replica()):
+                _assign_here(variable, tf.zeros_like(value))
+            else:
                 _assign_here(variable, value)
         return together, summed[-1] / self._total
 
-    def _counted_once(self, variable: keras.Variable) -> tf.Tensor:
-        """Returns what a metric holds, its beginning on one replica alone."""
+    def _held(
+        self, variable: keras.Variable, start: tf.Tensor | None
+    ) -> tf.Tensor:
+        """Returns what this replica holds of a metric.
+
+        A part of it, where replicas add up what they hold: all have begun at
+        `start`, if that is given.
+        """
         value = tf.identity(variable.value)
-        start = self._begun.get(id(variable))
-        if start is None or self.rule(variable) is not Rule.SUM:
-            return value
-        context = tf.distribute.get_replica_context()
-        if tf.get_static_value(context.replica_id_in_sync_group) == 0:
+        adds = self.rule(variable) is Rule.SUM
+        if start is None or not adds or self._counts(_replica()):
             return value
         # A beginning may be infinite.
-        untouched = value == start
-        value = tf.where(untouched, tf.zeros_like(value), value - start)
-        _assign_here(variable, value)
-        return value
+        return tf.where(value == start, tf.zeros_like(value), value - start)
+
+    def _counts(self, replica: int) -> bool:
+        """Whether a replica holds what a metric begins at. Others add to it."""
+        return replica == 0
 
     def _layer_sums(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns sums of what replicas send of the state of layers."""
@@ -541,9 +604,7 @@ class ReplicaState:
         """Whether another replica counts the rows of this one. On a replica."""
         if self._same_rows == 1:
             return False
-        context = tf.distribute.get_replica_context()
-        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
-        return replica % self._same_rows > 0
+        return _replica() % self._same_rows > 0
 
 
 class AgreedState(ReplicaState):
@@ -552,6 +613,12 @@ class AgreedState(ReplicaState):
     Only moving statistics, which layers take of the rows of their replica,
     are brought together.
     """
+
+    def __init__(
+        self, model: keras.Model, replicas: int, *, same_rows: int = 1
+    ) -> None:
+        super().__init__(model, replicas, same_rows=same_rows)
+        self.keep_metrics_whole()
 
     def rule(self, variable: keras.Variable) -> Rule:
         """Returns by which rule replicas' values become one."""
@@ -588,6 +655,9 @@ class SharedState(ReplicaState):
 
         context = tf.distribute.get_replica_context()
         context.merge_call(write_once, args=([v for _, v in writes],))
+
+    def join_metrics(self) -> None:
+        """Does nothing: no replica has parts of its own."""
 
     def begin(self) -> list[tf.Tensor]:
         """Begins an execution; nothing has to be known of it."""
@@ -638,6 +708,12 @@ def _known_rules(model: keras.Model) -> dict[int, Rule]:
 
 def _is_float(variable: keras.Variable) -> bool:
     return keras.backend.is_float_dtype(variable.dtype)
+
+
+def _replica() -> int:
+    """Returns the number of the replica that is traced. On a replica."""
+    context = tf.distribute.get_replica_context()
+    return int(tf.get_static_value(context.replica_id_in_sync_group))
 
 
 def _assign_here(variable: keras.Variable, value: tf.Tensor) -> None:

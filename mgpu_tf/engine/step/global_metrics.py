@@ -87,7 +87,7 @@ class GlobalMetrics:
         begun = scope.known_operations()
         with scope.reading() as read:
             returned = self.computed(given)
-        captured = _handles_since(begun)
+        captured = _handles_since(begun, scope)
         state = keras_internals.state_of(self._model.optimizer)
         late = (
             variable
@@ -156,8 +156,9 @@ class GlobalMetrics:
             if any(id(v) in scope.added for v in metric.variables):
                 raise _in_two_ways(metric)
             return own(*arguments, **named)
-        alike = any(map(is_alike, leaves_of([arguments, named])))
-        if not alike and keras_internals.adds_up(metric, arguments, named):
+        whole = any(map(scope.state.is_whole, metric.variables))
+        whole |= any(map(is_alike, leaves_of([arguments, named])))
+        if not whole and keras_internals.adds_up(metric, arguments, named):
             written = set(map(id, filter(scope.is_written, metric.variables)))
             if written - scope.added - scope.parts.keys():
                 raise _in_two_ways(metric)
@@ -225,14 +226,19 @@ class GlobalMetrics:
         return True
 
 
-def _handles_since(begun: int) -> set[int]:
-    """Returns the ids of the handles that new operations of a graph take."""
+def _handles_since(begun: int, scope: StepScope) -> set[int]:
+    """Returns the ids of the handles that this replica's new operations take.
+
+    Between them are those of other replicas, which have their turn where rows
+    are exchanged.
+    """
     if tf.executing_eagerly():
         return set()
     graph = tf.compat.v1.get_default_graph()
     taken = {
         id(given)
-        for op in graph.get_operations()[begun:]
+        for place, op in enumerate(graph.get_operations()[begun:], begun)
+        if not scope.proof.is_of_others(graph, place)
         for given in op.inputs
         if given.dtype == tf.resource
     }

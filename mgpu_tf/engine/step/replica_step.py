@@ -19,7 +19,7 @@ from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import BatchShare, sharing
 from mgpu_tf.engine.author.reading import Reader
-from mgpu_tf.engine.author.rules import rule_of_part, sent_of_part
+from mgpu_tf.engine.author.rules import Rule, rule_of_part, sent_of_part
 from mgpu_tf.engine.author.state import ReplicaState, Writes
 from mgpu_tf.engine.author.step_scope import (
     Part,
@@ -234,6 +234,7 @@ class ReplicaStep:
         before = {id(variable): value for variable, value in given}
         for variable, increment in grown:
             base = before.get(id(variable), variable)
+            self._state.follow(variable, Rule.SUM)
             writes[id(variable)] = (variable, base + increment)
         return scope, loss, list(writes.values()), self._logs_of(returned)
 
@@ -453,6 +454,7 @@ class ReplicaStep:
             elif id(variable) in scope.agreed:
                 self._state.agree(variable)
             elif id(variable) in scope.added:
+                state.follow(variable, Rule.SUM)
                 value = share.select(value, variable if base is None else base)
             elif id(variable) in scope.parts:
                 value = self._of_part(scope.parts[id(variable)], value, share)

@@ -29,7 +29,6 @@ import tensorflow as tf
 from mgpu_tf.data import Feed, Form, Source, next_batch
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import BatchShare
-from mgpu_tf.engine.author.rules import Rule
 from mgpu_tf.engine.author.state import (
     AgreedState,
     ReplicaState,
@@ -256,7 +255,7 @@ class SynchronousEngine(Engine):
     def _is_sum(self, variable: keras.Variable) -> bool:
         authored = keras_internals.overrides(self._model, "train_step")
         state = self._agreed if authored else self._state
-        return not state.is_metric(variable) or state.rule(variable) is Rule.SUM
+        return not state.is_metric(variable) or state.is_split(variable)
 
     def train(
         self,
@@ -561,8 +560,7 @@ class SynchronousEngine(Engine):
         state.add_global_seed(self._strategy)
         state.draws_alike = self._options.random == "equal"
         if self._returns_logs() and self._local.ranges > 1:
-            for variable in state.metrics:
-                state.agree(variable)
+            state.keep_metrics_whole()
         return state
 
     def _make_agreed_state(self) -> ReplicaState:
@@ -604,17 +602,8 @@ class SynchronousEngine(Engine):
             tf.constant(notes),
             self._measured_bounds(),
         )
-        eager = self._model.run_eagerly
-        if self._metrics_begin_at or eager:
-            if not eager:
-                # It reads by which rules replicas bring metrics together.
-                _traced(run.get_concrete_function, *given)
-            authored = isinstance(step, AuthorStep)
-            held = self._agreed if authored else self._state
-            held.begin_metrics_at(
-                *(self._metrics_begin_at, self._local.first),
-                rules_known=not eager,
-            )
+        held = self._agreed if isinstance(step, AuthorStep) else self._state
+        held.begin_metrics_at(self._metrics_begin_at, self._local.first)
         self._metrics_begin_at = []
         results = _traced(run, *given)
         self._unheld.check_alone()
@@ -817,6 +806,7 @@ class SynchronousEngine(Engine):
             (*begin, rows),
             parallel_iterations=1,
         )
+        held.join_metrics()
         with tf.control_dependencies([done]):
             results = self._strategy.run(held.collect, args=(notes, before))
         metrics, mean_notes = tf.nest.map_structure(self._first, results)

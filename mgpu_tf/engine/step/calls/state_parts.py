@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine.author.global_sums import of_sums
-from mgpu_tf.engine.author.rules import Rule, rule_of_part
+from mgpu_tf.engine.author.rules import rule_of_part
 from mgpu_tf.engine.author.step_scope import Part, StepScope
 from mgpu_tf.engine.exchange.crossing import Exchange
 from mgpu_tf.engine.row_proof import FIXED, Held, RowProof
@@ -104,7 +104,7 @@ def parts_of(
             found[key] = None
             continue
         metric = scope.state.is_metric(variable)
-        if metric and scope.state.rule(variable) is Rule.AGREED:
+        if metric and scope.state.is_whole(variable):
             return None
         rule = rule_of_part(kind, value.dtype, of_metric=metric)
         if rule is not None and key in before:

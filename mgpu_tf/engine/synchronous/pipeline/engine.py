@@ -201,8 +201,7 @@ class PipelineEngine(SynchronousEngine):
         state.add_global_seed(self._strategy)
         state.draws_alike = self._options.random == "equal"
         if self._returns_logs():
-            for variable in state.metrics:
-                state.agree(variable)
+            state.keep_metrics_whole()
         return state
 
     @property

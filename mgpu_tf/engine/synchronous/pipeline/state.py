@@ -85,10 +85,19 @@ class BlockState(PipelineState):
     def __init__(self, model: keras.Model, strategy: StagedStrategy) -> None:
         super().__init__(model, strategy)
         # The last block has the loss and all metrics.
-        self._has_metrics = strategy.block == strategy.mesh.blocks - 1
+        last = strategy.mesh.blocks - 1
+        self._has_metrics = strategy.block == last
+        self._first_with_metrics = next(
+            replica
+            for replica in range(self._total)
+            if strategy.mesh.rank("blocks", replica) == last
+        )
 
     def _here(self, variables: list[keras.Variable]) -> list[keras.Variable]:
         return list(filter(is_here, variables))
+
+    def _counts(self, replica: int) -> bool:
+        return replica == self._first_with_metrics
 
     def _adds_nothing(self) -> bool:
         return False  # Only the last block is given what adds up.
