@@ -221,14 +221,22 @@ def losses_of(model: keras.Model) -> list[Any]:
 
 
 def compiled_state(model: keras.Model) -> tuple[Any, ...]:
-    """Returns a value that changes when a model is compiled or quantized."""
+    """Returns a value that changes when a model is compiled or quantized.
+
+    And when it is to run eagerly, or no more.
+    """
     parts = (model.optimizer, model._compile_loss, model._compile_metrics)
     quantized = (
         (id(layer), layer.quantization_mode)
         for layer in layers_of(model)
         if layer.quantization_mode is not None
     )
-    return (*(id(part) for part in parts), *quantized)
+    return (runs_eagerly(model), *(id(part) for part in parts), *quantized)
+
+
+def runs_eagerly(model: keras.Model) -> bool:
+    """Returns whether the steps of a model run without a graph."""
+    return bool(model.run_eagerly or tf.config.functions_run_eagerly())
 
 
 def quantizes_in(model: keras.Model, scope: Callable[[], Any]) -> None:

@@ -239,7 +239,7 @@ def test_split_weights_against_gradients_of_tensorflow(
         ("data_2_tensor_2_pipeline_2", "mirrored_x2"),
     ],
 )
-@pytest.mark.parametrize("how", ["accumulation", "step_parts", "run_eagerly"])
+@pytest.mark.parametrize("how", ["accumulation", "step_parts"])
 def test_split_weights_are_as_replicas_with_copies(
     column, alike, how, strategies
 ):
@@ -254,7 +254,7 @@ def test_split_weights_are_as_replicas_with_copies(
             global_clipnorm=0.5,
             gradient_accumulation_steps=2 if how == "accumulation" else None,
         )
-        model.compile(optimizer, "mse", run_eagerly=how == "run_eagerly")
+        model.compile(optimizer, "mse")
         return model
 
     options = {"step_parts": 2} if how == "step_parts" else {}

@@ -20,7 +20,7 @@ X = RANDOM.normal(size=(18, 6))
 Y = X[:, :1] ** 2
 
 
-def fitted(build, strategy=None, **options):
+def fitted(build, strategy=None, validates=False, **options):
     """Returns all variables and the history of a short fit."""
     keras.utils.set_random_seed(1)
     if strategy is None:
@@ -28,7 +28,12 @@ def fitted(build, strategy=None, **options):
     else:
         model = mgpu_tf.Trainer(build, strategy, **options)
     # The last batch leaves one replica without a row.
-    history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    fit = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    if validates:
+        # Of 4, 4 and 3 rows.
+        fit |= {"validation_data": (X[:11], Y[:11])}
+        fit |= {"validation_batch_size": 4}
+    history = model.fit(X, Y, **fit)
     trained = model if strategy is None else model.model
     values = [(v.path, v.numpy()) for v in trained.variables]
     return values, history.history
@@ -36,7 +41,8 @@ def fitted(build, strategy=None, **options):
 
 def check(build, strategy, **options):
     """Compares a fit on a strategy with Keras's."""
-    known, known_logs = fitted(build)
+    validates = options.get("validates", False)
+    known, known_logs = fitted(build, validates=validates)
     found, logs = fitted(build, strategy, **options)
     for (path, value), (_, other) in zip(known, found, strict=True):
         np.testing.assert_allclose(
@@ -353,6 +359,58 @@ def kept_for_a_loss():
     )
 
 
+class MeanIn(layers.Layer):
+    """Keeps a mean of all rows in training or elsewhere, and rows else."""
+
+    def __init__(self, training):
+        super().__init__()
+        self.when = training
+
+    def call(self, inputs, training=False):
+        mixes = bool(training) == self.when
+        mean = ops.mean(inputs, axis=0, keepdims=True)
+        self.kept = mean if mixes else inputs
+        return inputs
+
+
+class Largest(keras.metrics.Metric):
+    """It begins at a number that is not zero."""
+
+    def __init__(self, first):
+        super().__init__(name="largest")
+        self.first = first
+        start = keras.initializers.Constant(-9.0)
+        self.most = self.add_variable(shape=(), initializer=start)
+        self.rows = self.add_variable(shape=(), initializer="ones")
+
+    def update_state(self, y, p, sample_weight=None):
+        most = ops.max(p) - ops.max(self.first.kept)
+        self.most.assign(ops.maximum(self.most, most))
+        self.rows.assign_add(ops.cast(ops.shape(p)[0], self.rows.dtype))
+
+    def result(self):
+        return self.most * self.rows
+
+    def reset_state(self):
+        self.most.assign(-9.0)
+        self.rows.assign(1.0)
+
+
+def of_all_rows_in(training):
+    """Metrics of all rows in one kind of step, and of sums in the other."""
+
+    def build():
+        first = MeanIn(training)
+
+        def score(y, p):
+            last = ops.max(first.kept, axis=-1, keepdims=True)
+            return ops.mean(ops.square(y - p) + last, axis=-1)
+
+        return model_of(first, metrics=[score, Largest(first), "mae"])
+
+    return build
+
+
 class Own(keras.Model):
     """Two layers, and what is between them kept for `compute_loss`."""
 
@@ -423,6 +481,8 @@ PASSED = {
     "a metric in compute_loss": lambda: TracksInComputeLoss(),
     "state in compute_loss": lambda: WritesInComputeLoss(),
     "a layer called twice": lambda: CalledTwice(),
+    "all rows in training": of_all_rows_in(True),
+    "all rows in validation": of_all_rows_in(False),
 }
 
 
@@ -437,11 +497,13 @@ PASSED = {
         [
             ("mirrored_x3", "state, to a layer"),
             ("mirrored_x3", "rows, to compute_loss"),
+            ("fsdp_x3", "state, to a metric"),
+            ("mirrored_x3", "all rows in training"),
         ],
     ),
 )
 def test_what_passes_by_the_arguments(column, name, strategies):
-    check(PASSED[name], strategies[column])
+    check(PASSED[name], strategies[column], validates=True)
 
 
 class KeptForTheStep(Own):

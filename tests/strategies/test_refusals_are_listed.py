@@ -112,9 +112,8 @@ LISTED = {
     ),
     "A pipeline over several processes goes with Keras's own train_step, "
     "test_step and compute_metrics.": "Your own `train_step`",
-    "Stages of several processes exchange values in graphs.": (
-        "`run_eagerly=True`, `noise_scale`"
-    ),
+    "A pipeline proves in a graph that micro-batches can be computed one "
+    "after another.": "`run_eagerly=True`, `trainer.trace`, `step_parts`",
     "{} goes with a pipeline in one process.": (
         "`noise_scale`, and `check_replicas_every`"
     ),

@@ -33,8 +33,9 @@ from mgpu_tf.engine.author.rules import DECLARED, Rule, rule_of
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.engine.untracked import seed_generators, untracked_variables
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.registry import kind_of, topology_of
+from mgpu_tf.strategies.registry import kind_of
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
 Writes = list[tuple[keras.Variable, tf.Tensor]]
 
@@ -651,7 +652,9 @@ class SharedState(ReplicaState):
             for variable, value in zip(variables, values, strict=True):
                 parts = strategy.experimental_local_results(value)
                 before = tf.identity(variable.value)
-                variable.assign(self.rule(variable).joined(before, parts))
+                alike = self._replicas == 1
+                rule = Rule.AGREED if alike else self.rule(variable)
+                variable.assign(rule.joined(before, parts))
 
         context = tf.distribute.get_replica_context()
         context.merge_call(write_once, args=([v for _, v in writes],))
@@ -672,13 +675,17 @@ class SharedState(ReplicaState):
 
 
 def state_for(
-    model: keras.Model, strategy: tf.distribute.Strategy
+    model: keras.Model, strategy: tf.distribute.Strategy, local: LocalReplicas
 ) -> ReplicaState:
-    """Returns the rule that fits how a strategy stores variables."""
-    local = topology_of(strategy).local
-    stored_once = kind_of(strategy).stored_once
-    if stored_once and local.total > 1:
-        return SharedState(model, local.total)
+    """Returns the rule that fits how a strategy stores variables.
+
+    Args:
+        model: A built model.
+        strategy: The strategy.
+        local: Its replicas here, and how many have the same rows.
+    """
+    if kind_of(strategy).stored_once and local.total > 1:
+        return SharedState(model, local.ranges, same_rows=local.same_rows)
     return ReplicaState(model, local.ranges, same_rows=local.same_rows)
 
 

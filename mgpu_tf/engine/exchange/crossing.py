@@ -28,9 +28,9 @@ from mgpu_tf.engine.exchange.reduction import Reduction
 from mgpu_tf.engine.exchange.shared_rows import shared_once
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.options import StepOptions
-from mgpu_tf.strategies.registry import topology_of
 from mgpu_tf.strategies.replicas.collectives import Groups, carrier_of
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Exchange:
 
     Args:
         model: Whose layers keep what they set on themselves for each replica.
-        strategy: A strategy whose replicas step together. Those with the same
-            rows are one.
+        strategy: A strategy whose replicas step together.
+        local: Its replicas here. Those with the same rows are one.
         options: How gradients are sent.
 
     Attributes:
@@ -100,11 +100,11 @@ class Exchange:
         self,
         model: keras.Model,
         strategy: tf.distribute.Strategy,
+        local: LocalReplicas,
         options: StepOptions,
     ) -> None:
         self._layers = keras_internals.layers_of(model)
         self._compiled = self.is_needed = False
-        local = topology_of(strategy).local
         self.replicas = local.ranges
         self._same_rows = local.same_rows
         members = [
@@ -118,7 +118,7 @@ class Exchange:
         self._gather = RowGather(
             strategy,
             options,
-            apart=topology_of(strategy).num_workers > 1,
+            apart=local.num_processes > 1,
             groups=groups,
         )
 

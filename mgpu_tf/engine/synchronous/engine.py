@@ -35,7 +35,9 @@ from mgpu_tf.engine.author.state import (
     Writes,
     state_for,
 )
+from mgpu_tf.engine.exchange.composites import without_another
 from mgpu_tf.engine.exchange.crossing import Exchange, ExchangedInLoop
+from mgpu_tf.engine.exchange.global_batch import of_all
 from mgpu_tf.engine.exchange.noise_scale import NoiseScale
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import seed_for_rows
@@ -98,7 +100,7 @@ from mgpu_tf.strategies.replicas.balance import balanced
 from mgpu_tf.strategies.replicas.collectives import Groups, carrier_of
 from mgpu_tf.strategies.replicas.mirrored import follow_one_replica
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
-from mgpu_tf.strategies.replicas.topology import balance_of
+from mgpu_tf.strategies.replicas.topology import LocalReplicas, balance_of
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -126,12 +128,19 @@ class SynchronousEngine(Engine):
             follow_one_replica(strategy)
         if options.check_replicas_every:
             check_copies(strategy)
+        eager = keras_internals.runs_eagerly(model)
+        if eager:
+            _check_eager(options)
         if model.built:
             chosen_layers(model, options.recompute)
         self._replica_check: ReplicaCheck | None = None
         self._unheld = UnheldVariables(strategy)
         self._options = options
         self._local = topology_of(strategy).local
+        # Without a graph nothing is proven: each replica has all rows.
+        self._gathers = eager and self._local.ranges > 1
+        if self._gathers:
+            self._rows = Exchange(model, strategy, self._local, options)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._authored: dict[str, AuthorStep] = {}
         self._prepared = False
@@ -186,7 +195,7 @@ class SynchronousEngine(Engine):
         Statistics of which replicas have their own are averaged there, and
         the first step of an author's own is traced apart from the others.
         """
-        averaged = self._state.averages and self._local.ranges > 1
+        averaged = self._state.averages and self._computing.ranges > 1
         authored = keras_internals.overrides(self._model, "train_step")
         return authored or (averaged and not self._state.stored_once)
 
@@ -196,7 +205,7 @@ class SynchronousEngine(Engine):
         authored = keras_internals.overrides(self._model, "train_step")
         return (
             not authored
-            and not self._model.run_eagerly
+            and not keras_internals.runs_eagerly(self._model)
             and self._step.can_be_compiled
             and keras_internals.layers_support_jit(self._model)
         )
@@ -480,7 +489,16 @@ class SynchronousEngine(Engine):
     @property
     def _cuts(self) -> bool:
         """Whether rows of a batch are computed apart."""
-        return self._local.ranges > 1
+        return self._computing.ranges > 1
+
+    @property
+    def _computing(self) -> LocalReplicas:
+        """The replicas here, and which of them compute the same rows."""
+        if not self._gathers:
+            return self._local
+        return dataclasses.replace(
+            self._local, bounds=None, same_rows=self._local.total
+        )
 
     @property
     def _draws_alike(self) -> bool:
@@ -493,10 +511,10 @@ class SynchronousEngine(Engine):
             self._model,
             self._loss,
             self._state,
-            self._local.ranges,
+            self._computing.ranges,
             self._layers(),
             self._tensor(),
-            self._local.same_rows,
+            self._computing.same_rows,
             self._exchange,
             in_parts=self._options.step_parts > 1,
         )
@@ -506,9 +524,10 @@ class SynchronousEngine(Engine):
 
         A step in parts never has all rows at once.
         """
-        if self._local.ranges == 1 or self._options.step_parts > 1:
+        local = self._computing
+        if local.ranges == 1 or self._options.step_parts > 1:
             return None
-        return Exchange(self._model, self._strategy, self._options)
+        return Exchange(self._model, self._strategy, local, self._options)
 
     def _layers(self) -> LayerByLayer | None:
         """Returns what computes layer by layer, None where none does."""
@@ -556,10 +575,10 @@ class SynchronousEngine(Engine):
         return NoiseScale(self._strategy, scaler, optimizer, every)
 
     def _make_state(self) -> ReplicaState:
-        state = state_for(self._model, self._strategy)
+        state = state_for(self._model, self._strategy, self._computing)
         state.add_global_seed(self._strategy)
         state.draws_alike = self._options.random == "equal"
-        if self._returns_logs() and self._local.ranges > 1:
+        if self._returns_logs() and self._computing.ranges > 1:
             state.keep_metrics_whole()
         return state
 
@@ -570,8 +589,9 @@ class SynchronousEngine(Engine):
             keras_internals.overrides(self._model, name) for name in methods
         ):
             return self._state
+        local = self._computing
         state = AgreedState(
-            self._model, self._local.ranges, same_rows=self._local.same_rows
+            self._model, local.ranges, same_rows=local.same_rows
         )
         state.add_global_seed(self._strategy, create=True)
         state.draws_alike = self._options.random == "equal"
@@ -647,6 +667,7 @@ class SynchronousEngine(Engine):
                     self._model,
                     method,
                     self._strategy,
+                    self._computing,
                     self._agreed,
                     self._options,
                     self._update_type,
@@ -660,7 +681,7 @@ class SynchronousEngine(Engine):
     ) -> Any:
         exact = determinism.is_enabled()
         python = self.kernels.around(python)
-        if self._model.run_eagerly:
+        if keras_internals.runs_eagerly(self._model):
             return python
         jit = kind == "train" and self._jit_compile
         given = kind in ("train", "evaluate") and (
@@ -890,6 +911,21 @@ class SynchronousEngine(Engine):
     def _next(
         self, iterator: Any, form: Form, bounds: tf.Tensor | None = None
     ) -> tuple[Any, Any, tf.Tensor, Any]:
+        """Takes a global batch, and gives each replica what it computes.
+
+        As `_taken`.
+        """
+        data, local, total, low = self._taken(iterator, form, bounds)
+        if self._gathers and int(total):
+            data, local, low = self._strategy.run(
+                functools.partial(self._replica_rows, form.cuts_each),
+                args=(data, local, total),
+            )
+        return data, local, total, low
+
+    def _taken(
+        self, iterator: Any, form: Form, bounds: tf.Tensor | None
+    ) -> tuple[Any, Any, tf.Tensor, Any]:
         """Takes a global batch; its size comes as one tensor.
 
         Returns:
@@ -1047,7 +1083,7 @@ class SynchronousEngine(Engine):
 
     def _rows_of_worker(self, value: Any) -> tf.Tensor:
         every = self._strategy.experimental_local_results(value)
-        return tf.concat(every[:: self._local.same_rows], 0)
+        return tf.concat(every[:: self._computing.same_rows], 0)
 
     def _rows_of_all(self, rows: Any) -> Any:
         """Joins the rows of all workers in order.
@@ -1064,7 +1100,7 @@ class SynchronousEngine(Engine):
         if rows.dtype.is_complex:
             parts = tf.math.real(rows), tf.math.imag(rows)
             return tf.complex(*map(self._rows_of_all, parts))
-        local, own = self._local, tf.shape(rows, out_type=tf.int64)[0]
+        local, own = self._computing, tf.shape(rows, out_type=tf.int64)[0]
         here = tf.one_hot(local.process, local.num_processes, own)
         found = self._strategy.run(self._replica_gather, args=(here,))
         counts = self._first(found)
@@ -1081,6 +1117,16 @@ class SynchronousEngine(Engine):
         return self._strategy.experimental_local_results(value)[0]
 
     # In the graph, on a replica.
+
+    def _replica_rows(
+        self, cuts_each: bool, data: Any, local: tf.Tensor, total: tf.Tensor
+    ) -> tuple[Any, tf.Tensor, tf.Tensor]:
+        """Returns all rows, how many they are, and which is the first."""
+        if not cuts_each:
+            data = without_another(data, local)
+        cut = self._rows.cut(local)
+        every, _ = of_all(self._rows, data, cut, cuts_each=cuts_each)
+        return every, tf.identity(total), tf.zeros([], tf.int64)
 
     def _gathered(self) -> Writes:
         """Returns weights that are not stored whole, with their values."""
@@ -1219,14 +1265,14 @@ class SynchronousEngine(Engine):
     def _share(
         self, local: tf.Tensor, total: tf.Tensor, low: tf.Tensor | None
     ) -> BatchShare:
-        ranges, same_rows = self._local.ranges, self._local.same_rows
-        return BatchShare(local, total, ranges, same_rows, low)
+        ranges, same = self._computing.ranges, self._computing.same_rows
+        return BatchShare(local, total, ranges, same, low)
 
     def _replica_gather(self, padded: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
         replica = tf.cast(context.replica_id_in_sync_group, tf.int64)
         first = replica % self._local.count == 0
-        first &= self._local.is_first_of_rows
+        first &= self._computing.is_first_of_rows
         mine = tf.where(first, padded, tf.zeros_like(padded))
         return sum_over_replicas(mine)
 
@@ -1256,6 +1302,23 @@ def refuse_stages(options: StepOptions) -> None:
             "recompute='stages' goes with pipeline_parallel. Received: a "
             "strategy without stages. Use recompute='layers'."
         )
+
+
+def _check_eager(options: StepOptions) -> None:
+    """Refuses what needs replicas, or parts of a batch, with rows of their own.
+
+    Without a graph each replica computes all rows.
+    """
+    for name, given in (
+        ("step_parts", options.step_parts > 1),
+        ("noise_scale", options.noise_scale),
+    ):
+        if given:
+            raise ConfigurationError(
+                "With run_eagerly=True each replica computes all rows of a "
+                f"batch at once. Received: {name}={getattr(options, name)!r} "
+                "as well. Leave one of them out."
+            )
 
 
 def _traces(function: Any) -> int:

@@ -22,9 +22,9 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.author.state import AgreedState, ReplicaState
-from mgpu_tf.engine.exchange import composites
 from mgpu_tf.engine.exchange.composites import without_another
-from mgpu_tf.engine.exchange.crossing import Cut, Exchange, ExchangedInLoop
+from mgpu_tf.engine.exchange.crossing import Exchange, ExchangedInLoop
+from mgpu_tf.engine.exchange.global_batch import of_all
 from mgpu_tf.engine.inlined import Inlined, refused
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import seed_for_rows
@@ -37,8 +37,8 @@ from mgpu_tf.engine.trace_again import TraceAgain, refusal_within
 from mgpu_tf.engine.untracked import seed_generators
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
-from mgpu_tf.strategies.registry import topology_of
 from mgpu_tf.strategies.replicas.mirrored import OneReplicaView, as_one_replica
+from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -78,6 +78,7 @@ class AuthorStep:
         model: A built model.
         method: "train_step" or "test_step".
         strategy: The model's strategy.
+        local: Its replicas here; those that are given the same rows are one.
         state: What the step writes besides weights.
         options: How steps are made.
         update: Makes what applies gradients, of the arguments of `Update`.
@@ -93,6 +94,7 @@ class AuthorStep:
         model: keras.Model,
         method: str,
         strategy: tf.distribute.Strategy,
+        local: LocalReplicas,
         state: ReplicaState,
         options: StepOptions,
         update: Callable[..., Update] = Update,
@@ -122,9 +124,8 @@ class AuthorStep:
         )
         if self._replicas == 1:
             return
-        self._exchange = Exchange(model, strategy, options)
+        self._exchange = Exchange(model, strategy, local, options)
         self._boundary = Boundary(model, state, self._exchange)
-        local = topology_of(strategy).local
         self._moments = Moments(model, local.ranges, local.same_rows)
         self._weights = WholeWeights(model)
         self._draws = SameDraws(strategy)
@@ -172,7 +173,9 @@ class AuthorStep:
 
     def _on_global_batch(self, data: Any, local: tf.Tensor) -> dict[str, Any]:
         cut = self._exchange.cut(local)
-        data, others = self._of_all(data, cut)
+        data, others = of_all(
+            self._exchange, data, cut, cuts_each=self.cuts_each
+        )
         assert isinstance(self.state, AgreedState)
         given = [
             (variable, value)
@@ -196,51 +199,6 @@ class AuthorStep:
         self._draws.end(draws)
         self.state.write(writes)
         return values
-
-    def _of_all(self, data: Any, cut: Cut) -> tuple[Any, dict[int, Cut]]:
-        """Returns the global batch.
-
-        Returns:
-            The batch, and of its arrays that are cut by a number of rows of
-            their own how, by identity.
-        """
-        if not self.cuts_each:
-            every = tf.nest.map_structure(
-                lambda part: None if part is None else self._whole(part, cut),
-                data,
-            )
-            return every, {}
-        parts = [
-            part
-            for part in tf.nest.flatten(data)
-            if isinstance(part, tf.Tensor) and part.shape.rank
-        ]
-        sizes = [tf.shape(part, out_type=tf.int64)[0] for part in parts]
-        cuts = {
-            id(part): each
-            for part, each in zip(
-                parts, self._exchange.cuts(sizes), strict=True
-            )
-        }
-        others: dict[int, Cut] = {}
-
-        def whole(part: Any) -> Any:
-            if isinstance(part, composites.COMPOSITES):
-                return self._whole(part, cut)
-            if id(part) not in cuts:
-                return part
-            rows = self._whole(part, cuts[id(part)])
-            others[id(rows)] = cuts[id(part)]
-            return rows
-
-        return tf.nest.map_structure(whole, data), others
-
-    def _whole(self, part: Any, cut: Cut) -> Any:
-        if isinstance(part, composites.COMPOSITES):
-            gather = self._exchange.all_rows
-            return composites.joined(part, self._exchange.cut, gather)
-        rows = self._exchange.all_rows(part, cut)
-        return tf.ensure_shape(rows, [None, *part.shape[1:]])
 
     def _returned(self, data: Any) -> dict[str, Any]:
         try:

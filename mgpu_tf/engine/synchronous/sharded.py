@@ -106,7 +106,7 @@ class ShardedEngine(SynchronousEngine):
         options: StepOptions,
     ) -> None:
         super().__init__(model, strategy, options)
-        if strategy.is_apart and model.run_eagerly:
+        if strategy.is_apart and keras_internals.runs_eagerly(model):
             raise ConfigurationError(
                 "Weights that are split over several processes are gathered "
                 "in graphs. Received: run_eagerly=True. Leave it out, or use "
@@ -233,7 +233,7 @@ class ShardedEngine(SynchronousEngine):
         )
         self._layered = layered
         if measures and (
-            self._options.step_parts > 1 or self._model.run_eagerly
+            self._options.step_parts > 1 or self._gathers
         ):
             # The gradient of a replica is known at the end of its step.
             layered.scatters = False

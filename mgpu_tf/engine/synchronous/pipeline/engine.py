@@ -66,6 +66,12 @@ class PipelineEngine(SynchronousEngine):
         strategy: tf.distribute.Strategy,
         options: StepOptions,
     ) -> None:
+        if keras_internals.runs_eagerly(model):
+            raise ConfigurationError(
+                "A pipeline proves in a graph that micro-batches can be "
+                "computed one after another. Received: run_eagerly=True. "
+                "Leave it out, or debug with 'one_device' or 'mirrored'."
+            )
         super().__init__(model, strategy, options)
         self._stages: Stages | None = None
         self._plan: PipelinePlan | None = None
@@ -365,11 +371,6 @@ def _check_apart(model: keras.Model, options: StepOptions) -> None:
                 f"train_step, test_step and compute_metrics. Received: {name} "
                 f"of {type(model).__name__}. Use one process, or 'fsdp'."
             )
-    if model.run_eagerly:
-        raise ConfigurationError(
-            "Stages of several processes exchange values in graphs. Received: "
-            "run_eagerly=True. Leave it out, or use one process."
-        )
     for name in ("noise_scale", "check_replicas_every"):
         if getattr(options, name):
             raise ConfigurationError(

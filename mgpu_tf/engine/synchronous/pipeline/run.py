@@ -595,6 +595,4 @@ def _ends(tensors: list[tf.Tensor]) -> list[Any]:
     The tensors come from calls of functions, which TensorFlow replaces by
     their bodies; only values, not calls, can be waited for then.
     """
-    if tf.executing_eagerly():
-        return []
     return [tf.group(*[tf.identity(tensor) for tensor in tensors])]

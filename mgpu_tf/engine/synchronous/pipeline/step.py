@@ -235,15 +235,12 @@ class PipelineStep(ReplicaStep):
     ) -> Callable[..., Any]:
         """Returns the function of a stage: of tensors, traced once.
 
-        Where it runs eagerly it reads Python's values of a step, and where
-        replicas exchange something it is traced with the step.
+        Where replicas exchange something it is traced with the step.
         """
 
         def compute(*args: Any, place: int = 0) -> Any:
             return self._compute(stage, kind, place, *args)
 
-        if tf.executing_eagerly():
-            return compute
         if self._tensor is not None:
             context = tf.distribute.get_replica_context()
             replica = int(tf.get_static_value(context.replica_id_in_sync_group))
