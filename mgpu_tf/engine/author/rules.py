@@ -25,6 +25,7 @@ from mgpu_tf.engine.row_proof import (
     FIXED,
     LARGEST,
     MEAN,
+    NOTHING,
     SMALLEST,
     SUM,
     Held,
@@ -87,7 +88,9 @@ def rule_of_part(
     """
     added = kind.added if isinstance(kind, Held) else kind
     if isinstance(kind, Held) or not of_metric:
-        if added == SUM and (isinstance(kind, Held) or dtype.is_floating):
+        if added in (NOTHING, SUM) and (
+            isinstance(kind, Held) or dtype.is_floating
+        ):
             return Rule.SUM
         if added in (FIXED, MEAN) and dtype.is_floating:
             return Rule.SUM

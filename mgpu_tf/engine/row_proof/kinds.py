@@ -51,15 +51,17 @@ class Held(Kind):
     """What a variable held before a step, plus something.
 
     Attributes:
-        added: What was added to it, or the extreme that it was compared with.
+        added: What was added to it, or the extreme that it was compared with;
+            `NOTHING` at first.
         alike: Whether all replicas held the same.
     """
 
     name: str = "held"
-    added: Kind = Kind("fixed")
+    added: Kind = Kind("nothing")
     alike: bool = False
 
 
+NOTHING = Kind("nothing")
 FIXED, SUM, MEAN = Kind("fixed"), Kind("sum"), Kind("mean")
 LARGEST, SMALLEST = Kind("largest"), Kind("smallest")
 UNPROVEN, OTHERS = Kind("unproven"), Kind("of another replica")

@@ -14,6 +14,7 @@ from mgpu_tf.engine.row_proof.kinds import (
     FIXED,
     LARGEST,
     MEAN,
+    NOTHING,
     ROWS,
     SMALLEST,
     SUM,
@@ -56,7 +57,7 @@ _REDUCTIONS = _words("All Any EuclideanNorm Max Mean Min Prod Sum")
 # What is made over the rows themselves.
 _OVER_ROWS = {"Max": LARGEST, "Mean": MEAN, "Min": SMALLEST, "Sum": SUM}
 _LARGER_OF = {"Maximum": LARGEST, "Minimum": SMALLEST}
-_ALIKE = Held(alike=True)
+_ALIKE = (Held(alike=True), Held(alike=True, added=FIXED))
 _ALONG = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1}
 # The last axes that an operation works over.
 _LAST_AXES = {
@@ -181,7 +182,7 @@ def _added(op: tf.Operation, kinds: list[Kind]) -> Kind:
         extreme = _LARGER_OF[op.type]
         held, other = kinds if isinstance(kinds[0], Held) else kinds[::-1]
         assert isinstance(held, Held)
-        if other == extreme and held.added in (FIXED, extreme):
+        if other == extreme and held.added in (NOTHING, extreme):
             return dataclasses.replace(held, added=extreme)
         return UNPROVEN
     if op.type not in ("Add", "AddV2", "Sub") or len(kinds) != 2:
@@ -193,10 +194,11 @@ def _added(op: tf.Operation, kinds: list[Kind]) -> Kind:
         right = SUM  # Each row counts.
     if not isinstance(left, Held) or right not in (FIXED, SUM, MEAN):
         return UNPROVEN
-    if left.added in (FIXED, right):
+    if left.added in (NOTHING, right):
         return dataclasses.replace(left, added=right)
-    if right == FIXED and left.added == MEAN:
-        return left
+    # A constant is its own mean. It counts once, and a sum for each replica.
+    if {left.added, right} == {FIXED, MEAN}:
+        return dataclasses.replace(left, added=MEAN)
     return UNPROVEN
 
 
@@ -407,7 +409,7 @@ def _reshape(op: tf.Operation, kinds: list[Kind]) -> Kind:
             return _blocks(kind, old // new)
         if isinstance(kind.block, int) and new == old * kind.block:
             return dataclasses.replace(kind, block=1)
-    if lengths and lengths[0] == ROWS:
+    if lengths and lengths[0] == ROWS and not any(map(_of_rows, lengths[1:])):
         return dataclasses.replace(kind, block=1)
     if lengths and lengths[0] == -1 and after[1:] == before[-1:]:
         # Leading axes become one; the last stays.
@@ -440,7 +442,9 @@ def _kept_axes(
         before[axis] is not None and before[axis] == after[axis]
         for axis in range(kind.axis)
     )
-    return kind if leading and lengths[kind.axis] == ROWS else UNPROVEN
+    others = [*lengths[: kind.axis], *lengths[kind.axis + 1 :]]
+    rows = lengths[kind.axis] == ROWS and not any(map(_of_rows, others))
+    return kind if leading and rows else UNPROVEN
 
 
 def _transpose(op: tf.Operation, kinds: list[Kind]) -> Kind:
@@ -483,8 +487,18 @@ def _slice_strided(op: tf.Operation, kinds: list[Kind]) -> Kind:
         name: op.get_attr(f"{name}_mask")
         for name in ("begin", "end", "shrink_axis", "ellipsis", "new_axis")
     }
-    axis = place = 0
     given = len(steps)
+    for name, tensor, each in zip(
+        ("begin", "end"), op.inputs[1:3], kinds[1:3], strict=True
+    ):
+        # As many elements as there are rows: others on one device.
+        lengths = _lengths(tensor, each)
+        if lengths is None or any(
+            _of_rows(length) and not mask[name] & 1 << index
+            for index, length in enumerate(lengths)
+        ):
+            return UNPROVEN
+    axis = place = 0
     fresh = bin(mask["new_axis"]).count("1")
     for index in range(given):
         bit = 1 << index
@@ -693,10 +707,12 @@ def _tile(op: tf.Operation, kinds: list[Kind]) -> Kind:
     lengths = _lengths(op.inputs[1], times)
     if lengths is None:
         return UNPROVEN
+    axes = [i for i, length in enumerate(lengths) if _of_rows(length)]
     if isinstance(kind, Rows):
-        return kind if lengths[kind.axis] == 1 else UNPROVEN
-    axes = [i for i, length in enumerate(lengths) if length == ROWS]
-    if kind != FIXED or len(axes) != 1 or op.inputs[0].shape[axes[0]] != 1:
+        return kind if lengths[kind.axis] == 1 and not axes else UNPROVEN
+    if kind != FIXED or len(axes) != 1 or lengths[axes[0]] != ROWS:
+        return UNPROVEN
+    if op.inputs[0].shape[axes[0]] != 1:
         return UNPROVEN
     return Rows(axis=axes[0])
 
@@ -707,8 +723,8 @@ def _broadcast(op: tf.Operation, kinds: list[Kind]) -> Kind:
     rank = op.inputs[0].shape.rank
     if lengths is None or rank is None:
         return UNPROVEN
-    axes = [i for i, length in enumerate(lengths) if length == ROWS]
-    if len(axes) != 1:
+    axes = [i for i, length in enumerate(lengths) if _of_rows(length)]
+    if len(axes) != 1 or lengths[axes[0]] != ROWS:
         return UNPROVEN
     place = len(lengths) - axes[0]
     if isinstance(kind, Rows):
@@ -805,6 +821,10 @@ _RULES: dict[str, _Rule] = {
 }
 
 
+# What else is given a number of rows depends on it.
+_TAKES_SIZES = ("BroadcastTo", "Reshape", "StridedSlice", "Tile")
+
+
 def by_rule(op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
     """Returns what an operation makes of what is known of its inputs.
 
@@ -817,7 +837,7 @@ def by_rule(op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
     if any(isinstance(kind, Held) for kind in kinds):
         found = _added(op, kinds)
         # What all replicas hold is fixed, unless they have added to it.
-        plain = [FIXED if kind == _ALIKE else kind for kind in kinds]
+        plain = [FIXED if kind in _ALIKE else kind for kind in kinds]
         if found != UNPROVEN or plain == kinds:
             return found
         if all(kind == FIXED for kind in plain):
@@ -834,6 +854,9 @@ def by_rule(op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
         and not any(isinstance(kind, Rows) for kind in kinds)
     ):
         return _sizes(op, kinds)
+    sized = any(isinstance(kind, Sizes) for kind in kinds)
+    if sized and op.type not in _TAKES_SIZES:
+        return UNPROVEN
     rule = _RULES.get(op.type)
     if rule is not None:
         return rule(op, kinds)

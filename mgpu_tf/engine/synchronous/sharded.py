@@ -232,9 +232,7 @@ class ShardedEngine(SynchronousEngine):
             self._model, parts, measures=measures, chosen=self._chosen()
         )
         self._layered = layered
-        if measures and (
-            self._options.step_parts > 1 or self._gathers
-        ):
+        if measures and (self._options.step_parts > 1 or self._gathers):
             # The gradient of a replica is known at the end of its step.
             layered.scatters = False
         return layered

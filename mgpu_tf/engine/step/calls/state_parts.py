@@ -26,7 +26,7 @@ from mgpu_tf.engine.exchange.crossing import Exchange
 from mgpu_tf.engine.row_proof import FIXED, Held, RowProof
 
 # What is the same on all replicas after a call.
-ALIKE = (FIXED, Held(alike=True))
+ALIKE = (FIXED, Held(alike=True), Held(alike=True, added=FIXED))
 # By the identity of a variable; None for what all replicas write alike.
 Parts = dict[int, Part | None]
 

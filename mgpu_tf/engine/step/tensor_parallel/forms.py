@@ -83,7 +83,10 @@ class Form:
             if self.dim == self.linear.rows:
                 return self._rows_of_table(own, inputs, *args, **kwargs)
             axis = self.linear.input_axis(self.dim)
-            if axis is not None and not self.arrives:
+            if axis is not None and self.arrives:
+                length = kernel.shape[self.dim] // self.groups.size
+                inputs = _of_length(inputs, axis, length)
+            elif axis is not None:
                 inputs = self.groups.own_part(inputs, axis)
             layer = self.linear.layer
             with keras_internals.without(
@@ -133,6 +136,10 @@ class Form:
         if self.gathers:
             length = self.linear.kernel.shape[self.dim]
             outputs = self._whole(outputs, axis, length)
+        else:
+            # As in the trace that has shown what may stay split: code would
+            # read the length of a part, where one device has that of all.
+            outputs = _of_length(outputs, axis, None)
         return self._activated(outputs)
 
     def _whole(self, outputs: tf.Tensor, axis: int, length: int) -> tf.Tensor:
@@ -235,6 +242,17 @@ class Form:
             mask = self.linear.layer.compute_mask(inputs)
             keras_internals.set_mask(outputs, mask)
         return outputs
+
+
+def _of_length(value: tf.Tensor, axis: int, length: int | None) -> tf.Tensor:
+    """Returns a tensor whose graph knows another length of an axis."""
+    if not tf.is_symbolic_tensor(value):
+        return value
+    shape = value.shape.as_list()
+    shape[axis] = length
+    if length is None:
+        return tf.compat.v1.placeholder_with_default(value, shape)
+    return tf.ensure_shape(value, shape)
 
 
 def dropped(

@@ -36,6 +36,7 @@ from mgpu_tf.engine.step.calls.layer_calls import trust
 from mgpu_tf.engine.step.tensor_parallel import structure
 from mgpu_tf.engine.step.tensor_parallel.forms import Form, dropped
 from mgpu_tf.engine.step.tensor_parallel.layout import published_layout
+from mgpu_tf.engine.step.tensor_parallel.lengths import asked_for
 from mgpu_tf.engine.step.tensor_parallel.linear import Linear, linear_layers
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
@@ -119,6 +120,8 @@ def plan_of(
         again = _passes(model, example, noted, stays)
         more = search(again, given=found.dims, gathered=found.gathered)
         gathered = more.gathered if again else found.gathered | set(stays)
+        for known, unknown in zip(passes, again, strict=False):
+            gathered = gathered | asked_for(known, unknown, stays)
         if gathered != found.gathered:
             found = search(passes, given=given, gathered=gathered)
     seen = {id(call.layer) for one in passes for call in one.calls.values()}
@@ -448,8 +451,9 @@ class TensorParallel:
             for form in self.forms.values()
             if form.by_rows
         }
-        # Whether layers are computed with whole weights.
-        self._whole = False
+        # Whether layers are computed with whole weights. Without a graph code
+        # of the author's would read the length of a part.
+        self._whole = keras_internals.runs_eagerly(model)
 
     def looks_up_in_parts(self, layer: keras.layers.Layer) -> bool:
         """Whether a layer reads rows of a table where they are stored."""

@@ -129,12 +129,14 @@ class Pass:
     Attributes:
         operations: The operations, in the order in which they were made.
         calls: The calls of layers of interest, by their first operation.
-        outputs: The names of the tensors that the model returned.
+        returned: The tensors that the model returned.
+        outputs: Their names.
         inside: Layers that were called inside of loops or branches.
     """
 
     operations: list[tf.Operation]
     calls: dict[int, Call]
+    returned: list[tf.Tensor]
     outputs: set[str]
     inside: set[int]
 
@@ -153,11 +155,11 @@ def traced(
         layers: The layers whose calls are noted.
         unknown: The axis, from the end, of the outputs of some layers whose
             length is unknown. Code that takes it from the shape does so in
-            the graph then, where it is seen. Training only.
+            the graph then, where it is seen.
     """
     modes: tuple[bool | None, ...] = (None,)
     if keras_internals.takes_training(model):
-        modes = (True, False) if unknown is None else (True,)
+        modes = (True, False)
     return [
         _traced(model, example, layers, mode, unknown or {}) for mode in modes
     ]
@@ -212,8 +214,9 @@ def _traced(
 
     with keras_internals.calls_replaced(layers, note):
         graph = throwaway.graph_of(forward, example)
-    outputs = {tensor.name for tensor in graph.outputs}
-    return Pass(graph.get_operations(), calls, outputs, inside)
+    returned = graph.outputs
+    outputs = {tensor.name for tensor in returned}
+    return Pass(graph.get_operations(), calls, returned, outputs, inside)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -387,7 +387,8 @@ class Run:
             if key is None:
                 pairs.append((target, tf.cast(seed, target.dtype)))
             elif key in arrived:
-                pairs.append((target, arrived[key]))
+                # A model may return one tensor twice.
+                pairs.append((target, arrived.pop(key)))
         weights = self._weights[each.stage]
         inputs = [tensor for _, tensor in made.inputs]
         if not pairs:

@@ -1,0 +1,161 @@
+"""Which layers code computes after that asks for the length of their outputs.
+
+    x * 2.0 if x.shape[-1] == 64 else x * 3.0
+
+A device that has a part of `x` knows no length of it, so that the code goes the
+way of an unknown length. Two traces are compared: with the length, and without.
+Where they differ, outputs are not left in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import tensorflow as tf
+
+from mgpu_tf.engine.step.tensor_parallel.structure import Pass
+
+# They differ between two traces of the same code, or with the length alone.
+_NAMES = frozenset(["seed", "seed2", "shape", "_class", "_output_shapes"])
+_SHAPES = frozenset(["Shape", "ShapeN", "Size"])
+
+
+def asked_for(known: Pass, unknown: Pass, layers: Collection[int]) -> set[int]:
+    """Returns the layers after which two traces differ.
+
+    Args:
+        known: A trace that knows the lengths of outputs.
+        unknown: One that does not know those of some layers.
+        layers: These layers, by identity.
+    """
+    one, other = _Trace(known, layers), _Trace(unknown, layers)
+    if one.called != other.called or len(one.ends) != len(other.ends):
+        return set(layers)
+    found: set[int] = set()
+    for left, right in zip(one.ends, other.ends, strict=True):
+        if not _same(left, right, one, other):
+            found |= one.above(left) | other.above(right)
+    return found
+
+
+class _Trace:
+    """A trace, cut at the calls of the layers that are noted.
+
+    Attributes:
+        called: The layers that were called, in order.
+        ends: What they were called with, and what the model returned.
+    """
+
+    def __init__(self, one: Pass, layers: Collection[int]) -> None:
+        calls = [one.calls[first] for first in sorted(one.calls)]
+        self.called = [id(call.layer) for call in calls]
+        self.ends = [
+            leaf
+            for given in [*[call.inputs for call in calls], one.returned]
+            for leaf in tf.nest.flatten(given, expand_composites=True)
+            if tf.is_symbolic_tensor(leaf)
+        ]
+        self._number = {
+            leaf.name: (place, index)
+            for place, call in enumerate(calls)
+            for index, leaf in enumerate(
+                tf.nest.flatten(call.outputs, expand_composites=True)
+            )
+            if tf.is_symbolic_tensor(leaf)
+        }
+        # Which of the layers a tensor is made of, and what is of shapes alone.
+        self._made_of: dict[str, frozenset[int]] = {}
+        self._of_shapes: set[str] = set()
+        # Variables, by the placeholders of their handles.
+        graph = one.operations[0].graph
+        self._handles = {
+            inside.name: id(outside)
+            for outside, inside in graph.captures
+            if inside.dtype == tf.resource
+        }
+        for op in one.operations:
+            self._look_at(op, layers)
+
+    def _look_at(self, op: tf.Operation, layers: Collection[int]) -> None:
+        made_of = frozenset[int]().union(*map(self.above, op.inputs))
+        shapes = [each.name in self._of_shapes for each in op.inputs]
+        constants = [each.op.type == "Const" for each in op.inputs]
+        of_shapes = op.type in _SHAPES and bool(made_of)
+        of_shapes |= any(shapes) and all(
+            shape or constant
+            for shape, constant in zip(shapes, constants, strict=True)
+        )
+        for tensor in op.outputs:
+            number = self.number(tensor)
+            if number is not None:
+                layer = self.called[number[0]]
+                made_of = frozenset([layer] if layer in layers else [])
+            elif of_shapes:
+                self._of_shapes.add(tensor.name)
+            self._made_of[tensor.name] = made_of
+
+    def above(self, tensor: tf.Tensor) -> frozenset[int]:
+        """Returns the layers that a tensor is made of, up to the last calls."""
+        return self._made_of.get(tensor.name, frozenset())
+
+    def number(self, tensor: tf.Tensor) -> tuple[int, int] | None:
+        """Returns of which call a tensor is an output, and of its outputs."""
+        return self._number.get(tensor.name)
+
+    def handle(self, tensor: tf.Tensor) -> int | None:
+        """Returns the identity of a variable's handle; None of others."""
+        return self._handles.get(tensor.name)
+
+    def is_of_shapes(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor is made of the shapes of such outputs alone."""
+        return tensor.name in self._of_shapes
+
+
+def _same(
+    left: tf.Tensor, right: tf.Tensor, one: _Trace, other: _Trace
+) -> bool:
+    """Returns whether two traces have computed a tensor alike.
+
+    From the same calls. What is made of a shape in the graph is judged there.
+    """
+    pairs, seen = [(left, right)], set()
+    while pairs:
+        left, right = map(_passed, pairs.pop())
+        if (left.name, right.name) in seen or other.is_of_shapes(right):
+            continue
+        seen.add((left.name, right.name))
+        number = one.number(left)
+        if number is not None or other.number(right) is not None:
+            if number != other.number(right):
+                return False
+            continue
+        if (
+            left.value_index != right.value_index
+            or one.handle(left) != other.handle(right)
+            or _described(left.op) != _described(right.op)
+        ):
+            return False
+        pairs += zip(left.op.inputs, right.op.inputs, strict=True)
+    return True
+
+
+def _passed(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the tensor that one with another static shape is."""
+    while tensor.op.type == "PlaceholderWithDefault":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _described(op: tf.Operation) -> Any:
+    """Returns what an operation does, besides what it is given."""
+    attributes = op.node_def.attr
+    return (
+        op.type,
+        len(op.inputs),
+        {
+            name: attributes[name].SerializeToString(deterministic=True)
+            for name in attributes
+            if name not in _NAMES and not attributes[name].HasField("func")
+        },
+    )
