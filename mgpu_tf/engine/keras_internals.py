@@ -951,6 +951,14 @@ _LINEAR = (
 _MULTIPLYING = (keras.layers.Dropout, keras.layers.GaussianDropout)
 
 
+_DESCRIBING = (
+    *("__init__", "__module__", "__doc__", "__qualname__", "__firstlineno__"),
+    *("__dict__", "__weakref__", "__static_attributes__", "__annotations__"),
+    *("build", "get_config", "from_config", "compute_output_shape"),
+    *("compute_output_spec", "get_build_config", "build_from_config"),
+)
+
+
 def linear_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """Returns the built layers that are computed as one of Keras's `_LINEAR`.
 
@@ -960,7 +968,7 @@ def linear_layers(model: keras.Model) -> list[keras.layers.Layer]:
         layer
         for layer in layers_of(model)
         if any(
-            isinstance(layer, kind) and type(layer).call is kind.call
+            isinstance(layer, kind) and not _differs(type(layer), kind)
             for kind in _LINEAR
         )
         and layer.built
@@ -969,6 +977,19 @@ def linear_layers(model: keras.Model) -> list[keras.layers.Layer]:
         and not getattr(layer, "lora_enabled", False)
         and getattr(layer, "quantization_mode", None) is None
     ]
+
+
+def _differs(own: type, kind: type) -> bool:
+    """Whether a class computes otherwise than one that it is derived from.
+
+    What it has besides methods that make it and describe it may change that.
+    """
+    lines = own.__mro__[: own.__mro__.index(kind)]
+    return any(
+        hasattr(kind, name) and name not in _DESCRIBING
+        for line in lines
+        for name in vars(line)
+    )
 
 
 def kernel_of(layer: keras.layers.Layer) -> keras.Variable:

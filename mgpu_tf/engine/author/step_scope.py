@@ -507,9 +507,20 @@ class StepScope(keras.StatelessScope):
         self._written[id(variable)] = variable
         self.agreed.discard(id(variable))
         if self._tape is not None:
-            value = tf.stop_gradient(value)
-            self._watch(variable, value)
+            value = self._assigned_to(variable, tf.stop_gradient(value))
         super().add_update((variable, value))
+
+    def _assigned_to(
+        self, variable: keras.Variable, value: tf.Tensor
+    ) -> tf.Tensor:
+        """Returns what is assigned, with the gradient of the variable."""
+        trained = id(variable) in self._weights
+        joined = self._join(variable) if trained and self._join else None
+        if joined is None:
+            self._watch(variable, value)
+            return value
+        # Its gradient goes to the parts of which the whole is joined.
+        return value + (joined - tf.stop_gradient(joined))
 
     def gradients(
         self,

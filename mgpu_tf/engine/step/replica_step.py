@@ -191,6 +191,8 @@ class ReplicaStep:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         sources = sources or []
         given, join = self._given(given, gathered, sources)
+        if self._tensor is not None:
+            self._tensor.begin()
         with contextlib.ExitStack() as stack:
             scope, reader_of = stack.enter_context(
                 self._scope(data, share, given, join, tape, sources, compiled)
@@ -223,6 +225,8 @@ class ReplicaStep:
         if scope.within:
             self._write_in_place(scope.within)
         scope.check_known(self._state.variables)
+        if self._tensor is not None:
+            self._tensor.check_left()
         if not self._writes_directly:
             check_parts(scope)
         elif self._replicas > 1:

@@ -52,6 +52,12 @@ class Form:
     own_rows: bool
     by_rows: bool
 
+    @property
+    def leaves_split(self) -> bool:
+        """Whether each device has a part of the outputs."""
+        axis = self.linear.output_axis(self.dim)
+        return axis is not None and not self.gathers
+
     def __call__(
         self,
         part: Callable[[keras.Variable], Any],

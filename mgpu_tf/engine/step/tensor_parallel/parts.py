@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -423,6 +424,14 @@ class TensorParallel:
                 own_rows=axis == "data",
                 by_rows=_is_read_by_rows(linear, found.dims[key]),
             )
+        # Where the model is not called as in the trace that the plan is of.
+        self._alone = {
+            key: dataclasses.replace(form, gathers=True, arrives=False)
+            for key, form in self.forms.items()
+        }
+        self._model = model
+        # What replicas, each a thread, have left split, and in which calls.
+        self._noted = threading.local()
         self._layers = [linear.layer for linear in plan.linear]
         # Before the parts of layers are replaced for a trace.
         self._apart = set(
@@ -475,6 +484,7 @@ class TensorParallel:
             layer for layer in self._layers if self.forms[id(layer)].arrives
         ]
         with (
+            keras_internals.calls_replaced([self._model], self._call_model),
             keras_internals.calls_replaced(self._layers, self._call),
             keras_internals.calls_replaced(self._drawing, self._drop),
             keras_internals.inputs_unchecked(arriving),
@@ -570,18 +580,108 @@ class TensorParallel:
         **kwargs: Any,
     ) -> Any:
         self._join_before(layer.variables)
-        if self._whole or is_read_inside(()):
+        if self._whole or is_read_inside(()) or _has_others(layer):
             return own(*args, **kwargs)
         inputs = args[0] if args else kwargs.pop("inputs")
-        outputs = self.forms[id(layer)](
+        within = self._is_within
+        form = (self.forms if within else self._alone)[id(layer)]
+        if form.arrives and self._notes:
+            inputs = keras_internals.with_mask_of(tf.identity(inputs), inputs)
+            self._noted.taken.add(inputs.op.name)
+        outputs = form(
             self._part, _whole, _lent, own, inputs, *args[1:], **kwargs
         )
+        if form.leaves_split and self._notes:
+            self._noted.left.append(outputs)
         outputs = self._watched(outputs)
         if id(layer) in self._apart:
             # A proof around this call cannot look into what is exchanged.
             for proof in active():
                 trust(proof, inputs, outputs)
         return outputs
+
+    @property
+    def _is_within(self) -> bool:
+        """Whether the model is called, as in the trace that the plan is of.
+
+        Or a layer of it once more, for its gradient.
+        """
+        again = isinstance(keras_internals.stateless_scope(), Replay)
+        return again or getattr(self._noted, "depth", 0) > 0
+
+    @property
+    def _notes(self) -> bool:
+        """Whether it is noted what is left split, as in a step's graph."""
+        begun = hasattr(self._noted, "calls")
+        return begun and not tf.executing_eagerly()
+
+    def begin(self) -> None:
+        """Begins a step. On a replica."""
+        self._noted.calls, self._noted.taken = [], set()
+
+    @contextlib.contextmanager
+    def within_model(self) -> Iterator[None]:
+        """A block in which layers are called as in the trace."""
+        before = getattr(self._noted, "depth", 0)
+        if not before:
+            self._noted.left = []
+        self._noted.depth = before + 1
+        try:
+            yield
+        finally:
+            self._noted.depth = before
+
+    def _call_model(
+        self,
+        model: keras.Model,
+        own: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # Other arguments may lead another way.
+        if args[1:] or not kwargs.keys() <= {"training", "mask"}:
+            return own(*args, **kwargs)
+        with self.within_model():
+            outputs = own(*args, **kwargs)
+        if not self._is_within and self._notes:
+            graph = tf.compat.v1.get_default_graph()
+            count = len(graph.get_operations())
+            self._noted.calls.append((count, self._noted.left))
+        return outputs
+
+    def check_left(self) -> None:
+        """Looks whether code besides the model took what was left split.
+
+        On a replica, at the end of a step.
+
+        Raises:
+            TraceAgain: It did: in another trace no layer leaves anything split.
+        """
+        if not self._notes:
+            return
+        graph = tf.compat.v1.get_default_graph()
+        places = {op.name: i for i, op in enumerate(graph.get_operations())}
+        calls = self._noted.calls
+        del self._noted.calls
+        for end, left in calls:
+            tensors, seen = [*left], set[str]()
+            while tensors:
+                for op in tensors.pop().consumers():
+                    if op.name in self._noted.taken | seen or _is_gradient(op):
+                        continue
+                    seen.add(op.name)
+                    if places.get(op.name, end) >= end:
+                        self._leave_nothing(op)
+                    tensors += op.outputs
+
+    def _leave_nothing(self, op: tf.Operation) -> None:
+        self.forms = self._alone
+        _log.info(
+            "layout: outputs are gathered after each layer, since code besides "
+            "the model takes what is between them (%s)",
+            op.name,
+        )
+        raise TraceAgain
 
     def _watched(self, outputs: tf.Tensor) -> tf.Tensor:
         """Returns outputs whose gradient a model does not take itself."""
@@ -623,7 +723,8 @@ class TensorParallel:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if self._whole:
+        alone = self.forms is self._alone or not self._is_within
+        if self._whole or alone:
             return own(*args, **kwargs)
         return dropped(*self._dropouts[id(layer)], own, *args, **kwargs)
 
@@ -664,6 +765,22 @@ def _joined(
         return groups.all_gather(part, dim, split.length), gradient
 
     return whole(part)
+
+
+def _has_others(layer: keras.layers.Layer) -> bool:
+    """Whether a layer has other weights now than those it stores.
+
+    Those that a step has written, or that it was lent by `stateless_call`.
+    """
+    scope = keras_internals.stateless_scope()
+    if isinstance(scope, StepScope):
+        return any(map(scope.is_written, layer.variables))
+    return type(scope) is keras.StatelessScope
+
+
+def _is_gradient(op: tf.Operation) -> bool:
+    """Whether an operation is of a gradient that was taken."""
+    return "gradient_tape/" in op.name
 
 
 def _is_read_by_rows(linear: Linear, dim: int) -> bool:

@@ -335,6 +335,8 @@ class PipelineStep(ReplicaStep):
             know_rows(scope, [rows, data], share)
             stack.enter_context(noting(scope.proof))
             stack.enter_context(drawing(share, [rows, data], drawn))
+            if self._tensor is not None:
+                stack.enter_context(self._tensor.within_model())
             made = self._outputs_of(stage, taken, kind == "train")
             y_pred: Any = None
             if number == len(self._stages.every) - 1:
