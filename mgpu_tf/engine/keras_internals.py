@@ -15,6 +15,7 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -1493,6 +1494,34 @@ def in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
 def overrides(model: keras.Model, method: str) -> bool:
     """Returns whether the author of a model wrote a method of Keras anew."""
     return getattr(type(model), method) is not getattr(keras.Model, method)
+
+
+def lead_to(
+    model: keras.Model, names: Sequence[str], owner: weakref.ref[Any]
+) -> None:
+    """Lets methods of a model be those of another object, while that lives.
+
+    Args:
+        model: The model, not its class.
+        names: The methods.
+        owner: Whose methods of these names are called.
+    """
+
+    def led(name: str) -> Callable[..., Any]:
+        own = getattr(type(model), name)
+
+        @functools.wraps(own)
+        def method(*arguments: Any, **named: Any) -> Any:
+            found = owner()
+            if found is None:
+                return own(made(), *arguments, **named)
+            return getattr(found, name)(*arguments, **named)
+
+        return method
+
+    made = weakref.ref(model)
+    for name in names:
+        object.__setattr__(model, name, led(name))
 
 
 def wrote(model: keras.Model, method: str) -> bool:

@@ -44,12 +44,6 @@ _SHAPES = (
 )
 
 
-_KERAS_EVALUATES = (
-    "Keras's own evaluate and predict do not run on several workers, nor with "
-    "batches that replicas share unevenly. Received: a call of one of them, "
-    "such as in a callback. Call trainer.evaluate or trainer.predict, on "
-    "every worker."
-)
 _NO_TARGETS = (
     "The loss needs targets. Received: data of inputs alone. Pass y, or "
     "batches of (x, y)."
@@ -74,8 +68,6 @@ def explained(source: data_lib.Source) -> Iterator[None]:
         match = _MESSAGE.search(str(error))
         if match is not None:
             raise ConfigurationError(match[1]) from error
-        if "Inputs to operation AddN" in str(error):
-            raise ConfigurationError(_KERAS_EVALUATES) from error
         for said in (data_lib.SIZES_DIFFER, data_lib.NO_ROW):
             if said in str(error):
                 raise ConfigurationError(said) from error
@@ -142,8 +134,6 @@ def explained(source: data_lib.Source) -> Iterator[None]:
         raise ConfigurationError(_NO_TARGETS) from error
     except ValueError as error:
         text = _ANSI.sub("", str(error))
-        if "PerReplica:" in text:
-            raise ConfigurationError(_KERAS_EVALUATES) from error
         example = source.example()
         if "None values not supported" in text and not _has_targets(example):
             raise ConfigurationError(_NO_TARGETS) from error

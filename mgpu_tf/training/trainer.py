@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
@@ -97,6 +98,13 @@ _log = logging.getLogger("mgpu_tf")
 
 # Where options go that are not of steps.
 _TAKERS = {"create_strategy": StrategyOptions, "SaveOptions": SaveOptions}
+
+
+# What a callback may call of its model.
+_KERAS_CALLS = (
+    *("fit", "evaluate", "predict"),
+    *("train_on_batch", "test_on_batch", "predict_on_batch"),
+)
 
 
 class Trainer:
@@ -212,6 +220,10 @@ class Trainer:
             )
         self._profiler = profiler or Profiler(0, 0, None)
         self._totals = Totals()
+        kind = kind_of(self.strategy)
+        if kind.in_step and self.strategy.num_replicas_in_sync > 1:
+            # Keras's own, as in a callback, have the rows of each replica.
+            keras_internals.lead_to(self.model, _KERAS_CALLS, weakref.ref(self))
 
     @property
     def model(self) -> keras.Model:

@@ -14,6 +14,7 @@ from tests.conformance import (  # noqa: F401
     outside_generative,
     outside_guides,
     outside_layers,
+    outside_layouts,
     outside_loops,
     outside_losses,
     outside_mechanics,

@@ -479,11 +479,24 @@ class ReplicaState:
         ]
         if not self._entered:
             return []
-        held = [tf.identity(variable.value) for variable in self._entered]
-        whole = self._sums(held, [], tf.zeros([1]))[:-1]
+        whole = self._whole(self._entered)
         for variable, value in zip(self._entered, whole, strict=True):
             _assign_here(variable, value)
         return whole
+
+    def _whole(self, variables: list[keras.Variable]) -> list[tf.Tensor]:
+        """Returns what replicas hold together of metrics. On a replica."""
+        held = [tf.identity(variable.value) for variable in variables]
+        return self._sums(held, [], tf.zeros([1]))[:-1]
+
+    def whole_metrics(self) -> list[tf.Tensor]:
+        """Returns what metrics hold between executions. On a replica."""
+        return [
+            whole if self.is_split(variable) else tf.identity(variable.value)
+            for variable, whole in zip(
+                self.metrics, self._whole(self.metrics), strict=True
+            )
+        ]
 
     def collect(
         self, notes: tf.Tensor, before: list[tf.Tensor]

@@ -555,6 +555,25 @@ class StepScope(keras.StatelessScope):
         return whole, [each.part for each in placed]
 
 
+class Reading(keras.StatelessScope):
+    """Notes which variables are read before something is assigned to them.
+
+    Attributes:
+        read: Their identities.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[int] = set()
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        """Returns the value of a variable here, None for its own."""
+        value = super().get_current_value(variable)
+        if value is None:
+            self.read.add(id(variable))
+        return value
+
+
 class Replay(keras.StatelessScope):
     """The scope in which a layer is computed again.
 

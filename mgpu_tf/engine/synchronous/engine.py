@@ -35,6 +35,7 @@ from mgpu_tf.engine.author.state import (
     Writes,
     state_for,
 )
+from mgpu_tf.engine.author.step_scope import Reading
 from mgpu_tf.engine.exchange.composites import without_another
 from mgpu_tf.engine.exchange.crossing import Exchange, ExchangedInLoop
 from mgpu_tf.engine.exchange.global_batch import of_all
@@ -159,6 +160,8 @@ class SynchronousEngine(Engine):
         self._state: ReplicaState
         # That of steps of the author's own.
         self._agreed: ReplicaState
+        # That of the last execution, which metrics are held as.
+        self._held: ReplicaState
         self._step: ReplicaStep
         self._update: Update
         if strategy.num_replicas_in_sync > 1:
@@ -319,27 +322,49 @@ class SynchronousEngine(Engine):
     def reset_metrics(self, *, first: bool = False) -> None:
         """Sets every metric of the model to its beginning; as in `Engine`."""
         as_made = first and self._as_made
+        alone = self._local.total == 1 or self._state.stored_once
+        # Before the reset itself, which reads what one replica holds.
+        reset, reads = ({}, False) if alone else self._reset_to(as_made=False)
+        kept = self._reset_to(as_made=True)[0] if as_made and not alone else {}
         super().reset_metrics(first=first)
-        if self._local.total == 1 or self._state.stored_once:
+        if alone:
             return
-        kept = self._reset_to(as_made=True) if as_made else {}
         self._metrics_begin_at = [
             (variable, value)
             for variable, value in self._state.made_with(
-                self._reset_to(as_made=False), kept, as_made=as_made
+                reset, kept, as_made=as_made
             )
-            if np.any(value)
+            if reads or np.any(value)
         ]
 
-    def _reset_to(self, *, as_made: bool) -> dict[int, tf.Tensor]:
-        """Returns what a reset sets metrics to, by identity."""
-        with keras.StatelessScope() as scope:
+    def _reset_to(self, *, as_made: bool) -> tuple[dict[int, tf.Tensor], bool]:
+        """Returns what a reset sets metrics to, and whether it reads them.
+
+        By identity.
+        """
+        held = {id(variable) for variable in self._state.metrics}
+        scope: keras.StatelessScope = Reading()
+        with scope:
             keras_internals.reset_metrics(self._model, as_made=as_made)
-        values = [
+        reads = not held.isdisjoint(scope.read)
+        if reads:
+            values = tf.function(
+                lambda: self._strategy.run(self._held.whole_metrics)
+            )()
+            scope = keras.StatelessScope(
+                zip(
+                    self._held.metrics,
+                    tf.nest.map_structure(self._first, values),
+                    strict=True,
+                )
+            )
+            with scope:
+                keras_internals.reset_metrics(self._model, as_made=as_made)
+        found = [
             (variable, scope.get_current_value(variable))
             for variable in self._state.metrics
         ]
-        return {id(v): value for v, value in values if value is not None}
+        return {id(v): value for v, value in found if value is not None}, reads
 
     def evaluate(
         self, iterator: Any, steps: int, source: Source, seconds: float = 0.0
@@ -467,6 +492,7 @@ class SynchronousEngine(Engine):
         if authored and self._local.total > 1:
             check_held(self._model)
         self._agreed = self._make_agreed_state()
+        self._held = self._state
         self._log_statistics()
         self._prepared = True
 
@@ -622,8 +648,10 @@ class SynchronousEngine(Engine):
             tf.constant(notes),
             self._measured_bounds(),
         )
-        held = self._agreed if isinstance(step, AuthorStep) else self._state
-        held.begin_metrics_at(self._metrics_begin_at, self._local.first)
+        self._held = (
+            self._agreed if isinstance(step, AuthorStep) else self._state
+        )
+        self._held.begin_metrics_at(self._metrics_begin_at, self._local.first)
         self._metrics_begin_at = []
         results = _traced(run, *given)
         self._unheld.check_alone()

@@ -150,6 +150,7 @@ class Form:
 
     def _whole(self, outputs: tf.Tensor, axis: int, length: int) -> tf.Tensor:
         every = self.groups.all_gather(outputs, axis, length)
+        every = _of_length(every, axis, length)
         if self.own_rows:
             return self.groups.own_part(every)
         return note_same(every, outputs)

@@ -22,7 +22,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -115,16 +115,16 @@ def plan_of(
         separate=lambda layer: over.get(layer, "tensor"),
     )
     found = search(passes, given=given)
-    stays = _outputs_in_parts(linear, found)
-    if stays:
+    while stays := _outputs_in_parts(linear, found):
         # Code may have read a length that another device does not have.
         again = _passes(model, example, noted, stays)
         more = search(again, given=found.dims, gathered=found.gathered)
         gathered = more.gathered if again else found.gathered | set(stays)
         for known, unknown in zip(passes, again, strict=False):
             gathered = gathered | asked_for(known, unknown, stays)
-        if gathered != found.gathered:
-            found = search(passes, given=given, gathered=gathered)
+        if gathered == found.gathered:
+            break
+        found = search(passes, given=given, gathered=gathered)
     seen = {id(call.layer) for one in passes for call in one.calls.values()}
     for key, each in linear.items():
         if key not in seen:
@@ -580,11 +580,14 @@ class TensorParallel:
         **kwargs: Any,
     ) -> Any:
         self._join_before(layer.variables)
-        if self._whole or is_read_inside(()) or _has_others(layer):
+        form = (self.forms if self._is_within else self._alone)[id(layer)]
+        if self._whole or is_read_inside(()):
+            return own(*args, **kwargs)
+        if _has_others(layer):
+            if form.arrives or form.leaves_split:
+                self._leave_nothing(f"{layer.name} has other weights in a step")
             return own(*args, **kwargs)
         inputs = args[0] if args else kwargs.pop("inputs")
-        within = self._is_within
-        form = (self.forms if within else self._alone)[id(layer)]
         if form.arrives and self._notes:
             inputs = keras_internals.with_mask_of(tf.identity(inputs), inputs)
             self._noted.taken.add(inputs.op.name)
@@ -671,16 +674,14 @@ class TensorParallel:
                         continue
                     seen.add(op.name)
                     if places.get(op.name, end) >= end:
-                        self._leave_nothing(op)
+                        self._leave_nothing(
+                            f"{op.name} is outside of the model"
+                        )
                     tensors += op.outputs
 
-    def _leave_nothing(self, op: tf.Operation) -> None:
+    def _leave_nothing(self, reason: str) -> NoReturn:
         self.forms = self._alone
-        _log.info(
-            "layout: outputs are gathered after each layer, since code besides "
-            "the model takes what is between them (%s)",
-            op.name,
-        )
+        _log.info("layout: outputs are gathered after each layer: %s", reason)
         raise TraceAgain
 
     def _watched(self, outputs: tf.Tensor) -> tf.Tensor:

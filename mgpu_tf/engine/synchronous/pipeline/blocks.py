@@ -290,7 +290,7 @@ class RunOfBlock(Run):
         sums: list[Sums],
     ) -> None:
         head = self._step.head_of(self._kind)
-        if head is not None and head.regularizes:
+        if head is not None and head.has_own_loss:
             self._check_regularizers()
         super()._by_head(scale, sums)
         if head is None or scale is None or not self.has_last:

@@ -28,6 +28,7 @@ from mgpu_tf.engine.exchange.crossing import Exchange
 from mgpu_tf.engine.step.losses import GlobalLoss
 from mgpu_tf.engine.step.replica_step import Logs, ReplicaStep
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
+from mgpu_tf.engine.trace_again import ReadRefused
 from mgpu_tf.errors import ConfigurationError
 
 
@@ -69,8 +70,11 @@ class Head(ReplicaStep):
         self._here = threading.local()
 
     @property
-    def regularizes(self) -> bool:
-        """Whether the loss of the head has the regularizers of all weights."""
+    def has_own_loss(self) -> bool:
+        """Whether the loss of the head may read weights.
+
+        It has the regularizers of all of them.
+        """
         return self._own_loss
 
     def of_outputs(
@@ -89,7 +93,7 @@ class Head(ReplicaStep):
             data: The rows.
             share: The part of the replica in the global batch.
             added: The contributions of the stages to the loss.
-            weights: The weights that have regularizers, with what this
+            weights: The weights that the loss may read, with what this
                 replica computes with of each.
             scale: Scales the loss; None where nothing is trained.
 
@@ -155,8 +159,12 @@ class Head(ReplicaStep):
         ]
 
     def _read(self, variable: keras.Variable) -> None:
-        """Refuses what only stages read, which write it after this."""
-        if any(variable is each for each in self._state.layers):
+        """Refuses what only stages read, which write it after this.
+
+        And weights, whose gradient would be lost.
+        """
+        trained = self._model.trainable_variables
+        if any(variable is v for v in [*trained, *self._state.layers]):
             raise of_another_stage(variable.path)
 
     def _outputs_of_model(self, x: Any, training: bool) -> Any:
@@ -175,11 +183,11 @@ class Head(ReplicaStep):
 
 def of_another_stage(path: str) -> ConfigurationError:
     """Returns the refusal of what a stage reads of another."""
-    return ConfigurationError(
+    return ReadRefused(
         "A stage of a pipeline reads the weights and the state of its own "
-        f"layers. Received: a layer that reads {path} of another. Name "
-        "pipeline_stages so that both are in one stage, call the "
-        "layer in place of reading its weight, or use 'fsdp'."
+        f"layers. Received: a layer or a loss that reads {path} of another, or "
+        "of the model itself. Name pipeline_stages so that both are in one "
+        "stage, call the layer in place of reading its weight, or use 'fsdp'."
     )
 
 

@@ -225,8 +225,7 @@ class Run:
                 self._weights[stage],
                 strict=True,
             )
-            if head.regularizes
-            and variable.regularizer is not None
+            if head.has_own_loss
             and any(variable is v for v in self._step.stored_in(stage))
         ]
         with tf.name_scope("head/"), tf.device(self._devices[-1]):

@@ -415,7 +415,7 @@ class PipelineStep(ReplicaStep):
                     str(reason).split("Received: ")[1].split(". ")[0],
                 )
                 scope.reset(mark)
-        own_loss = self._head is not None and self._head.regularizes
+        own_loss = self._head is not None and self._head.has_own_loss
         if own_loss and kind in self._by_head:
             if scope.losses:
                 raise ConfigurationError(
