@@ -280,6 +280,9 @@ class Boundary:
         losses = len(here.scope.losses)
         seeds = self._own_seeds()
         left = keras_internals.tensors_left_in(layer)
+        known = [*given.values(), *lent, *here.scope.state_mapping.values()]
+        known += map(keras_internals.mask_of, given.values())
+        begun = len(here.graph.get_operations())
         here.inside, here.inner, here.layer = (
             dict(zip(map(id, trainable), lent, strict=True)),
             proof,
@@ -311,11 +314,41 @@ class Boundary:
         proven = (
             # What a call leaves behind is read where all rows are.
             keras_internals.tensors_left_in(layer) <= left
+            and not self._takes_others(begun, proof, known)
             and len(here.scope.losses) == losses
             and all(kind == Rows() for kind in kinds)
             and all(self._may_write(v, value, proof) for v, value in written)
         )
         return outputs, proven
+
+    def _takes_others(self, begun: int, proof: RowProof, known: Any) -> bool:
+        """Whether a call takes numbers besides its rows and lent weights.
+
+        Such as scalars, tensors in attributes, and variables of TensorFlow's:
+        what flows back to them would be of this replica's rows alone.
+        """
+        graph = self._here.graph
+        operations = graph.get_operations()
+        made = {op.name for op in operations[begun:]}
+        names = {leaf.name for leaf in known if tf.is_symbolic_tensor(leaf)}
+        outer = {inside.name: outside for outside, inside in graph.captures}
+        handles = keras_internals.handles_of(self._state.variables)
+        for place, op in enumerate(operations[begun:], begun):
+            if proof.is_of_others(graph, place):
+                continue
+            for tensor in op.inputs:
+                if tensor.op.name in made or tensor.name in names:
+                    continue
+                outside = outer.get(tensor.name)
+                if tensor.dtype == tf.resource:
+                    reads = op.type in ("ReadVariableOp", "ResourceGather")
+                    if reads and id(outside) not in handles:
+                        return True
+                elif tensor.dtype.is_floating and tensor.op.type != "Const":
+                    # A tensor of no graph is a constant.
+                    if outside is None or tf.is_symbolic_tensor(outside):
+                        return True
+        return False
 
     def _drawing(
         self, cut: Cut, rows: list[Any], proof: RowProof

@@ -103,6 +103,15 @@ class _Trace:
         """Returns of which call a tensor is an output, and of its outputs."""
         return self._number.get(tensor.name)
 
+    def passed(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns the tensor that one with another static shape is."""
+        while (
+            self.number(tensor) is None
+            and tensor.op.type == "PlaceholderWithDefault"
+        ):
+            tensor = tensor.op.inputs[0]
+        return tensor
+
     def handle(self, tensor: tf.Tensor) -> int | None:
         """Returns the identity of a variable's handle; None of others."""
         return self._handles.get(tensor.name)
@@ -121,7 +130,8 @@ def _same(
     """
     pairs, seen = [(left, right)], set()
     while pairs:
-        left, right = map(_passed, pairs.pop())
+        left, right = pairs.pop()
+        left, right = one.passed(left), other.passed(right)
         if (left.name, right.name) in seen or other.is_of_shapes(right):
             continue
         seen.add((left.name, right.name))
@@ -138,13 +148,6 @@ def _same(
             return False
         pairs += zip(left.op.inputs, right.op.inputs, strict=True)
     return True
-
-
-def _passed(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the tensor that one with another static shape is."""
-    while tensor.op.type == "PlaceholderWithDefault":
-        tensor = tensor.op.inputs[0]
-    return tensor
 
 
 def _described(op: tf.Operation) -> Any:
