@@ -484,6 +484,27 @@ class ReplicaState:
             _assign_here(variable, value)
         return whole
 
+    def leave(self, written: Iterable[keras.Variable]) -> None:
+        """Leaves the parts of metrics that replicas have entered whole.
+
+        On a replica, after a prediction has written the same on all.
+
+        Args:
+            written: What it wrote to.
+
+        Raises:
+            TraceAgain: It is to begin with what replicas hold together.
+        """
+        if self._total == 1:
+            return
+        split = {id(v) for v in written if self.is_split(v)}
+        if not split <= set(map(id, self._entered)):
+            self._met |= split
+            raise TraceAgain
+        if not self._counts(_replica()):
+            for variable in self._entered:
+                _assign_here(variable, tf.zeros_like(variable.value))
+
     def _whole(self, variables: list[keras.Variable]) -> list[tf.Tensor]:
         """Returns what replicas hold together of metrics. On a replica."""
         held = [tf.identity(variable.value) for variable in variables]
@@ -674,6 +695,9 @@ class SharedState(ReplicaState):
 
     def join_metrics(self) -> None:
         """Does nothing: no replica has parts of its own."""
+
+    def leave(self, written: Iterable[keras.Variable]) -> None:
+        """Does nothing, as `join_metrics`."""
 
     def begin(self) -> list[tf.Tensor]:
         """Begins an execution; nothing has to be known of it."""

@@ -218,7 +218,9 @@ def _truncated_normal(
             shape, seed.value, mean, stddev, dtype, name, alg
         )
     operation = tf.raw_ops.StatelessTruncatedNormalV2
-    return _scaled(found, operation, seed, mean, stddev, dtype, _TRIES)
+    # A counter makes 4 numbers of 32 bits.
+    tries = _TRIES * _PER[tf.as_dtype(dtype).size] // 4
+    return _scaled(found, operation, seed, mean, stddev, dtype, tries)
 
 
 def _scaled(

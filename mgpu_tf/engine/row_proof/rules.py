@@ -156,8 +156,11 @@ def _linear(op: tf.Operation, kinds: list[Kind]) -> Kind:
         return kind
     if once and op.type in ("RealDiv", "Div", "DivNoNan") and kinds[0] == kind:
         return kind
+    if op.type == "Pack":
+        # A constant is its own mean, and not its own sum.
+        return kind if kind == MEAN or FIXED not in kinds else UNPROVEN
     if op.type in (
-        *("ExpandDims", "Mean", "Pack", "Reshape", "Squeeze"),
+        *("ExpandDims", "Mean", "Reshape", "Squeeze"),
         *("StridedSlice", "Sum"),
     ):
         whole = all(each == kind for each in kinds)
@@ -358,7 +361,9 @@ def _reduction(op: tf.Operation, kinds: list[Kind]) -> Kind:
     if not isinstance(kind, Rows) or axes is None:
         return UNPROVEN
     if kind.axis in axes:
-        return _OVER_ROWS.get(op.type, UNPROVEN)
+        # A mean of integers is cut off.
+        exact = op.type != "Mean" or not op.outputs[0].dtype.is_integer
+        return _OVER_ROWS.get(op.type, UNPROVEN) if exact else UNPROVEN
     if op.get_attr("keep_dims"):
         return kind
     before = sum(axis < kind.axis for axis in axes)

@@ -805,8 +805,11 @@ def outputs_of_share(
             scope.inline = calls.inline
             outputs = outputs_of(model, data, generator)
         scope.check_known(state.variables)
-        written = filter(scope.is_written, state.variables)
+        written = list(filter(scope.is_written, state.variables))
+        for variable in written:
+            state.agree(variable)
         state.write([(variable, scope.value(variable)) for variable in written])
+        state.leave(written)
         return outputs
     eager = tf.executing_eagerly()
     if not eager:
@@ -857,7 +860,9 @@ def outputs_of_share(
                 f"it makes of its rows to {variable.path}. Write state with "
                 "training=True alone, or use 'one_device'."
             )
+        state.agree(variable)
     state.write(writes)
+    state.leave(variable for variable, _ in writes)
     return outputs
 
 

@@ -1104,6 +1104,7 @@ class SynchronousEngine(Engine):
         ) -> Any:
             share = self._share(local, total, low)
             given = self._model, rows, state, share, exchange, calls
+            state.begin()
             with state.replica_seeds_in_place():
                 return outputs_of_share(*given)
 

@@ -344,10 +344,12 @@ class Boundary:
                     reads = op.type in ("ReadVariableOp", "ResourceGather")
                     if reads and id(outside) not in handles:
                         return True
-                elif tensor.dtype.is_floating and tensor.op.type != "Const":
-                    # A tensor of no graph is a constant.
-                    if outside is None or tf.is_symbolic_tensor(outside):
-                        return True
+                # A tensor of no graph is a constant.
+                constant = tensor.op.type == "Const" or not (
+                    outside is None or tf.is_symbolic_tensor(outside)
+                )
+                if tensor.dtype.is_floating and not constant:
+                    return True
         return False
 
     def _drawing(

@@ -382,12 +382,18 @@ class Run:
         if made is None:
             made = self._again(forward, [*arrived.values(), seed])
         pairs = []
+        reaches = self._step.traced(each.stage, self._kind).reaches
+        reached: tuple[set[int], set[int]] = set(), set()
         for key, target in zip(made.targets, made.tensors, strict=True):
             if key is None:
                 pairs.append((target, tf.cast(seed, target.dtype)))
             elif key in arrived:
                 # A model may return one tensor twice.
                 pairs.append((target, arrived.pop(key)))
+            else:
+                continue
+            for every, some in zip(reached, reaches[key], strict=True):
+                every |= some
         weights = self._weights[each.stage]
         inputs = [tensor for _, tensor in made.inputs]
         if not pairs:
@@ -397,6 +403,12 @@ class Run:
             (inputs, weights),
             output_gradients=[gradient for _, gradient in pairs],
         )
+        of_weights = [
+            gradient if place in reached[0] else None
+            for place, gradient in enumerate(of_weights)
+        ]
+        taken = self._step.stages.every[each.stage].inputs
+        places = {key: place for place, key in enumerate(taken)}
         rows = self._parts[each.micro][1].local
         if self._step.micro_batches > 1 or not tf.get_static_value(rows):
             of_weights = [_where_rows(rows, g) for g in of_weights]
@@ -404,7 +416,7 @@ class Run:
         self._returned[each] = {
             key: gradient
             for (key, _), gradient in zip(made.inputs, of_inputs, strict=True)
-            if gradient is not None
+            if gradient is not None and places[key] in reached[1]
         }
         for key, gradient in self._returned[each].items():
             upstream.setdefault(key, []).append(gradient)
@@ -521,7 +533,9 @@ class Sums:
         """Returns the sums; rows are joined, or added if all are alike."""
         return [
             _rows(held, same) if isinstance(held, list) else held
-            for held, same in zip(self._held, alike, strict=True)
+            for held, same in zip(
+                self._held or [None] * len(alike), alike, strict=True
+            )
         ]
 
 

@@ -38,6 +38,7 @@ from mgpu_tf.engine.author.state import Writes
 from mgpu_tf.engine.author.step_scope import StepScope
 from mgpu_tf.engine.exchange.parts import computed
 from mgpu_tf.engine.exchange.shared_rows import refuse_mixed
+from mgpu_tf.engine.keras_internals import Key
 from mgpu_tf.engine.row_proof import noting
 from mgpu_tf.engine.step.global_metrics import reads_late
 from mgpu_tf.engine.step.losses import GlobalLoss, NeedsAllRows
@@ -94,11 +95,14 @@ class _Traced:
         alike: Of each trainable weight, whether all parts of a batch look up
             the same rows of it.
         has_loss: Whether it contributes to the loss.
+        reaches: Of each of its outputs, None for the loss, which weights and
+            which inputs have a gradient from it, by their places.
     """
 
     written: list[keras.Variable]
     alike: list[bool]
     has_loss: bool
+    reaches: dict[Key | None, tuple[set[int], set[int]]]
 
 
 class PipelineStep(ReplicaStep):
@@ -286,7 +290,7 @@ class PipelineStep(ReplicaStep):
             what it writes.
         """
         stage = self._stages.every[number]
-        parts = self._replicas
+        parts, parameters = self._replicas, weights
         local, total, *first = places
         low = first[0] if first else None
         share = _Share(local, total, parts, low=low, place=place)
@@ -364,6 +368,7 @@ class PipelineStep(ReplicaStep):
                 losses, increments = self._contributions(
                     scope, data, y_pred, share, self.stored_in(number), kind
                 )
+        losses = [tf.add_n(losses)] if losses else []
         self._check_direct(scope.within)
         self._check_scope(scope, trained)
         if share.replicas > 1:
@@ -373,6 +378,8 @@ class PipelineStep(ReplicaStep):
         for variable, increment in increments:
             value = before[id(variable)] + increment
             writes[id(variable)] = (variable, value)
+        sent = stage.outputs if y_pred is None else self._stages.outputs
+        ends = [made[key][0] for key in sent] + losses
         self._traced[number, kind] = _Traced(
             [variable for variable, _ in writes.values()],
             [
@@ -380,11 +387,19 @@ class PipelineStep(ReplicaStep):
                 for variable, weight in zip(trained, weights, strict=True)
             ],
             bool(losses),
+            {
+                key: (
+                    _reached(end, parameters),
+                    _reached(end, [tensor for tensor, _ in taken]),
+                )
+                for key, end in zip(
+                    [*sent, *[None] * len(losses)], ends, strict=True
+                )
+            },
         )
-        sent = stage.outputs if y_pred is None else self._stages.outputs
         return (
             [made[key] for key in sent],
-            tf.add_n(losses) if losses else None,
+            losses[0] if losses else None,
             [value for _, value in writes.values()],
         )
 
@@ -712,6 +727,26 @@ class PipelineStep(ReplicaStep):
     def packed(self, outputs: list[Any]) -> Any:
         """Returns outputs in the structure of the model's."""
         return keras_internals.structured(self._model, outputs)
+
+
+def _reached(end: tf.Tensor, sources: list[tf.Tensor]) -> set[int]:
+    """Returns the places of the tensors to which a gradient of one flows.
+
+    The gradient of a function is zero, not None, where none does.
+    """
+    places = {source.name: place for place, source in enumerate(sources)}
+    found, seen, tensors = set[int](), set[str](), [end]
+    while tensors:
+        tensor = tensors.pop()
+        flows = not (tensor.dtype.is_integer or tensor.dtype.is_bool)
+        if tensor.name in seen or not flows or tensor.dtype == tf.string:
+            continue
+        seen.add(tensor.name)
+        if tensor.name in places:
+            found.add(places[tensor.name])
+        if tensor.op.type != "StopGradient":
+            tensors += tensor.op.inputs
+    return found
 
 
 def _looks_up_alike(reader: Reader, weight: tf.Tensor, path: str) -> bool:
