@@ -2315,10 +2315,24 @@ def adds_up(
     function = getattr(metric, "_fn", None)
     if function is None:
         return True
+    targets = arguments[0] if arguments else named["y_true"]
     outputs = arguments[1] if len(arguments) > 1 else named["y_pred"]
     ranks = [leaf.shape.rank for leaf in keras.tree.flatten(outputs)]
     own = function.__module__.startswith("keras.")
+    own = own and are_aligned(targets, outputs)
     return own and all(rank is not None and rank > 1 for rank in ranks)
+
+
+def are_aligned(one: Any, other: Any) -> bool:
+    """Returns whether Keras puts the rows of two tensors side by side.
+
+    It makes the ranks alike where they differ by one. Otherwise TensorFlow
+    broadcasts from the last axis, rows against other rows.
+    """
+    if not (tf.is_tensor(one) and tf.is_tensor(other)):
+        return True  # Structures, which a loss of the author's takes.
+    ranks = [each.shape.rank for each in (one, other)]
+    return None not in ranks and abs(ranks[0] - ranks[1]) <= 1
 
 
 @contextlib.contextmanager

@@ -436,6 +436,16 @@ def _read(
         ) from None
 
 
+def _fits(values: tf.Tensor, weights: Any) -> bool:
+    """Returns whether each row has its own weight, as Keras aligns them."""
+    if weights is None or values.shape.rank == weights.shape.rank:
+        return True
+    if not keras_internals.are_aligned(values, weights):
+        return False
+    longer = max((values, weights), key=lambda each: each.shape.rank)
+    return longer.shape[-1] == 1
+
+
 class _Term:
     """One compiled loss with its denominator for the whole global batch."""
 
@@ -461,7 +471,10 @@ class _Term:
         values, raw = keras_internals.unreduced(self.loss, *given)
         proof = proof_of(given)
         by_row = known and bool(raw.shape.rank)
-        if not (by_row or _is_by_row(proof.of(raw))) or written.has_state:
+        by_row &= keras_internals.are_aligned(y_true, y_pred)
+        by_row = by_row or _is_by_row(proof.of(raw))
+        by_row &= _fits(raw, sample_weight)
+        if not by_row or written.has_state:
             written.undo(self.loss)
             return self._of_batch(*given, share, tries)
         mask = keras_internals.mask_of_loss(y_pred, raw)

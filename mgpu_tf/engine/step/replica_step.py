@@ -615,12 +615,19 @@ class ReplicaStep:
                     compiled=jitted,
                 )
                 loss = scale(loss)
-                if self._same_rows > 1:
+                eager = tf.executing_eagerly()
+                if self._same_rows > 1 and not eager:
                     # Each of them computes the loss of the same rows.
                     loss = loss / tf.cast(self._same_rows, loss.dtype)
             with entered_again(scope.draws):
                 gradients, parts = scope.gradients(
                     tape, loss, variables, weights
+                )
+            if self._same_rows > 1 and eager:
+                # An author's gradient need not be linear; a graph shows it.
+                gradients, parts = (
+                    [_divided(each, self._same_rows) for each in found]
+                    for found in (gradients, parts)
                 )
             if self._layers is not None:
                 gradients = self._layers.joined(
@@ -943,6 +950,15 @@ def know_rows(scope: StepScope, data: Any, share: BatchShare) -> None:
     places = [share.local, share.low]
     scope.proof.take([each for each in places if each is not None], UNPROVEN)
     scope.proof.take([share.total], FIXED)
+
+
+def _divided(gradient: Any, count: int) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _divided(gradient.values, count)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(count, gradient.dtype)
 
 
 def of_unknown_length(tensor: Any) -> Any:

@@ -332,7 +332,10 @@ class Boundary:
         made = {op.name for op in operations[begun:]}
         names = {leaf.name for leaf in known if tf.is_symbolic_tensor(leaf)}
         outer = {inside.name: outside for outside, inside in graph.captures}
-        handles = keras_internals.handles_of(self._state.variables)
+        lent = set(map(id, self._weights))
+        handles = keras_internals.handles_of(
+            each for each in self._state.variables if id(each) not in lent
+        )
         for place, op in enumerate(operations[begun:], begun):
             if proof.is_of_others(graph, place):
                 continue

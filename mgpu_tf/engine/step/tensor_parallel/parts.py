@@ -32,7 +32,7 @@ from mgpu_tf.engine.author.state import Writes
 from mgpu_tf.engine.author.step_scope import Replay, StepScope, is_read_inside
 from mgpu_tf.engine.exchange.embedding_rows import own_rows
 from mgpu_tf.engine.exchange.parts import computed
-from mgpu_tf.engine.row_proof import FIXED, active, note
+from mgpu_tf.engine.row_proof import FIXED, active, given_gradients, note
 from mgpu_tf.engine.step.calls.layer_calls import trust
 from mgpu_tf.engine.step.tensor_parallel import structure
 from mgpu_tf.engine.step.tensor_parallel.forms import Form, dropped
@@ -105,6 +105,14 @@ def plan_of(
     dropouts = keras_internals.dropout_layers(model)
     noted = [each.layer for each in linear.values()] + dropouts
     passes = _passes(model, example, noted)
+    for one in passes:
+        for op in given_gradients(one.operations[0].graph):
+            raise ConfigurationError(
+                "Where layers are computed in parts, a part of the gradient "
+                "flows back between them. Received: a tf.custom_gradient that "
+                f"is not linear in what flows back ({op.name}). Use 'fsdp', or "
+                "apply it to gradients in a train_step."
+            )
     inside = set().union(*(one.inside for one in passes), chooser.shared)
     linear = {key: each for key, each in linear.items() if key not in inside}
     given, over = chooser.given(linear)

@@ -324,6 +324,7 @@ class _Search:
         self.dropouts: dict[int, int] = {}
         self.dropout_sources: dict[int, int] = {}
         self._dropped_whole: set[int] = set()
+        self._lengths: dict[int, int | None] = {}
         self._split: dict[str, Halves] = {}
 
     def walk(self, one: Pass) -> None:
@@ -375,7 +376,9 @@ class _Search:
             return
         axis = found[0].axis - call.inputs.shape.rank
         known = self.dropouts.setdefault(layer, axis)
-        if known != axis or layer in self._dropped_whole:
+        length = call.inputs.shape[axis]
+        alike = self._lengths.setdefault(layer, length) == length
+        if known != axis or not alike or layer in self._dropped_whole:
             self._need(*found)
             return
         self.dropout_sources[layer] = min(found[0].layers)
@@ -459,6 +462,8 @@ def _axes(op: tf.Operation, held: list[int | None]) -> list[int | None]:
     if op.type in _UNARY or op.type == "Shape":
         return [held[0]]
     if op.type == "IdentityN":
+        if keras_internals.gradient_given(op) is not None:
+            raise Whole  # What flows back may mix the parts.
         return held
     if op.type in _BROADCAST:
         return [_broadcast(op, held)]
