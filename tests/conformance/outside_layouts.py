@@ -5,6 +5,7 @@ loss calls once more, and what callbacks call of their model.
 """
 
 import keras
+import tensorflow as tf
 from keras import layers, ops
 
 from tests.conformance import models
@@ -268,6 +269,135 @@ def a_metric_that_halves_itself_in_a_reset(run):
 
     x, y = models.points(), models.numbers()
     run.fit(network(metrics=lambda: [Halved()]), x, y, epochs=3)
+
+
+@row(GROUP)
+def weights_that_no_loss_reaches(run):
+    """Weight decay does not move them: Keras has no gradient of them."""
+
+    def build():
+        x = inputs = keras.Input((models.FEATURES,))
+        x = layers.Dense(4, activation="tanh")(x)
+        behind = layers.Dense(1, name="behind")(ops.stop_gradient(x))
+        outputs = {
+            "read": layers.Dense(1, name="read")(x) + behind,
+            "left": layers.Dense(1, name="left")(x),
+        }
+        optimizer = keras.optimizers.AdamW(0.02, weight_decay=0.1)
+        losses = {"read": "mse", "left": None}
+        return models.compiled(keras.Model(inputs, outputs), losses, optimizer)
+
+    y = models.numbers()
+    run.fit(build, models.points(), {"read": y, "left": y})
+
+
+@row(GROUP)
+def rows_that_are_broadcast_against_rows(run):
+    """A sequence is returned by mistake; Keras says nothing."""
+
+    def build():
+        inputs = keras.Input((5, 3))
+        outputs = layers.Dense(1)(
+            layers.SimpleRNN(4, return_sequences=True)(inputs)
+        )
+        return of(keras.Model(inputs, outputs), metrics=["mae"])
+
+    x = models.random(1).normal(size=(models.EXAMPLES, 5, 3))
+    run.fit(build, x, models.numbers()[:, 0])
+
+
+class Noisy(layers.Layer):
+    """Takes a number beside its rows, and one by an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+        self.shift = 0.0
+
+    def call(self, x, scale=1.0):
+        return self.dense(x * scale) + self.shift
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+
+@row(GROUP)
+def numbers_that_a_step_gives_to_its_layers(run):
+    """A learned temperature, a learned shift, and weights of a copy."""
+
+    class Learns(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.noisy = Noisy()
+            self.noisy.build((None, models.FEATURES))
+            self.scale = self.add_weight(shape=(), initializer="ones")
+            self.move = self.add_weight(shape=(), initializer="zeros")
+            self.built = True
+
+        def train_step(self, data):
+            x, y = data
+            weights = self.trainable_variables
+            with tf.GradientTape() as tape:
+                self.noisy.shift = ops.tanh(self.move)
+                loss = ops.mean(
+                    ops.square(y - self.noisy(x, ops.exp(self.scale)))
+                )
+                self.noisy.shift = 0.0
+                lent = [
+                    0.9 * each.value for each in self.noisy.trainable_variables
+                ]
+                other, _ = self.noisy.stateless_call(lent, [], x)
+                loss += ops.mean(ops.square(y - other))
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    run.fit(lambda: of(Learns(), None), models.points(), models.numbers())
+
+
+@row(GROUP)
+def a_metric_of_a_layer_that_predicts(run):
+    class Watches(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.size = keras.metrics.Sum(name="size")
+
+        def call(self, x):
+            self.size.update_state(ops.abs(x))
+            return x
+
+    sizes = []
+
+    class Predicts(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.predict(
+                models.points(13, seed=7), batch_size=5, verbose=0
+            )
+            sizes.append(self.model.layers[2].size.result())
+
+    run.fit(
+        network(Watches),
+        models.points(),
+        models.numbers(),
+        callbacks=[Predicts()],
+    )
+    run.see("sizes", sizes)
+
+
+@row(GROUP)
+def draws_of_float64_that_are_cut_off(run):
+    class Draws(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.seed = keras.random.SeedGenerator(5)
+
+        def call(self, x, training=False):
+            if not training:
+                return x
+            return x + keras.random.truncated_normal(
+                ops.shape(x), dtype=x.dtype, seed=self.seed
+            )
+
+    used(run, network(Draws))
 
 
 class Centered(layers.Layer):

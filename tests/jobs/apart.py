@@ -99,8 +99,8 @@ TOLD = {
     "of fit on worker 1. Call save on every worker, in callbacks too.",
     predict_on_test_end: CALLED + "predict of its own on worker 0",
     fit_on_train_batch_end: CALLED + "fit of its own on worker 0",
-    evaluate_of_the_model: "ConfigurationError All workers must run the same "
-    "operations in the same order. Received: others on worker ",
+    evaluate_of_the_model: CALLED + "evaluate of its own on worker 0, the next "
+    "step of fit on worker 1. Call evaluate on every worker, in callbacks too.",
     failure_of_one: "of the chief",
 }
 LATER = "WorkerError A cluster whose workers were parted by a failure cannot go"

@@ -483,8 +483,8 @@ ENGINE = (
     Fault(
         "what a layer adds to its state is a sum, whatever it is",
         "engine/author/rules.py",
-        "if added == SUM and (isinstance(kind, Held) or dtype.is_floating):",
-        "if added != MEAN and dtype.is_floating:",
+        "if added in (NOTHING, SUM) and (",
+        "if added != MEAN and dtype.is_floating and (",
         (WRITTEN,),
     ),
     Fault(

@@ -26,6 +26,9 @@ MODULES = [
 ]
 
 
+RAISED = ("ConfigurationError", "ReadRefused")
+
+
 def rules():
     """The rule of each error that the modules raise."""
     for module in MODULES:
@@ -33,7 +36,7 @@ def rules():
         for node in ast.walk(tree):
             if (
                 isinstance(node, ast.Call)
-                and getattr(node.func, "id", "") == "ConfigurationError"
+                and getattr(node.func, "id", "") in RAISED
                 and node.args
             ):
                 yield "".join(texts(node.args[0])).split(" Received:")[0]
@@ -75,6 +78,8 @@ LISTED = {
     "and so not within a branch, a loop or a tf.function of a step.": (
         "written inside of a `tf.cond`"
     ),
+    "Where layers are computed in parts, a part of the gradient flows back "
+    "between them.": "`tf.custom_gradient`",
     "Rows are looked up in a weight that the layout splits over the data "
     "axis.": "a table that a layer of your own looks up",
     "A trace runs one operation after another, and gathers of weights wait "

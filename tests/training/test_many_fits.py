@@ -63,7 +63,7 @@ def test_calls_leave_nothing(name, strategies):
     before, known = graphs(), objects()
     for _ in range(2):
         call()
-    assert graphs() == before
+    assert graphs() <= before  # Others may be collected late.
     # What each epoch is recorded in, and caches of TensorFlow.
     assert (objects() - known) / 2 < 100
 
