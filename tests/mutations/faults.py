@@ -811,4 +811,136 @@ LAUNCH = (
     ),
 )
 
-FAULTS = ENGINE + DATA + CHECKPOINTS + LAUNCH
+LAYOUTS = (
+    Fault(
+        "layouts: replicas add up metrics that each has whole",
+        "engine/author/state.py",
+        "if self._total > 1 and not found <= set(map(id, self._entered)):",
+        "if False:",
+        (WRITTEN,),
+    ),
+    Fault(
+        "layouts: predictions count a metric once for each replica",
+        "engine/author/state.py",
+        "if not split <= set(map(id, self._entered)):",
+        "if False:",
+        (f"{SLICE}[mirrored_x3-a metric of a layer that predicts]",),
+    ),
+    Fault(
+        "layouts: a reset reads what one replica holds",
+        "engine/synchronous/engine.py",
+        "reads = not held.isdisjoint(scope.read)",
+        "reads = False",
+        (f"{SLICE}[mirrored_x3-a metric that halves itself in a reset]",),
+    ),
+    Fault(
+        "layouts: code may ask for the length of a part",
+        "engine/step/tensor_parallel/lengths.py",
+        "if not _same(left, right, one, other):",
+        "if False:",
+        (f"{SLICE}[data_2_tensor_2-an activation that asks for a length]",),
+    ),
+    Fault(
+        "layouts: parts are computed with weights from before a step",
+        "engine/step/tensor_parallel/parts.py",
+        "return any(map(scope.is_written, layer.variables))",
+        "return False",
+        (f"{SLICE}[data_2_tensor_2-spectral normalization]",),
+    ),
+    Fault(
+        "layouts: parts are computed with weights that were not lent",
+        "engine/step/tensor_parallel/parts.py",
+        "return type(scope) is keras.StatelessScope",
+        "return False",
+        (f"{SLICE}[data_2_tensor_2-weights lent to a layer]",),
+    ),
+    Fault(
+        "layouts: a part of hidden rows is kept for a loss",
+        "engine/step/tensor_parallel/parts.py",
+        "if places.get(op.name, end) >= end:",
+        "if False:",
+        (f"{SLICE}[data_2_tensor_2-hidden rows kept for a loss]",),
+    ),
+    Fault(
+        "layouts: a class computes with the part of a kernel of its own",
+        "engine/keras_internals.py",
+        "isinstance(layer, kind) and not _differs(type(layer), kind)",
+        "isinstance(layer, kind)",
+        (f"{SLICE}[data_2_tensor_2-a kernel that is standardized]",),
+    ),
+    Fault(
+        "layouts: a pipeline gives zeros as gradients that are none",
+        "engine/synchronous/pipeline/step.py",
+        'if tensor.op.type != "StopGradient":',
+        "if True:",
+        (f"{SLICE}[data_2_pipeline_2-weights that no loss reaches]",),
+    ),
+    Fault(
+        "layouts: a pipeline counts a tensor twice that is returned twice",
+        "engine/synchronous/pipeline/run.py",
+        "pairs.append((target, arrived.pop(key)))",
+        "pairs.append((target, arrived[key]))",
+        (f"{SLICE}[data_2_pipeline_2-a tensor that is returned twice]",),
+    ),
+    Fault(
+        "layouts: a loss of a pipeline has no gradient of weights",
+        "engine/synchronous/pipeline/run.py",
+        "            if head.has_own_loss\n",
+        "            if False\n",
+        (f"{SLICE}[data_2_pipeline_2-a loss that reads kernels]",),
+    ),
+    Fault(
+        "layouts: numbers given to a layer have the gradient of a replica",
+        "engine/step/calls/boundary.py",
+        "and not self._takes_others(begun, proof, known)",
+        "and True",
+        (f"{SLICE}[mirrored_x3-numbers that a step gives to its layers]",),
+    ),
+    Fault(
+        "layouts: a constant beside a sum counts once for each replica",
+        "engine/row_proof/rules.py",
+        "if left.added in (NOTHING, right):",
+        "if left.added in (NOTHING, FIXED, right):",
+        (f"{SLICE}[mirrored_x3-a constant and a sum in one update]",),
+    ),
+    Fault(
+        "layouts: rows are taken as often as there are rows here",
+        "engine/row_proof/rules.py",
+        "if lengths is None or any(",
+        "if lengths is None and any(",
+        (f"{SLICE}[mirrored_x3-as many columns as rows]",),
+    ),
+    Fault(
+        "layouts: rows are broadcast against those of a replica",
+        "engine/keras_internals.py",
+        "return None not in ranks and abs(ranks[0] - ranks[1]) <= 1",
+        "return True",
+        (f"{SLICE}[mirrored_x3-rows that are broadcast against rows]",),
+    ),
+    Fault(
+        "layouts: draws of float64 skip those of float32",
+        "engine/random_rows/seeds.py",
+        "tries = _TRIES * _PER[tf.as_dtype(dtype).size] // 4",
+        "tries = _TRIES",
+        (f"{SLICE}[mirrored_x3-draws of float64 that are cut off]",),
+    ),
+    Fault(
+        "layouts: a callback evaluates the rows of each replica",
+        "training/trainer.py",
+        "if kind.in_step and self.strategy.num_replicas_in_sync > 1:",
+        "if False:",
+        (
+            "tests/engine/test_overridden_step.py"
+            "::test_models_are_called_in_a_callback",
+        ),
+    ),
+    Fault(
+        "layouts: an eager step has the rows of a replica",
+        "engine/synchronous/engine.py",
+        "self._gathers = eager and self._local.ranges > 1",
+        "self._gathers = False",
+        ("tests/engine/test_run_eagerly.py",),
+    ),
+)
+
+FAULTS = ENGINE + LAYOUTS + DATA + CHECKPOINTS + LAUNCH
