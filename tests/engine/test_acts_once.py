@@ -152,20 +152,18 @@ def test_as_often_as_in_keras(column, where, eager, strategies):
 
 
 @pytest.mark.parametrize(
-    ("where", "count", "eager"),
+    ("where", "count"),
     [
-        ("layer", plain, False),
-        ("layer", plain, True),
-        ("layer", in_a_function, False),
-        ("loss", in_a_function, False),
-        ("metric", in_a_function, False),
+        ("layer", plain),
+        ("layer", in_a_function),
+        ("loss", in_a_function),
+        ("metric", in_a_function),
         *(
             pytest.param(*each, marks=pytest.mark.full)
             for each in [
-                ("layer", in_a_function, True),
-                ("layer", in_a_branch, False),
-                ("layer", in_python, False),
-                ("metric", in_python, False),
+                ("layer", in_a_branch),
+                ("layer", in_python),
+                ("metric", in_python),
             ]
         ),
     ],
@@ -180,9 +178,9 @@ def test_as_often_as_in_keras(column, where, eager, strategies):
     ],
 )
 def test_parts_of_a_batch_write_nothing(
-    column, options, where, count, eager, strategies
+    column, options, where, count, strategies
 ):
-    build = program(where, count, eager, mixes=False)
+    build = program(where, count, mixes=False)
     trainer = mgpu_tf.Trainer(build, strategies[column], **options)
     with pytest.raises(mgpu_tf.ConfigurationError, match="written once for a"):
         trainer.fit(*data(), **FITTED)

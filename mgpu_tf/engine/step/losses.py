@@ -436,14 +436,16 @@ def _read(
         ) from None
 
 
-def _fits(values: tf.Tensor, weights: Any) -> bool:
+def _fits(values: Any, weights: Any) -> bool:
     """Returns whether each row has its own weight, as Keras aligns them."""
-    if weights is None or values.shape.rank == weights.shape.rank:
+    if weights is None:
         return True
-    if not keras_internals.are_aligned(values, weights):
-        return False
-    longer = max((values, weights), key=lambda each: each.shape.rank)
-    return longer.shape[-1] == 1
+    shapes = tf.TensorShape(values.shape), tf.TensorShape(weights.shape)
+    ranks = [shape.rank for shape in shapes]
+    if ranks[0] == ranks[1] or None in ranks:
+        return ranks[0] is not None
+    longer = max(shapes, key=lambda shape: shape.rank)
+    return abs(ranks[0] - ranks[1]) == 1 and longer[-1] == 1
 
 
 class _Term:
