@@ -2,6 +2,7 @@
 
     linear.py      what the dimensions of a kernel do
     structure.py   which activations may stay split between layers
+    lengths.py     after which ones code asks for a length
     forms.py       how a layer computes with parts of its weights
     parts.py       all of it in place, while a step is traced
 
