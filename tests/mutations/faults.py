@@ -822,23 +822,17 @@ LAYOUTS = (
     Fault(
         "layouts: predictions count a metric once for each replica",
         "engine/author/state.py",
-        "if not split <= set(map(id, self._entered)):",
-        "if False:",
+        "for variable in self._entered:\n"
+        "                _assign_here(variable, tf.zeros_like(variable.value))",
+        "pass",
         (f"{SLICE}[mirrored_x3-a metric of a layer that predicts]",),
-    ),
-    Fault(
-        "layouts: a reset reads what one replica holds",
-        "engine/synchronous/engine.py",
-        "reads = not held.isdisjoint(scope.read)",
-        "reads = False",
-        (f"{SLICE}[mirrored_x3-a metric that halves itself in a reset]",),
     ),
     Fault(
         "layouts: code may ask for the length of a part",
         "engine/step/tensor_parallel/lengths.py",
         "if not _same(left, right, one, other):",
         "if False:",
-        (f"{SLICE}[data_2_tensor_2-an activation that asks for a length]",),
+        (f"{SLICE}[data_2_tensor_2-code that asks for a length]",),
     ),
     Fault(
         "layouts: parts are computed with weights from before a step",
