@@ -400,6 +400,36 @@ def draws_of_float64_that_are_cut_off(run):
     used(run, network(Draws))
 
 
+@row(GROUP)
+def a_loss_that_reads_a_metric_of_all_rows(run):
+    """A scale that is the largest error so far, in all steps."""
+
+    class Most(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="most")
+            self.value = self.add_weight(shape=(), initializer="zeros")
+
+        def update_state(self, errors, sample_weight=None):
+            largest = ops.sqrt(ops.max(errors) + ops.mean(errors))
+            self.value.assign(ops.maximum(self.value, largest))
+
+        def result(self):
+            return self.value + 0.0
+
+    class Scales(keras.Model):
+        def __init__(self, inputs, outputs):
+            super().__init__(inputs, outputs)
+            self.most = Most()
+
+        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+            errors = ops.square(y - y_pred)
+            self.most.update_state(errors)
+            return ops.mean(errors) / (1.0 + self.most.result())
+
+    x, y = models.points(), models.numbers()
+    run.fit(network(kind=Scales, loss=None), x, y, epochs=2)
+
+
 class Centered(layers.Layer):
     """Each row of its outputs comes of all rows."""
 

@@ -45,6 +45,7 @@ SLICE = [
     ("data_2_pipeline_2", "a tensor that is returned twice"),
     ("data_2_pipeline_2", "weights that no loss reaches"),
     ("mirrored_x3", "as many columns as rows"),
+    ("mirrored_x3", "a loss that reads a metric of all rows"),
     ("mirrored_x3", "a constant and a sum in one update"),
     ("mirrored_x3", "a metric that halves itself in a reset"),
     ("mirrored_x3", "rows that are broadcast against rows"),

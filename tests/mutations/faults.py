@@ -817,7 +817,7 @@ LAYOUTS = (
         "engine/author/state.py",
         "if self._total > 1 and not found <= set(map(id, self._entered)):",
         "if False:",
-        (WRITTEN,),
+        (f"{SLICE}[mirrored_x3-a loss that reads a metric of all rows]",),
     ),
     Fault(
         "layouts: predictions count a metric once for each replica",

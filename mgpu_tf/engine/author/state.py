@@ -62,6 +62,8 @@ class ReplicaState:
         draws_alike: Whether replicas draw from the same seeds, each its rows;
             otherwise each has seeds of its own.
         stored_once: Whether there is one copy for all replicas.
+        restored_alike: How many neighbours of them a checkpoint gives the
+            same part of a metric.
         asynchronous: As given.
     """
 
@@ -78,6 +80,7 @@ class ReplicaState:
         self._replicas = replicas
         self._same_rows = same_rows
         self._total = replicas * same_rows
+        self.restored_alike = same_rows
         self.asynchronous = asynchronous
         self._several = replicas > 1 or asynchronous
         self.metrics = _unique(
@@ -508,6 +511,8 @@ class ReplicaState:
     def _whole(self, variables: list[keras.Variable]) -> list[tf.Tensor]:
         """Returns what replicas hold together of metrics. On a replica."""
         held = [tf.identity(variable.value) for variable in variables]
+        if not self._holds_part(_replica()):
+            held = list(map(tf.zeros_like, held))
         return self._sums(held, [], tf.zeros([1]))[:-1]
 
     def whole_metrics(self) -> list[tf.Tensor]:
@@ -595,6 +600,10 @@ class ReplicaState:
             return value
         # A beginning may be infinite.
         return tf.where(value == start, tf.zeros_like(value), value - start)
+
+    def _holds_part(self, replica: int) -> bool:
+        """Whether a replica has a part of metrics that no neighbour has."""
+        return replica % self.restored_alike == 0
 
     def _counts(self, replica: int) -> bool:
         """Whether a replica holds what a metric begins at. Others add to it."""

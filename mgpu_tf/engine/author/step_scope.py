@@ -506,8 +506,10 @@ class StepScope(keras.StatelessScope):
             return
         self._written[id(variable)] = variable
         self.agreed.discard(id(variable))
+        # What is read afterwards is the variable, not what was assigned.
+        value = tf.stop_gradient(value)
         if self._tape is not None:
-            value = self._assigned_to(variable, tf.stop_gradient(value))
+            value = self._assigned_to(variable, value)
         super().add_update((variable, value))
 
     def _assigned_to(

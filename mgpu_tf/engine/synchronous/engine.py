@@ -604,6 +604,7 @@ class SynchronousEngine(Engine):
         state = state_for(self._model, self._strategy, self._computing)
         state.add_global_seed(self._strategy)
         state.draws_alike = self._options.random == "equal"
+        state.restored_alike = self._local.same_rows
         if self._returns_logs() and self._computing.ranges > 1:
             state.keep_metrics_whole()
         return state

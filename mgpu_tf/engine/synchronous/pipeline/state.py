@@ -96,6 +96,9 @@ class BlockState(PipelineState):
     def _here(self, variables: list[keras.Variable]) -> list[keras.Variable]:
         return list(filter(is_here, variables))
 
+    def _holds_part(self, replica: int) -> bool:
+        return replica % self._same_rows == self._first_with_metrics
+
     def _counts(self, replica: int) -> bool:
         return replica == self._first_with_metrics
 
