@@ -864,9 +864,9 @@ LAYOUTS = (
     ),
     Fault(
         "layouts: a pipeline gives zeros as gradients that are none",
-        "engine/synchronous/pipeline/step.py",
-        'if tensor.op.type != "StopGradient":',
-        "if True:",
+        "engine/synchronous/pipeline/run.py",
+        "gradient if place in reached[0] else None",
+        "gradient",
         (f"{SLICE}[data_2_pipeline_2-weights that no loss reaches]",),
     ),
     Fault(
