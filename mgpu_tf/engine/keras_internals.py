@@ -224,7 +224,7 @@ def losses_of(model: keras.Model) -> list[Any]:
 def compiled_state(model: keras.Model) -> tuple[Any, ...]:
     """Returns a value that changes when a model is compiled or quantized.
 
-    And when it is to run eagerly, or no more.
+    It changes too when `run_eagerly` is set to another value.
     """
     parts = (model.optimizer, model._compile_loss, model._compile_metrics)
     quantized = (

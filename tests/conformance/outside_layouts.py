@@ -47,6 +47,18 @@ def code_that_asks_for_a_length(run):
 
 
 @row(GROUP)
+def a_function_that_asks_for_a_length(run):
+    class Scales(layers.Layer):
+        def call(self, x):
+            scale = tf.function(
+                lambda one: one * (2.0 if x.shape[-1] == 6 else 3.0)
+            )
+            return x * scale(tf.ones([], x.dtype))
+
+    used(run, network(Scales))
+
+
+@row(GROUP)
 def code_that_divides_by_a_length(run):
     def normal(x):
         return x / float(x.shape[-1] or 6) ** 0.5

@@ -844,7 +844,7 @@ LAYOUTS = (
     Fault(
         "layouts: parts are computed with weights that were not lent",
         "engine/step/tensor_parallel/parts.py",
-        "return type(scope) is keras.StatelessScope",
+        "return scope is not None and not isinstance(scope, Replay)",
         "return False",
         (f"{SLICE}[data_2_tensor_2-weights lent to a layer]",),
     ),

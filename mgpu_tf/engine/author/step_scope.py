@@ -521,7 +521,7 @@ class StepScope(keras.StatelessScope):
         if joined is None:
             self._watch(variable, value)
             return value
-        # Its gradient goes to the parts of which the whole is joined.
+        # The gradient flows back to the parts of the weight.
         return value + (joined - tf.stop_gradient(joined))
 
     def gradients(

@@ -60,10 +60,10 @@ def _as_traced(
 ) -> None:
     if len(found) != len(traced):
         raise ConfigurationError(
-            "With run_eagerly=True, on several replicas, a layer returns and "
+            "In trainer.trace, on several replicas, a layer returns and "
             "adds to the loss as many values in each step as when it was "
             f"traced. Received: {layer.name!r}, which {does} {len(found)} "
-            f"values, and {len(traced)} in its trace. Leave out run_eagerly."
+            f"values, and {len(traced)} in its graph. Use 'one_device'."
         )
 
 

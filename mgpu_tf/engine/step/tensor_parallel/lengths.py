@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from mgpu_tf.engine.row_proof.writes import body_of, functions_of
 from mgpu_tf.engine.step.tensor_parallel.structure import Pass
 
 # They differ between two traces of the same code, or with the length alone.
@@ -161,4 +162,16 @@ def _described(op: tf.Operation) -> Any:
             for name in attributes
             if name not in _NAMES and not attributes[name].HasField("func")
         },
+        [_body(op, function) for function in functions_of(op)],
     )
+
+
+def _body(op: tf.Operation, function: Any) -> Any:
+    """Returns what a function does that an operation calls."""
+    body = body_of(op, function)
+    if body is None:
+        return object()  # It is not known: no other one is like it.
+    return [
+        (_described(each), [given.name for given in each.inputs])
+        for each in body.get_operations()
+    ]

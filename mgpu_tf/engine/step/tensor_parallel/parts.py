@@ -403,6 +403,16 @@ def _dropouts(
     return drawn
 
 
+class _Noted(threading.local):
+    """What the replica of a thread notes while it is traced.
+
+    Attributes:
+        depth: How many calls of the model are under way.
+    """
+
+    depth = 0
+
+
 class TensorParallel:
     """Computes layers in parts.
 
@@ -439,7 +449,7 @@ class TensorParallel:
         }
         self._model = model
         # What replicas, each a thread, have left split, and in which calls.
-        self._noted = threading.local()
+        self._noted = _Noted()
         self._layers = [linear.layer for linear in plan.linear]
         # Before the parts of layers are replaced for a trace.
         self._apart = set(
@@ -618,7 +628,7 @@ class TensorParallel:
         Or a layer of it once more, for its gradient.
         """
         again = isinstance(keras_internals.stateless_scope(), Replay)
-        return again or getattr(self._noted, "depth", 0) > 0
+        return again or self._noted.depth > 0
 
     @property
     def _notes(self) -> bool:
@@ -633,7 +643,7 @@ class TensorParallel:
     @contextlib.contextmanager
     def within_model(self) -> Iterator[None]:
         """A block in which layers are called as in the trace."""
-        before = getattr(self._noted, "depth", 0)
+        before = self._noted.depth
         if not before:
             self._noted.left = []
         self._noted.depth = before + 1
@@ -678,7 +688,7 @@ class TensorParallel:
             tensors, seen = [*left], set[str]()
             while tensors:
                 for op in tensors.pop().consumers():
-                    if op.name in self._noted.taken | seen or _is_gradient(op):
+                    if op.name in self._noted.taken | seen:
                         continue
                     seen.add(op.name)
                     if places.get(op.name, end) >= end:
@@ -784,12 +794,7 @@ def _has_others(layer: keras.layers.Layer) -> bool:
     scope = keras_internals.stateless_scope()
     if isinstance(scope, StepScope):
         return any(map(scope.is_written, layer.variables))
-    return type(scope) is keras.StatelessScope
-
-
-def _is_gradient(op: tf.Operation) -> bool:
-    """Whether an operation is of a gradient that was taken."""
-    return "gradient_tape/" in op.name
+    return scope is not None and not isinstance(scope, Replay)
 
 
 def _is_read_by_rows(linear: Linear, dim: int) -> bool:
