@@ -1496,10 +1496,10 @@ def overrides(model: keras.Model, method: str) -> bool:
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
-def lead_to(
+def delegate_calls(
     model: keras.Model, names: Sequence[str], owner: weakref.ref[Any]
 ) -> None:
-    """Lets methods of a model be those of another object, while that lives.
+    """Delegates methods of a model to another object, while that lives.
 
     Args:
         model: The model, not its class.
@@ -1507,7 +1507,7 @@ def lead_to(
         owner: Whose methods of these names are called.
     """
 
-    def led(name: str) -> Callable[..., Any]:
+    def delegated(name: str) -> Callable[..., Any]:
         own = getattr(type(model), name)
 
         @functools.wraps(own)
@@ -1521,7 +1521,7 @@ def lead_to(
 
     made = weakref.ref(model)
     for name in names:
-        object.__setattr__(model, name, led(name))
+        object.__setattr__(model, name, delegated(name))
 
 
 def wrote(model: keras.Model, method: str) -> bool:

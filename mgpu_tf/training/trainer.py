@@ -223,7 +223,9 @@ class Trainer:
         kind = kind_of(self.strategy)
         if kind.in_step and self.strategy.num_replicas_in_sync > 1:
             # Keras's own, as in a callback, have the rows of each replica.
-            keras_internals.lead_to(self.model, _KERAS_CALLS, weakref.ref(self))
+            keras_internals.delegate_calls(
+                self.model, _KERAS_CALLS, weakref.ref(self)
+            )
 
     @property
     def model(self) -> keras.Model:

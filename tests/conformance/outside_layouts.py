@@ -282,6 +282,18 @@ def a_metric_that_halves_itself_in_a_reset(run):
     x, y = models.points(), models.numbers()
     run.fit(network(metrics=lambda: [Halved()]), x, y, epochs=3)
 
+    class Own(keras.Model):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            return logs | {"again": logs["halved"]}
+
+    build = network(metrics=lambda: [Halved()], kind=Own)
+    trainer = run.trainer(build)
+    history = trainer.fit(
+        x, y, epochs=3, batch_size=5, verbose=0, shuffle=False
+    ).history
+    run.see("own", [history["halved"], history["again"]])
+
 
 @row(GROUP)
 def weights_that_no_loss_reaches(run):
@@ -364,6 +376,49 @@ def numbers_that_a_step_gives_to_its_layers(run):
             return {"loss": loss}
 
     run.fit(lambda: of(Learns(), None), models.points(), models.numbers())
+
+
+@row(GROUP)
+def a_variable_of_tensorflow_that_a_step_moves(run):
+    """Directly, and read by a function that was traced before."""
+
+    class Scales(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(1)
+            self.scale = tf.Variable(1.0, dtype=tf.float64, trainable=False)
+            self.move = tf.Variable(0.5, dtype=tf.float64, trainable=False)
+            self.moved = tf.function(lambda x: x + tf.tanh(self.move) * x)
+
+        def call(self, x):
+            return self.moved(self.dense(x)) * self.scale
+
+    class Moves(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.scales = Scales()
+            self.scales.dense.build((None, models.FEATURES))
+            self.scales.built = self.built = True
+
+        def train_step(self, data):
+            x, y = data
+            weights = self.trainable_variables
+            others = [self.scales.scale, self.scales.move]
+            with tf.GradientTape() as tape:
+                tape.watch(others)
+                loss = ops.mean(ops.square(y - self.scales(x)))
+            gradients = tape.gradient(loss, [*weights, *others])
+            self.optimizer.apply(gradients[: len(weights)], weights)
+            for variable, gradient in zip(
+                others, gradients[len(weights) :], strict=True
+            ):
+                variable.assign_sub(0.1 * gradient)
+            return {"loss": loss}
+
+    trainer = run.trainer(lambda: of(Moves(), None))
+    run.fit(None, models.points(), models.numbers(), trainer=trainer)
+    found = trainer.model.scales
+    run.see("others", [found.scale.numpy(), found.move.numpy()])
 
 
 @row(GROUP)

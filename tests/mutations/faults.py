@@ -828,11 +828,32 @@ LAYOUTS = (
         (f"{SLICE}[mirrored_x3-a metric of a layer that predicts]",),
     ),
     Fault(
+        "layouts: a metric that resets itself by itself reads each replica",
+        "engine/synchronous/engine.py",
+        "reads = not held.isdisjoint(scope.read)",
+        "reads = False",
+        (f"{SLICE}[mirrored_x3-a metric that halves itself in a reset]",),
+    ),
+    Fault(
+        "layouts: a variable that a call reads first is taken for its own",
+        "engine/row_proof/writes.py",
+        "if given.name in captured:",
+        "if False:",
+        (f"{SLICE}[mirrored_x3-a variable of tensorflow that a step moves]",),
+    ),
+    Fault(
         "layouts: code may ask for the length of a part",
         "engine/step/tensor_parallel/lengths.py",
         "if not _same(left, right, one, other):",
         "if False:",
         (f"{SLICE}[data_2_tensor_2-code that asks for a length]",),
+    ),
+    Fault(
+        "layouts: a function may ask for the length of a part",
+        "engine/step/tensor_parallel/lengths.py",
+        "[_body(op, function) for function in functions_of(op)],",
+        "[],",
+        (f"{SLICE}[data_2_tensor_2-a function that asks for a length]",),
     ),
     Fault(
         "layouts: parts are computed with weights from before a step",

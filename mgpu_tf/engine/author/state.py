@@ -136,7 +136,7 @@ class ReplicaState:
         self._touched: dict[int, keras.Variable] = {}
         # Metrics that a step computes of the rows of all replicas: each
         # execution begins with what they hold together, `_entered` this one.
-        self._met: set[int] = set()
+        self._begin_whole: set[int] = set()
         self._entered: list[keras.Variable] = []
         self.generator: Any = None
         self.draws_alike = False
@@ -273,7 +273,7 @@ class ReplicaState:
             if self.is_split(variable) and self.rule(variable) is Rule.AGREED
         }
         if self._total > 1 and not found <= set(map(id, self._entered)):
-            self._met |= found
+            self._begin_whole |= found
             raise TraceAgain
 
     def values(self) -> Writes:
@@ -478,7 +478,8 @@ class ReplicaState:
         self._entered = [
             variable
             for variable in self.metrics
-            if id(variable) in self._met or (eager and self.is_split(variable))
+            if id(variable) in self._begin_whole
+            or (eager and self.is_split(variable))
         ]
         if not self._entered:
             return []
@@ -502,7 +503,7 @@ class ReplicaState:
             return
         split = {id(v) for v in written if self.is_split(v)}
         if not split <= set(map(id, self._entered)):
-            self._met |= split
+            self._begin_whole |= split
             raise TraceAgain
         if not self._counts(_replica()):
             for variable in self._entered:

@@ -50,7 +50,7 @@ from mgpu_tf.engine.row_proof.proof import (
 )
 from mgpu_tf.engine.row_proof.rules import ELEMENTWISE, proven_operations
 from mgpu_tf.engine.row_proof.sums import SumProof
-from mgpu_tf.engine.row_proof.writes import acts, functions_of, written
+from mgpu_tf.engine.row_proof.writes import acts, functions_of, taken, written
 
 __all__ = [
     "ELEMENTWISE",
@@ -78,5 +78,6 @@ __all__ = [
     "noting",
     "proven_operations",
     "proving",
+    "taken",
     "written",
 ]

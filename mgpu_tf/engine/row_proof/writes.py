@@ -1,8 +1,10 @@
-"""What operations do besides making their outputs.
+"""What operations take from outside, and do besides making their outputs.
 
     for op, resource in written(graph, first):     variables, tables, generators
         ...
     if acts(graph, first):                         prints and calls Python, too
+        ...
+    for op, given, source in taken(graph, first):  what was there before
         ...
 
 An operation writes to each resource that it takes and that it is not known
@@ -12,7 +14,7 @@ with what goes into them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -92,6 +94,34 @@ def written(graph: Any, first: int = 0) -> Iterator[tuple[tf.Operation, Any]]:
                 yield op, found
 
 
+def taken(
+    graph: Any, first: int, passed_over: Callable[[int], bool]
+) -> Iterator[tuple[tf.Operation, tf.Tensor, Any]]:
+    """Yields what operations of a graph take that was there before them.
+
+    Args:
+        graph: The graph.
+        first: The operation to begin with, by its number in the graph.
+        passed_over: Whether not to look at an operation, by its number.
+
+    Yields:
+        An operation, a tensor that it takes, and the same as no graph around
+        this one has captured it.
+    """
+    operations = graph.get_operations()[first:]
+    made = {op.name for op in operations}
+    # Their placeholders are made where they are first taken.
+    captured = {inner.name: outer for outer, inner in _captures(graph)}
+    for place, op in enumerate(operations, first):
+        if passed_over(place):
+            continue
+        for given in op.inputs:
+            if given.name in captured:
+                yield op, given, _outside(captured[given.name])
+            elif given.op.name not in made:
+                yield op, given, given
+
+
 def written_by(op: tf.Operation) -> list[Any]:
     """Returns the resources among what an operation takes that it may write.
 
@@ -155,9 +185,14 @@ def _source(tensor: tf.Tensor) -> tf.Tensor:
 def _outside(resource: Any) -> Any:
     """Returns a resource where no graph has captured it."""
     while tf.is_symbolic_tensor(resource):
-        captures = getattr(resource.graph, "captures", ())
+        captures = _captures(resource.graph)
         found = [outer for outer, inner in captures if inner is resource]
         if not found:
             break
         resource = found[0]
     return resource
+
+
+def _captures(graph: Any) -> Any:
+    """Returns what a graph has captured, and as what; a `tf.Graph` nothing."""
+    return getattr(graph, "captures", ())

@@ -30,7 +30,7 @@ from mgpu_tf.engine.author.step_scope import (
     leaves_of,
     proof_of,
 )
-from mgpu_tf.engine.row_proof import FIXED, Held, RowProof, active
+from mgpu_tf.engine.row_proof import FIXED, Held, RowProof, active, taken
 from mgpu_tf.engine.step.losses import NeedsAllRows, say_gathered
 from mgpu_tf.errors import ConfigurationError
 
@@ -235,18 +235,15 @@ def _handles_since(begun: int, scope: StepScope) -> set[int]:
     if tf.executing_eagerly():
         return set()
     graph = tf.compat.v1.get_default_graph()
-    taken = {
-        id(given)
-        for place, op in enumerate(graph.get_operations()[begun:], begun)
-        if not scope.proof.is_of_others(graph, place)
-        for given in op.inputs
+
+    def is_of_others(place: int) -> bool:
+        return scope.proof.is_of_others(graph, place)
+
+    return {
+        id(source)
+        for _, given, source in taken(graph, begun, is_of_others)
         if given.dtype == tf.resource
     }
-    while graph is not None:
-        captures = getattr(graph, "captures", ())
-        taken |= {id(out) for out, given in captures if id(given) in taken}
-        graph = getattr(graph, "outer_graph", None)
-    return taken
 
 
 def reads_late(variable: keras.Variable) -> ConfigurationError:

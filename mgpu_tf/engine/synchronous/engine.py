@@ -348,6 +348,7 @@ class SynchronousEngine(Engine):
             keras_internals.reset_metrics(self._model, as_made=as_made)
         reads = not held.isdisjoint(scope.read)
         if reads:
+            # Rare; traced anew, since a checkpoint changes what is traced.
             values = tf.function(
                 lambda: self._strategy.run(self._held.whole_metrics)
             )()

@@ -36,7 +36,7 @@ from mgpu_tf.engine.author.state import ReplicaState
 from mgpu_tf.engine.exchange.composites import composites_of
 from mgpu_tf.engine.exchange.crossing import Cut, Exchange
 from mgpu_tf.engine.random_rows import rows_of_global_draws
-from mgpu_tf.engine.row_proof import FIXED, RowProof, Rows, proving
+from mgpu_tf.engine.row_proof import FIXED, RowProof, Rows, proving, taken
 from mgpu_tf.engine.step.calls.layer_calls import trust
 from mgpu_tf.engine.step.calls.whole_layers import rows_of, with_another
 from mgpu_tf.engine.trace_again import TraceAgain
@@ -91,7 +91,7 @@ class Boundary:
         """
         here = self._here
         here.scope, here.cut, here.graph = scope, cut, graph_here()
-        here.inside, here.cuts = None, {}
+        here.inside, here.handles, here.cuts = None, None, {}
         here.proof = RowProof()
         here.proof.skip(here.graph) if here.graph is not None else None
         for row in tf.nest.flatten(rows, expand_composites=True):
@@ -328,32 +328,34 @@ class Boundary:
         what flows back to them would be of this replica's rows alone.
         """
         graph = self._here.graph
-        operations = graph.get_operations()
-        made = {op.name for op in operations[begun:]}
         names = {leaf.name for leaf in known if tf.is_symbolic_tensor(leaf)}
-        outer = {inside.name: outside for outside, inside in graph.captures}
-        lent = set(map(id, self._weights))
-        handles = keras_internals.handles_of(
-            each for each in self._state.variables if id(each) not in lent
+
+        def is_of_others(place: int) -> bool:
+            return proof.is_of_others(graph, place)
+
+        return any(
+            given.name not in names and self._may_learn(op, source)
+            for op, given, source in taken(graph, begun, is_of_others)
         )
-        for place, op in enumerate(operations[begun:], begun):
-            if proof.is_of_others(graph, place):
-                continue
-            for tensor in op.inputs:
-                if tensor.op.name in made or tensor.name in names:
-                    continue
-                outside = outer.get(tensor.name)
-                if tensor.dtype == tf.resource:
-                    reads = op.type in ("ReadVariableOp", "ResourceGather")
-                    if reads and id(outside) not in handles:
-                        return True
-                # A tensor of no graph is a constant.
-                constant = tensor.op.type == "Const" or not (
-                    outside is None or tf.is_symbolic_tensor(outside)
-                )
-                if tensor.dtype.is_floating and not constant:
-                    return True
-        return False
+
+    def _may_learn(self, op: tf.Operation, source: Any) -> bool:
+        """Whether a gradient may flow back from an operation to its input."""
+        if source.dtype == tf.resource:
+            makes_floats = any(each.dtype.is_floating for each in op.outputs)
+            return makes_floats and id(source) not in self._handles()
+        # A tensor of no graph is a constant.
+        symbolic = tf.is_symbolic_tensor(source) and source.op.type != "Const"
+        return symbolic and source.dtype.is_floating
+
+    def _handles(self) -> set[int]:
+        """Returns the handles of Keras's variables that are not lent."""
+        here = self._here
+        if here.handles is None:
+            lent = set(map(id, self._weights))
+            here.handles = keras_internals.handles_of(
+                each for each in self._state.variables if id(each) not in lent
+            )
+        return here.handles
 
     def _drawing(
         self, cut: Cut, rows: list[Any], proof: RowProof

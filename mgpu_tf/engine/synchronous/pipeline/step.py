@@ -388,10 +388,7 @@ class PipelineStep(ReplicaStep):
             ],
             bool(losses),
             {
-                key: (
-                    _reached(end, parameters),
-                    _reached(end, [tensor for tensor, _ in taken]),
-                )
+                key: _reached(end, parameters, [given for given, _ in taken])
                 for key, end in zip(
                     [*sent, *[None] * len(losses)], ends, strict=True
                 )
@@ -729,24 +726,32 @@ class PipelineStep(ReplicaStep):
         return keras_internals.structured(self._model, outputs)
 
 
-def _reached(end: tf.Tensor, sources: list[tf.Tensor]) -> set[int]:
-    """Returns the places of the tensors to which a gradient of one flows.
+def _reached(
+    end: tf.Tensor, weights: list[tf.Tensor], inputs: list[tf.Tensor]
+) -> tuple[set[int], set[int]]:
+    """Returns the places of the weights and inputs that a gradient flows to.
 
     The gradient of a function is zero, not None, where none does.
+
+    Args:
+        end: What it is the gradient of.
+        weights: The weights of a stage.
+        inputs: What the stage takes from others.
     """
-    places = {source.name: place for place, source in enumerate(sources)}
-    found, seen, tensors = set[int](), set[str](), [end]
+    seen, tensors = set[str](), [end]
     while tensors:
         tensor = tensors.pop()
         flows = not (tensor.dtype.is_integer or tensor.dtype.is_bool)
         if tensor.name in seen or not flows or tensor.dtype == tf.string:
             continue
         seen.add(tensor.name)
-        if tensor.name in places:
-            found.add(places[tensor.name])
         if tensor.op.type != "StopGradient":
             tensors += tensor.op.inputs
-    return found
+
+    def places(some: list[tf.Tensor]) -> set[int]:
+        return {place for place, each in enumerate(some) if each.name in seen}
+
+    return places(weights), places(inputs)
 
 
 def _looks_up_alike(reader: Reader, weight: tf.Tensor, path: str) -> bool:
