@@ -10,10 +10,11 @@
 
     tape.gradient(loss, weight)          # whole, as the author expects it
 
-A tape knows a variable by its handle. Each replica has a scalar for each of
-these weights, and lends its handle: what is read is made of the scalar and of
-the gathered value, and a gradient of the whole shape flows to the scalar. Of
-a weight that is read in a loop or a branch it becomes zeros of that shape.
+A tape knows a variable by its handle. Each replica has a variable for each of
+these weights that is declared in the whole shape and holds a scalar, and lends
+its handle: what is read is made of it and of the gathered value, and a gradient
+of the whole shape flows to it. A branch that reads nothing has zeros in the
+declared shape. Of a weight that is read in a loop, the variable becomes zeros.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.split.sharded_variable import (
     ShardedVariable,
     from_source,
-    new_source,
 )
 
 
@@ -50,7 +50,7 @@ class WholeWeights:
             if keras_internals.is_split(variable)
         ]
         self._sources = {
-            id(held): [_source(part) for part in held.values]
+            id(held): [_source(held, part.device) for part in held.values]
             for held in self._split
         }
         # Each replica is a thread of its own.
@@ -89,9 +89,9 @@ class WholeWeights:
             return held.read_here()
         if graph_here() is not self._here.graph:
             whole = self._within(held)
-            # Loops and branches add zeros in the shape of what was read.
+            # The gradient of a loop adds zeros like what was read.
             with tf.init_scope():
-                self._source_here(held).assign(tf.zeros(held.shape, held.dtype))
+                _hold(self._source_here(held), held.shape)
         else:
             if id(held) not in known:
                 known[id(held)] = tf.identity(held.read_here())
@@ -128,7 +128,16 @@ class WholeWeights:
             self._here.known.pop(id(keras_internals.stored(variable)), None)
 
 
-def _source(part: tf.Variable) -> tf.Variable:
-    """Makes one on the device of a part."""
-    with tf.init_scope(), tf.device(part.device):
-        return new_source(tf.Variable, part.dtype)
+def _source(held: ShardedVariable, device: str) -> tf.Variable:
+    """Makes what gradients of a whole weight flow to, on a device."""
+    with tf.init_scope(), tf.device(device):
+        source = tf.Variable(tf.zeros(held.shape, held.dtype))
+        _hold(source, ())
+        return source
+
+
+def _hold(source: tf.Variable, shape: Any) -> None:
+    """Lets it hold zeros of a shape, which is not the one it declares."""
+    tf.raw_ops.AssignVariableOp(
+        resource=source.handle, value=tf.zeros(shape, source.dtype)
+    )

@@ -38,7 +38,11 @@ from mgpu_tf.engine.exchange.crossing import Cut, Exchange
 from mgpu_tf.engine.random_rows import rows_of_global_draws
 from mgpu_tf.engine.row_proof import FIXED, RowProof, Rows, proving, taken
 from mgpu_tf.engine.step.calls.layer_calls import trust
-from mgpu_tf.engine.step.calls.whole_layers import rows_of, with_another
+from mgpu_tf.engine.step.calls.whole_layers import (
+    masks_of,
+    rows_of,
+    with_another,
+)
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
@@ -303,7 +307,7 @@ class Boundary:
         self._same_seeds(seeds)
         written = here.scope.written_since(before)
         leaves = tf.nest.flatten(outputs, expand_composites=True)
-        kinds = [proof.of(leaf) for leaf in leaves]
+        kinds = [proof.of(leaf) for leaf in [*leaves, *masks_of(leaves)]]
         if proof.writes_rows:
             raise ConfigurationError(
                 "What a layer writes of the rows of a batch must be in a "
@@ -386,7 +390,10 @@ class Boundary:
         rows = tf.ensure_shape(rows, [length, *output.shape[1:]])
         batch = cut is self._here.cut
         self._know([rows], cut, Rows() if batch else None)
-        return rows
+        mask = keras_internals.mask_of(output)
+        if mask is not None:
+            mask = self._joined(mask, cut, length)
+        return keras_internals.with_mask(rows, mask)
 
     def _may_write(
         self, variable: keras.Variable, value: Any, proof: RowProof

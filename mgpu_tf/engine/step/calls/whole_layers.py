@@ -103,7 +103,7 @@ class WholeLayers:
             if rows_of(output) and (first or active()):
                 mine = part_of(output, cut, layer.name)
                 if not active():
-                    scope.proof.take([mine], Rows())
+                    scope.proof.take([mine, *masks_of([mine])], Rows())
                 return mine
             if kind == UNPROVEN:
                 output = _not_of_rows(output, cut, layer.name)
@@ -255,11 +255,12 @@ def _not_of_rows(output: tf.Tensor, cut: Cut, name: str) -> tf.Tensor:
         message=f"{AS_MANY_ROWS} {name}, which returns {output.shape[0]}.",
     )
     with tf.control_dependencies([check] if check is not None else []):
-        return tf.identity(output)
+        same = tf.identity(output)
+    return keras_internals.with_mask_of(same, output)
 
 
 def part_of(output: Any, cut: Cut, name: str) -> Any:
-    """Returns a replica's rows of what was computed from the global batch.
+    """Returns a replica's rows of what was computed, with their mask.
 
     Another example's where it has none, to compute with.
     """
@@ -277,7 +278,11 @@ def part_of(output: Any, cut: Cut, name: str) -> Any:
     if isinstance(output, COMPOSITES):
         own = tf.maximum(own, several)
         return composites.part(output, tf.minimum(low, count - own), own)
-    return with_another(output[low : low + own], output, several, cut)
+    mine = with_another(output[low : low + own], output, several, cut)
+    mask = keras_internals.mask_of(output)
+    if mask is not None:
+        mask = part_of(mask, cut, name)
+    return keras_internals.with_mask(mine, mask)
 
 
 def with_another(

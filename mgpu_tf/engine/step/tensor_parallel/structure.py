@@ -131,7 +131,9 @@ class Pass:
         calls: The calls of layers of interest, by their first operation.
         returned: The tensors that the model returned.
         outputs: Their names.
-        inside: Layers that were called inside of loops or branches.
+        inside: Layers that were called inside of loops or branches, and those
+            of whose outputs nothing is made that the model returns: TensorFlow
+            may compute them anew, as `tf.vectorized_map` does.
     """
 
     operations: list[tf.Operation]
@@ -216,7 +218,24 @@ def _traced(
         graph = throwaway.graph_of(forward, example)
     returned = graph.outputs
     outputs = {tensor.name for tensor in returned}
+    used = _made_of(returned)
+    inside |= {
+        id(call.layer)
+        for call in calls.values()
+        if tf.is_tensor(call.outputs) and call.outputs.op.name not in used
+    }
     return Pass(graph.get_operations(), calls, returned, outputs, inside)
+
+
+def _made_of(tensors: list[tf.Tensor]) -> set[str]:
+    """Returns the names of the operations that tensors are made of."""
+    found, waiting = set[str](), [tensor.op for tensor in tensors]
+    while waiting:
+        op = waiting.pop()
+        if op.name not in found:
+            found.add(op.name)
+            waiting += [each.op for each in op.inputs]
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
