@@ -1195,6 +1195,60 @@ def with_mask(tensor: Any, mask: Any | None) -> Any:
     return tensor
 
 
+# The operations whose inputs Keras's crossentropies take for logits.
+_OF_LOGITS = {"Sigmoid": tf.sigmoid, "Softmax": tf.nn.softmax}
+
+
+def taken_apart(
+    tensor: tf.Tensor,
+) -> tuple[list[tf.Tensor], Callable[[Sequence[tf.Tensor]], tf.Tensor]]:
+    """Returns what a tensor is moved as, and what makes it of that again.
+
+    Keras computes crossentropies of the logits of a sigmoid or a softmax, which
+    have a gradient where probabilities have none any more. It finds them beside
+    the probabilities, or by the operation. So logits are moved, and the
+    activation is computed again.
+    """
+    logits = getattr(tensor, "_keras_logits", None)
+    activation, given = None, logits
+    if tf.is_symbolic_tensor(tensor):
+        activation = _OF_LOGITS.get(tensor.op.type)
+        given = next(iter(tensor.op.inputs), None)
+    if activation is not None and (logits is None or logits is given):
+
+        def activated(moved: Sequence[tf.Tensor]) -> tf.Tensor:
+            outputs = activation(moved[0])
+            if logits is not None:
+                outputs._keras_logits = moved[0]
+            return outputs
+
+        return [given], activated
+    if logits is None:
+        return [tensor], lambda moved: moved[0]
+
+    def with_logits(moved: Sequence[tf.Tensor]) -> tf.Tensor:
+        outputs = tf.identity(moved[0])
+        outputs._keras_logits = moved[1]
+        return outputs
+
+    return [tensor, logits], with_logits
+
+
+def carried(
+    tensor: tf.Tensor, move: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.Tensor:
+    """Returns a tensor that was moved, with its mask and its logits.
+
+    Args:
+        tensor: What a layer may have made.
+        move: Moves a tensor, such as to other replicas.
+    """
+    parts, together = taken_apart(tensor)
+    moved = together(list(map(move, parts)))
+    mask = mask_of(tensor)
+    return moved if mask is None else with_mask(moved, move(mask))
+
+
 def set_mask(tensor: tf.Tensor, mask: Any) -> None:
     """Gives a tensor a mask, or none."""
     if mask is not None:
@@ -1277,6 +1331,8 @@ _BY_ROW = (
     "regularization",
     "reshaping",
 )
+_ATTENTION = "keras.src.layers.attention"
+_AUGMENTATION = "keras.src.layers.preprocessing.image_preprocessing"
 _CORE_BY_ROW = (
     keras.layers.Dense,
     keras.layers.Embedding,
@@ -1305,9 +1361,10 @@ _CORE_BY_ROW = (
 def is_by_row(layer: keras.layers.Layer) -> bool:
     """Returns whether a layer makes each row of its own row alone.
 
-    Keras's own do, with Keras's own functions, but for those that add a loss
-    and those that join or mix rows. Normalizations by the statistics of a batch
-    count as such: these are the replica's own, or are exchanged.
+    Keras's own do, with Keras's own activations and around such layers, but for
+    those that add a loss and those that join or mix rows. Normalizations by the
+    statistics of a batch count as such: these are the replica's own, or are
+    exchanged. See `have_features` for what they are called with.
     """
     kind = type(layer)
     if kind is ShardedEmbedding:
@@ -1315,6 +1372,8 @@ def is_by_row(layer: keras.layers.Layer) -> bool:
     if kind is keras.layers.Bidirectional:
         inner = layer.forward_layer, layer.backward_layer
         return all(map(is_by_row, inner))
+    if isinstance(layer, keras.layers.Wrapper) and not is_by_row(layer.layer):
+        return False
     if kind is keras.layers.TextVectorization:
         return _is_text_by_row(layer.get_config())
     parts = kind.__module__.split(".")
@@ -1336,14 +1395,19 @@ def is_by_row(layer: keras.layers.Layer) -> bool:
     return (
         known
         and kind is not keras.layers.ActivityRegularization
-        and all(
-            function is None
-            or getattr(
-                function, "__module__", type(function).__module__
-            ).startswith("keras.")
-            for function in functions
-        )
+        and all(map(_is_activation_by_row, functions))
     )
+
+
+def _is_activation_by_row(function: Any) -> bool:
+    """Returns whether an activation is one of Keras's, which keep rows apart.
+
+    Of `keras.ops` not all do.
+    """
+    if isinstance(function, keras.layers.Layer):
+        return is_by_row(function)
+    module = getattr(function, "__module__", "")
+    return function is None or module.startswith("keras.src.activations")
 
 
 def _is_text_by_row(config: dict[str, Any]) -> bool:
@@ -1417,16 +1481,25 @@ def functions_of(
 
 
 def have_features(layer: keras.layers.Layer, rows: Iterable[Any]) -> bool:
-    """Returns whether rows have an axis more, where a layer takes the last.
+    """Returns whether rows have the axes that a layer works on.
 
     A layer of Keras's that is one by rows mixes them where there is no other
-    axis, such as `Softmax` of one number for each row.
+    axis, such as `Softmax` of one number for each row, attention between rows
+    of one axis, and augmentation, which takes three axes for one image.
 
     Args:
         layer: The layer.
         rows: Its inputs that have rows.
     """
     counts = getattr(layer, "output_mode", "int") not in ("int", "one_hot")
+    module, rows = type(layer).__module__, list(rows)
+    ranks = [row.shape.rank or 0 for row in rows]
+    # A mask has an axis less than what it is of.
+    floats = [row.shape.rank or 0 for row in rows if row.dtype.is_floating]
+    if module.startswith(_ATTENTION) and min(floats, default=3) < 3:
+        return False
+    if module.startswith(_AUGMENTATION) and max(ranks, default=4) < 4:
+        return False
     return all(
         row.shape.rank is not None
         and (row.shape.rank > 1 or not (row.dtype.is_floating or counts))

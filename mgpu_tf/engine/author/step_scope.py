@@ -681,14 +681,20 @@ def is_read_inside(variables: Iterable[keras.Variable]) -> bool:
 
 
 def leaves_of(structure: Any) -> list[tf.Tensor]:
-    """Returns the tensors of a structure, with their masks."""
+    """Returns the tensors of a structure, with their masks and logits."""
     leaves = [
         leaf
         for leaf in tf.nest.flatten(structure, expand_composites=True)
         if isinstance(leaf, tf.Tensor)
     ]
+    logits = [
+        part
+        for leaf in leaves
+        for part in keras_internals.taken_apart(leaf)[0]
+        if part is not leaf
+    ]
     masks = map(keras_internals.mask_of, leaves)
-    return [*leaves, *(mask for mask in masks if mask is not None)]
+    return [*leaves, *logits, *(mask for mask in masks if mask is not None)]
 
 
 def proof_of(rows: Any) -> RowProof:

@@ -260,12 +260,10 @@ class Exchange:
                 return value
             own = composites.own_rows(value, local)
             cut = known[id(value)] if eager else self.cut_of(own)
-            whole = gathered(own, cut)
-            mask = keras_internals.mask_of(value)
-            if mask is not None:
-                mask = composites.own_rows(mask, local)
-                keras_internals.set_mask(whole, gathered(mask, cut))
-            return whole
+            return keras_internals.carried(
+                value,
+                lambda each: gathered(composites.own_rows(each, local), cut),
+            )
 
         return tf.nest.map_structure(
             lambda value: None if value is None else every(value), values

@@ -562,6 +562,11 @@ class _Pass:
             for place, value in enumerate(self._flat)
             if tf.is_tensor(value) and value.dtype.is_floating
         ]
+        # What Keras finds by a tensor is not lost on the way into a call.
+        self._apart = [
+            keras_internals.taken_apart(self._flat[place])
+            for place in self._places
+        ]
         # Layers may take them off in their call, as MultiHeadAttention does.
         self._masks = [
             keras_internals.mask_of(self._flat[place]) for place in self._places
@@ -589,19 +594,21 @@ class _Pass:
         )
         flat = own_gradient(self._forward)(*self._inputs(), *sources)
         flat = iter(flat if isinstance(flat, (list, tuple)) else [flat])
-        outputs = [
-            keras_internals.with_mask_of(next(flat), value)
-            if tf.is_tensor(value)
-            else value
-            for value in tf.nest.flatten(self._outputs)
-        ]
+        outputs = []
+        for value in tf.nest.flatten(self._outputs):
+            made = value
+            if tf.is_tensor(value):
+                parts, together = keras_internals.taken_apart(value)
+                made = together([next(flat) for _ in parts])
+                keras_internals.with_mask_of(made, value)
+            outputs.append(made)
         return tf.nest.pack_sequence_as(self._outputs, outputs)
 
     def _trained(self) -> list[keras.Variable]:
         return [v for v in self._lent if id(v) in self._scope.sources]
 
     def _inputs(self) -> list[tf.Tensor]:
-        return [self._flat[place] for place in self._places]
+        return [part for parts, _ in self._apart for part in parts]
 
     def gather(self, after: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the whole weights of the layer.
@@ -711,26 +718,23 @@ class _Pass:
         ]
 
     def _outputs_of(self, inputs: list[tf.Tensor]) -> Any:
-        flat = list(self._flat)
-        for place, value, mask in zip(
-            self._places, inputs, self._masks, strict=True
+        flat, remaining = list(self._flat), iter(inputs)
+        for place, (parts, together), mask in zip(
+            self._places, self._apart, self._masks, strict=True
         ):
+            value = together([next(remaining) for _ in parts])
             flat[place] = keras_internals.with_mask(value, mask)
         args, kwargs = tf.nest.pack_sequence_as(self._structure, flat)
         return self._own(*args, **kwargs)
 
     def _forward(self, *operands: tf.Tensor) -> tuple[Any, Any]:
-        count = len(self._places)
+        count = len(self._inputs())
         before = dict(self._scope.state_mapping)
         self._scope.lend(self._lent, self._values(self._first_gathered()))
         self._scope.reads.clear()
         self._outputs = self._outputs_of(list(operands[:count]))
         self._often = {key for key, n in self._scope.reads.items() if n > 1}
-        flat = [
-            value
-            for value in tf.nest.flatten(self._outputs)
-            if tf.is_tensor(value)
-        ]
+        flat = _parts_of(self._outputs)
 
         def backward(*upstream: tf.Tensor) -> list[Any]:
             return self._backward(operands, before, upstream)
@@ -744,7 +748,7 @@ class _Pass:
         upstream: tuple[tf.Tensor, ...],
     ) -> list[Any]:
         """Computes the outputs once more, and the gradients of operands."""
-        count = len(self._places)
+        count = len(self._inputs())
         arrived = [value for value in upstream if value is not None]
         order = self._order
         gathered = order.take(self)
@@ -784,7 +788,7 @@ class _Pass:
             tape.watch(watched)
             with replay, self._call_state(), entered_again(self._draws):
                 outputs = self._outputs_of(inputs)
-        flat = [v for v in tf.nest.flatten(outputs) if tf.is_tensor(v)]
+        flat = _parts_of(outputs)
         pairs = [
             (value, gradient)
             for value, gradient in zip(flat, upstream, strict=True)
@@ -930,6 +934,16 @@ def _all_inside(layers: list[keras.layers.Layer]) -> set[int]:
 def _own_type(variable: keras.Variable) -> tf.DType:
     """Returns the type of a weight, whatever it is cast to where it is read."""
     return tf.as_dtype(keras_internals.stored(variable).dtype)
+
+
+def _parts_of(outputs: Any) -> list[tf.Tensor]:
+    """Returns the tensors that outputs of a layer are handed on as."""
+    return [
+        part
+        for value in tf.nest.flatten(outputs)
+        if tf.is_tensor(value)
+        for part in keras_internals.taken_apart(value)[0]
+    ]
 
 
 def _in_own_type(gradient: Any, variable: keras.Variable) -> Any:

@@ -307,7 +307,12 @@ class Boundary:
         self._same_seeds(seeds)
         written = here.scope.written_since(before)
         leaves = tf.nest.flatten(outputs, expand_composites=True)
-        kinds = [proof.of(leaf) for leaf in [*leaves, *masks_of(leaves)]]
+        moved = [
+            part
+            for leaf in leaves
+            for part in keras_internals.taken_apart(leaf)[0]
+        ]
+        kinds = list(map(proof.of, [*leaves, *moved, *masks_of(leaves)]))
         if proof.writes_rows:
             raise ConfigurationError(
                 "What a layer writes of the rows of a batch must be in a "
@@ -386,14 +391,17 @@ class Boundary:
     def _joined(
         self, output: tf.Tensor, cut: Cut, length: int | None
     ) -> tf.Tensor:
-        rows = self._exchange.all_rows(output[: cut.count], cut)
-        rows = tf.ensure_shape(rows, [length, *output.shape[1:]])
-        batch = cut is self._here.cut
-        self._know([rows], cut, Rows() if batch else None)
-        mask = keras_internals.mask_of(output)
-        if mask is not None:
-            mask = self._joined(mask, cut, length)
-        return keras_internals.with_mask(rows, mask)
+        kind = Rows() if cut is self._here.cut else None
+
+        def joined(value: tf.Tensor) -> tf.Tensor:
+            rows = self._exchange.all_rows(value[: cut.count], cut)
+            rows = tf.ensure_shape(rows, [length, *value.shape[1:]])
+            self._know([rows], cut, kind)
+            return rows
+
+        rows = keras_internals.carried(output, joined)
+        self._know([rows], cut, kind)
+        return rows
 
     def _may_write(
         self, variable: keras.Variable, value: Any, proof: RowProof

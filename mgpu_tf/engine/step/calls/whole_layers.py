@@ -198,13 +198,10 @@ class WholeLayers:
             return composites.joined(own, exchange.cut, exchange.joined)
         # An example may have several rows, as of flattened sequences.
         cut = exchange.cut_of(own)
-        every = exchange.joined(own, cut)
-        mask = keras_internals.mask_of(row)
-        if mask is not None:
-            mask = composites.own_rows(mask, local)
-            every_mask = exchange.joined(mask, cut)
-            keras_internals.set_mask(every, every_mask)
-        return every
+        return keras_internals.carried(
+            row,
+            lambda each: exchange.joined(composites.own_rows(each, local), cut),
+        )
 
     @contextlib.contextmanager
     def _same_draws(self, scope: StepScope) -> Iterator[None]:
@@ -255,12 +252,11 @@ def _not_of_rows(output: tf.Tensor, cut: Cut, name: str) -> tf.Tensor:
         message=f"{AS_MANY_ROWS} {name}, which returns {output.shape[0]}.",
     )
     with tf.control_dependencies([check] if check is not None else []):
-        same = tf.identity(output)
-    return keras_internals.with_mask_of(same, output)
+        return keras_internals.carried(output, tf.identity)
 
 
 def part_of(output: Any, cut: Cut, name: str) -> Any:
-    """Returns a replica's rows of what was computed, with their mask.
+    """Returns a replica's rows of what was computed, as Keras knows them.
 
     Another example's where it has none, to compute with.
     """
@@ -278,11 +274,11 @@ def part_of(output: Any, cut: Cut, name: str) -> Any:
     if isinstance(output, COMPOSITES):
         own = tf.maximum(own, several)
         return composites.part(output, tf.minimum(low, count - own), own)
-    mine = with_another(output[low : low + own], output, several, cut)
-    mask = keras_internals.mask_of(output)
-    if mask is not None:
-        mask = part_of(mask, cut, name)
-    return keras_internals.with_mask(mine, mask)
+
+    def mine(value: tf.Tensor) -> tf.Tensor:
+        return with_another(value[low : low + own], value, several, cut)
+
+    return keras_internals.carried(output, mine)
 
 
 def with_another(

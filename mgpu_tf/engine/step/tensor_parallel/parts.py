@@ -614,7 +614,7 @@ class TensorParallel:
         )
         if form.leaves_split and self._notes:
             self._noted.left.append(outputs)
-        outputs = self._watched(outputs)
+        outputs = keras_internals.carried(outputs, self._watched)
         if id(layer) in self._apart:
             # A proof around this call cannot look into what is exchanged.
             for proof in active():
