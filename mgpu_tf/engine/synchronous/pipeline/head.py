@@ -80,6 +80,7 @@ class Head(ReplicaStep):
     def of_outputs(
         self,
         outputs: list[tf.Tensor],
+        packed: Callable[[list[tf.Tensor]], Any],
         data: Any,
         share: BatchShare,
         added: Sequence[tf.Tensor],
@@ -89,7 +90,8 @@ class Head(ReplicaStep):
         """Computes losses and metrics of the rows of a replica. On a replica.
 
         Args:
-            outputs: Those of the model, of all rows.
+            outputs: What stages have sent of those of the model, of all rows.
+            packed: Returns the outputs of the model, of these.
             data: The rows.
             share: The part of the replica in the global batch.
             added: The contributions of the stages to the loss.
@@ -103,6 +105,7 @@ class Head(ReplicaStep):
         """
         here = self._here
         here.outputs, here.added = outputs, list(added)
+        here.packed = packed
         metrics = [
             (variable, value)
             for variable, value in self._state.values()
@@ -170,7 +173,7 @@ class Head(ReplicaStep):
     def _outputs_of_model(self, x: Any, training: bool) -> Any:
         """Returns what the stages have made."""
         del x, training
-        return keras_internals.structured(self._model, self._here.outputs)
+        return self._here.packed(self._here.outputs)
 
     def _grown(
         self, loss: tf.Tensor, terms: list[tf.Tensor], share: BatchShare

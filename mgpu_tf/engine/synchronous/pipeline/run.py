@@ -238,6 +238,7 @@ class Run:
             ]
             loss, gradients, of_weights, writes, self.logs = head.of_outputs(
                 outputs,
+                self._step.packed,
                 self._data,
                 self._share,
                 list(self._losses.values()),

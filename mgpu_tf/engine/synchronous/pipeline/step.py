@@ -157,6 +157,8 @@ class PipelineStep(ReplicaStep):
             self._by_head = {"train", "evaluate"}
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._traced: dict[Any, _Traced] = {}
+        # What makes of what is sent, such as logits, what a layer has made.
+        self._together: dict[Key, Callable[..., tf.Tensor]] = {}
         self._line = strategy.line
 
     @property
@@ -341,11 +343,11 @@ class PipelineStep(ReplicaStep):
             stack.enter_context(drawing(share, [rows, data], drawn))
             if self._tensor is not None:
                 stack.enter_context(self._tensor.within_model())
-            made = self._outputs_of(stage, taken, kind == "train")
+            made, tensors = self._outputs_of(stage, taken, kind == "train")
             y_pred: Any = None
             if number == len(self._stages.every) - 1:
                 y_pred = keras_internals.structured(
-                    self._model, [made[k][0] for k in self._stages.outputs]
+                    self._model, [tensors[k] for k in self._stages.outputs]
                 )
             reader = Reader(
                 [
@@ -478,24 +480,44 @@ class PipelineStep(ReplicaStep):
         stage: Stage,
         taken: list[tuple[tf.Tensor, tf.Tensor | None]],
         training: bool,
-    ) -> Values:
-        """Runs the calls of a stage; returns all that they have made."""
+    ) -> tuple[Values, dict[Key, tf.Tensor]]:
+        """Runs the calls of a stage.
+
+        Returns:
+            What is sent of all that it has and has made, and that itself.
+        """
         values: Values = dict(zip(stage.inputs, taken, strict=True))
+        tensors = {
+            key: self._as_made(key, keras_internals.with_mask(tensor, mask))
+            for key, (tensor, mask) in values.items()
+        }
 
         def call() -> list[Any]:
-            tensors = {
-                key: keras_internals.with_mask(tensor, mask)
-                for key, (tensor, mask) in values.items()
-            }
             for each in stage.calls:
                 made = each.run([tensors[k] for k in each.inputs], training)
                 tensors.update(zip(each.outputs, made, strict=True))
-            for key, tensor in tensors.items():
-                values[key] = (tensor, keras_internals.mask_of(tensor))
             return []
 
         keras_internals.as_one_call(call, training=training)
-        return values
+        for key, tensor in tensors.items():
+            if key not in values:
+                sent, self._together[key] = keras_internals.taken_apart(tensor)
+                if len(sent) > 1:
+                    raise ConfigurationError(
+                        "On a pipeline a softmax is over the last axis. "
+                        f"Received: an output of the shape {tensor.shape} that "
+                        "is one over another. Move its axis to the end, or use "
+                        "'fsdp'."
+                    )
+                values[key] = (sent[0], keras_internals.mask_of(tensor))
+        return values, tensors
+
+    def _as_made(self, key: Key, sent: tf.Tensor) -> tf.Tensor:
+        """Returns what a stage has made, of what it has sent."""
+        together = self._together.get(key)  # None of the model's inputs.
+        if together is None:
+            return sent
+        return keras_internals.with_mask_of(together([sent]), sent)
 
     def _by_rule(
         self,
@@ -721,8 +743,9 @@ class PipelineStep(ReplicaStep):
         """The mean that Keras reports as the loss."""
         return keras_internals.loss_tracker(self._model)
 
-    def packed(self, outputs: list[Any]) -> Any:
-        """Returns outputs in the structure of the model's."""
+    def packed(self, sent: list[Any]) -> Any:
+        """Returns the outputs of the model, of what stages have sent."""
+        outputs = list(map(self._as_made, self._stages.outputs, sent))
         return keras_internals.structured(self._model, outputs)
 
 
