@@ -147,15 +147,13 @@ def build_in_training(model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
     spec = keras.src.backend.compute_output_spec
     x, y, sample_weight = _symbolic(batch)
     y_pred = spec(model, x, training=True)
-    if overrides(model, "compute_loss"):
+    if has_own_loss(model):
         spec(model._compute_loss, x, y, y_pred, sample_weight, training=True)
 
 
 def has_own_code(model: keras.Model) -> bool:
     """Returns whether a layer or the loss of a model is not Keras's own."""
-    return overrides(model, "compute_loss") or not all(
-        map(is_keras_own, layers_of(model))
-    )
+    return has_own_loss(model) or not all(map(is_keras_own, layers_of(model)))
 
 
 def _symbolic(batch: Any) -> Any:
@@ -1510,7 +1508,17 @@ def have_features(layer: keras.layers.Layer, rows: Iterable[Any]) -> bool:
 def is_graph_of_layers(layer: keras.layers.Layer) -> bool:
     """Returns whether the call of a model is that of its layers, no more."""
     own = keras.src.models.Functional.call, keras.Sequential.call
-    return isinstance(layer, keras.Model) and type(layer).call in own
+    return (
+        isinstance(layer, keras.Model)
+        and type(layer).call in own
+        and not any(map(wrote_around_call, layer.layers))
+    )
+
+
+def wrote_around_call(layer: keras.layers.Layer) -> bool:
+    """Returns whether neither Keras nor keras-hub wrote a `__call__`."""
+    library = type(layer).__call__.__module__.partition(".")[0]
+    return library not in ("keras", "keras_hub")
 
 
 def tensors_left_in(layer: keras.layers.Layer) -> set[int]:
@@ -1597,6 +1605,14 @@ def delegate_calls(
         object.__setattr__(model, name, delegated(name))
 
 
+def has_own_loss(model: keras.Model) -> bool:
+    """Returns whether its author wrote what a step minimizes.
+
+    `compute_loss`, or the `losses` that Keras's adds to it.
+    """
+    return overrides(model, "compute_loss") or overrides(model, "losses")
+
+
 def wrote(model: keras.Model, method: str) -> bool:
     """Returns whether neither Keras nor keras-hub wrote a method of a model."""
     library = getattr(type(model), method).__module__.partition(".")[0]
@@ -1611,6 +1627,12 @@ def handles_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
 def applies_itself(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether its author wrote what a step calls."""
     return _wrote(optimizer, "apply") or _wrote(optimizer, "apply_gradients")
+
+
+def writes_itself(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether its author wrote how updates are added to weights."""
+    methods = ("assign", "assign_add", "assign_sub")
+    return any(_wrote(optimizer, method) for method in methods)
 
 
 def _wrote(optimizer: keras.optimizers.Optimizer, method: str) -> bool:

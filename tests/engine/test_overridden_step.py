@@ -792,6 +792,15 @@ def test_what_was_made_outside_is_refused(strategies):
     with pytest.raises(mgpu_tf.ConfigurationError, match="optimizer 'early'"):
         mgpu_tf.Trainer(with_optimizer, strategies["one_device"])
 
+    def with_compiled_metric():
+        model = network(5, 1)
+        model.compile("adam", "mse", metrics=[metric])
+        return model
+
+    trainer = mgpu_tf.Trainer(with_compiled_metric, strategies["mirrored_x2"])
+    with pytest.raises(mgpu_tf.ConfigurationError, match="metric 'early'"):
+        trainer.fit(*arrays(), **FIT)
+
 
 def test_a_model_compiled_outside_of_the_scope_is_refused(strategies):
     def build():

@@ -175,7 +175,9 @@ class Engine(abc.ABC):
                 layer.synchronized = True
         topology = topology_of(strategy)
         several = topology.data_parallel_degree > 1 or topology.local.total > 1
-        if several or not kind_of(strategy).in_step:
+        # What was made outside would count once for each replica.
+        self._counts_apart = several or not kind_of(strategy).in_step
+        if self._counts_apart:
             _check_made_inside(model, strategy)
             _check_stateless(model)
         self._model = model
@@ -411,6 +413,9 @@ class Engine(abc.ABC):
             self._as_made = True
         with self._strategy.scope():
             building.build(self._model, source.example(), self._applied)
+        if self._counts_apart:
+            # Keras has the metrics of `compile` in the model from here on.
+            _check_made_inside(self._model, self._strategy)
 
     def build_layers(self, source: Source, *, training: bool = False) -> None:
         """Creates the variables of the model's layers, and nothing else.
@@ -514,9 +519,11 @@ def _check_made_inside(
         for variable in optimizer.variables
     ]
     owned += [
-        ("metric", metric.name, variable)
+        ("metric", each.name, variable)
         for metric in keras_internals.metrics_of(model)
-        for variable in metric.variables
+        # Those of `compile` are in one that has the variables of all.
+        for each in [*getattr(metric, "metrics", ()), metric]
+        for variable in each.variables
     ]
     owned += [
         ("layer", layer.name, variable)

@@ -175,7 +175,7 @@ def _build_from_call(model: keras.Model, example: Any) -> None:
         refusal = refusal_within(error)
         if refusal is not None and refusal is not error:
             raise refusal from error
-        own = keras_internals.overrides(model, "compute_loss")
+        own = keras_internals.has_own_loss(model)
         if refusal or not (own or model.built):
             raise
         # Keras builds without the losses that layers have added, and by

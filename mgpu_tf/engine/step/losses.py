@@ -72,7 +72,7 @@ class GlobalLoss:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._own = keras_internals.overrides(model, "compute_loss")
+        self._own = keras_internals.has_own_loss(model)
         self._said: set[str] = set()
         self._current = threading.local()
         self._container = keras_internals.with_losses_replaced(

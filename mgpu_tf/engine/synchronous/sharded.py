@@ -950,4 +950,6 @@ def needs_whole(optimizer: keras.optimizers.Optimizer) -> bool:
     if hasattr(optimizer, "optimizers") or two_steps(optimizer) is not None:
         return False
     own = type(optimizer).update_step
-    return all(own is not kind.update_step for kind in ELEMENTWISE)
+    return keras_internals.writes_itself(optimizer) or all(
+        own is not kind.update_step for kind in ELEMENTWISE
+    )

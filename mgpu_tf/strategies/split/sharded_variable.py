@@ -258,7 +258,18 @@ class ShardedVariable(values.MirroredVariable):
             return self._read_outside()
         if self.lender is not None:
             return self.lender.read(self)
-        return self.read_here()
+        value = self.read_here()
+        return self._with_gradient(value) if self._is_abstract() else value
+
+    def _is_abstract(self) -> bool:
+        """Whether a step is traced for the variables that it makes."""
+        context = tf.distribute.get_replica_context()
+        return getattr(context, "is_abstract", False)
+
+    def _with_gradient(self, value: tf.Tensor) -> tf.Tensor:
+        if self._source is None:
+            return value
+        return from_source(self._source.read_value(), value)
 
     def read_here(self) -> tf.Tensor:
         """Returns the whole value, read from parts or a copy. On a replica."""
@@ -274,9 +285,10 @@ class ShardedVariable(values.MirroredVariable):
         """Returns the handle of what this replica stores, or of its lender."""
         if distribute_lib.get_update_replica_id() is not None:
             return self.here().handle
-        if self._replica() is None:
-            if self._source is not None:
-                return self._source.handle
+        outside = self._replica() is None
+        if self._source is not None and (outside or self._is_abstract()):
+            return self._source.handle
+        if outside:
             return super().handle  # Refuses, where there is no replica.
         if self.lender is None:
             return self.here().handle
@@ -289,9 +301,7 @@ class ShardedVariable(values.MirroredVariable):
             value = self._distribute_strategy.read_together(self)
         else:
             value = self.gathered(self._first)
-        if self._source is None:
-            return value
-        return from_source(self._source.read_value(), value)
+        return self._with_gradient(value)
 
     def _get_cross_replica(self) -> Any:
         return self._get()

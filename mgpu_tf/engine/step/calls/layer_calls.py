@@ -84,6 +84,13 @@ class LayerCalls:
         in_parts: bool = False,
         plainly: Callable[[keras.layers.Layer], bool] | None = None,
     ) -> None:
+        shared = exchange is not None or in_parts
+        if shared and keras_internals.wrote_around_call(model):
+            raise ConfigurationError(
+                "On several devices the computation of a model is in its call. "
+                f"Received: {type(model).__name__}, which has a __call__ of "
+                "its own. Rename it to call."
+            )
         self._model = model
         self._exchange = exchange
         self._in_parts = in_parts

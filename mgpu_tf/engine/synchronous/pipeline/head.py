@@ -63,7 +63,7 @@ class Head(ReplicaStep):
         )
         self._metrics_can_wait = False
         self._parts = tensor
-        self._own_loss = keras_internals.overrides(model, "compute_loss")
+        self._own_loss = keras_internals.has_own_loss(model)
         # Those of other losses are counted with the stages.
         self._regularized = None if self._own_loss else []
         # Each replica is a thread of its own.

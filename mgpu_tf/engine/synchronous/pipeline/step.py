@@ -153,7 +153,7 @@ class PipelineStep(ReplicaStep):
         self._head = head
         # For what losses and metrics are computed by the head.
         self._by_head: set[str] = set()
-        if self._own_logs or keras_internals.overrides(model, "compute_loss"):
+        if self._own_logs or keras_internals.has_own_loss(model):
             self._by_head = {"train", "evaluate"}
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._traced: dict[Any, _Traced] = {}
