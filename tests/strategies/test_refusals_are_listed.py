@@ -84,6 +84,7 @@ LISTED = {
     "axis.": "a table that a layer of your own looks up",
     "A trace runs one operation after another, and gathers of weights wait "
     "for each other.": "`trainer.trace`",
+    "On a pipeline a softmax is over the last axis.": "over another axis",
     "A pipeline needs a functional or Sequential model, whose layers it can "
     "cut into stages.": "Subclassed models",
     "A pipeline predicts in stages, with Keras's own predict_step.": (
