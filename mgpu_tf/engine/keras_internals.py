@@ -1209,7 +1209,8 @@ def taken_apart(
     """
     logits = getattr(tensor, "_keras_logits", None)
     activation, given = None, logits
-    if tf.is_symbolic_tensor(tensor):
+    # A softmax of one axis is over the rows, which are moved.
+    if tf.is_symbolic_tensor(tensor) and (tensor.shape.rank or 0) > 1:
         activation = _OF_LOGITS.get(tensor.op.type)
         given = next(iter(tensor.op.inputs), None)
     if activation is not None and (logits is None or logits is given):

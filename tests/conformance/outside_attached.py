@@ -385,7 +385,7 @@ def an_optimizer_of_some_of_the_weights(run):
             ):
                 weight.assign_sub(0.1 * gradient)
             self.optimizer.apply(tape.gradient(loss, last), last)
-            return {"loss": loss}
+            return {"error": loss}
 
     def build():
         model = network(kind=Some, loss=None)()

@@ -813,6 +813,132 @@ LAUNCH = (
 
 LAYOUTS = (
     Fault(
+        "attached: logits stay behind",
+        "engine/keras_internals.py",
+        "    activation, given = None, logits\n    if tf",
+        "    return [tensor], lambda moved: moved[0]\n    if tf",
+        (f"{SLICE}[fsdp_x3-a softmax that is certain]",),
+    ),
+    Fault(
+        "attached: logits stay behind where rows are joined",
+        "engine/keras_internals.py",
+        "    parts, together = taken_apart(tensor)\n"
+        "    moved = together(list(map(move, parts)))",
+        "    moved = move(tensor)",
+        (
+            f"{SLICE}[mirrored_x3-a sigmoid that is certain, in a step of "
+            "ones own]",
+        ),
+    ),
+    Fault(
+        "attached: logits stay behind in a part of a layer",
+        "engine/step/tensor_parallel/parts.py",
+        "outputs = keras_internals.carried(outputs, self._watched)",
+        "outputs = self._watched(outputs)",
+        (f"{SLICE}[tensor_x3-a softmax of kinds that is certain]",),
+    ),
+    Fault(
+        "attached: stages send outputs without logits",
+        "engine/synchronous/pipeline/step.py",
+        "sent, self._together[key] = keras_internals.taken_apart(tensor)",
+        "sent, self._together[key] = [tensor], lambda moved: moved[0]",
+        (
+            f"{SLICE}[data_2_pipeline_2-a sigmoid that is certain, with a "
+            "median]",
+        ),
+    ),
+    Fault(
+        "attached: masks stay behind",
+        "engine/keras_internals.py",
+        "return moved if mask is None else with_mask(moved, move(mask))",
+        "return moved",
+        (f"{SLICE}[mirrored_x3-masked words in a step of ones own]",),
+    ),
+    Fault(
+        "attached: what a wrapper holds is trusted",
+        "engine/keras_internals.py",
+        "if isinstance(layer, keras.layers.Wrapper) and not "
+        "is_by_row(layer.layer):",
+        "if False:",
+        (f"{SLICE}[mirrored_x3-a spectral norm around a layer that mixes]",),
+    ),
+    Fault(
+        "attached: attention is trusted with any axes",
+        "engine/keras_internals.py",
+        "if module.startswith(_ATTENTION) and min(floats, default=3) < 3:",
+        "if False:",
+        (f"{SLICE}[mirrored_x3-a functional attention between rows]",),
+    ),
+    Fault(
+        "attached: augmentation is trusted with any axes",
+        "engine/keras_internals.py",
+        "if module.startswith(_AUGMENTATION) and max(ranks, default=4) < 4:",
+        "if False:",
+        (f"{SLICE}[mirrored_x3-images without channels]",),
+    ),
+    Fault(
+        "attached: functions of keras ops are trusted as activations",
+        "engine/keras_internals.py",
+        'module.startswith("keras.src.activations")',
+        'module.startswith("keras.")',
+        (f"{SLICE}[mirrored_x3-an activation of keras ops that mixes]",),
+    ),
+    Fault(
+        "attached: the call of a graph is that of layers around it",
+        "engine/keras_internals.py",
+        "        and not any(map(wrote_around_call, layer.layers))\n",
+        "",
+        (f"{SLICE}[mirrored_x3-a layer with a call around its call]",),
+    ),
+    Fault(
+        "attached: losses of a property are left out",
+        "engine/keras_internals.py",
+        'return overrides(model, "compute_loss") or overrides(model, "losses")',
+        'return overrides(model, "compute_loss")',
+        (f"{SLICE}[mirrored_x3-losses that a model lists itself]",),
+    ),
+    Fault(
+        "attached: what is computed anew has parts of weights",
+        "engine/step/tensor_parallel/structure.py",
+        "if tf.is_tensor(call.outputs) and call.outputs.op.name not in used",
+        "if False",
+        (f"{SLICE}[tensor_x3-rows of a map that is vectorized]",),
+    ),
+    Fault(
+        "attached: a branch does not know the shape of a weight",
+        "engine/synchronous/whole_weights.py",
+        "source = tf.Variable(tf.zeros(held.shape, held.dtype))",
+        "source = tf.Variable(\n"
+        "            tf.zeros(held.shape, held.dtype), "
+        "shape=tf.TensorShape(None)\n"
+        "        )",
+        (f"{SLICE}[fsdp_x3-branches and loops that read weights]",),
+    ),
+    Fault(
+        "attached: a step has no gradients where it is built",
+        "strategies/split/sharded_variable.py",
+        "return self._with_gradient(value) if self._is_abstract() else value",
+        "return value",
+        (f"{SLICE}[fsdp_x3-an optimizer of some of the weights]",),
+    ),
+    Fault(
+        "attached: an optimizer subtracts itself from parts",
+        "engine/synchronous/sharded.py",
+        "return keras_internals.writes_itself(optimizer) or all(",
+        "return all(",
+        (f"{SLICE}[fsdp_x3-an optimizer that subtracts itself]",),
+    ),
+    Fault(
+        "attached: a compiled metric may be made outside",
+        "engine/step/base.py",
+        "            _check_made_inside(self._model, self._strategy)\n",
+        "            pass\n",
+        (
+            "tests/engine/test_overridden_step.py::"
+            "test_what_was_made_outside_is_refused",
+        ),
+    ),
+    Fault(
         "layouts: replicas add up metrics that each has whole",
         "engine/author/state.py",
         "if self._total > 1 and not found <= set(map(id, self._entered)):",
