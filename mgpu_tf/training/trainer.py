@@ -845,7 +845,7 @@ class Trainer:
                 raise self._distributed.out_of_memory(source) from error
         self._totals.global_step += done.steps
         self._totals.examples_seen += done.examples
-        return self._scores(done.logs, return_dict)
+        return self._scores(done.returned or done.logs, return_dict)
 
     def test_on_batch(
         self,
@@ -876,7 +876,7 @@ class Trainer:
             feed = engine.feed(source, chain=True, training=False)
             with explained(source):
                 done = engine.evaluate(feed.iterator(0, 1), 1, source)
-        return self._scores(done.logs, return_dict)
+        return self._scores(done.returned or done.logs, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
         """Returns the model's outputs for one global batch.

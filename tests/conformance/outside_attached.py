@@ -372,6 +372,41 @@ def branches_and_loops_that_read_weights(run):
 
 
 @row(GROUP)
+def logs_of_a_step_that_no_metric_knows(run):
+    """What it returns as the loss is no metric of the model."""
+
+    class Returns(keras.Model):
+        def train_step(self, data):
+            x, y = data[:2]
+            weights = self.trainable_variables
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(self(x) - y))
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+        def test_step(self, data):
+            x, y = data[:2]
+            return {"loss": ops.mean(ops.abs(self(x) - y))}
+
+    found = []
+
+    class Notes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            found.append(logs["loss"])
+
+        def on_test_batch_end(self, batch, logs=None):
+            found.append(logs["loss"])
+
+    x, y = models.points(), models.numbers()
+    trainer = run.fit(
+        network(kind=Returns), x, y, validation_data=(x, y), callbacks=[Notes()]
+    )
+    run.see("found", found)
+    run.see("trained", trainer.train_on_batch(x[:8], y[:8]))
+    run.see("tested", trainer.test_on_batch(x[:8], y[:8]))
+
+
+@row(GROUP)
 def an_optimizer_of_some_of_the_weights(run):
     class Some(keras.Model):
         def train_step(self, data):

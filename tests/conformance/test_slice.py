@@ -60,6 +60,7 @@ SLICE = [
     ("fsdp_x3", "branches and loops that read weights"),
     ("fsdp_x3", "an optimizer of some of the weights"),
     ("fsdp_x3", "an optimizer that subtracts itself"),
+    ("mirrored_x3", "logs of a step that no metric knows"),
     ("mirrored_x3", "as many columns as rows"),
     ("mirrored_x3", "a loss that reads a metric of all rows"),
     ("mirrored_x3", "a constant and a sum in one update"),

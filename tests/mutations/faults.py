@@ -815,8 +815,8 @@ LAYOUTS = (
     Fault(
         "attached: logits stay behind",
         "engine/keras_internals.py",
-        "    activation, given = None, logits\n    if tf",
-        "    return [tensor], lambda moved: moved[0]\n    if tf",
+        "    activation, given = None, logits\n",
+        "    return [tensor], lambda moved: moved[0]\n",
         (f"{SLICE}[fsdp_x3-a softmax that is certain]",),
     ),
     Fault(
@@ -927,6 +927,13 @@ LAYOUTS = (
         "return keras_internals.writes_itself(optimizer) or all(",
         "return all(",
         (f"{SLICE}[fsdp_x3-an optimizer that subtracts itself]",),
+    ),
+    Fault(
+        "attached: a batch ends with the results of metrics",
+        "engine/synchronous/engine.py",
+        "logs, last = step.logs(returned), returned",
+        "logs = step.logs(returned)",
+        (f"{SLICE}[mirrored_x3-logs of a step that no metric knows]",),
     ),
     Fault(
         "attached: a compiled metric may be made outside",

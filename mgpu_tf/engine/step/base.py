@@ -69,6 +69,8 @@ class Execution:
             rows, where there are several workers or shares are measured.
         sections: What this worker took in a step to get its rows, and to
             compute their gradients, in seconds. None with one worker.
+        returned: What a `train_step` or `test_step` of the author's own has
+            returned in the last step. Keras has that at the end of a batch.
     """
 
     steps: int
@@ -81,6 +83,7 @@ class Execution:
     watched: Watched | None = None
     computing_seconds: float = 0.0
     sections: tuple[float, float] | None = None
+    returned: Logs = dataclasses.field(default_factory=dict)
 
 
 class UnevenData(ConfigurationError):

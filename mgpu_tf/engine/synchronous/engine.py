@@ -657,12 +657,13 @@ class SynchronousEngine(Engine):
         self._metrics_begin_at = []
         results = _traced(run, *given)
         self._unheld.check_alone()
-        done, examples, spent, ended, logs, means, watched = results
+        done, examples, spent, ended, logs, means, watched, last = results
         self._check_ended(ended, int(done))
         return Execution(
             steps=int(done),
             examples=int(examples),
             logs={name: _number(value) for name, value in logs.items()},
+            returned={name: _number(value) for name, value in last.items()},
             seconds=float(means[0]),
             input_seconds=0.0 if exact else float(spent[0]),
             computing_seconds=float(spent[1]),
@@ -864,8 +865,9 @@ class SynchronousEngine(Engine):
         state = list(zip(held.metrics, metrics, strict=True))
         with keras.StatelessScope(state_mapping=state):
             logs = flat_logs(self._model.get_metrics_result())
+            last = {}
             if isinstance(step, AuthorStep):
-                logs = step.logs(returned)
+                logs, last = step.logs(returned), returned
         if not authored and self._step.log_names:
             logs = {name: returned[name] for name in self._step.log_names}
         watched = () if watch is None else watch.end(rows, done)
@@ -875,7 +877,7 @@ class SynchronousEngine(Engine):
             if seeds is not None:
                 kept.append(seeds.state)
             self._unheld.note(tf.compat.v1.get_default_graph(), [*kept, *own])
-        return done, examples, waiting, ended, logs, mean_notes, watched
+        return done, examples, waiting, ended, logs, mean_notes, watched, last
 
     def _watch(self) -> StepWatch | None:
         """Returns what notes the loss of each step, where it is asked for."""

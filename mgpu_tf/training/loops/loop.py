@@ -625,6 +625,7 @@ def run_steps(
     """
     # Of a run that was interrupted, and not at the end of an epoch.
     pending = at.step != limit and not pace.is_over(at.step)
+    last = at.logs
     while limit is None or at.step < limit:
         started = time.perf_counter()
         leave_out()
@@ -644,11 +645,11 @@ def run_steps(
         if result.steps:
             at.step += result.steps
             at.examples += result.examples
-            at.logs = result.logs
+            at.logs, last = result.logs, result.returned or result.logs
             pending = True
         over = result.steps < wanted or at.step == limit
         if pending and (over or pace.is_over(at.step)):
-            end(at.step - 1, at.logs)
+            end(at.step - 1, last)
             pending = False
         over = over or stopped()
         at.seconds += time.perf_counter() - started
@@ -656,4 +657,4 @@ def run_steps(
             break
         between()
     if pending:
-        end(at.step - 1, at.logs)
+        end(at.step - 1, last)
