@@ -772,3 +772,46 @@ def test_compiled_metrics_are_reset_once_they_are_built():
     assert (compiled.built, float(count)) == (True, 3.0)
     keras_internals.reset_metrics(model, as_made=False)
     assert float(count) == 0.0
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "softmax"])
+def test_logits_are_found_by_an_output(name):
+    """Beside it, and by its operation; crossentropies are computed of them."""
+    plain = getattr(tf.nn, name)
+    of = {
+        "sigmoid": keras.losses.binary_crossentropy,
+        "softmax": keras.losses.categorical_crossentropy,
+    }[name]
+    targets = tf.constant([[1.0, 0.0]])
+
+    @tf.function
+    def losses(given):
+        logits = 1.0 * given
+        outputs = getattr(keras.activations, name)(logits)
+        assert outputs._keras_logits is logits
+        found = [of(targets, outputs), of(targets, plain(logits))]
+        for each in (outputs, plain(logits)):
+            moved = keras_internals.carried(each, tf.identity)
+            assert moved.op.type == each.op.type
+            found.append(of(targets, moved))
+        aside = tf.identity(outputs)
+        aside._keras_logits = logits
+        found.append(of(targets, keras_internals.carried(aside, tf.identity)))
+        return found, of(targets, tf.identity(outputs))
+
+    found, of_outputs = losses(tf.constant([[-40.0, 40.0]]))
+    assert np.unique(found).size == 1
+    assert float(found[0][0]) >= 40.0 - 1e-5
+    assert float(of_outputs[0]) < 20.0
+
+
+def test_logits_of_one_axis_are_not_computed_again():
+    """A softmax of the rows is not one of some of the rows."""
+
+    @tf.function
+    def first(scores):
+        outputs = keras.activations.softmax(scores)
+        return keras_internals.carried(outputs, lambda each: each[:1])
+
+    found = first(tf.constant([1.0, 1.0]))
+    np.testing.assert_allclose(found, [0.5])
