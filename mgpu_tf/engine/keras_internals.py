@@ -1214,10 +1214,12 @@ def taken_apart(
         activation = _OF_LOGITS.get(tensor.op.type)
         given = next(iter(tensor.op.inputs), None)
     if activation is not None and (logits is None or logits is given):
+        # A pipeline keeps the function, and not the graph of the tensor.
+        beside = logits is not None
 
         def activated(moved: Sequence[tf.Tensor]) -> tf.Tensor:
             outputs = activation(moved[0])
-            if logits is not None:
+            if beside:
                 outputs._keras_logits = moved[0]
             return outputs
 
