@@ -49,10 +49,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     tiers.leave_to_the_matrix(items)
     yield
-    items[:] = tiers.in_turn(items)
+    items[:] = tiers.in_turn(items, config.getoption("drawn_by", ""))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,7 @@ import resource
 
 import pytest
 
-from tests import clusters
+from tests import clusters, deadline
 
 _SPENT = "processor_seconds"
 # What no test spent: to start, to collect, and to start and end clusters.
@@ -66,7 +66,8 @@ class Record:
         if report.failed:
             self._outcomes[report.nodeid] = "failed"
         elif report.skipped and known != "failed":
-            self._outcomes[report.nodeid] = "skipped"
+            left = deadline.NOT_RUN in str(report.longrepr)
+            self._outcomes[report.nodeid] = "not run" if left else "skipped"
         elif known is None:
             self._outcomes[report.nodeid] = "passed"
 

@@ -81,7 +81,14 @@ def test_a_run_whose_time_is_over_is_red(processes, run_suite):
     done, record = run_suite(f"--numprocesses={processes}", "--until=1")
     assert done.returncode == 1
     assert "4 tests NOT RUN: the time is over" in done.stdout
-    assert set(record["outcomes"].values()) == {"skipped"}
+    assert set(record["outcomes"].values()) == {"not run"}
+
+
+def test_a_run_in_a_drawn_order_may_leave_tests(run_suite):
+    done, record = run_suite("--until=1", "--drawn-by=0a1b")
+    assert done.returncode == 0
+    assert "4 tests NOT RUN: the time is over" in done.stdout
+    assert set(record["outcomes"].values()) == {"not run"}
 
 
 @pytest.fixture
@@ -193,6 +200,10 @@ def test_files_that_wait_come_in_turn_with_others():
         item.nodeid.removeprefix("tests/") for item in tiers.in_turn(items)
     ]
     assert ordered == [names[at] for at in (4, 0, 1, 5, 6, 2, 3)]
+    drawn = [tiers.in_turn(items, f"commit {n}") for n in range(9)]
+    assert all(sorted(each, key=items.index) == items for each in drawn)
+    assert {each[0] for each in drawn} == {items[4], items[5]}
+    assert {each[-1] for each in drawn} == {items[1], items[2], items[3]}
 
 
 @pytest.mark.parametrize("name", tiers.LONG)

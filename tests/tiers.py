@@ -109,17 +109,21 @@ def leave_to_the_matrix(items):
                 case.add_marker(matrix)
 
 
-def in_turn(items):
+def in_turn(items, drawn_by=""):
     """Returns items so that files that wait come in turn with others.
 
     Args:
         items: Those of a tier, file by file.
+        drawn_by: Draws the order of files, if it is not empty.
     """
     files = collections.defaultdict(list)
     for item in items:
         files[item.nodeid.partition("::")[0]].append(item)
-    waiting = [file for file in files if file.startswith(WHOLE)]
-    others = [file for file in files if not file.startswith(WHOLE)]
+    names = list(files)
+    if drawn_by:
+        names.sort(key=lambda file: zlib.crc32(f"{drawn_by} {file}".encode()))
+    waiting = [file for file in names if file.startswith(WHOLE)]
+    others = [file for file in names if not file.startswith(WHOLE)]
     pairs = itertools.zip_longest(waiting, others)
     return [
         item for pair in pairs for file in pair for item in files.get(file, ())
