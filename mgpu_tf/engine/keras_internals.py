@@ -1321,94 +1321,33 @@ def _masks_itself(loss: keras.losses.Loss) -> bool:
     return getattr(loss, "_fn_kwargs", {}).get("ignore_class") is not None
 
 
-# Layers of Keras's that make each row of its own row alone, by their module;
-# of the core ones by their class.
-_BY_ROW = (
-    "activations",
-    "attention",
-    "convolutional",
-    "normalization",
-    "pooling",
-    "regularization",
-    "reshaping",
-)
-_ATTENTION = "keras.src.layers.attention"
 _AUGMENTATION = "keras.src.layers.preprocessing.image_preprocessing"
-_CORE_BY_ROW = (
-    keras.layers.Dense,
-    keras.layers.Embedding,
+_OF_KEYS = (
     keras.layers.HashedCrossing,
     keras.layers.Hashing,
-    keras.layers.Identity,
     keras.layers.IntegerLookup,
     keras.layers.StringLookup,
-    keras.layers.InputLayer,
-    keras.layers.Masking,
-    keras.layers.Add,
-    keras.layers.Average,
-    keras.layers.Maximum,
-    keras.layers.Minimum,
-    keras.layers.Multiply,
-    keras.layers.Subtract,
-    keras.layers.ConvLSTM1D,
-    keras.layers.ConvLSTM2D,
-    keras.layers.ConvLSTM3D,
-    keras.layers.GRU,
-    keras.layers.LSTM,
-    keras.layers.SimpleRNN,
 )
 
 
 def is_by_row(layer: keras.layers.Layer) -> bool:
-    """Returns whether a layer makes each row of its own row alone.
+    """Returns whether it is known that a layer keeps rows apart.
 
-    Keras's own do, with Keras's own activations and around such layers, but for
-    those that add a loss and those that join or mix rows. Normalizations by the
-    statistics of a batch count as such: these are the replica's own, or are
-    exchanged. See `have_features` for what they are called with.
+    That is so for the few of Keras's whose operations do not prove it: strings
+    and tables, images that are moved, and a normalization by the statistics of
+    the batch, which are those of a replica, or are exchanged. See
+    `have_features` for what they are called with. Any other layer is proven by
+    its operations, or is computed of all rows.
     """
     kind = type(layer)
-    if kind is ShardedEmbedding:
-        return True  # Though replicas may send each other what they look up.
-    if kind is keras.layers.Bidirectional:
-        inner = layer.forward_layer, layer.backward_layer
-        return all(map(is_by_row, inner))
-    if isinstance(layer, keras.layers.Wrapper) and not is_by_row(layer.layer):
-        return False
     if kind is keras.layers.TextVectorization:
         return _is_text_by_row(layer.get_config())
-    parts = kind.__module__.split(".")
-    known = parts[:3] == ["keras", "src", "layers"] and (
-        parts[3] in _BY_ROW
-        or kind in _CORE_BY_ROW
-        or (
-            parts[3:5] == ["preprocessing", "image_preprocessing"]
-            and kind not in (keras.layers.CutMix, keras.layers.MixUp)
-        )
-    )
-    # Over the first axis of a batch they would mix rows.
-    axes = keras.tree.flatten(getattr(layer, "axis", None))
-    known &= all(axis is None or axis == -1 or axis >= 1 for axis in axes)
-    functions = (
-        getattr(layer, name, None)
-        for name in ("activation", "recurrent_activation", "score_fn")
-    )
-    return (
-        known
-        and kind is not keras.layers.ActivityRegularization
-        and all(map(_is_activation_by_row, functions))
-    )
-
-
-def _is_activation_by_row(function: Any) -> bool:
-    """Returns whether an activation is one of Keras's, which keep rows apart.
-
-    Of `keras.ops` not all do.
-    """
-    if isinstance(function, keras.layers.Layer):
-        return is_by_row(function)
-    module = getattr(function, "__module__", "")
-    return function is None or module.startswith("keras.src.activations")
+    if kind is keras.layers.BatchNormalization:
+        return layer.axis == -1 or layer.axis >= 1
+    if kind.__module__.startswith(_AUGMENTATION):
+        return kind not in (keras.layers.CutMix, keras.layers.MixUp)
+    # Though replicas may send each other what they look up in a table.
+    return kind in _OF_KEYS or kind is ShardedEmbedding
 
 
 def _is_text_by_row(config: dict[str, Any]) -> bool:
@@ -1484,28 +1423,23 @@ def functions_of(
 def have_features(layer: keras.layers.Layer, rows: Iterable[Any]) -> bool:
     """Returns whether rows have the axes that a layer works on.
 
-    A layer of Keras's that is one by rows mixes them where there is no other
-    axis, such as `Softmax` of one number for each row, attention between rows
-    of one axis, and augmentation, which takes three axes for one image.
+    A layer that `is_by_row` mixes rows where there is no other axis: one number
+    for each row is normalized or counted over the rows, three axes are taken
+    for one image, and a list of keys for one tensor.
 
     Args:
         layer: The layer.
         rows: Its inputs that have rows.
     """
-    counts = getattr(layer, "output_mode", "int") not in ("int", "one_hot")
-    module, rows = type(layer).__module__, list(rows)
     ranks = [row.shape.rank or 0 for row in rows]
-    # A mask has an axis less than what it is of.
-    floats = [row.shape.rank or 0 for row in rows if row.dtype.is_floating]
-    if module.startswith(_ATTENTION) and min(floats, default=3) < 3:
+    if type(layer).__module__.startswith(_AUGMENTATION):
+        return max(ranks, default=4) > 3
+    counts = getattr(layer, "output_mode", "int") not in ("int", "one_hot")
+    normalizes = isinstance(layer, keras.layers.BatchNormalization)
+    joins = isinstance(layer, _OF_KEYS) and len(ranks) > 1
+    if joins and not isinstance(layer, keras.layers.HashedCrossing):
         return False
-    if module.startswith(_AUGMENTATION) and max(ranks, default=4) < 4:
-        return False
-    return all(
-        row.shape.rank is not None
-        and (row.shape.rank > 1 or not (row.dtype.is_floating or counts))
-        for row in rows
-    )
+    return min(ranks, default=2) > (counts or normalizes)
 
 
 def is_graph_of_layers(layer: keras.layers.Layer) -> bool:
@@ -1532,7 +1466,7 @@ def tensors_left_in(layer: keras.layers.Layer) -> set[int]:
     left = [
         value
         for each in layer._flatten_layers()
-        if not is_by_row(each)
+        if not type(each).__module__.startswith("keras.src.layers")
         for value in vars(each).values()
     ]
     found = set()

@@ -16,6 +16,7 @@ from mgpu_tf.engine.random_rows import (
     seed_for_rows,
 )
 from mgpu_tf.engine.random_rows.dimensions import OTHER, ROWS, RowDimensions
+from mgpu_tf.engine.row_proof import RowProof, Rows, note_drawn, proving
 from tests.tiers import full, tiered
 
 B = 13
@@ -360,3 +361,29 @@ def test_replicas_may_draw_their_own(strategies, float64):
     )
     trained(trainer.fit)
     assert max(differences(trainer)) > 1e-3
+
+
+def test_draws_of_what_a_loop_made_are_proven():
+    layer, holder, kinds = keras.layers.GRU(4), Holder(), []
+    layer.build([None, 5, 3])
+
+    def take(drawn, rows):
+        assert rows.block is None  # A shape does not show it.
+        assert note_drawn(drawn, rows.shape, rows.axis, rows.block)
+
+    @tf.function(autograph=False)
+    def traced(x):
+        proof = RowProof([x])
+        count = tf.shape(x, tf.int64)[0]
+        zero = tf.constant(0, tf.int64)
+        with (
+            proving(proof),
+            rows_of_global_draws(zero, count, count, x, taken=take),
+        ):
+            made = layer(x)
+            drawn = draw.uniform(shape_of(made), seed=holder.seeds)
+        kinds.append(proof.of(made * drawn))
+
+    with keras_internals.seeds_replaced([holder.seeds], seed_for_rows):
+        traced.get_concrete_function(tf.TensorSpec([None, 5, 3]))
+    assert kinds == [Rows()]

@@ -98,6 +98,9 @@ BOOLEAN = {"LogicalAnd", "LogicalNot", "LogicalOr"}
 INTEGER = {"BitwiseAnd", "BitwiseOr", "BitwiseXor"}
 SPECIAL = {
     "AddN": lambda a, b: raw("AddN", inputs=[a, b]),
+    "Bucketize": lambda a, b: tf.raw_ops.Bucketize(
+        input=a, boundaries=[0.3, 0.6]
+    ),
     "Cast": lambda a, b: tf.cast(a, tf.float32),
     "CheckNumerics": lambda a, b: tf.debugging.check_numerics(a, ""),
     "ClipByValue": lambda a, b: tf.raw_ops.ClipByValue(
@@ -165,6 +168,10 @@ PROVEN = {
     "batch matmul": lambda a: tf.matmul(a, a, transpose_b=True),
     "batch matmul with weights": lambda a: a @ W,
     "einsum": lambda a: tf.einsum("bij,bkj->bik", a, a),
+    "einsum with an ellipsis": lambda a: tf.einsum("...j,jk->...k", a, W),
+    "einsum with an ellipsis in the middle": lambda a: tf.einsum(
+        "b...j,b...j->j...b", a, a
+    ),
     "einsum with weights": lambda a: tf.einsum("bij,jk->kbi", a, W),
     "transpose": lambda a: tf.transpose(a, [1, 0, 2]),
     "flatten": lambda a: tf.reshape(a, [-1, 12]),
@@ -283,6 +290,15 @@ IMAGE = {
             is_training=False,
         ).y
     ),
+    "Conv2DBackpropInput": lambda x: tf.nn.conv2d_transpose(
+        x, KERNEL[..., :2], [tf.shape(x)[0], 8, 8, 2], 2, "SAME"
+    ),
+    "Conv3DBackpropInputV2": lambda x: tf.nn.conv3d_transpose(
+        x[:, None],
+        KERNEL[None, ..., :2],
+        [tf.shape(x)[0], 1, 8, 8, 2],
+        [1, 1, 2, 2, 1],
+    ),
     "AvgPool3D": lambda x: tf.nn.avg_pool3d(
         tf.cast(x[:, None], tf.float32), 2, 2, "SAME"
     ),
@@ -344,6 +360,10 @@ UNPROVABLE = {
     "a loop as long as there are rows": lambda a: tf.while_loop(
         lambda n, x: n < tf.shape(a)[0], lambda n, x: (n + 1, 2 * x), (0, a)
     )[1],
+    "einsum over an ellipsis": lambda a: tf.einsum("b...,b...->...", a, a),
+    "einsum of weights with an ellipsis": lambda a: tf.einsum(
+        "...j,...kj->...k", a, tf.ones([6, 1, 2, 3], tf.float64)
+    ),
     "einsum over rows": lambda a: tf.einsum("bij,bkj->ik", a, a),
     "joined rows": lambda a: tf.reshape(a, [-1, 24]),
     "two examples in one": lambda a: tf.reshape(a, [2, -1]),
@@ -362,6 +382,26 @@ def test_unproven(name):
     _, found = kind_and_values(UNPROVABLE[name], A)
     _.get_concrete_function()
     assert found["kind"] == UNPROVEN
+
+
+def test_either_of_what_all_replicas_hold_is_fixed():
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, 2])])
+    def step(x):
+        held = tf.identity(tf.zeros([]))
+        proof = RowProof([x])
+        proof.take([held], Held(alike=True))
+        is_new = tf.constant(True) & (held > -1.0)
+        one = tf.cond(is_new, lambda: held, lambda: held * 2.0)
+        _, looped = tf.while_loop(
+            lambda i, value: i < 2,
+            lambda i, value: (i + 1, value * 2.0),
+            [0, held],
+        )
+        of_rows = tf.cond(is_new, lambda: held, lambda: tf.reduce_sum(x))
+        assert proof.of(one) == proof.of(looped) == FIXED
+        assert proof.of(of_rows) == UNPROVEN
+
+    step.get_concrete_function()
 
 
 def test_what_is_added_to_a_variable():

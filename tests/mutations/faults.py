@@ -157,9 +157,12 @@ ENGINE = (
     Fault(
         "a layer of Keras's takes rows for features",
         "engine/keras_internals.py",
-        "and (row.shape.rank > 1 or not (row.dtype.is_floating or counts))",
-        "and True",
-        (f"{SLICE}[mirrored_x3-attention of rows by Softmax]",),
+        "return min(ranks, default=2) > (counts or normalizes)",
+        "return True",
+        (
+            "tests/engine/test_layers_of_keras.py::"
+            "test_rows_are_apart[BatchNormalization]",
+        ),
     ),
     Fault(
         "an axis of rows is not looked at",
@@ -833,8 +836,8 @@ LAYOUTS = (
     Fault(
         "attached: logits stay behind in a part of a layer",
         "engine/step/tensor_parallel/parts.py",
-        "outputs = keras_internals.carried(outputs, self._watched)",
-        "outputs = self._watched(outputs)",
+        "return keras_internals.carried(outputs, self._watched)",
+        "return self._watched(outputs)",
         (f"{SLICE}[tensor_x3-a softmax of kinds that is certain]",),
     ),
     Fault(
@@ -855,33 +858,38 @@ LAYOUTS = (
         (f"{SLICE}[mirrored_x3-masked words in a step of ones own]",),
     ),
     Fault(
-        "attached: what a wrapper holds is trusted",
-        "engine/keras_internals.py",
-        "if isinstance(layer, keras.layers.Wrapper) and not "
-        "is_by_row(layer.layer):",
-        "if False:",
-        (f"{SLICE}[mirrored_x3-a spectral norm around a layer that mixes]",),
-    ),
-    Fault(
-        "attached: attention is trusted with any axes",
-        "engine/keras_internals.py",
-        "if module.startswith(_ATTENTION) and min(floats, default=3) < 3:",
-        "if False:",
-        (f"{SLICE}[mirrored_x3-a functional attention between rows]",),
-    ),
-    Fault(
         "attached: augmentation is trusted with any axes",
         "engine/keras_internals.py",
-        "if module.startswith(_AUGMENTATION) and max(ranks, default=4) < 4:",
-        "if False:",
+        "return max(ranks, default=4) > 3",
+        "return True",
         (f"{SLICE}[mirrored_x3-images without channels]",),
     ),
     Fault(
-        "attached: functions of keras ops are trusted as activations",
+        "attached: a list of keys is one tensor of keys",
         "engine/keras_internals.py",
-        'module.startswith("keras.src.activations")',
-        'module.startswith("keras.")',
-        (f"{SLICE}[mirrored_x3-an activation of keras ops that mixes]",),
+        "if joins and not isinstance(layer, keras.layers.HashedCrossing):",
+        "if False:",
+        ("tests/engine/test_layers_of_keras.py::test_rows_are_apart[Hashing]",),
+    ),
+    Fault(
+        "attached: numbers that are drawn have no rows after a loop",
+        "engine/row_proof/proof.py",
+        "return 1 if of_rows else None",
+        "return None",
+        (
+            "tests/engine/test_random_rows.py::"
+            "test_draws_of_what_a_loop_made_are_proven",
+        ),
+    ),
+    Fault(
+        "attached: a branch makes unknown what all replicas hold",
+        "engine/row_proof/proof.py",
+        "return FIXED if same else UNPROVEN",
+        "return UNPROVEN",
+        (
+            "tests/engine/test_row_proof.py::"
+            "test_either_of_what_all_replicas_hold_is_fixed",
+        ),
     ),
     Fault(
         "attached: the call of a graph is that of layers around it",

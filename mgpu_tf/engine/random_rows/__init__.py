@@ -12,6 +12,7 @@ of a type that TensorFlow's random functions dispatch on (`seeds.py`).
 """
 
 from mgpu_tf.engine.random_rows.scope import (
+    DrawnRows,
     RowScope,
     current_scope,
     entered_again,
@@ -20,6 +21,7 @@ from mgpu_tf.engine.random_rows.scope import (
 from mgpu_tf.engine.random_rows.seeds import seed_for_rows
 
 __all__ = [
+    "DrawnRows",
     "RowScope",
     "current_scope",
     "entered_again",

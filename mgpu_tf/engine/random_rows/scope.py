@@ -14,9 +14,6 @@ import tensorflow as tf
 
 from mgpu_tf.engine.random_rows.dimensions import OTHER, ROWS, RowDimensions
 
-# Gets each draw: the tensor, the axis of its rows, their block.
-Taken = Callable[[tf.Tensor, int, int], None]
-
 _log = logging.getLogger("mgpu_tf")
 
 # What was warned of in this process, and of which draw.
@@ -60,6 +57,10 @@ class DrawnRows:
     first: tf.Tensor
     total: tf.Tensor
     block: int | None
+
+
+# Gets what was drawn, and its rows.
+Taken = Callable[[tf.Tensor, DrawnRows], None]
 
 
 class RowScope:
@@ -136,8 +137,7 @@ class RowScope:
 
     def take(self, drawn: tf.Tensor, rows: DrawnRows) -> tf.Tensor:
         """Notes the rows that were drawn; returns them."""
-        if rows.block is not None:
-            self._taken(drawn, rows.axis, rows.block)
+        self._taken(drawn, rows)
         return drawn
 
     def warn_of_others(self, operations: list[tf.Operation]) -> None:
@@ -262,7 +262,7 @@ def rows_of_global_draws(
     data: Any,
     *,
     compiled: bool = False,
-    taken: Taken = lambda drawn, axis, block: None,
+    taken: Taken = lambda drawn, rows: None,
 ) -> Iterator[RowScope]:
     """Lets a replica draw its rows of what one device would draw.
 
@@ -278,8 +278,7 @@ def rows_of_global_draws(
             first dimension is unknown.
         compiled: Whether XLA compiles what is traced, where normal numbers
             have another order.
-        taken: Called with what was drawn with rows, their axis, and how many
-            neighbours on it belong to an example.
+        taken: Called with what was drawn with rows, and where these are.
 
     Yields:
         The scope, for `entered_again`.

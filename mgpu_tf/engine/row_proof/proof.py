@@ -15,11 +15,13 @@ from mgpu_tf.engine.row_proof.gradients import is_linear, keeps_rows_apart
 from mgpu_tf.engine.row_proof.kinds import (
     FIXED,
     OTHERS,
+    ROWS,
     UNPROVEN,
     Kind,
     Rows,
+    Sizes,
 )
-from mgpu_tf.engine.row_proof.rules import by_rule
+from mgpu_tf.engine.row_proof.rules import as_fixed, by_rule
 from mgpu_tf.engine.row_proof.writes import body_of, functions_of, written_by
 from mgpu_tf.strategies.replicas.own_gradient import is_sum_over_replicas
 
@@ -145,6 +147,20 @@ class RowProof:
             elif walking is not self:
                 return walking.found(tensor)
         return self._kind(tensor)
+
+    def neighbours(self, shape: tf.Tensor, axis: int) -> int | None:
+        """Returns how many neighbours on an axis belong to an example.
+
+        Args:
+            shape: The shape of what is asked about.
+            axis: The axis.
+
+        Returns:
+            The number; None where it is not proven that the axis has rows.
+        """
+        kind = self.found(shape)
+        of_rows = isinstance(kind, Sizes) and kind.lengths[axis] == ROWS
+        return 1 if of_rows else None
 
     def walking(self, graph: Any) -> RowProof | None:
         """Returns which looks at a graph now: this proof, or one around it."""
@@ -314,7 +330,7 @@ class RowProof:
         return found if len(found) == len(op.outputs) else UNPROVEN
 
     def _chosen(self, op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
-        if kinds[0] != FIXED:
+        if as_fixed(kinds[0]) != FIXED:
             self.writes_rows |= _writes(op)
             return UNPROVEN
         branches = [
@@ -325,7 +341,7 @@ class RowProof:
         if isinstance(first, Kind) or isinstance(second, Kind):
             return UNPROVEN
         return [
-            one if one == other else UNPROVEN
+            _either(one, other)
             for one, other in zip(first, second, strict=True)
         ]
 
@@ -392,12 +408,18 @@ def _joined(before: Kind, after: Kind, output: tf.Tensor) -> Kind:
 
     A list is empty before something is put into it.
     """
-    if before == after:
-        return before
     empty = before == FIXED and output.dtype == tf.variant
     if empty and isinstance(after, Rows) and after.listed:
         return after
-    return UNPROVEN
+    return _either(before, after)
+
+
+def _either(one: Kind, other: Kind) -> Kind:
+    """What is one or the other."""
+    if one == other:
+        return one
+    same = as_fixed(one) == as_fixed(other) == FIXED
+    return FIXED if same else UNPROVEN
 
 
 def _writes(op: tf.Operation) -> bool:
@@ -466,6 +488,29 @@ def note(tensor: tf.Tensor, kind: Kind) -> tf.Tensor:
     for proof in _active.proofs:
         proof.take([tensor], kind)
     return tensor
+
+
+def note_drawn(
+    tensor: tf.Tensor, shape: tf.Tensor, axis: int, block: int | None
+) -> bool:
+    """Notes that each example has numbers of its own.
+
+    Args:
+        tensor: What was drawn.
+        shape: Its shape, as it was asked for.
+        axis: That of the rows.
+        block: How many neighbours on it belong to an example; None if the
+            proofs under way have to know.
+
+    Returns:
+        Whether that is proven.
+    """
+    step = [] if _active.step is None else [_active.step]
+    for proof in [*step, *_active.proofs]:
+        block = block or proof.neighbours(shape, axis)
+    if block is not None:
+        note(tensor, Rows(axis=axis, block=block))
+    return block is not None
 
 
 def note_same(tensor: tf.Tensor, source: tf.Tensor) -> tf.Tensor:

@@ -34,7 +34,7 @@ def _words(text: str) -> frozenset[str]:
 ELEMENTWISE = _words(
     """
     Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh BesselI0e
-    BesselI1e BitwiseAnd BitwiseOr BitwiseXor Cast Ceil CheckNumerics
+    BesselI1e BitwiseAnd BitwiseOr BitwiseXor Bucketize Cast Ceil CheckNumerics
     ClipByValue Cos Cosh Digamma Div DivNoNan Elu EluGrad Equal Erf Erfc
     Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity
     IdentityN Inv InvGrad IsFinite IsInf IsNan LeakyRelu LeakyReluGrad Less
@@ -646,11 +646,17 @@ def _batch_matmul(op: tf.Operation, kinds: list[Kind]) -> Kind:
 
 def _einsum(op: tf.Operation, kinds: list[Kind]) -> Kind:
     equation = op.get_attr("equation").decode().replace(" ", "")
-    if "..." in equation:
-        return UNPROVEN
     operands, result = equation.split("->")
+    terms, longest = [], 0
+    for term, tensor in zip(operands.split(","), op.inputs, strict=True):
+        if tensor.shape.rank is None:
+            return UNPROVEN
+        count = tensor.shape.rank - len(term.replace("...", ""))
+        longest = max(longest, count)
+        terms.append(term.replace("...", _ellipsis(count)))
+    result = result.replace("...", _ellipsis(longest))
     labels = set()
-    for term, kind in zip(operands.split(","), kinds, strict=True):
+    for term, kind in zip(terms, kinds, strict=True):
         if isinstance(kind, Rows):
             labels.add((term[kind.axis], kind.block))
         elif kind != FIXED:
@@ -659,21 +665,35 @@ def _einsum(op: tf.Operation, kinds: list[Kind]) -> Kind:
         return UNPROVEN
     ((label, block),) = labels
     fixed = [
-        term
-        for term, kind in zip(operands.split(","), kinds, strict=True)
-        if kind == FIXED
+        term for term, kind in zip(terms, kinds, strict=True) if kind == FIXED
     ]
     if any(label in term for term in fixed) or result.count(label) != 1:
         return UNPROVEN
-    if any(term.count(label) > 1 for term in operands.split(",")):
+    if any(term.count(label) > 1 for term in terms):
         return UNPROVEN
     return Rows(axis=result.index(label), block=block)
+
+
+def _ellipsis(count: int) -> str:
+    """Labels of the axes of an ellipsis; the last axes of operands meet."""
+    return "9876543210"[10 - count :]
 
 
 def _image(op: tf.Operation, kinds: list[Kind]) -> Kind:
     kind = kinds[0]
     first = isinstance(kind, Rows) and not kind.axis
     return kind if first and set(kinds[1:]) <= {FIXED} else UNPROVEN
+
+
+def _transposed(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """A transposed convolution, which is the gradient of one by its images."""
+    size, weights, images = kinds
+    lengths = _lengths(op.inputs[0], size)
+    if lengths is None or lengths[0] != ROWS or any(map(_of_rows, lengths[1:])):
+        return UNPROVEN
+    first = isinstance(images, Rows) and not images.axis
+    fits = first and weights == FIXED and images.block == 1  # type: ignore
+    return images if fits else UNPROVEN
 
 
 def _normalized(op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
@@ -798,6 +818,8 @@ _RULES: dict[str, _Rule] = {
     "Bitcast": _bitcast,
     "BroadcastTo": _broadcast,
     "ConcatV2": _concat,
+    "Conv2DBackpropInput": _transposed,
+    "Conv3DBackpropInputV2": _transposed,
     "Einsum": _einsum,
     "ExpandDims": _expand,
     "FusedBatchNormV3": _normalized,
@@ -827,7 +849,16 @@ _RULES: dict[str, _Rule] = {
 
 
 # What else is given a number of rows depends on it.
-_TAKES_SIZES = ("BroadcastTo", "Reshape", "StridedSlice", "Tile")
+_TAKES_SIZE_FIRST = ("Conv2DBackpropInput", "Conv3DBackpropInputV2")
+_TAKES_SIZES = (
+    *("BroadcastTo", "Reshape", "StridedSlice", "Tile"),
+    *_TAKES_SIZE_FIRST,
+)
+
+
+def as_fixed(kind: Kind) -> Kind:
+    """Returns `FIXED` for what all replicas hold, else the kind."""
+    return FIXED if kind in _ALIKE else kind
 
 
 def by_rule(op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
@@ -842,7 +873,7 @@ def by_rule(op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
     if any(isinstance(kind, Held) for kind in kinds):
         found = _added(op, kinds)
         # What all replicas hold is fixed, unless they have added to it.
-        plain = [FIXED if kind in _ALIKE else kind for kind in kinds]
+        plain = list(map(as_fixed, kinds))
         if found != UNPROVEN or plain == kinds:
             return found
         if all(kind == FIXED for kind in plain):
@@ -854,7 +885,7 @@ def by_rule(op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
         return _linear(op, kinds)
     if op.type in ("Shape", "Size"):
         return _shape(op, kinds[0])
-    if isinstance(kinds[0], Sizes) or (
+    if (isinstance(kinds[0], Sizes) and op.type not in _TAKES_SIZE_FIRST) or (
         op.type in ("Pack", "ConcatV2")
         and not any(isinstance(kind, Rows) for kind in kinds)
     ):

@@ -38,6 +38,7 @@ from mgpu_tf.engine.exchange.shared_rows import (
 )
 from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.random_rows import (
+    DrawnRows,
     RowScope,
     entered_again,
     rows_of_global_draws,
@@ -47,7 +48,7 @@ from mgpu_tf.engine.row_proof import (
     FIXED,
     UNPROVEN,
     Rows,
-    note,
+    note_drawn,
     noting,
     proving,
 )
@@ -744,9 +745,9 @@ def drawing(
     if share.low is None or share.replicas == 1:
         return contextlib.nullcontext()
 
-    def take(values: tf.Tensor, axis: int, block: int) -> None:
-        note(values, Rows(axis=axis, block=block))
-        if not axis:
+    def take(values: tf.Tensor, rows: DrawnRows) -> None:
+        proven = note_drawn(values, rows.shape, rows.axis, rows.block)
+        if proven and not rows.axis:
             drawn.append(values)
 
     low, after = share.low, share.low + share.local

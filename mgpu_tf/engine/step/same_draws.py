@@ -36,7 +36,9 @@ class SameDraws:
         def on_replica() -> tf.Tensor:
             context = tf.distribute.get_replica_context()
             first = context.replica_id_in_sync_group == 0
-            return sum_over_replicas(tf.where(first, number, 0))
+            # GPUs of several processes do not add up 32-bit integers.
+            mine = tf.where(first, tf.constant(number, tf.int64), 0)
+            return sum_over_replicas(mine)
 
         number = int.from_bytes(os.urandom(3), "little")
         # TensorFlow warns of functions that are traced by each call of them.

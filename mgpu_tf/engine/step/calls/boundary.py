@@ -10,9 +10,9 @@
 What an author writes around calls, such as losses, ratios, clipping, metrics
 and draws, sees the global batch on every replica and needs no rule. A call is
 cut where the graph proves that each row of its outputs is made of its own row
-alone (`row_proof.py`). Keras's own layers are known by their class. Another
-call is opened: its body sees the global batch, and the calls inside of it are
-cut. A layer that mixes rows is so computed whole by each replica.
+alone (`row_proof.py`). Another call is opened: its body sees the global batch,
+and the calls inside of it are cut. A layer that mixes rows is so computed whole
+by each replica.
 
 Calls inside of a `tf.function`, a branch or a loop of TensorFlow, and calls of
 a step that runs eagerly, are computed whole as well.
@@ -35,7 +35,7 @@ from mgpu_tf.engine.author.contributions import BatchShare, sharing
 from mgpu_tf.engine.author.state import ReplicaState
 from mgpu_tf.engine.exchange.composites import composites_of
 from mgpu_tf.engine.exchange.crossing import Cut, Exchange
-from mgpu_tf.engine.random_rows import rows_of_global_draws
+from mgpu_tf.engine.random_rows import DrawnRows, rows_of_global_draws
 from mgpu_tf.engine.row_proof import FIXED, RowProof, Rows, proving, taken
 from mgpu_tf.engine.step.calls.layer_calls import trust
 from mgpu_tf.engine.step.calls.whole_layers import (
@@ -372,17 +372,15 @@ class Boundary:
         """Returns the scope in which a call draws for its rows."""
         if not self._state.draws_alike:
             return contextlib.nullcontext()
+
+        def take(drawn: tf.Tensor, of: DrawnRows) -> None:
+            block = of.block or proof.neighbours(of.shape, of.axis)
+            if block is not None:
+                proof.take([drawn], Rows(axis=of.axis, block=block))
+
         count = tf.maximum(cut.count, 1)
         low = tf.minimum(cut.low, cut.total - count)
-        return rows_of_global_draws(
-            low,
-            count,
-            cut.total,
-            rows,
-            taken=lambda drawn, axis, block: proof.take(
-                [drawn], Rows(axis=axis, block=block)
-            ),
-        )
+        return rows_of_global_draws(low, count, cut.total, rows, taken=take)
 
     def _cut_rows(self, row: tf.Tensor, cut: Cut) -> tf.Tensor:
         mine = self._exchange.local_rows(row, cut)

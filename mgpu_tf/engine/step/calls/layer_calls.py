@@ -1,16 +1,16 @@
 """Calls of layers in a step in which a replica has its rows.
 
-Layers of Keras's that make each row of its own row are known by their type.
-Each other layer, and each function of `keras.ops` in a functional model, is
-looked at when it is called (`row_proof.py`). If it is proven that each row of
-its outputs comes of its own row, and that what it adds to the loss is a sum or
-a mean over the rows, all is well. If not, replicas send each other the inputs
-of this layer, and each computes the layer whole: its outputs, its losses, its
-state and its draws are those of one device, whatever the layer does. Each
-replica goes on with its rows of the outputs. Outputs whose first axis is not
-that of the rows stay whole, and so does what a functional model makes of them,
-up to its outputs. Where parts of a batch are computed one after another, such
-a layer is refused.
+Each layer, and each function of `keras.ops` in a functional model, is looked
+at when it is called (`row_proof.py`). Of a few of Keras's it is known that
+each row of their outputs comes of its own row (`keras_internals.is_by_row`).
+If that is proven, and that what a layer adds to the loss is a sum or a mean
+over the rows, all is well. If not, replicas send each other the inputs of this
+layer, and each computes the layer whole: its outputs, its losses, its state
+and its draws are those of one device, whatever the layer does. Each replica
+goes on with its rows of the outputs. Outputs whose first axis is not that of
+the rows stay whole, and so does what a functional model makes of them, up to
+its outputs. Where parts of a batch are computed one after another, such a
+layer is refused.
 """
 
 from __future__ import annotations

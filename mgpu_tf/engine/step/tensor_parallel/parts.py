@@ -32,8 +32,7 @@ from mgpu_tf.engine.author.state import Writes
 from mgpu_tf.engine.author.step_scope import Replay, StepScope, is_read_inside
 from mgpu_tf.engine.exchange.embedding_rows import own_rows
 from mgpu_tf.engine.exchange.parts import computed
-from mgpu_tf.engine.row_proof import FIXED, active, given_gradients, note
-from mgpu_tf.engine.step.calls.layer_calls import trust
+from mgpu_tf.engine.row_proof import FIXED, given_gradients, note
 from mgpu_tf.engine.step.tensor_parallel import structure
 from mgpu_tf.engine.step.tensor_parallel.forms import Form, dropped
 from mgpu_tf.engine.step.tensor_parallel.layout import published_layout
@@ -451,10 +450,6 @@ class TensorParallel:
         # What replicas, each a thread, have left split, and in which calls.
         self._noted = _Noted()
         self._layers = [linear.layer for linear in plan.linear]
-        # Before the parts of layers are replaced for a trace.
-        self._apart = set(
-            map(id, filter(keras_internals.is_by_row, self._layers))
-        )
         self._dropouts = {
             id(layer): (axis, length, self._groups[over])
             for layer, axis, length, over in plan.dropouts
@@ -614,12 +609,7 @@ class TensorParallel:
         )
         if form.leaves_split and self._notes:
             self._noted.left.append(outputs)
-        outputs = keras_internals.carried(outputs, self._watched)
-        if id(layer) in self._apart:
-            # A proof around this call cannot look into what is exchanged.
-            for proof in active():
-                trust(proof, inputs, outputs)
-        return outputs
+        return keras_internals.carried(outputs, self._watched)
 
     @property
     def _is_within(self) -> bool:
