@@ -106,6 +106,7 @@ SPECIAL = {
     "ClipByValue": lambda a, b: tf.raw_ops.ClipByValue(
         t=a, clip_value_min=tf.constant(0.2, a.dtype), clip_value_max=b
     ),
+    "EnsureShape": lambda a, b: tf.ensure_shape(a, [None, 4, 3]),
     "IdentityN": lambda a, b: tf.identity_n([a, b])[1],
     "Select": lambda a, b: tf.raw_ops.Select(condition=a > b, x=a, y=b),
     "SelectV2": lambda a, b: tf.where(a > b, a, b),

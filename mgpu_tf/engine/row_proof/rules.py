@@ -35,11 +35,11 @@ ELEMENTWISE = _words(
     """
     Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh BesselI0e
     BesselI1e BitwiseAnd BitwiseOr BitwiseXor Bucketize Cast Ceil CheckNumerics
-    ClipByValue Cos Cosh Digamma Div DivNoNan Elu EluGrad Equal Erf Erfc
-    Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity
-    IdentityN Inv InvGrad IsFinite IsInf IsNan LeakyRelu LeakyReluGrad Less
-    LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum
-    Minimum Mod Mul MulNoNan Neg NotEqual OnesLike Polygamma Pow
+    ClipByValue Cos Cosh Digamma Div DivNoNan Elu EluGrad EnsureShape Equal
+    Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual
+    Identity IdentityN Inv InvGrad IsFinite IsInf IsNan LeakyRelu
+    LeakyReluGrad Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot
+    LogicalOr Maximum Minimum Mod Mul MulNoNan Neg NotEqual OnesLike Polygamma Pow
     PreventGradient RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad
     ReluGrad Rint Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid
     SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad Softsign SoftsignGrad
@@ -50,7 +50,8 @@ ELEMENTWISE = _words(
 # Linear in the argument with rows; what it is taken with must be fixed.
 LINEAR = _words(
     """
-    Cast CheckNumerics Identity IdentityN Neg PreventGradient StopGradient
+    Cast CheckNumerics EnsureShape Identity IdentityN Neg PreventGradient
+    StopGradient
     """
 )
 _REDUCTIONS = _words("All Any EuclideanNorm Max Mean Min Prod Sum")

@@ -123,7 +123,8 @@ class Form:
         )
         with tf.control_dependencies([check]):
             inputs = tf.identity(inputs)
-        return self.groups.all_gather(inputs, 0, total)
+        # As rows of one batch, of which each device gets its own back.
+        return note_same(self.groups.all_gather(inputs, 0, total), inputs)
 
     def _columns(
         self, outputs: tf.Tensor, part: Read, whole: Read
@@ -152,7 +153,7 @@ class Form:
         every = self.groups.all_gather(outputs, axis, length)
         every = _of_length(every, axis, length)
         if self.own_rows:
-            return self.groups.own_part(every)
+            every = self.groups.own_part(every)
         return note_same(every, outputs)
 
     def _has_part(self, bias: keras.Variable, dim: int | None) -> bool:
@@ -170,9 +171,9 @@ class Form:
         return self._activated(outputs)
 
     def _sum(self, outputs: tf.Tensor) -> tf.Tensor:
-        if self.own_rows:
-            return self.groups.reduce_scatter(outputs)
-        return note_same(self.groups.all_reduce(outputs), outputs)
+        over = self.groups
+        exchange = over.reduce_scatter if self.own_rows else over.all_reduce
+        return note_same(exchange(outputs), outputs)
 
     def _with_bias(self, outputs: tf.Tensor, bias: tf.Tensor) -> tf.Tensor:
         bias = tf.cast(bias, outputs.dtype)
@@ -199,7 +200,8 @@ class Form:
         outputs = tf.scatter_nd(
             tf.where(mine), rows, tf.cast(tf.stack(shape), tf.int64)
         )
-        return self._sum(tf.ensure_shape(outputs, [*ids.shape, table.shape[1]]))
+        outputs = tf.ensure_shape(outputs, [*ids.shape, table.shape[1]])
+        return self._sum(note_same(outputs, ids))
 
     def _checked(self, inputs: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
         """Returns ids of the whole table, and the bounds of this part.
@@ -238,7 +240,9 @@ class Form:
             outputs = own(inputs, *args, **kwargs)
             if self.linear.is_tied:
                 return self._whole(outputs, -1, length)
-            return self.groups.own_part(outputs) if self.own_rows else outputs
+            if self.own_rows:
+                outputs = note_same(self.groups.own_part(outputs), outputs)
+            return outputs
         ids, low, high = self._checked(inputs)
         mine = (ids >= low) & (ids < high)
         outputs = own(tf.where(mine, ids - low, 0), *args, **kwargs)
@@ -291,4 +295,5 @@ def dropped(
     static = inputs.shape.as_list()
     static[axis] = length
     factors = tf.ensure_shape(factors, static)
-    return inputs * groups.own_part(factors, axis)
+    # The factors depend on no number of the inputs.
+    return note_same(inputs * groups.own_part(factors, axis), inputs)
