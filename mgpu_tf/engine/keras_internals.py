@@ -358,6 +358,7 @@ def is_known_by_example(loss: keras.losses.Loss) -> bool:
     function = getattr(loss, "fn", type(loss))
     return (
         is_keras_own(loss)
+        and is_unpatched(loss, "call", "__call__")
         and function.__module__.startswith("keras.")
         and not isinstance(
             loss, keras.losses.Circle | keras.losses.Dice | keras.losses.Tversky
@@ -1448,6 +1449,7 @@ def is_graph_of_layers(layer: keras.layers.Layer) -> bool:
     return (
         isinstance(layer, keras.Model)
         and type(layer).call in own
+        and is_unpatched(layer, "call")
         and not any(map(wrote_around_call, layer.layers))
     )
 
@@ -2342,7 +2344,10 @@ def adds_up(
         arguments: Those of its `update_state`.
         named: Those by name.
     """
-    if not is_keras_own(metric) or not _is_of_last_axes(metric):
+    own = is_keras_own(metric) and is_unpatched(
+        metric, "update_state", "result", "reset_state"
+    )
+    if not own or not _is_of_last_axes(metric):
         return False
     function = getattr(metric, "_fn", None)
     if function is None:

@@ -453,3 +453,53 @@ def an_optimizer_that_subtracts_itself(run):
         return model
 
     used(run, build)
+
+
+def without_mean(call):
+    """Returns a call of a model or layer, without the mean of the rows."""
+
+    def without(*arguments, **named):
+        outputs = call(*arguments, **named)
+        return outputs - ops.mean(outputs, axis=0)
+
+    return without
+
+
+@row(GROUP)
+def methods_that_objects_of_keras_were_given(run):
+    def build():
+        hidden = layers.Dense(6, "tanh")
+        hidden.call = without_mean(hidden.call)
+        inputs = keras.Input((4,))
+        model = keras.Model(inputs, layers.Dense(2)(hidden(inputs)))
+        model.call = without_mean(model.call)
+        loss = keras.losses.MeanSquaredError()
+        loss.call = lambda y, p: (
+            ops.square(ops.mean(p * p - y)) * ops.ones_like(p[:, 0])
+        )
+        metric = keras.metrics.MeanAbsoluteError(name="error")
+        own = metric.update_state
+        metric.update_state = lambda y, p, sample_weight=None: own(
+            y - ops.mean(y, axis=0), p - ops.max(p)
+        )
+        model.compile(keras.optimizers.SGD(0.05), loss, metrics=[metric])
+        return model
+
+    x = models.points()
+    trainer = run.fit(build, x, models.points()[:, :2])
+    run.see("predicted", trainer.predict(x, batch_size=8, verbose=0))
+
+
+@row(GROUP)
+def an_optimizer_whose_method_was_replaced(run):
+    def build():
+        model = network()()
+        optimizer = keras.optimizers.SGD(0.05)
+        own = optimizer.apply
+        optimizer.apply = lambda gradients, weights=None: own(
+            [each - ops.mean(each) for each in gradients], weights
+        )
+        model.compile(optimizer, "mse")
+        return model
+
+    used(run, build)

@@ -61,6 +61,7 @@ SLICE = [
     ("fsdp_x3", "an optimizer of some of the weights"),
     ("fsdp_x3", "an optimizer that subtracts itself"),
     ("mirrored_x3", "logs of a step that no metric knows"),
+    ("mirrored_x3", "methods that objects of keras were given"),
     ("mirrored_x3", "as many columns as rows"),
     ("mirrored_x3", "a loss that reads a metric of all rows"),
     ("mirrored_x3", "a constant and a sum in one update"),
@@ -129,6 +130,7 @@ SLICE = [
 
 # What docs/guarantees.md refuses by name.
 REFUSED = [
+    ("mirrored_x3", "an optimizer whose method was replaced"),
     ("fsdp_x3", "a block that is computed again"),
     ("mirrored_x3", "a fit of its own"),
     ("data_2_pipeline_2", "the rate of a schedule as a metric"),

@@ -752,10 +752,10 @@ def _known_rules(model: keras.Model) -> dict[int, Rule]:
     for metric in keras_internals.single_metrics(model.metrics):
         for variable in metric.variables:
             declared = DECLARED.get(variable.aggregation)
-            if keras_internals.is_keras_own(metric) or declared in (
-                Rule.MEAN,
-                Rule.FIRST,
-            ):
+            own = keras_internals.is_keras_own(
+                metric
+            ) and keras_internals.is_unpatched(metric, "update_state")
+            if own or declared in (Rule.MEAN, Rule.FIRST):
                 rules[id(variable)] = declared or Rule.SUM
     return rules
 

@@ -34,17 +34,18 @@ def _words(text: str) -> frozenset[str]:
 ELEMENTWISE = _words(
     """
     Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh BesselI0e
-    BesselI1e BitwiseAnd BitwiseOr BitwiseXor Bucketize Cast Ceil CheckNumerics
-    ClipByValue Cos Cosh Digamma Div DivNoNan Elu EluGrad EnsureShape Equal
-    Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual
-    Identity IdentityN Inv InvGrad IsFinite IsInf IsNan LeakyRelu
-    LeakyReluGrad Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot
-    LogicalOr Maximum Minimum Mod Mul MulNoNan Neg NotEqual OnesLike Polygamma Pow
-    PreventGradient RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad
-    ReluGrad Rint Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid
-    SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad Softsign SoftsignGrad
-    Sqrt SqrtGrad Square SquaredDifference StopGradient Sub Tan Tanh TanhGrad
-    TruncateDiv Xdivy Xlog1py Xlogy ZerosLike Zeta
+    BesselI1e BitwiseAnd BitwiseOr BitwiseXor Bucketize Cast Ceil
+    CheckNumerics ClipByValue Cos Cosh Digamma Div DivNoNan Elu EluGrad
+    EnsureShape Equal Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod
+    Greater GreaterEqual Identity IdentityN Inv InvGrad IsFinite IsInf IsNan
+    LeakyRelu LeakyReluGrad Less LessEqual Lgamma Log Log1p LogicalAnd
+    LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Neg NotEqual
+    OnesLike Polygamma Pow PreventGradient RealDiv Reciprocal ReciprocalGrad
+    Relu Relu6 Relu6Grad ReluGrad Rint Round Rsqrt RsqrtGrad Select SelectV2
+    Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad
+    Softsign SoftsignGrad Sqrt SqrtGrad Square SquaredDifference
+    StopGradient Sub Tan Tanh TanhGrad TruncateDiv Xdivy Xlog1py Xlogy
+    ZerosLike Zeta
     """
 )
 # Linear in the argument with rows; what it is taken with must be fixed.

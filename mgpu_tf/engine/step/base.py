@@ -486,12 +486,27 @@ def check_rounding(strategy: tf.distribute.Strategy, name: str | None) -> None:
         )
 
 
+# What an author may write anew in a class of an optimizer.
+_METHODS = (
+    *("apply", "apply_gradients", "update_step", "_clip_gradients"),
+    *("assign", "assign_add", "assign_sub", "_apply_weight_decay"),
+)
+
+
 def _check_optimizers(
     model: keras.Model, strategy: tf.distribute.Strategy
 ) -> None:
-    """Refuses optimizers that belong to another strategy, built or not."""
+    """Refuses optimizers of another strategy, and with replaced methods."""
     for optimizer in keras_internals.optimizers_of(model):
         for part in keras_internals.parts(optimizer):
+            for method in _METHODS:
+                if not keras_internals.is_unpatched(part, method):
+                    raise ConfigurationError(
+                        "Methods of an optimizer are those of its class. "
+                        f"Received: {part.name!r}, an object whose {method} "
+                        "was replaced. Write a subclass of "
+                        f"{type(part).__name__}."
+                    )
             if keras_internals.strategy_of(part) is not strategy:
                 raise _made_outside("optimizer", part.name)
 

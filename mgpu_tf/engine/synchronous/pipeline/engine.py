@@ -343,7 +343,10 @@ def _check_model(model: keras.Model) -> None:
             f"Received: {type(model).__name__}, which has its own. Use 'fsdp' "
             "or 'mirrored'."
         )
-    if not keras_internals.has_graph(model):
+    if not (
+        keras_internals.has_graph(model)
+        and keras_internals.is_unpatched(model, "call")
+    ):
         raise no_graph(model)
 
 
