@@ -503,3 +503,44 @@ def an_optimizer_whose_method_was_replaced(run):
         return model
 
     used(run, build)
+
+
+class Keeps(layers.Layer):
+    """Leaves a tensor in an attribute."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 6), name="kernel")
+
+    def call(self, x):
+        self.kept = ops.tanh(ops.matmul(x, self.kernel))
+        return x
+
+
+class Reads(Keeps):
+    """Adds the tensor that another layer has left."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.other = other
+
+    def call(self, x):
+        return ops.matmul(x, self.kernel) + self.other.kept
+
+
+@row(GROUP)
+def a_tensor_that_a_layer_leaves_for_the_next(run):
+    def build():
+        inputs = keras.Input((4,))
+        keeps = Keeps()
+        made = Reads(keeps)(keeps(inputs))
+        model = keras.Model(inputs, layers.Dense(2)(made))
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        return model
+
+    run.fit(build, models.points(), models.points()[:, :2])
+    run.fit(
+        build,
+        models.points(),
+        models.points()[:, :2],
+        trainer=run.trainer(build, recompute="layers"),
+    )

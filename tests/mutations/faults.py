@@ -865,6 +865,27 @@ LAYOUTS = (
         (f"{SLICE}[mirrored_x3-images without channels]",),
     ),
     Fault(
+        "attached: what a layer leaves for the next has no gradient",
+        "engine/step/per_layer.py",
+        "or passes_aside()",
+        "or False",
+        (f"{SLICE}[fsdp_x3-a tensor that a layer leaves for the next]",),
+    ),
+    Fault(
+        "attached: a graph whose call was replaced is one of layers",
+        "engine/keras_internals.py",
+        'and is_unpatched(layer, "call")',
+        "and True",
+        (f"{SLICE}[mirrored_x3-methods that objects of keras were given]",),
+    ),
+    Fault(
+        "attached: a loss whose call was replaced is Keras's",
+        "engine/keras_internals.py",
+        'and is_unpatched(loss, "call", "__call__")',
+        "and True",
+        (f"{SLICE}[mirrored_x3-methods that objects of keras were given]",),
+    ),
+    Fault(
         "attached: a list of keys is one tensor of keys",
         "engine/keras_internals.py",
         "if joins and not isinstance(layer, keras.layers.HashedCrossing):",

@@ -55,6 +55,7 @@ from mgpu_tf.engine.author.step_scope import (
 )
 from mgpu_tf.engine.exchange.noise_scale import square_of
 from mgpu_tf.engine.random_rows import current_scope, entered_again
+from mgpu_tf.engine.row_proof import taken
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
@@ -133,6 +134,8 @@ class LayerByLayer:
         split = [v for v in split if id(v) not in self._in_parts]
         gathers = self.scatters and bool(split)
         self._units = _units(model, chosen, gathers=gathers)
+        # Those that have left a tensor in an attribute.
+        self._leaving: list[keras.layers.Layer] = []
         self._plain = {
             id(layer)
             for layer in self._units
@@ -179,6 +182,32 @@ class LayerByLayer:
             for unit in self._units
             if written.keys() & set(map(id, unit.variables))
         }
+
+    def _watched(self, layer: keras.layers.Layer) -> Callable[[], bool]:
+        """Returns what tells whether a call passed tensors by attributes.
+
+        They have no gradient where a layer is computed again: not to the layer
+        that left them, and not from the layer that reads them.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        begun = len(graph.get_operations())
+        left = keras_internals.tensors_left_in(layer)
+
+        def passes_aside() -> bool:
+            if keras_internals.tensors_left_in(layer) - left:
+                self._leaving.append(layer)
+                return True
+            if not self._leaving:
+                return False
+            known = set().union(
+                *map(keras_internals.tensors_left_in, self._leaving)
+            )
+            return any(
+                id(tensor) in known
+                for _, _, tensor in taken(graph, begun, lambda place: False)
+            )
+
+        return passes_aside
 
     def _small(self, split: list[keras.Variable]) -> list[keras.Variable]:
         """Returns vectors that are together small beside a layer."""
@@ -490,6 +519,7 @@ class LayerByLayer:
             mark, order = scope.mark(), self.order_of(scope)
             calls = len(order.passes)
             scope.seen, scope.narrow = {}, []
+            passes_aside = self._watched(layer)
             outputs = _Pass(self, scope, layer, own, args, kwargs, lent)()
             others = [
                 variable
@@ -497,7 +527,7 @@ class LayerByLayer:
                 if all(variable is not each for each in weights)
             ]
             late = self._joined(scope) - joined
-            if scope.has_added(mark) or (late and not others):
+            if scope.has_added(mark) or (late and not others) or passes_aside():
                 self._plain.add(id(layer))
                 undo()
                 return own(*args, **kwargs)
