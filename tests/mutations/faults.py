@@ -150,8 +150,8 @@ ENGINE = (
     Fault(
         "a class derived from a loss of Keras's is taken for it",
         "engine/keras_internals.py",
-        "        is_keras_own(loss)\n        and function",
-        "        function",
+        "        is_keras_own(loss)\n        and is_unpatched(loss",
+        "        is_unpatched(loss",
         (f"{SLICE}[mirrored_x3-a class of keras with means of the batch]",),
     ),
     Fault(
