@@ -618,6 +618,18 @@ def updates_replaced(
         yield
 
 
+def replaced_by_author(part: Any, methods: Iterable[str]) -> str | None:
+    """Returns the first method that an author replaced on an object, or None.
+
+    What `catch_from_now_on` has replaced is not the author's.
+    """
+    for method in methods:
+        found = vars(part).get(method)
+        if found is not None and getattr(found, "__module__", None) != __name__:
+            return method
+    return None
+
+
 def is_unpatched(part: Any, *methods: str) -> bool:
     """Returns whether methods of a layer or optimizer are its class's own."""
     return not any(method in vars(part) for method in methods)

@@ -499,14 +499,13 @@ def _check_optimizers(
     """Refuses optimizers of another strategy, and with replaced methods."""
     for optimizer in keras_internals.optimizers_of(model):
         for part in keras_internals.parts(optimizer):
-            for method in _METHODS:
-                if not keras_internals.is_unpatched(part, method):
-                    raise ConfigurationError(
-                        "Methods of an optimizer are those of its class. "
-                        f"Received: {part.name!r}, an object whose {method} "
-                        "was replaced. Write a subclass of "
-                        f"{type(part).__name__}."
-                    )
+            replaced = keras_internals.replaced_by_author(part, _METHODS)
+            if replaced is not None:
+                raise ConfigurationError(
+                    "Methods of an optimizer are those of its class. "
+                    f"Received: {part.name!r}, an object whose {replaced} was "
+                    f"replaced. Write a subclass of {type(part).__name__}."
+                )
             if keras_internals.strategy_of(part) is not strategy:
                 raise _made_outside("optimizer", part.name)
 
