@@ -106,7 +106,6 @@ SPECIAL = {
     "ClipByValue": lambda a, b: tf.raw_ops.ClipByValue(
         t=a, clip_value_min=tf.constant(0.2, a.dtype), clip_value_max=b
     ),
-    "EnsureShape": lambda a, b: tf.ensure_shape(a, [None, 4, 3]),
     "IdentityN": lambda a, b: tf.identity_n([a, b])[1],
     "Select": lambda a, b: tf.raw_ops.Select(condition=a > b, x=a, y=b),
     "SelectV2": lambda a, b: tf.where(a > b, a, b),
@@ -169,6 +168,7 @@ PROVEN = {
     "batch matmul": lambda a: tf.matmul(a, a, transpose_b=True),
     "batch matmul with weights": lambda a: a @ W,
     "einsum": lambda a: tf.einsum("bij,bkj->bik", a, a),
+    "ensured shape of a row": lambda a: tf.ensure_shape(a, [None, 4, 3]),
     "einsum with an ellipsis": lambda a: tf.einsum("...j,jk->...k", a, W),
     "einsum with an ellipsis in the middle": lambda a: tf.einsum(
         "b...j,b...j->j...b", a, a
@@ -361,6 +361,7 @@ UNPROVABLE = {
     "a loop as long as there are rows": lambda a: tf.while_loop(
         lambda n, x: n < tf.shape(a)[0], lambda n, x: (n + 1, 2 * x), (0, a)
     )[1],
+    "ensured number of rows": lambda a: tf.ensure_shape(a, [ROWS, 4, 3]),
     "einsum over an ellipsis": lambda a: tf.einsum("b...,b...->...", a, a),
     "einsum of weights with an ellipsis": lambda a: tf.einsum(
         "...j,...kj->...k", a, tf.ones([6, 1, 2, 3], tf.float64)

@@ -36,8 +36,8 @@ ELEMENTWISE = _words(
     Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh BesselI0e
     BesselI1e BitwiseAnd BitwiseOr BitwiseXor Bucketize Cast Ceil
     CheckNumerics ClipByValue Cos Cosh Digamma Div DivNoNan Elu EluGrad
-    EnsureShape Equal Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod
-    Greater GreaterEqual Identity IdentityN Inv InvGrad IsFinite IsInf IsNan
+    Equal Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater
+    GreaterEqual Identity IdentityN Inv InvGrad IsFinite IsInf IsNan
     LeakyRelu LeakyReluGrad Less LessEqual Lgamma Log Log1p LogicalAnd
     LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Neg NotEqual
     OnesLike Polygamma Pow PreventGradient RealDiv Reciprocal ReciprocalGrad
@@ -707,6 +707,16 @@ def _normalized(op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
     return [kinds[0], *[UNPROVEN] * (len(op.outputs) - 1)]
 
 
+def _ensured(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """The same, if no number of rows is asked for: a replica has fewer."""
+    kind = kinds[0]
+    if not isinstance(kind, Rows):
+        return UNPROVEN
+    shape = tf.TensorShape(op.get_attr("shape"))
+    known = shape.rank is not None and shape[kind.axis] is not None
+    return UNPROVEN if known else kind
+
+
 def _bitcast(op: tf.Operation, kinds: list[Kind]) -> Kind:
     """The same bits as numbers of another type of the same size."""
     same = op.inputs[0].dtype.size == op.outputs[0].dtype.size
@@ -823,6 +833,7 @@ _RULES: dict[str, _Rule] = {
     "Conv2DBackpropInput": _transposed,
     "Conv3DBackpropInputV2": _transposed,
     "Einsum": _einsum,
+    "EnsureShape": _ensured,
     "ExpandDims": _expand,
     "FusedBatchNormV3": _normalized,
     "GatherV2": _gather,
