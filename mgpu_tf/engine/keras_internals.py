@@ -34,6 +34,7 @@ from tensorflow.python.eager.polymorphic_function import (
 from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.framework import ops as tf_ops
 
+from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.layers import ShardedEmbedding
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
 from mgpu_tf.strategies.registry import kind_of
@@ -1206,6 +1207,8 @@ def with_mask(tensor: Any, mask: Any | None) -> Any:
     return tensor
 
 
+# What Keras sets on tensors.
+_SET_BY_KERAS = ("_keras_logits", "_keras_mask")
 # The operations whose inputs Keras's crossentropies take for logits.
 _OF_LOGITS = {"Sigmoid": tf.sigmoid, "Softmax": tf.nn.softmax}
 
@@ -1256,7 +1259,18 @@ def carried(
     Args:
         tensor: What a layer may have made.
         move: Moves a tensor, such as to other replicas.
+
+    Raises:
+        ConfigurationError: The author has set something on it.
     """
+    names = attributes_of_author(tensor)
+    if names:
+        raise ConfigurationError(
+            "On several replicas, a layer of which the outputs move between "
+            "them leaves nothing on a tensor. Received: the attribute "
+            f"{names[0]!r} of a tensor of shape {tensor.shape}. Return what it "
+            "holds as another output."
+        )
     parts, together = taken_apart(tensor)
     moved = together(list(map(move, parts)))
     mask = mask_of(tensor)
@@ -1472,27 +1486,11 @@ def wrote_around_call(layer: keras.layers.Layer) -> bool:
     return library not in ("keras", "keras_hub")
 
 
-def tensors_left_in(layer: keras.layers.Layer) -> set[int]:
-    """Returns the ids of tensors of a graph in attributes, inner ones too.
-
-    A layer of Keras's own leaves none.
-    """
-    left = [
-        value
-        for each in layer._flatten_layers()
-        if not type(each).__module__.startswith("keras.src.layers")
-        for value in vars(each).values()
-    ]
-    found = set()
-    while left:
-        value = left.pop()
-        if isinstance(value, dict):
-            left += value.values()
-        elif isinstance(value, (list, tuple)):
-            left += value
-        elif tf.is_symbolic_tensor(value):
-            found.add(id(value))
-    return found
+def attributes_of_author(tensor: Any) -> list[str]:
+    """Returns the names of what an author has set on a tensor of a graph."""
+    if not tf.is_symbolic_tensor(tensor):
+        return []
+    return [name for name in vars(tensor) if name not in _SET_BY_KERAS]
 
 
 def snapshot(layers: list[keras.layers.Layer]) -> Callable[[], None]:

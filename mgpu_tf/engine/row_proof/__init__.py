@@ -38,6 +38,7 @@ from mgpu_tf.engine.row_proof.kinds import (
     Rows,
     Sizes,
 )
+from mgpu_tf.engine.row_proof.operations import Operations
 from mgpu_tf.engine.row_proof.proof import (
     RowProof,
     active,
@@ -48,6 +49,7 @@ from mgpu_tf.engine.row_proof.proof import (
     note_same,
     noting,
     proving,
+    recorded,
 )
 from mgpu_tf.engine.row_proof.rules import ELEMENTWISE, proven_operations
 from mgpu_tf.engine.row_proof.sums import SumProof
@@ -65,6 +67,7 @@ __all__ = [
     "UNPROVEN",
     "Held",
     "Kind",
+    "Operations",
     "RowProof",
     "Rows",
     "Sizes",
@@ -80,6 +83,7 @@ __all__ = [
     "noting",
     "proven_operations",
     "proving",
+    "recorded",
     "taken",
     "written",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import threading
@@ -21,6 +20,7 @@ from mgpu_tf.engine.row_proof.kinds import (
     Rows,
     Sizes,
 )
+from mgpu_tf.engine.row_proof.operations import Operations, Turns
 from mgpu_tf.engine.row_proof.rules import as_fixed, by_rule
 from mgpu_tf.engine.row_proof.writes import body_of, functions_of, written_by
 from mgpu_tf.strategies.replicas.own_gradient import is_sum_over_replicas
@@ -72,7 +72,7 @@ class RowProof:
         self.writes_rows = False
         # By a graph, where the operations of other replicas begin and end, in
         # turn.
-        self._of_others: dict[int, list[int]] = {}
+        self._of_others: dict[int, Turns] = {}
         self.take(rows, Rows())
 
     def take(self, tensors: Iterable[Any], kind: Kind) -> None:
@@ -202,10 +202,7 @@ class RowProof:
             begin: The first of their operations, by its number in the graph.
             end: The number after the last.
         """
-        bounds = self._of_others.setdefault(id(graph), [])
-        while bounds and bounds[-2] >= begin:
-            del bounds[-2:]  # Within this one.
-        bounds += [begin, end]
+        self._of_others.setdefault(id(graph), Turns()).add(begin, end)
 
     def is_of_others(self, graph: Any, place: int) -> bool:
         """Returns whether an operation was made in the turn of others.
@@ -214,8 +211,8 @@ class RowProof:
             graph: Its graph.
             place: Its number there.
         """
-        bounds = self._of_others.get(id(graph), [])
-        return bisect.bisect_right(bounds, place) % 2 == 1
+        turns = self._of_others.get(id(graph))
+        return turns is not None and place in turns
 
     def _of(self, op: tf.Operation) -> Sequence[Kind]:
         """Returns the kinds of an operation's outputs."""
@@ -432,9 +429,22 @@ class _Active(threading.local):
 
     proofs: list[RowProof] = dataclasses.field(default_factory=list)
     step: RowProof | None = None
+    calls: list[Operations] = dataclasses.field(default_factory=list)
 
 
 _active = _Active()
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Operations]:
+    """Yields the operations that this replica makes in a block."""
+    made = Operations(tf.compat.v1.get_default_graph())
+    _active.calls.append(made)
+    try:
+        yield made
+    finally:
+        _active.calls.pop()
+        made.end()
 
 
 @contextlib.contextmanager
@@ -453,20 +463,22 @@ def active() -> list[RowProof]:
 
 
 def leave_others() -> Callable[[], None]:
-    """Lets proofs that are under way leave out what other replicas write.
+    """Lets what looks at operations leave out those of other replicas.
 
     Call it where others have their turn, and what it returns afterwards.
     """
     if tf.executing_eagerly():
         return lambda: None
-    graph, proofs = tf.compat.v1.get_default_graph(), active()
-    proofs += [_active.step] if _active.step is not None else []
+    graph = tf.compat.v1.get_default_graph()
+    step = [] if _active.step is None else [_active.step]
+    under_way: list[RowProof | Operations]
+    under_way = [*active(), *step, *_active.calls]
     begin = len(graph.get_operations())
 
     def back() -> None:
         end = len(graph.get_operations())
-        for proof in proofs:
-            proof.leave_out(graph, begin, end)
+        for each in under_way:
+            each.leave_out(graph, begin, end)
 
     return back
 

@@ -14,7 +14,7 @@ with what goes into them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -48,13 +48,18 @@ def acts(graph: Any, first: int = 0) -> bool:
         graph: The graph.
         first: The operation to begin with, by its number in the graph.
     """
-    return any(map(_acts, _stateful(graph, first)))
+    return act(graph.get_operations()[first:])
 
 
-def _stateful(graph: Any, first: int = 0) -> Iterator[tf.Operation]:
+def act(operations: Iterable[tf.Operation]) -> bool:
+    """Returns whether operations do more than make their outputs."""
+    return any(map(_acts, _stateful(operations)))
+
+
+def _stateful(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
     """Yields the operations that may do more: all that take a resource too."""
     stateful: dict[str, bool] = {}
-    for op in graph.get_operations()[first:]:
+    for op in operations:
         kind = op.type
         if kind not in stateful:
             stateful[kind] = op.op_def.is_stateful
@@ -63,14 +68,14 @@ def _stateful(graph: Any, first: int = 0) -> Iterator[tf.Operation]:
 
 
 def _acts(op: tf.Operation) -> bool:
-    if op.type in _IDLE or _is_exchange(op):
+    if op.type in _IDLE or is_exchange(op):
         return False
     bodies = [body_of(op, function) for function in functions_of(op)]
     return not bodies or any(body is None or acts(body) for body in bodies)
 
 
-def _is_exchange(op: tf.Operation) -> bool:
-    """Whether replicas exchange values, for which they take a token in turn."""
+def is_exchange(op: tf.Operation) -> bool:
+    """Returns whether replicas exchange values, with a token in turn."""
     return op.type.startswith("Collective")
 
 
@@ -85,9 +90,9 @@ def written(graph: Any, first: int = 0) -> Iterator[tuple[tf.Operation, Any]]:
         An operation of the graph and a resource, as no graph around this one
         has captured it; None where it calls Python, which may write anything.
     """
-    for op in _stateful(graph, first):
+    for op in _stateful(graph.get_operations()[first:]):
         for resource in written_by(op):
-            found = _outside(resource)
+            found = outside(resource)
             # What the graph itself makes is gone with it.
             made = tf.is_symbolic_tensor(found) and found.op.type
             if not (made and made.startswith("Anonymous")):
@@ -117,7 +122,7 @@ def taken(
             continue
         for given in op.inputs:
             if given.name in captured:
-                yield op, given, _outside(captured[given.name])
+                yield op, given, outside(captured[given.name])
             elif given.op.name not in made:
                 yield op, given, given
 
@@ -133,7 +138,7 @@ def written_by(op: tf.Operation) -> list[Any]:
     resources = [
         _source(each) for each in op.inputs if each.dtype == tf.resource
     ]
-    if op.type in _READS or _is_exchange(op):
+    if op.type in _READS or is_exchange(op):
         return []
     functions = functions_of(op)
     if not functions:
@@ -149,7 +154,7 @@ def written_by(op: tf.Operation) -> list[Any]:
             id(inner): _source(outer)
             for inner, outer in zip(body.inputs, given, strict=False)
         }
-        for each in _stateful(body):
+        for each in _stateful(body.get_operations()):
             found += [taken.get(id(r), r) for r in written_by(each)]
     return found
 
@@ -182,7 +187,7 @@ def _source(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-def _outside(resource: Any) -> Any:
+def outside(resource: Any) -> Any:
     """Returns a resource where no graph has captured it."""
     while tf.is_symbolic_tensor(resource):
         captures = _captures(resource.graph)

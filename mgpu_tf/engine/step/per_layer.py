@@ -37,6 +37,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -55,10 +56,12 @@ from mgpu_tf.engine.author.step_scope import (
 )
 from mgpu_tf.engine.exchange.noise_scale import square_of
 from mgpu_tf.engine.random_rows import current_scope, entered_again
-from mgpu_tf.engine.row_proof import taken
+from mgpu_tf.engine.row_proof import Operations, recorded
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
-from mgpu_tf.engine.trace_again import TraceAgain
+from mgpu_tf.engine.trace_again import TraceAgain, refusal_within
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
+
+_log = logging.getLogger("mgpu_tf")
 
 # What is gathered together and once is as much of a layer at most.
 _TOGETHER = 1 / 4
@@ -134,8 +137,8 @@ class LayerByLayer:
         split = [v for v in split if id(v) not in self._in_parts]
         gathers = self.scatters and bool(split)
         self._units = _units(model, chosen, gathers=gathers)
-        # Those that have left a tensor in an attribute.
-        self._leaving: list[keras.layers.Layer] = []
+        # The calls of a trace, of all replicas.
+        self._calls: list[_Pass] = []
         self._plain = {
             id(layer)
             for layer in self._units
@@ -183,31 +186,24 @@ class LayerByLayer:
             if written.keys() & set(map(id, unit.variables))
         }
 
-    def _watched(self, layer: keras.layers.Layer) -> Callable[[], bool]:
-        """Returns what tells whether a call passed tensors by attributes.
-
-        They have no gradient where a layer is computed again: not to the layer
-        that left them, and not from the layer that reads them.
-        """
-        graph = tf.compat.v1.get_default_graph()
-        begun = len(graph.get_operations())
-        left = keras_internals.tensors_left_in(layer)
-
-        def passes_aside() -> bool:
-            if keras_internals.tensors_left_in(layer) - left:
-                self._leaving.append(layer)
-                return True
-            if not self._leaving:
-                return False
-            known = set().union(
-                *map(keras_internals.tensors_left_in, self._leaving)
-            )
-            return any(
-                id(tensor) in known
-                for _, _, tensor in taken(graph, begun, lambda place: False)
+    def compute_once(self, layer: keras.layers.Layer, why: str) -> None:
+        """Lets a layer be computed once in a step, which takes more memory."""
+        if id(layer) not in self._plain:
+            self._plain.add(id(layer))
+            _log.info(
+                "%s (%s) is not computed again in the backward pass, and keeps "
+                "what it computes until then: %s",
+                layer.name,
+                type(layer).__name__,
+                why,
             )
 
-        return passes_aside
+    def _handles(self) -> set[int]:
+        """Returns the handles of variables that have no gradient here."""
+        weights = set(map(id, self._model.trainable_variables))
+        return keras_internals.handles_of(
+            v for v in self._model.variables if id(v) not in weights
+        )
 
     def _small(self, split: list[keras.Variable]) -> list[keras.Variable]:
         """Returns vectors that are together small beside a layer."""
@@ -233,9 +229,24 @@ class LayerByLayer:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Lets the layers be computed so, while traced."""
-        with keras_internals.calls_replaced(self._units, self._call):
-            yield
+        """Lets the layers be computed so, while traced.
+
+        Raises:
+            TraceAgain: A layer is not a function of what it is called with.
+                In another trace it is computed once.
+        """
+        self._calls = []
+        try:
+            with keras_internals.calls_replaced(self._units, self._call):
+                yield
+            reasons = [(call.layer, call.reason()) for call in self._calls]
+        finally:
+            self._calls = []
+        for layer, reason in reasons:
+            if reason is not None:
+                self.compute_once(layer, reason)
+        if any(reason is not None for _, reason in reasons):
+            raise TraceAgain
 
     @contextlib.contextmanager
     def unscattered(self) -> Iterator[None]:
@@ -469,7 +480,9 @@ class LayerByLayer:
             isinstance(each, (tf.RaggedTensor, tf.SparseTensor))
             for each in inputs
         )
-        if composite or id(layer) in self._plain:
+        # No graph shows what a call does that runs eagerly.
+        plain = composite or id(layer) in self._plain or tf.executing_eagerly()
+        if plain:
             for variable in layer.variables:
                 if self.is_split(variable):
                     # Before the call, which reads what is known then.
@@ -519,15 +532,18 @@ class LayerByLayer:
             mark, order = scope.mark(), self.order_of(scope)
             calls = len(order.passes)
             scope.seen, scope.narrow = {}, []
-            passes_aside = self._watched(layer)
-            outputs = _Pass(self, scope, layer, own, args, kwargs, lent)()
+            call = _Pass(self, scope, layer, own, args, kwargs, lent)
+            outputs = call()
             others = [
                 variable
                 for variable in scope.seen.values()
                 if all(variable is not each for each in weights)
             ]
             late = self._joined(scope) - joined
-            if scope.has_added(mark) or (late and not others) or passes_aside():
+            aside = call.aside(self._handles)
+            if scope.has_added(mark) or (late and not others) or aside:
+                if aside:
+                    self.compute_once(layer, aside)
                 self._plain.add(id(layer))
                 undo()
                 return own(*args, **kwargs)
@@ -540,6 +556,8 @@ class LayerByLayer:
                 for variable in lent:
                     if self.is_split(variable):
                         scope.state_mapping.pop(id(variable), None)
+                if scope.trains:
+                    self._calls.append(call)
                 return outputs
             # A weight of another layer has its gradient here as well.
             self._others.setdefault(id(layer), []).extend(others)
@@ -575,6 +593,7 @@ class _Pass:
     ) -> None:
         self._layers = layers
         self._scope = scope
+        self.layer = layer
         self._own = own
         # Of what is read in parts, the part is no value of the weight.
         self._lent = [v for v in lent if not layers.is_in_parts(v)]
@@ -590,7 +609,7 @@ class _Pass:
         self._places = [
             place
             for place, value in enumerate(self._flat)
-            if tf.is_tensor(value) and value.dtype.is_floating
+            if tf.is_tensor(value) and _is_differentiable(value)
         ]
         # What Keras finds by a tensor is not lost on the way into a call.
         self._apart = [
@@ -604,6 +623,11 @@ class _Pass:
         self._outputs: Any = None
         self._call_state = keras_internals.call_state()
         self._draws = current_scope()
+        # What the layer makes in the forward pass, and of what.
+        self._made: Operations | None = None
+        self._given: list[tf.Tensor] = []
+        self._state: dict[int, tf.Tensor] = {}
+        self._differs: str | None = None
 
     def __call__(self) -> Any:
         """Returns the outputs of the layer."""
@@ -633,6 +657,35 @@ class _Pass:
                 keras_internals.with_mask_of(made, value)
             outputs.append(made)
         return tf.nest.pack_sequence_as(self._outputs, outputs)
+
+    def aside(self, handles: Callable[[], set[int]]) -> str | None:
+        """Returns what the layer reads or does beside its arguments, if so.
+
+        Args:
+            handles: Returns those of variables that have no gradient.
+        """
+        if self._made is None:
+            return None
+        known = [*self._given, *self._state.values(), *self._masks]
+        if self._made.take_others(known, handles):
+            return "it reads a tensor that is no argument, weight or state"
+        if self._made.act():
+            return "it prints, calls Python, or draws or writes by itself"
+        leaves = [*self._flat, *tf.nest.flatten(self._outputs)]
+        if any(map(keras_internals.attributes_of_author, leaves)):
+            return "its arguments or outputs have attributes"
+        return None
+
+    def reason(self) -> str | None:
+        """Returns why the layer cannot be computed again, if it cannot.
+
+        Once the step is traced.
+        """
+        assert self._made is not None
+        outputs = [*tf.nest.flatten(self._outputs), *_parts_of(self._outputs)]
+        if self._made.are_read(set(map(id, outputs))):
+            return "something reads a tensor of it that is no output"
+        return self._differs
 
     def _trained(self) -> list[keras.Variable]:
         return [v for v in self._lent if id(v) in self._scope.sources]
@@ -757,12 +810,34 @@ class _Pass:
         args, kwargs = tf.nest.pack_sequence_as(self._structure, flat)
         return self._own(*args, **kwargs)
 
+    def _computed_again(self, inputs: list[tf.Tensor]) -> Any:
+        """Calls the layer once more, which leaves its attributes as they are.
+
+        Raises:
+            TraceAgain: It cannot be called twice.
+        """
+        held = [self.layer, *keras_internals.inner_layers(self.layer)]
+        put_back = keras_internals.snapshot(held)
+        try:
+            return self._outputs_of(inputs)
+        except Exception as error:
+            if refusal_within(error) is None:
+                self._layers.compute_once(self.layer, f"{error}")
+                raise TraceAgain from error
+            raise
+        finally:
+            put_back()
+
     def _forward(self, *operands: tf.Tensor) -> tuple[Any, Any]:
         count = len(self._inputs())
         before = dict(self._scope.state_mapping)
-        self._scope.lend(self._lent, self._values(self._first_gathered()))
+        values = self._values(self._first_gathered())
+        self._scope.lend(self._lent, values)
         self._scope.reads.clear()
-        self._outputs = self._outputs_of(list(operands[:count]))
+        self._state = before
+        self._given = [*operands, *values]
+        with recorded() as self._made:
+            self._outputs = self._outputs_of(list(operands[:count]))
         self._often = {key for key, n in self._scope.reads.items() if n > 1}
         flat = _parts_of(self._outputs)
 
@@ -816,13 +891,22 @@ class _Pass:
         watched = [*inputs, *(held[id(v)] for v in trained), *in_parts]
         with tf.GradientTape() as tape:
             tape.watch(watched)
-            with replay, self._call_state(), entered_again(self._draws):
-                outputs = self._outputs_of(inputs)
+            with (
+                replay,
+                self._call_state(),
+                entered_again(self._draws),
+                recorded() as made,
+            ):
+                outputs = self._computed_again(inputs)
         flat = _parts_of(outputs)
+        assert self._made is not None
+        given = zip(self._given, [*again, *values], strict=True)
+        if not self._made.are_same(made, _parts_of(self._outputs), flat, given):
+            self._differs = "it is another function when it is called again"
         pairs = [
             (value, gradient)
             for value, gradient in zip(flat, upstream, strict=True)
-            if value.dtype.is_floating and gradient is not None
+            if _is_differentiable(value) and gradient is not None
         ]
         found = tape.gradient(
             [value for value, _ in pairs],
@@ -959,6 +1043,10 @@ def _all_inside(layers: list[keras.layers.Layer]) -> set[int]:
         for layer in layers
         for inner in keras_internals.inner_layers(layer)
     }
+
+
+def _is_differentiable(value: tf.Tensor) -> bool:
+    return value.dtype.is_floating or value.dtype.is_complex
 
 
 def _own_type(variable: keras.Variable) -> tf.DType:

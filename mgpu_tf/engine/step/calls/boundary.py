@@ -36,7 +36,14 @@ from mgpu_tf.engine.author.state import ReplicaState
 from mgpu_tf.engine.exchange.composites import composites_of
 from mgpu_tf.engine.exchange.crossing import Cut, Exchange
 from mgpu_tf.engine.random_rows import DrawnRows, rows_of_global_draws
-from mgpu_tf.engine.row_proof import FIXED, RowProof, Rows, proving, taken
+from mgpu_tf.engine.row_proof import (
+    FIXED,
+    Operations,
+    RowProof,
+    Rows,
+    proving,
+    recorded,
+)
 from mgpu_tf.engine.step.calls.layer_calls import trust
 from mgpu_tf.engine.step.calls.whole_layers import (
     masks_of,
@@ -71,14 +78,33 @@ class Boundary:
             for variable in keras_internals.moving_statistics(model)
         }
         self._opened: set[int] = set()
+        # Of a trace: layers, what they made, and the outputs, by identity.
+        self._proven: list[tuple[Any, Operations, dict[int, Any]]] = []
         # Each replica is a thread of its own.
         self._here = threading.local()
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Lets calls be cut. Outside of replicas, around the steps of all."""
-        with keras_internals.calls_replaced(self._layers, self._called):
-            yield
+        """Lets calls be cut. Outside of replicas, around the steps of all.
+
+        Raises:
+            TraceAgain: A tensor of a call that was cut is read elsewhere, and
+                is no output. The call will be computed whole.
+        """
+        try:
+            with keras_internals.calls_replaced(self._layers, self._called):
+                yield
+            left = [
+                layer
+                for layer, made, outputs in self._proven
+                if made.are_read(outputs, of_any_type=True)
+            ]
+        finally:
+            self._proven = []
+        for layer in left:
+            self._open(layer)
+        if left:
+            raise TraceAgain
 
     @contextlib.contextmanager
     def entered(
@@ -188,7 +214,8 @@ class Boundary:
             return own(*arguments, **named)
         leaves = tf.nest.flatten((arguments, named))
         rows = [leaf for leaf in leaves if _has_axis(leaf)]
-        cut = None if composites_of(leaves) else self._cut_of(rows)
+        holds = any(map(keras_internals.attributes_of_author, leaves))
+        cut = None if holds or composites_of(leaves) else self._cut_of(rows)
         if cut is None:
             return own(*arguments, **named)
         mark = here.scope.mark()
@@ -283,10 +310,8 @@ class Boundary:
         before = here.scope.mark()
         losses = len(here.scope.losses)
         seeds = self._own_seeds()
-        left = keras_internals.tensors_left_in(layer)
         known = [*given.values(), *lent, *here.scope.state_mapping.values()]
         known += map(keras_internals.mask_of, given.values())
-        begun = len(here.graph.get_operations())
         here.inside, here.inner, here.layer = (
             dict(zip(map(id, trainable), lent, strict=True)),
             proof,
@@ -295,6 +320,7 @@ class Boundary:
         try:
             with (
                 proving(proof),
+                recorded() as made,
                 self._drawing(cut, list(given.values()), proof),
                 sharing(
                     BatchShare(cut.count, cut.total, cut.replicas),
@@ -321,40 +347,16 @@ class Boundary:
                 "trainable=False)."
             )
         proven = (
-            # What a call leaves behind is read where all rows are.
-            keras_internals.tensors_left_in(layer) <= left
-            and not self._takes_others(begun, proof, known)
+            not any(map(keras_internals.attributes_of_author, leaves))
+            and not made.take_others(known, self._handles)
             and len(here.scope.losses) == losses
             and all(kind == Rows() for kind in kinds)
             and all(self._may_write(v, value, proof) for v, value in written)
         )
+        if proven:
+            known = [*leaves, *moved, *masks_of(leaves)]
+            self._proven.append((layer, made, {id(t): t for t in known}))
         return outputs, proven
-
-    def _takes_others(self, begun: int, proof: RowProof, known: Any) -> bool:
-        """Whether a call takes numbers besides its rows and lent weights.
-
-        Such as scalars, tensors in attributes, and variables of TensorFlow's:
-        what flows back to them would be of this replica's rows alone.
-        """
-        graph = self._here.graph
-        names = {leaf.name for leaf in known if tf.is_symbolic_tensor(leaf)}
-
-        def is_of_others(place: int) -> bool:
-            return proof.is_of_others(graph, place)
-
-        return any(
-            given.name not in names and self._may_learn(op, source)
-            for op, given, source in taken(graph, begun, is_of_others)
-        )
-
-    def _may_learn(self, op: tf.Operation, source: Any) -> bool:
-        """Whether a gradient may flow back from an operation to its input."""
-        if source.dtype == tf.resource:
-            makes_floats = any(each.dtype.is_floating for each in op.outputs)
-            return makes_floats and id(source) not in self._handles()
-        # A tensor of no graph is a constant.
-        symbolic = tf.is_symbolic_tensor(source) and source.op.type != "Const"
-        return symbolic and source.dtype.is_floating
 
     def _handles(self) -> set[int]:
         """Returns the handles of Keras's variables that are not lent."""
