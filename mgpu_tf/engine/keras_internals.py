@@ -38,6 +38,7 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.layers import ShardedEmbedding
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
 from mgpu_tf.strategies.registry import kind_of
+from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 
 # The lists in which optimizers keep one variable for each weight.
@@ -1207,6 +1208,7 @@ def with_mask(tensor: Any, mask: Any | None) -> Any:
     return tensor
 
 
+_LIBRARIES = ("keras", "keras_hub")
 # What Keras sets on tensors.
 _SET_BY_KERAS = ("_keras_logits", "_keras_mask")
 # The operations whose inputs Keras's crossentropies take for logits.
@@ -1483,7 +1485,21 @@ def is_graph_of_layers(layer: keras.layers.Layer) -> bool:
 def wrote_around_call(layer: keras.layers.Layer) -> bool:
     """Returns whether neither Keras nor keras-hub wrote a `__call__`."""
     library = type(layer).__call__.__module__.partition(".")[0]
-    return library not in ("keras", "keras_hub")
+    return library not in _LIBRARIES
+
+
+def is_of_library(layer: keras.layers.Layer) -> bool:
+    """Returns whether Keras or keras-hub wrote a layer, and all inside it.
+
+    Args:
+        layer: A layer, or a function of `keras.ops` in a functional model.
+    """
+    inner = [layer]
+    if isinstance(layer, keras.layers.Layer):
+        inner = list(layer._flatten_layers())
+    return all(
+        type(each).__module__.partition(".")[0] in _LIBRARIES for each in inner
+    )
 
 
 def attributes_of_author(tensor: Any) -> list[str]:
@@ -1565,7 +1581,7 @@ def has_own_loss(model: keras.Model) -> bool:
 def wrote(model: keras.Model, method: str) -> bool:
     """Returns whether neither Keras nor keras-hub wrote a method of a model."""
     library = getattr(type(model), method).__module__.partition(".")[0]
-    return overrides(model, method) and library not in ("keras", "keras_hub")
+    return overrides(model, method) and library not in _LIBRARIES
 
 
 def handles_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -1872,10 +1888,9 @@ def update_averages(optimizer: keras.optimizers.Optimizer) -> None:
 
     strategy = tf.distribute.get_strategy()
     if kind_of(strategy).splits:
-        context = tf.distribute.get_replica_context()
-        context.merge_call(_update_parts_of_averages, args=(optimizer,))
+        turns.merged(_update_parts_of_averages, [optimizer])
     elif kind_of(strategy).stored_once:
-        tf.distribute.get_replica_context().merge_call(lambda _: update())
+        turns.merged(lambda _: update())
     else:
         update()
 

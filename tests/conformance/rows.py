@@ -22,6 +22,7 @@ from tests.conformance import (  # noqa: F401
     outside_metrics,
     outside_pairs,
     outside_regularizers,
+    outside_retraced,
     outside_steps,
     outside_tables,
     outside_tasks,

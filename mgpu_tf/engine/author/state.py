@@ -34,6 +34,7 @@ from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.engine.untracked import seed_generators, untracked_variables
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.registry import kind_of
+from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
@@ -700,8 +701,7 @@ class SharedState(ReplicaState):
                 rule = Rule.AGREED if alike else self.rule(variable)
                 variable.assign(rule.joined(before, parts))
 
-        context = tf.distribute.get_replica_context()
-        context.merge_call(write_once, args=([v for _, v in writes],))
+        turns.merged(write_once, [[v for _, v in writes]])
 
     def join_metrics(self) -> None:
         """Does nothing: no replica has parts of its own."""

@@ -261,7 +261,7 @@ class StepScope(keras.StatelessScope):
         proof = RowProof(known=self._known)
         if not tf.executing_eagerly():
             graph = tf.compat.v1.get_default_graph()
-            proof.skip(graph, self.proof.of, _refuse_others)
+            proof.skip(graph, self.proof.of, refuse_others)
         return proof
 
     def known_operations(self) -> int:
@@ -595,6 +595,11 @@ class Replay(keras.StatelessScope):
         self.state_mapping = values
         self.sources: dict[int, Any] = parts
 
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Notes what is assigned to a variable, as the first scope does."""
+        variable, value = update
+        super().add_update((variable, tf.stop_gradient(value)))
+
 
 def _total(gradients: list[Any]) -> Any:
     present = [gradient for gradient in gradients if gradient is not None]
@@ -652,11 +657,16 @@ class Owners:
         return Rows() if dense and tensor.shape.rank else UNPROVEN
 
 
-def _refuse_others(tensor: tf.Tensor) -> None:
+def refuse_others(tensor: tf.Tensor) -> None:
+    """Refuses that a replica reads what another one has made.
+
+    Raises:
+        ConfigurationError: Always.
+    """
     raise ConfigurationError(
         "Between the parts of a step in which replicas exchange values, rows "
-        "go by arguments, outputs and add_loss, and not by attributes of a "
-        f"layer, which all replicas share. Received: {tensor.name!r}, made of "
+        "go by arguments, outputs and add_loss, and not by attributes of an "
+        f"object that all replicas share. Received: {tensor.name!r}, made of "
         "the rows of another replica. Return it from the call of the model."
     )
 

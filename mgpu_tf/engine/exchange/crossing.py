@@ -28,6 +28,7 @@ from mgpu_tf.engine.exchange.reduction import Reduction
 from mgpu_tf.engine.exchange.shared_rows import shared_once
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.options import StepOptions
+from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.collectives import Groups, carrier_of
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
 from mgpu_tf.strategies.replicas.topology import LocalReplicas
@@ -103,7 +104,6 @@ class Exchange:
         local: LocalReplicas,
         options: StepOptions,
     ) -> None:
-        self._layers = keras_internals.layers_of(model)
         self._compiled = self.is_needed = False
         self.replicas = local.ranges
         self._same_rows = local.same_rows
@@ -416,7 +416,7 @@ class Exchange:
             return self._gather(slices, alike)
 
         with self.apart():
-            return context.merge_call(merged, args=(slices,))
+            return turns.merged(merged, [slices])
 
     @contextlib.contextmanager
     def within_xla(self) -> Iterator[None]:
@@ -433,10 +433,11 @@ class Exchange:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Keeps what layers have set on themselves, for this replica.
+        """Around an exchange: other replicas of this process have their turn.
 
-        Replicas of one process are threads that take turns where they exchange
-        something, and share the objects of the layers. Around an exchange.
+        Raises:
+            ExchangedInLoop: A loop would exchange something.
+            TraceAgain: XLA would compile it.
         """
         if self._compiled:
             self.is_needed = True
@@ -448,9 +449,8 @@ class Exchange:
                 "a value of all replicas. Take it within a layer, or in a "
                 "train_step of your own."
             )
-        put_back = keras_internals.snapshot(self._layers)
-        yield
-        put_back()
+        with turns.taken():
+            yield
 
 
 def _in_vectorized_loop() -> bool:

@@ -51,14 +51,18 @@ class Operations:
 
     Args:
         graph: To which they are added.
+
+    Attributes:
+        own: Those of this replica, by identity, once the call has ended.
+        of_others: What other replicas made in their turns meanwhile.
     """
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
         self._first = len(graph.get_operations())
         self._turns = Turns()
-        self._own: dict[int, tf.Operation] = {}
-        self._of_others: dict[int, tf.Operation] = {}
+        self.own: dict[int, tf.Operation] = {}
+        self.of_others: dict[int, tf.Operation] = {}
 
     def leave_out(self, graph: Any, begin: int, end: int) -> None:
         """Does not count what other replicas make in their turn."""
@@ -69,12 +73,12 @@ class Operations:
         """Ends the call."""
         operations = self._graph.get_operations()[self._first :]
         for place, op in enumerate(operations, self._first):
-            of = self._of_others if place in self._turns else self._own
+            of = self.of_others if place in self._turns else self.own
             of[id(op)] = op
 
     def act(self) -> bool:
         """Returns whether they do more than make their outputs."""
-        return act(self._own.values())
+        return act(self.own.values())
 
     def take_others(
         self, known: Iterable[Any], handles: Callable[[], Container[int]]
@@ -105,14 +109,31 @@ class Operations:
             outputs: The identities of the outputs.
             of_any_type: Whether what has no gradient matters as well.
         """
-        known = self._own.keys() | self._of_others.keys()
+        known = self.own.keys() | self.of_others.keys()
         return any(
             id(reader) not in known
-            for op in self._own.values()
+            for op in self.own.values()
             for made in op.outputs
             if of_any_type or _has_gradient(made)
             if id(made) not in outputs
             for reader in made.consumers()
+        )
+
+    def read(self, others: list[Operations]) -> Any:
+        """Returns a tensor that other replicas have made, if one is taken.
+
+        What replicas exchange is made by none of them.
+        """
+        made = set().union(*(other.own for other in others))
+        return next(
+            (
+                given
+                for op in self.own.values()
+                for given in op.inputs
+                # What a graph captures it has where that is first taken.
+                if id(given.op) in made and given.op.type != "Placeholder"
+            ),
+            None,
         )
 
     def are_same(
@@ -134,10 +155,10 @@ class Operations:
             return False
 
         def is_leaf(mine: Any, its: Any) -> bool | None:
-            if id(mine.op) in self._own:
+            if id(mine.op) in self.own:
                 return None
-            if id(mine.op) in self._of_others:
-                return id(its.op) in other._of_others
+            if id(mine.op) in self.of_others:
+                return id(its.op) in other.of_others
             return outside(mine) is outside(its)
 
         return _are_same(zip(outputs, again, strict=True), given, is_leaf)
@@ -175,11 +196,12 @@ def _are_same(
         is_leaf: Whether two tensors are alike that are not looked into; None
             for others.
     """
-    known = {id(mine): its for mine, its in given}
-    left, seen = list(pairs), set()
+    # Several tensors may be given instead of one that is given several times.
+    seen = {(id(mine), id(its)) for mine, its in given}
+    known, left = {mine for mine, _ in seen}, list(pairs)
     while left:
         mine, its = left.pop()
-        if (id(mine), id(its)) in seen or known.get(id(mine)) is its:
+        if (id(mine), id(its)) in seen:
             continue
         seen.add((id(mine), id(its)))
         alike = False if id(mine) in known else is_leaf(mine, its)

@@ -58,7 +58,7 @@ from mgpu_tf.engine.exchange.noise_scale import square_of
 from mgpu_tf.engine.random_rows import current_scope, entered_again
 from mgpu_tf.engine.row_proof import Operations, recorded
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
-from mgpu_tf.engine.trace_again import TraceAgain, refusal_within
+from mgpu_tf.engine.trace_again import Attempts, TraceAgain, refusal_within
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
 
 _log = logging.getLogger("mgpu_tf")
@@ -137,6 +137,7 @@ class LayerByLayer:
         split = [v for v in split if id(v) not in self._in_parts]
         gathers = self.scatters and bool(split)
         self._units = _units(model, chosen, gathers=gathers)
+        self._attempts = Attempts()
         # The calls of a trace, of all replicas.
         self._calls: list[_Pass] = []
         self._plain = {
@@ -237,7 +238,10 @@ class LayerByLayer:
         """
         self._calls = []
         try:
-            with keras_internals.calls_replaced(self._units, self._call):
+            with (
+                self._attempts.left_behind(),
+                keras_internals.calls_replaced(self._units, self._call),
+            ):
                 yield
             reasons = [(call.layer, call.reason()) for call in self._calls]
         finally:
@@ -506,6 +510,8 @@ class LayerByLayer:
         masks = [keras_internals.mask_of(leaf) for leaf in leaves]
 
         def undo() -> None:
+            if not keras_internals.is_of_library(layer):
+                self._attempts.give_up()
             scope.reset(mark)
             del order.passes[calls:]
             for leaf, mask in zip(leaves, masks, strict=True):
@@ -627,6 +633,7 @@ class _Pass:
         self._made: Operations | None = None
         self._given: list[tf.Tensor] = []
         self._state: dict[int, tf.Tensor] = {}
+        self._written: list[tf.Tensor] = []
         self._differs: str | None = None
 
     def __call__(self) -> Any:
@@ -683,7 +690,7 @@ class _Pass:
         """
         assert self._made is not None
         outputs = [*tf.nest.flatten(self._outputs), *_parts_of(self._outputs)]
-        if self._made.are_read(set(map(id, outputs))):
+        if self._made.are_read(set(map(id, [*outputs, *self._written]))):
             return "something reads a tensor of it that is no output"
         return self._differs
 
@@ -836,8 +843,13 @@ class _Pass:
         self._scope.reads.clear()
         self._state = before
         self._given = [*operands, *values]
+        mark = self._scope.mark()
         with recorded() as self._made:
             self._outputs = self._outputs_of(list(operands[:count]))
+        self._written = [
+            self._scope.value(variable)
+            for variable in self._scope.written_since(mark)
+        ]
         self._often = {key for key, n in self._scope.reads.items() if n > 1}
         flat = _parts_of(self._outputs)
 

@@ -29,6 +29,7 @@ from mgpu_tf.engine.step.traced import Watch
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.registry import topology_of
+from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 Gradients = list[Any]
@@ -354,8 +355,7 @@ class Update:
             for sums, gradient in zip(accumulators, gradients, strict=True)
         ]
         if self._stored_once:
-            context = tf.distribute.get_replica_context()
-            context.merge_call(lambda _: _set_to_zero(accumulators))
+            turns.merged(lambda _: _set_to_zero(accumulators))
         else:
             _set_to_zero(accumulators)
         return [self._mean(gradient) for gradient in gradients]

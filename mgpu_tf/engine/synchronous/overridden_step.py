@@ -37,6 +37,7 @@ from mgpu_tf.engine.trace_again import TraceAgain, refusal_within
 from mgpu_tf.engine.untracked import seed_generators
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.mirrored import OneReplicaView, as_one_replica
 from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
@@ -269,6 +270,10 @@ class AuthorStep:
                     seed_for_rows,
                 )
                 stack.enter_context(seeds)
+                layers = keras_internals.layers_of(self._model)
+                stack.enter_context(
+                    turns.kept(lambda: keras_internals.snapshot(layers))
+                )
                 stack.enter_context(self._moments.in_place())
                 stack.enter_context(self._boundary.around())
                 stack.enter_context(self._weights.around())
@@ -316,10 +321,9 @@ class AuthorStep:
             with keras_internals.applying_itself(optimizer):
                 update(gradients)
 
-        context = tf.distribute.get_replica_context()
         if self._replicas == 1:
-            context.merge_call(apply, args=(given,))
+            turns.merged(apply, [given])
             return
         with self._exchange.apart():
-            context.merge_call(apply, args=(given,))
+            turns.merged(apply, [given])
         self._weights.forget(variables)

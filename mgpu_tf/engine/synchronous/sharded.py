@@ -64,6 +64,7 @@ from mgpu_tf.optimizers.by_norms import Norms
 from mgpu_tf.optimizers.lazy_adam import LazyAdam
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
+from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 from mgpu_tf.strategies.split.sharded_variable import (
     ShardedVariable,
@@ -831,8 +832,7 @@ class ShardedUpdate(Update):
                 of_replica
             )
 
-        context = tf.distribute.get_replica_context()
-        return context.merge_call(update, args=(arguments,))
+        return turns.merged(update, [arguments])
 
     def _accumulators(self) -> list[Any]:
         """Returns the sums of gradients: of a split weight, this replica's."""
@@ -906,8 +906,7 @@ def _refresh_on_replica(variables: list[keras.Variable]) -> None:
     """As `refresh`. On a replica."""
     copied = _copied(variables)
     if not any(variable.is_apart for variable in copied):
-        context = tf.distribute.get_replica_context()
-        context.merge_call(lambda _: refresh(variables))
+        turns.merged(lambda _: refresh(variables))
         return
     for variable, value in zip(copied, computed(copied), strict=True):
         variable.refresh_here(value)

@@ -409,9 +409,7 @@ class Groups:
                 lambda context: found[context.replica_id_in_sync_group]
             )
 
-        context = tf.distribute.get_replica_context()
-        with turns.taken():
-            return context.merge_call(merged, args=(value,))
+        return turns.merged(merged, [value])
 
     def _sums(self, group: dict[int, tf.Tensor]) -> dict[int, tf.Tensor]:
         first = next(iter(group))
@@ -665,9 +663,7 @@ def _trace_others_until_here() -> None:
     comes after a collective must not stand before one of another replica that
     comes before it: then each would wait for the other.
     """
-    context = tf.distribute.get_replica_context()
-    with turns.taken():
-        context.merge_call(lambda strategy: None)
+    turns.merged(lambda strategy: None)
 
 
 def _this_replica() -> int:

@@ -98,8 +98,7 @@ def sum_over_replicas(value: Any) -> Any:
 
     @own_gradient
     def summed(*values: tf.Tensor) -> Any:
-        with turns.taken():
-            found = context.merge_call(_summed, args=values)
+        found = turns.merged(_summed, values)
         found = tf.nest.map_structure(tf.identity, found)
         _note_sums(tf.nest.flatten(found, expand_composites=True))
         return found, lambda *upstream: sum_over_replicas(list(upstream))

@@ -5,13 +5,16 @@ exchange something, the others run until they are there as well. What one has
 set on an object that all share, such as an attribute of a layer, is gone then.
 
     with kept(snapshot):            outside of replicas
-        strategy.run(step)          with taken(): around each exchange
+        strategy.run(step)          merged(exchange, values) on a replica
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
 
 # Returns what puts back how shared objects are now.
 Snapshot = Callable[[], Callable[[], None]]
@@ -40,3 +43,18 @@ def taken() -> Iterator[None]:
     yield
     for each in put_back:
         each()
+
+
+def merged(function: Callable[..., Any], arguments: Sequence[Any] = ()) -> Any:
+    """Calls a function once for all replicas, when these are there as well.
+
+    Args:
+        function: Called with the strategy, and the arguments of all replicas.
+        arguments: Those of this replica.
+
+    Returns:
+        What the function returns for this replica.
+    """
+    context = tf.distribute.get_replica_context()
+    with taken():
+        return context.merge_call(function, args=tuple(arguments))

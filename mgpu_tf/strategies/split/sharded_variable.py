@@ -27,6 +27,7 @@ from tensorflow.python.distribute import distribute_lib, values
 
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Mesh, Split, others_than
+from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
 
 
@@ -340,13 +341,12 @@ class ShardedVariable(values.MirroredVariable):
             self._write_parts(method, [value] * len(self.values))
             return self
         # Another replica may not have read this replica's part yet.
-        context = tf.distribute.get_replica_context()
         try:
-            context.merge_call(
+            turns.merged(
                 lambda strategy, every: self._write_all(
                     method, strategy.experimental_local_results(every)
                 ),
-                args=(value,),
+                [value],
             )
         except RuntimeError as error:
             if "merge_call" not in str(error):

@@ -26,6 +26,7 @@ from mgpu_tf.engine.exchange.embedding_rows import RowGather
 from mgpu_tf.engine.step import update
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
+from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 Gradients = list[Any]
@@ -142,8 +143,8 @@ class AsynchronousUpdate:
         sparse = [isinstance(g, tf.IndexedSlices) for g in gradients]
         found = list(itertools.compress(gradients, sparse))
         if found:
-            found = context.merge_call(
-                lambda _, *every: self._rows(list(every)), args=tuple(found)
+            found = turns.merged(
+                lambda _, *every: self._rows(list(every)), found
             )
         dense = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]
         if dense and context.num_replicas_in_sync > 1:

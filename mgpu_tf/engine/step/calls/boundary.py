@@ -33,6 +33,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.author.contributions import BatchShare, sharing
 from mgpu_tf.engine.author.state import ReplicaState
+from mgpu_tf.engine.author.step_scope import refuse_others
 from mgpu_tf.engine.exchange.composites import composites_of
 from mgpu_tf.engine.exchange.crossing import Cut, Exchange
 from mgpu_tf.engine.random_rows import DrawnRows, rows_of_global_draws
@@ -50,7 +51,7 @@ from mgpu_tf.engine.step.calls.whole_layers import (
     rows_of,
     with_another,
 )
-from mgpu_tf.engine.trace_again import TraceAgain
+from mgpu_tf.engine.trace_again import Attempts, TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
@@ -80,6 +81,9 @@ class Boundary:
         self._opened: set[int] = set()
         # Of a trace: layers, what they made, and the outputs, by identity.
         self._proven: list[tuple[Any, Operations, dict[int, Any]]] = []
+        # What replicas of this process have made in steps, with their numbers.
+        self._steps: list[tuple[int, Operations]] = []
+        self._attempts = Attempts()
         # Each replica is a thread of its own.
         self._here = threading.local()
 
@@ -88,19 +92,25 @@ class Boundary:
         """Lets calls be cut. Outside of replicas, around the steps of all.
 
         Raises:
+            ConfigurationError: A replica reads what another one has made.
             TraceAgain: A tensor of a call that was cut is read elsewhere, and
                 is no output. The call will be computed whole.
         """
         try:
-            with keras_internals.calls_replaced(self._layers, self._called):
+            with (
+                self._attempts.left_behind(),
+                keras_internals.calls_replaced(self._layers, self._called),
+            ):
                 yield
             left = [
                 layer
                 for layer, made, outputs in self._proven
                 if made.are_read(outputs, of_any_type=True)
             ]
+            if not left:
+                self._check_apart()
         finally:
-            self._proven = []
+            self._proven, self._steps = [], []
         for layer in left:
             self._open(layer)
         if left:
@@ -129,10 +139,23 @@ class Boundary:
             self._know([row], other or cut, None if other else Rows())
         scope.lent = self._lent
         try:
-            yield
+            if here.graph is None:
+                yield
+            else:
+                with recorded() as made:
+                    yield
+                self._steps.append((cut.replica, made))
         finally:
             here.scope = here.proof = here.graph = None
             here.cuts = {}
+
+    def _check_apart(self) -> None:
+        """Refuses steps in which a replica reads what another has made."""
+        for replica, mine in self._steps:
+            others = [made for other, made in self._steps if other != replica]
+            tensor = mine.read(others)
+            if tensor is not None:
+                refuse_others(tensor)
 
     # On a replica.
 
@@ -227,6 +250,8 @@ class Boundary:
             )
         self._open(layer)
         here.scope.reset(mark)
+        if not keras_internals.is_of_library(layer):
+            self._attempts.give_up()
         return own(*arguments, **named)
 
     def _open(self, layer: keras.layers.Layer) -> None:

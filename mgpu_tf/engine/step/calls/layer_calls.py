@@ -54,7 +54,7 @@ from mgpu_tf.engine.step.calls.whole_layers import (
     part_of,
     rows_of,
 )
-from mgpu_tf.engine.trace_again import TraceAgain
+from mgpu_tf.engine.trace_again import Attempts, TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
 _log = logging.getLogger("mgpu_tf")
@@ -121,6 +121,7 @@ class LayerCalls:
         self._whole: set[int] = set()
         self.owners = Owners()
         self._inlined = Inlined()
+        self._attempts = Attempts()
         self._of_all: WholeLayers | None = None
         self._eager: EagerLayers | None = None
         if exchange is not None:
@@ -139,6 +140,7 @@ class LayerCalls:
     def in_place(self) -> Iterator[None]:
         """Lets layers be called so, while a step is traced."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._attempts.left_behind())
             stack.enter_context(self._inlined.in_place())
             if self._exchange is not None or self._in_parts:
                 stack.enter_context(
@@ -449,6 +451,8 @@ class LayerCalls:
         self._take_whole(layer, unproven)
         if remains:
             raise TraceAgain
+        if not keras_internals.is_of_library(layer):
+            self._attempts.give_up()
         return self._called_whole(layer, own, given, scope, share), True
 
 
@@ -475,4 +479,4 @@ def _in_rows(proof: RowProof, given: Any) -> bool:
         return False
     kinds = [proof.of(row) for row in rows_of(given)]
     listed = any(isinstance(kind, Rows) and kind.listed for kind in kinds)
-    return all(map(is_apart, kinds)) and not listed
+    return bool(kinds) and all(map(is_apart, kinds)) and not listed
