@@ -126,6 +126,10 @@ SLICE = [
     ("mirrored_x3", "jacobians of a step by a loop"),
     ("mirrored_x3", "words of the batch looked up once"),
     ("fsdp_x3", "generators of a loss a metric and a helper"),
+    ("fsdp_x3", "tensors in functions and objects"),
+    ("fsdp_x3", "flags counters and last outputs"),
+    ("mirrored_x3", "flags counters and last outputs"),
+    ("mirrored_x3", "rows of a map that is vectorized"),
 ]
 
 
@@ -135,6 +139,8 @@ REFUSED = [
     ("fsdp_x3", "a block that is computed again"),
     ("mirrored_x3", "a fit of its own"),
     ("data_2_pipeline_2", "the rate of a schedule as a metric"),
+    ("mirrored_x3", "an object of the model that a step reads"),
+    ("fsdp_x3", "attributes of outputs of all rows"),
 ]
 
 

@@ -339,6 +339,77 @@ def test_layers_are_computed_again(strategies):
     assert calls(one, recompute="layers") > calls(one)
 
 
+class Passing(layers.Layer):
+    """Reads a tensor of an object."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 8), name="kernel")
+
+    def call(self, x, memory=None):
+        return keras.ops.matmul(x, self.kernel) * memory[0]
+
+
+class Holds:
+    """No structure that TensorFlow looks into."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __getitem__(self, place):
+        return self.value
+
+
+class WithMemory(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.passing = layers.Dense(8), Passing()
+
+    def call(self, x):
+        x = self.wide(layers.Flatten()(x))
+        x = self.passing(x, memory=Holds(keras.ops.tanh(x)))
+        return keras.ops.softmax(x)
+
+
+def with_memory():
+    model = WithMemory()
+    model.compile(
+        keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy"
+    )
+    return model
+
+
+ONCE = "is not computed again in the backward pass"
+ALL_AGAIN = ["transformer_dropout", "language_model", "recurrent", "mixed"]
+
+
+@pytest.mark.parametrize(
+    ("column", "name"),
+    tiered(
+        [
+            (column, name)
+            for column in ("one_device", "fsdp_x3", "tensor_x3")
+            for name in ALL_AGAIN
+        ],
+        [("fsdp_x3", "recurrent"), ("tensor_x3", "transformer_dropout")],
+    ),
+)
+def test_layers_that_are_functions_keep_nothing(
+    column, name, strategies, caplog
+):
+    caplog.set_level("INFO", "mgpu_tf")
+    train(*(PROGRAMS | DRAWING)[name], strategies[column], recompute="layers")
+    assert ONCE not in caplog.text
+
+
+def test_a_layer_that_is_computed_once_is_named(strategies, caplog):
+    caplog.set_level("INFO", "mgpu_tf")
+    ours = train(with_memory, images, strategies["fsdp_x3"])
+    found = [each for each in caplog.messages if ONCE in each]
+    assert [each.split(" (")[1].split(")")[0] for each in found] == ["Passing"]
+    assert "no argument" in found[0]
+    check(ours, train(with_memory, images))
+
+
 @pytest.mark.parametrize(
     "column", tiered(["one_device", "fsdp_x3"], ["one_device"])
 )

@@ -130,8 +130,9 @@ class Operations:
                 given
                 for op in self.own.values()
                 for given in op.inputs
-                # What a graph captures it has where that is first taken.
-                if id(given.op) in made and given.op.type != "Placeholder"
+                # A graph has constants, and what it captures, once, where
+                # they are first taken.
+                if id(given.op) in made and len(given.op.inputs)
             ),
             None,
         )

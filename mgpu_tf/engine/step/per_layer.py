@@ -546,10 +546,7 @@ class LayerByLayer:
                 if all(variable is not each for each in weights)
             ]
             late = self._joined(scope) - joined
-            aside = call.aside(self._handles)
-            if scope.has_added(mark) or (late and not others) or aside:
-                if aside:
-                    self.compute_once(layer, aside)
+            if scope.has_added(mark) or (late and not others):
                 self._plain.add(id(layer))
                 undo()
                 return own(*args, **kwargs)
@@ -558,6 +555,11 @@ class LayerByLayer:
                 self._full.update(map(id, scope.narrow))
                 undo()
                 continue
+            aside = None if others else call.aside(self._handles)
+            if aside is not None:
+                self.compute_once(layer, aside)
+                undo()
+                return own(*args, **kwargs)
             if not others:
                 for variable in lent:
                     if self.is_split(variable):
