@@ -81,6 +81,14 @@ class Applies(Times):
         return function(self.times(x))
 
 
+class Leaves(Times):
+    """Leaves a tensor in an object."""
+
+    def call(self, x, memory=None):
+        memory.last = ops.tanh(self.times(x))
+        return x
+
+
 class Passes(Times):
     """Reads a tensor of an object, and leaves others."""
 
@@ -116,13 +124,14 @@ def tensors_in_functions_and_objects(run):
     def make(base):
         class Model(base):
             def between(self, x):
-                applies, passes, looks, gated = self.inner
-                memory = types.SimpleNamespace(last=x)
+                leaves, applies, passes, looks, gated = self.inner
+                memory = types.SimpleNamespace()
+                x = leaves(x, memory=memory)
                 x = applies(x, function=lambda made: made * memory.last)
                 x = looks(passes(x, memory=memory), memory=memory)
                 return gated(x, gate=Gate(ops.sigmoid(x)))
 
-        return Model(Applies(), Passes(), Looks(), Gated())
+        return Model(Leaves(), Applies(), Passes(), Looks(), Gated())
 
     in_both_ways(run, make)
 

@@ -100,21 +100,17 @@ class Operations:
             for op, given, source in found
         )
 
-    def are_read(
-        self, outputs: Container[int], *, of_any_type: bool = False
-    ) -> bool:
-        """Returns whether others take what has a gradient and is no output.
+    def are_read(self, outputs: Container[int]) -> bool:
+        """Returns whether others take a tensor of them that is no output.
 
         Args:
             outputs: The identities of the outputs.
-            of_any_type: Whether what has no gradient matters as well.
         """
         known = self.own.keys() | self.of_others.keys()
         return any(
             id(reader) not in known
             for op in self.own.values()
             for made in op.outputs
-            if of_any_type or _has_gradient(made)
             if id(made) not in outputs
             for reader in made.consumers()
         )

@@ -138,8 +138,7 @@ class LayerByLayer:
         gathers = self.scatters and bool(split)
         self._units = _units(model, chosen, gathers=gathers)
         self._attempts = Attempts()
-        # The calls of a trace, of all replicas.
-        self._calls: list[_Pass] = []
+        self._differs = False
         self._plain = {
             id(layer)
             for layer in self._units
@@ -236,21 +235,19 @@ class LayerByLayer:
             TraceAgain: A layer is not a function of what it is called with.
                 In another trace it is computed once.
         """
-        self._calls = []
-        try:
-            with (
-                self._attempts.left_behind(),
-                keras_internals.calls_replaced(self._units, self._call),
-            ):
-                yield
-            reasons = [(call.layer, call.reason()) for call in self._calls]
-        finally:
-            self._calls = []
-        for layer, reason in reasons:
-            if reason is not None:
-                self.compute_once(layer, reason)
-        if any(reason is not None for _, reason in reasons):
+        self._differs = False
+        with (
+            self._attempts.left_behind(),
+            keras_internals.calls_replaced(self._units, self._call),
+        ):
+            yield
+        if self._differs:
             raise TraceAgain
+
+    def note_difference(self, layer: keras.layers.Layer) -> None:
+        """Notes that a layer is another function when it is called again."""
+        self._differs = True
+        self.compute_once(layer, "it is another function when called again")
 
     @contextlib.contextmanager
     def unscattered(self) -> Iterator[None]:
@@ -564,8 +561,6 @@ class LayerByLayer:
                 for variable in lent:
                     if self.is_split(variable):
                         scope.state_mapping.pop(id(variable), None)
-                if scope.trains:
-                    self._calls.append(call)
                 return outputs
             # A weight of another layer has its gradient here as well.
             self._others.setdefault(id(layer), []).extend(others)
@@ -601,7 +596,7 @@ class _Pass:
     ) -> None:
         self._layers = layers
         self._scope = scope
-        self.layer = layer
+        self._layer = layer
         self._own = own
         # Of what is read in parts, the part is no value of the weight.
         self._lent = [v for v in lent if not layers.is_in_parts(v)]
@@ -635,8 +630,6 @@ class _Pass:
         self._made: Operations | None = None
         self._given: list[tf.Tensor] = []
         self._state: dict[int, tf.Tensor] = {}
-        self._written: list[tf.Tensor] = []
-        self._differs: str | None = None
 
     def __call__(self) -> Any:
         """Returns the outputs of the layer."""
@@ -684,17 +677,6 @@ class _Pass:
         if any(map(keras_internals.attributes_of_author, leaves)):
             return "its arguments or outputs have attributes"
         return None
-
-    def reason(self) -> str | None:
-        """Returns why the layer cannot be computed again, if it cannot.
-
-        Once the step is traced.
-        """
-        assert self._made is not None
-        outputs = [*tf.nest.flatten(self._outputs), *_parts_of(self._outputs)]
-        if self._made.are_read(set(map(id, [*outputs, *self._written]))):
-            return "something reads a tensor of it that is no output"
-        return self._differs
 
     def _trained(self) -> list[keras.Variable]:
         return [v for v in self._lent if id(v) in self._scope.sources]
@@ -825,13 +807,13 @@ class _Pass:
         Raises:
             TraceAgain: It cannot be called twice.
         """
-        held = [self.layer, *keras_internals.inner_layers(self.layer)]
+        held = [self._layer, *keras_internals.inner_layers(self._layer)]
         put_back = keras_internals.snapshot(held)
         try:
             return self._outputs_of(inputs)
         except Exception as error:
             if refusal_within(error) is None:
-                self._layers.compute_once(self.layer, f"{error}")
+                self._layers.compute_once(self._layer, f"{error}")
                 raise TraceAgain from error
             raise
         finally:
@@ -845,13 +827,8 @@ class _Pass:
         self._scope.reads.clear()
         self._state = before
         self._given = [*operands, *values]
-        mark = self._scope.mark()
         with recorded() as self._made:
             self._outputs = self._outputs_of(list(operands[:count]))
-        self._written = [
-            self._scope.value(variable)
-            for variable in self._scope.written_since(mark)
-        ]
         self._often = {key for key, n in self._scope.reads.items() if n > 1}
         flat = _parts_of(self._outputs)
 
@@ -916,7 +893,7 @@ class _Pass:
         assert self._made is not None
         given = zip(self._given, [*again, *values], strict=True)
         if not self._made.are_same(made, _parts_of(self._outputs), flat, given):
-            self._differs = "it is another function when it is called again"
+            self._layers.note_difference(self._layer)
         pairs = [
             (value, gradient)
             for value, gradient in zip(flat, upstream, strict=True)

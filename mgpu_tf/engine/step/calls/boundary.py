@@ -105,7 +105,7 @@ class Boundary:
             left = [
                 layer
                 for layer, made, outputs in self._proven
-                if made.are_read(outputs, of_any_type=True)
+                if made.are_read(outputs)
             ]
             if not left:
                 self._check_apart()
