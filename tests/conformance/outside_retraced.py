@@ -253,6 +253,37 @@ def complex_numbers_and_state_that_is_read(run):
     in_both_ways(run, lambda base: base(Turns(), Returns(), Steadied()))
 
 
+class Asking(Network):
+    """Leaves what is between in an object that a step makes."""
+
+    def call(self, x, memory=None):
+        between = self.between(self.wide(x))
+        if memory is not None:
+            memory.last = between
+        return self.narrow(between)
+
+    def train_step(self, data):
+        x, y = data
+        memory = types.SimpleNamespace()
+        with tf.GradientTape() as tape:
+            made = self(x, training=True, memory=memory)
+            loss = self.compute_loss(x, y, made)
+            loss += ops.mean(ops.square(ops.mean(memory.last, axis=0)))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@row(GROUP)
+def an_object_that_a_step_gives_its_model(run):
+    def build():
+        model = Asking(Times())
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        return model
+
+    run.fit(build, models.points(), models.points()[:, :2])
+
+
 class Keeping(Network):
     """Has an object of its own, which a step reads."""
 

@@ -129,6 +129,7 @@ SLICE = [
     ("fsdp_x3", "tensors in functions and objects"),
     ("fsdp_x3", "flags counters and last outputs"),
     ("mirrored_x3", "flags counters and last outputs"),
+    ("mirrored_x3", "an object that a step gives its model"),
     ("mirrored_x3", "rows of a map that is vectorized"),
 ]
 

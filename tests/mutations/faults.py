@@ -869,7 +869,7 @@ LAYOUTS = (
         "engine/row_proof/operations.py",
         "id(reader) not in known",
         "False",
-        (f"{SLICE}[fsdp_x3-tensors in functions and objects]",),
+        (f"{SLICE}[mirrored_x3-an object that a step gives its model]",),
     ),
     Fault(
         "again: a layer reads what has a gradient and is no argument",
