@@ -1366,9 +1366,12 @@ def is_by_row(layer: keras.layers.Layer) -> bool:
     and tables, images that are moved, and a normalization by the statistics of
     the batch, which are those of a replica, or are exchanged. See
     `have_features` for what they are called with. Any other layer is proven by
-    its operations, or is computed of all rows.
+    its operations, or is computed of all rows, and so is one of these whose
+    `call` was replaced. Ask before the engine replaces it for a trace.
     """
     kind = type(layer)
+    if not is_unpatched(layer, "call"):
+        return False
     if kind is keras.layers.TextVectorization:
         return _is_text_by_row(layer.get_config())
     if kind is keras.layers.BatchNormalization:

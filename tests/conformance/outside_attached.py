@@ -4,6 +4,8 @@ Masks and logits that belong to a tensor; layers of Keras's that hold others, or
 are called with fewer axes; what authors write anew besides `call`.
 """
 
+import inspect
+
 import keras
 import tensorflow as tf
 from keras import layers, ops
@@ -462,6 +464,8 @@ def without_mean(call):
         outputs = call(*arguments, **named)
         return outputs - ops.mean(outputs, axis=0)
 
+    # Keras gives a layer the arguments that its call names.
+    without.__signature__ = inspect.signature(call)
     return without
 
 
@@ -470,8 +474,11 @@ def methods_that_objects_of_keras_were_given(run):
     def build():
         hidden = layers.Dense(6, "tanh")
         hidden.call = without_mean(hidden.call)
+        frozen = layers.BatchNormalization(trainable=False)
+        frozen.call = without_mean(frozen.call)
         inputs = keras.Input((4,))
-        model = keras.Model(inputs, layers.Dense(2)(hidden(inputs)))
+        made = frozen(layers.Dense(6)(hidden(inputs)))
+        model = keras.Model(inputs, layers.Dense(2)(made))
         model.call = without_mean(model.call)
         loss = keras.losses.MeanSquaredError()
         loss.call = lambda y, p: (

@@ -903,6 +903,13 @@ LAYOUTS = (
         ),
     ),
     Fault(
+        "attached: a class is trusted whose call was replaced",
+        "engine/keras_internals.py",
+        'if not is_unpatched(layer, "call"):',
+        "if False:",
+        (f"{SLICE}[mirrored_x3-methods that objects of keras were given]",),
+    ),
+    Fault(
         "attached: a graph whose call was replaced is one of layers",
         "engine/keras_internals.py",
         'and is_unpatched(layer, "call")',

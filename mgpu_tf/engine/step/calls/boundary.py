@@ -73,6 +73,10 @@ class Boundary:
         self._state = state
         self._exchange = exchange
         self._layers = keras_internals.layers_of(model)
+        # Before the parts of layers are replaced for a trace.
+        self._by_row = set(
+            map(id, filter(keras_internals.is_by_row, self._layers))
+        )
         self._weights = keras_internals.float_weights(model)
         self._moving = {
             id(variable)
@@ -457,7 +461,7 @@ class Boundary:
         self, layer: keras.layers.Layer, inputs: Any, outputs: Any
     ) -> None:
         """Takes for known what a layer of Keras's makes of rows."""
-        if keras_internals.is_by_row(layer) and keras_internals.have_features(
+        if id(layer) in self._by_row and keras_internals.have_features(
             layer, rows_of(inputs)
         ):
             trust(self._here.inner, inputs, outputs)
