@@ -1209,6 +1209,10 @@ def with_mask(tensor: Any, mask: Any | None) -> Any:
 
 
 _LIBRARIES = ("keras", "keras_hub")
+_NOT_OF_AUTHORS = (
+    *_LIBRARIES,
+    *("builtins", "functools", "mgpu_tf", "ml_dtypes", "numpy", "tensorflow"),
+)
 # What Keras sets on tensors.
 _SET_BY_KERAS = ("_keras_logits", "_keras_mask")
 # The operations whose inputs Keras's crossentropies take for logits.
@@ -1512,9 +1516,31 @@ def attributes_of_author(tensor: Any) -> list[str]:
     return [name for name in vars(tensor) if name not in _SET_BY_KERAS]
 
 
-def snapshot(layers: list[keras.layers.Layer]) -> Callable[[], None]:
-    """Returns what puts back the attributes of layers as they are now."""
-    attributes = [(vars(layer), dict(vars(layer))) for layer in layers]
+def objects_of(layers: list[keras.layers.Layer]) -> list[Any]:
+    """Returns the objects of the author's that layers have as attributes."""
+    found = {
+        id(value): value
+        for layer in layers
+        for value in vars(layer).values()
+        if not isinstance(value, type | types.FunctionType | types.ModuleType)
+        and hasattr(value, "__dict__")
+        and type(value).__module__.partition(".")[0] not in _NOT_OF_AUTHORS
+    }
+    return list(found.values())
+
+
+def snapshot(
+    layers: list[keras.layers.Layer], objects: Iterable[Any] = ()
+) -> Callable[[], None]:
+    """Returns what puts back attributes as they are now.
+
+    Args:
+        layers: The layers that have them.
+        objects: Other objects that have some.
+    """
+    attributes = [
+        (vars(each), dict(vars(each))) for each in (*layers, *objects)
+    ]
     losses = [(ids, set(ids)) for ids in map(loss_ids, layers)]
 
     def put_back() -> None:

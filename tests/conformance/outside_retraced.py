@@ -285,11 +285,11 @@ def an_object_that_a_step_gives_its_model(run):
 
 
 class Keeping(Network):
-    """Has an object of its own, which a step reads."""
+    """Leaves tensors in an object, which a step reads."""
 
-    def __init__(self, *inner):
+    def __init__(self, memory, *inner):
         super().__init__(*inner)
-        self.memory = types.SimpleNamespace(last=None)
+        self.memory = memory
 
     def between(self, x):
         self.memory.last = x
@@ -308,7 +308,53 @@ class Keeping(Network):
 @row(GROUP)
 def an_object_of_the_model_that_a_step_reads(run):
     def build():
-        model = Keeping(Passes())
+        model = Keeping(types.SimpleNamespace(), Passes())
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        return model
+
+    run.fit(build, models.points(), models.points()[:, :2])
+
+
+@row(GROUP)
+def an_object_of_a_module_that_a_step_reads(run):
+    class Memory:
+        """Its class is what the model has."""
+
+        last = None
+
+    def build():
+        model = Keeping(Memory, Passes())
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        return model
+
+    run.fit(build, models.points(), models.points()[:, :2])
+
+
+class Written(Times):
+    """Leaves a tensor in an object that another layer has, too."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.memory = memory
+
+    def call(self, x):
+        self.memory.last = ops.tanh(self.times(x))
+        return x
+
+
+class Read(Written):
+    def call(self, x):
+        return self.times(x) * self.memory.last
+
+
+@row(GROUP)
+def an_object_that_layers_share(run):
+    def build():
+        memory = types.SimpleNamespace()
+        inputs = keras.Input((4,))
+        x = Written(memory)(layers.Dense(6)(inputs))
+        x = Read(memory)(layers.Dense(6, "tanh")(x))
+        model = keras.Model(inputs, layers.Dense(2)(x))
         model.compile(keras.optimizers.Adam(0.01), "mse")
         return model
 

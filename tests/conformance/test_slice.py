@@ -130,6 +130,7 @@ SLICE = [
     ("fsdp_x3", "flags counters and last outputs"),
     ("mirrored_x3", "flags counters and last outputs"),
     ("mirrored_x3", "an object that a step gives its model"),
+    ("fsdp_x3", "an object that layers share"),
     ("mirrored_x3", "rows of a map that is vectorized"),
 ]
 
@@ -140,7 +141,7 @@ REFUSED = [
     ("fsdp_x3", "a block that is computed again"),
     ("mirrored_x3", "a fit of its own"),
     ("data_2_pipeline_2", "the rate of a schedule as a metric"),
-    ("mirrored_x3", "an object of the model that a step reads"),
+    ("mirrored_x3", "an object of a module that a step reads"),
     ("fsdp_x3", "attributes of outputs of all rows"),
 ]
 

@@ -894,12 +894,12 @@ LAYOUTS = (
     ),
     Fault(
         "again: a replica reads what another one has made",
-        "engine/step/calls/boundary.py",
+        "engine/step/apart.py",
         "if tensor is not None:",
         "if False:",
         (
             "tests/conformance/test_slice.py::test_row_is_refused[mirrored_x3-"
-            "an object of the model that a step reads]",
+            "an object of a module that a step reads]",
         ),
     ),
     Fault(

@@ -38,6 +38,8 @@ class Turns:
 
     def add(self, begin: int, end: int) -> None:
         """Adds the operations from one number to before another."""
+        if self._bounds[-2:] and self._bounds[-2] < begin < self._bounds[-1]:
+            return  # Within one that has not ended.
         while self._bounds and self._bounds[-2] >= begin:
             del self._bounds[-2:]  # Within this one.
         self._bounds += [begin, end]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -474,6 +475,8 @@ def leave_others() -> Callable[[], None]:
     under_way: list[RowProof | Operations]
     under_way = [*active(), *step, *_active.calls]
     begin = len(graph.get_operations())
+    for each in under_way:
+        each.leave_out(graph, begin, sys.maxsize)  # If it does not come back.
 
     def back() -> None:
         end = len(graph.get_operations())

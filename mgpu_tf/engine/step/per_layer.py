@@ -138,7 +138,6 @@ class LayerByLayer:
         gathers = self.scatters and bool(split)
         self._units = _units(model, chosen, gathers=gathers)
         self._attempts = Attempts()
-        self._differs = False
         self._plain = {
             id(layer)
             for layer in self._units
@@ -235,18 +234,15 @@ class LayerByLayer:
             TraceAgain: A layer is not a function of what it is called with.
                 In another trace it is computed once.
         """
-        self._differs = False
         with (
             self._attempts.left_behind(),
             keras_internals.calls_replaced(self._units, self._call),
         ):
             yield
-        if self._differs:
-            raise TraceAgain
 
     def note_difference(self, layer: keras.layers.Layer) -> None:
         """Notes that a layer is another function when it is called again."""
-        self._differs = True
+        self._attempts.give_up()
         self.compute_once(layer, "it is another function when called again")
 
     @contextlib.contextmanager

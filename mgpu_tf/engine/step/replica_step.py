@@ -52,6 +52,7 @@ from mgpu_tf.engine.row_proof import (
     noting,
     proving,
 )
+from mgpu_tf.engine.step.apart import Apart
 from mgpu_tf.engine.step.calls.layer_calls import LayerCalls
 from mgpu_tf.engine.step.global_metrics import GlobalMetrics, reads_late
 from mgpu_tf.engine.step.losses import GlobalLoss
@@ -124,6 +125,7 @@ class ReplicaStep:
             plainly=None if layers is None else layers.compute_plainly,
         )
         self._layers = layers
+        self._apart = Apart()
         self._tensor = tensor
         self._same_rows = same_rows
         self._loss = loss
@@ -371,6 +373,7 @@ class ReplicaStep:
             scope.inline = self._calls.inline
             know_rows(scope, data, share)
             stack.enter_context(noting(scope.proof))
+            stack.enter_context(self._apart.replica())
             drawn: list[tf.Tensor] = []
             # Of losses and metrics too.
             scope.draws = stack.enter_context(
@@ -546,8 +549,9 @@ class ReplicaStep:
                 )
             )
             layers = keras_internals.layers_of(self._model)
+            objects = keras_internals.objects_of(layers)
             stack.enter_context(
-                turns.kept(lambda: keras_internals.snapshot(layers))
+                turns.kept(lambda: keras_internals.snapshot(layers, objects))
             )
             if self._tensor is not None:
                 # Within calls of layers: it computes activations itself.
@@ -558,6 +562,7 @@ class ReplicaStep:
             stack.enter_context(self._moments.in_place())
             if self._layers is not None:
                 stack.enter_context(self._layers.in_place())
+            stack.enter_context(self._apart.checked())
             yield
 
     def gradients(

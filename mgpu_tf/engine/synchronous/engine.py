@@ -1088,7 +1088,8 @@ class SynchronousEngine(Engine):
             [*seed_generators(self._model), generator], seed_for_rows
         )
         layers = keras_internals.layers_of(self._model)
-        apart = turns.kept(lambda: keras_internals.snapshot(layers))
+        objects = keras_internals.objects_of(layers)
+        apart = turns.kept(lambda: keras_internals.snapshot(layers, objects))
         calls = self._calls
         whole = calls.in_place() if calls else contextlib.nullcontext()
         with seeds, apart, whole:

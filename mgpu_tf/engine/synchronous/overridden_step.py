@@ -271,8 +271,11 @@ class AuthorStep:
                 )
                 stack.enter_context(seeds)
                 layers = keras_internals.layers_of(self._model)
+                objects = keras_internals.objects_of(layers)
                 stack.enter_context(
-                    turns.kept(lambda: keras_internals.snapshot(layers))
+                    turns.kept(
+                        lambda: keras_internals.snapshot(layers, objects)
+                    )
                 )
                 stack.enter_context(self._moments.in_place())
                 stack.enter_context(self._boundary.around())

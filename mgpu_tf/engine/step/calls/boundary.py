@@ -33,7 +33,6 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.author_scope import AuthorScope, graph_here
 from mgpu_tf.engine.author.contributions import BatchShare, sharing
 from mgpu_tf.engine.author.state import ReplicaState
-from mgpu_tf.engine.author.step_scope import refuse_others
 from mgpu_tf.engine.exchange.composites import composites_of
 from mgpu_tf.engine.exchange.crossing import Cut, Exchange
 from mgpu_tf.engine.random_rows import DrawnRows, rows_of_global_draws
@@ -45,6 +44,7 @@ from mgpu_tf.engine.row_proof import (
     proving,
     recorded,
 )
+from mgpu_tf.engine.step.apart import Apart
 from mgpu_tf.engine.step.calls.layer_calls import trust
 from mgpu_tf.engine.step.calls.whole_layers import (
     masks_of,
@@ -85,8 +85,7 @@ class Boundary:
         self._opened: set[int] = set()
         # Of a trace: layers, what they made, and the outputs, by identity.
         self._proven: list[tuple[Any, Operations, dict[int, Any]]] = []
-        # What replicas of this process have made in steps, with their numbers.
-        self._steps: list[tuple[int, Operations]] = []
+        self._apart = Apart()
         self._attempts = Attempts()
         # Each replica is a thread of its own.
         self._here = threading.local()
@@ -103,6 +102,7 @@ class Boundary:
         try:
             with (
                 self._attempts.left_behind(),
+                self._apart.checked(),
                 keras_internals.calls_replaced(self._layers, self._called),
             ):
                 yield
@@ -111,10 +111,8 @@ class Boundary:
                 for layer, made, outputs in self._proven
                 if made.are_read(outputs)
             ]
-            if not left:
-                self._check_apart()
         finally:
-            self._proven, self._steps = [], []
+            self._proven = []
         for layer in left:
             self._open(layer)
         if left:
@@ -143,23 +141,11 @@ class Boundary:
             self._know([row], other or cut, None if other else Rows())
         scope.lent = self._lent
         try:
-            if here.graph is None:
+            with self._apart.replica():
                 yield
-            else:
-                with recorded() as made:
-                    yield
-                self._steps.append((cut.replica, made))
         finally:
             here.scope = here.proof = here.graph = None
             here.cuts = {}
-
-    def _check_apart(self) -> None:
-        """Refuses steps in which a replica reads what another has made."""
-        for replica, mine in self._steps:
-            others = [made for other, made in self._steps if other != replica]
-            tensor = mine.read(others)
-            if tensor is not None:
-                refuse_others(tensor)
 
     # On a replica.
 
