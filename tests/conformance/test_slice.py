@@ -62,6 +62,7 @@ SLICE = [
     ("fsdp_x3", "an optimizer that subtracts itself"),
     ("mirrored_x3", "logs of a step that no metric knows"),
     ("mirrored_x3", "methods that objects of keras were given"),
+    ("mirrored_x3", "a normalization whose call was replaced"),
     ("fsdp_x3", "a tensor that a layer leaves for the next"),
     ("mirrored_x3", "as many columns as rows"),
     ("mirrored_x3", "a loss that reads a metric of all rows"),

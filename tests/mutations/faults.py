@@ -907,7 +907,7 @@ LAYOUTS = (
         "engine/keras_internals.py",
         'if not is_unpatched(layer, "call"):',
         "if False:",
-        (f"{SLICE}[mirrored_x3-methods that objects of keras were given]",),
+        (f"{SLICE}[mirrored_x3-a normalization whose call was replaced]",),
     ),
     Fault(
         "attached: a graph whose call was replaced is one of layers",
