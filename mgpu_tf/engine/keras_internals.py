@@ -1529,6 +1529,34 @@ def objects_of(layers: list[keras.layers.Layer]) -> list[Any]:
     return list(found.values())
 
 
+def tensors_left_in(layer: keras.layers.Layer) -> set[int]:
+    """Returns the ids of tensors of a graph in attributes, inner ones too.
+
+    Those of a layer, and of the objects that it has. A layer of Keras's own
+    leaves none.
+    """
+    layers = [
+        each
+        for each in layer._flatten_layers()
+        if not type(each).__module__.startswith("keras.src.layers")
+    ]
+    left = [
+        value
+        for each in (*layers, *objects_of(layers))
+        for value in vars(each).values()
+    ]
+    found = set()
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, (list, tuple)):
+            left += value
+        elif tf.is_symbolic_tensor(value):
+            found.add(id(value))
+    return found
+
+
 def snapshot(
     layers: list[keras.layers.Layer], objects: Iterable[Any] = ()
 ) -> Callable[[], None]:

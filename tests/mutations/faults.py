@@ -240,9 +240,12 @@ ENGINE = (
     Fault(
         "a layer that is computed again draws other numbers",
         "engine/step/per_layer.py",
-        "with replay, self._call_state(), entered_again(self._draws):",
-        "with replay, self._call_state():",
-        ("tests/engine/test_over_collectives.py",),
+        "                entered_again(self._draws),\n",
+        "",
+        (
+            "tests/engine/test_per_layer.py"
+            "::test_layers_that_are_functions_keep_nothing",
+        ),
     ),
     Fault(
         "only the first gradient of a pack is summed",
@@ -1107,7 +1110,7 @@ LAYOUTS = (
     Fault(
         "layouts: numbers given to a layer have the gradient of a replica",
         "engine/step/calls/boundary.py",
-        "and not self._takes_others(begun, proof, known)",
+        "and not made.take_others(known, self._handles)",
         "and True",
         (f"{SLICE}[mirrored_x3-numbers that a step gives to its layers]",),
     ),

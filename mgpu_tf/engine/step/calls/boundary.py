@@ -21,6 +21,7 @@ a step that runs eagerly, are computed whole as well.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -53,8 +54,35 @@ from mgpu_tf.engine.step.calls.whole_layers import (
 )
 from mgpu_tf.engine.trace_again import Attempts, TraceAgain
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.replicas.own_gradient import own_gradient
 
 _log = logging.getLogger("mgpu_tf")
+
+
+@dataclasses.dataclass
+class _Call:
+    """A call with the rows of a replica.
+
+    Attributes:
+        layer: What was called.
+        made: The operations that it has made.
+        outputs: Its outputs, by identity.
+    """
+
+    layer: keras.layers.Layer
+    made: Operations
+    outputs: dict[int, tf.Tensor]
+    _is_read: bool | None = None
+
+    def is_read(self) -> bool:
+        """Returns whether others take a tensor of it that is no output.
+
+        As it is when this is asked first: before a gradient of the call is
+        taken, the operations of which take such tensors too.
+        """
+        if self._is_read is None:
+            self._is_read = self.made.are_read(self.outputs)
+        return self._is_read
 
 
 class Boundary:
@@ -83,8 +111,7 @@ class Boundary:
             for variable in keras_internals.moving_statistics(model)
         }
         self._opened: set[int] = set()
-        # Of a trace: layers, what they made, and the outputs, by identity.
-        self._proven: list[tuple[Any, Operations, dict[int, Any]]] = []
+        self._proven: list[_Call] = []
         self._apart = Apart()
         self._attempts = Attempts()
         # Each replica is a thread of its own.
@@ -106,11 +133,7 @@ class Boundary:
                 keras_internals.calls_replaced(self._layers, self._called),
             ):
                 yield
-            left = [
-                layer
-                for layer, made, outputs in self._proven
-                if made.are_read(outputs)
-            ]
+            left = [call.layer for call in self._proven if call.is_read()]
         finally:
             self._proven = []
         for layer in left:
@@ -234,9 +257,9 @@ class Boundary:
         mark = here.scope.mark()
         outputs, proven = self._local(layer, own, arguments, named, rows, cut)
         if proven:
+            call, length = self._proven[-1], rows[0].shape[0]
             return tf.nest.map_structure(
-                lambda output: self._joined(output, cut, rows[0].shape[0]),
-                outputs,
+                lambda output: self._joined(output, cut, length, call), outputs
             )
         self._open(layer)
         here.scope.reset(mark)
@@ -325,6 +348,7 @@ class Boundary:
         before = here.scope.mark()
         losses = len(here.scope.losses)
         seeds = self._own_seeds()
+        left = keras_internals.tensors_left_in(layer)
         known = [*given.values(), *lent, *here.scope.state_mapping.values()]
         known += map(keras_internals.mask_of, given.values())
         here.inside, here.inner, here.layer = (
@@ -362,7 +386,9 @@ class Boundary:
                 "trainable=False)."
             )
         proven = (
-            not any(map(keras_internals.attributes_of_author, leaves))
+            # What a call leaves behind is read where all rows are.
+            keras_internals.tensors_left_in(layer) <= left
+            and not any(map(keras_internals.attributes_of_author, leaves))
             and not made.take_others(known, self._handles)
             and len(here.scope.losses) == losses
             and all(kind == Rows() for kind in kinds)
@@ -370,7 +396,8 @@ class Boundary:
         )
         if proven:
             known = [*leaves, *moved, *masks_of(leaves)]
-            self._proven.append((layer, made, {id(t): t for t in known}))
+            outputs_known = {id(tensor): tensor for tensor in known}
+            self._proven.append(_Call(layer, made, outputs_known))
         return outputs, proven
 
     def _handles(self) -> set[int]:
@@ -404,11 +431,21 @@ class Boundary:
         return with_another(mine, row, 1, cut)
 
     def _joined(
-        self, output: tf.Tensor, cut: Cut, length: int | None
+        self, output: tf.Tensor, cut: Cut, length: int | None, call: _Call
     ) -> tf.Tensor:
         kind = Rows() if cut is self._here.cut else None
 
+        @own_gradient
+        def looked_at(value: tf.Tensor) -> Any:
+            def backward(up: Any) -> Any:
+                call.is_read()
+                return up
+
+            return tf.identity(value), backward
+
         def joined(value: tf.Tensor) -> tf.Tensor:
+            if value.dtype.is_floating:
+                value = looked_at(value)
             rows = self._exchange.all_rows(value[: cut.count], cut)
             rows = tf.ensure_shape(rows, [length, *value.shape[1:]])
             self._know([rows], cut, kind)
