@@ -120,17 +120,20 @@ class Operations:
     def read(self, others: list[Operations]) -> Any:
         """Returns a tensor that other replicas have made, if one is taken.
 
-        What replicas exchange is made by none of them.
+        What replicas exchange is made by none of them, or by all, where the
+        author does that with TensorFlow's own methods.
         """
         made = set().union(*(other.own for other in others))
+        apart = made - self.own.keys()
         return next(
             (
                 given
-                for op in self.own.values()
+                for key, op in self.own.items()
+                if key not in made
                 for given in op.inputs
                 # A graph has constants, and what it captures, once, where
                 # they are first taken.
-                if id(given.op) in made and len(given.op.inputs)
+                if id(given.op) in apart and len(given.op.inputs)
             ),
             None,
         )
