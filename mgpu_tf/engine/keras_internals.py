@@ -1272,10 +1272,9 @@ def carried(
     names = attributes_of_author(tensor)
     if names:
         raise ConfigurationError(
-            "On several replicas, a layer of which the outputs move between "
-            "them leaves nothing on a tensor. Received: the attribute "
-            f"{names[0]!r} of a tensor of shape {tensor.shape}. Return what it "
-            "holds as another output."
+            "Tensors that move between replicas have no attributes of your "
+            f"own. Received: the attribute {names[0]!r} of a tensor of shape "
+            f"{tensor.shape}. Return what it holds as another output."
         )
     parts, together = taken_apart(tensor)
     moved = together(list(map(move, parts)))

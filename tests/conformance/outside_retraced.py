@@ -192,8 +192,8 @@ class Scored(Times):
     """Leaves scores on its output, which the next layer reads."""
 
     def call(self, x):
-        made = self.times(x)
-        made.scores = ops.tanh(made) * getattr(x, "scores", 1.0)
+        made = self.times(x) * getattr(x, "scores", 1.0)
+        made.scores = ops.tanh(made)
         return made
 
 

@@ -18,7 +18,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
@@ -87,7 +86,6 @@ class Exchange:
     Make it outside of replicas, in the same order in all processes.
 
     Args:
-        model: Whose layers keep what they set on themselves for each replica.
         strategy: A strategy whose replicas step together.
         local: Its replicas here. Those with the same rows are one.
         options: How gradients are sent.
@@ -99,7 +97,6 @@ class Exchange:
 
     def __init__(
         self,
-        model: keras.Model,
         strategy: tf.distribute.Strategy,
         local: LocalReplicas,
         options: StepOptions,

@@ -141,7 +141,7 @@ class SynchronousEngine(Engine):
         # Without a graph nothing is proven: each replica has all rows.
         self._gathers = eager and self._local.ranges > 1
         if self._gathers:
-            self._rows = Exchange(model, strategy, self._local, options)
+            self._rows = Exchange(strategy, self._local, options)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._authored: dict[str, AuthorStep] = {}
         self._prepared = False
@@ -554,7 +554,7 @@ class SynchronousEngine(Engine):
         local = self._computing
         if local.ranges == 1 or self._options.step_parts > 1:
             return None
-        return Exchange(self._model, self._strategy, local, self._options)
+        return Exchange(self._strategy, local, self._options)
 
     def _layers(self) -> LayerByLayer | None:
         """Returns what computes layer by layer, None where none does."""

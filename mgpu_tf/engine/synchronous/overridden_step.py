@@ -125,7 +125,7 @@ class AuthorStep:
         )
         if self._replicas == 1:
             return
-        self._exchange = Exchange(model, strategy, local, options)
+        self._exchange = Exchange(strategy, local, options)
         self._boundary = Boundary(model, state, self._exchange)
         self._moments = Moments(model, local.ranges, local.same_rows)
         self._weights = WholeWeights(model)

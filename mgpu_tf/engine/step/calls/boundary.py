@@ -444,7 +444,7 @@ class Boundary:
             return tf.identity(value), backward
 
         def joined(value: tf.Tensor) -> tf.Tensor:
-            if value.dtype.is_floating:
+            if value.dtype.is_floating or value.dtype.is_complex:
                 value = looked_at(value)
             rows = self._exchange.all_rows(value[: cut.count], cut)
             rows = tf.ensure_shape(rows, [length, *value.shape[1:]])
