@@ -210,6 +210,7 @@ def test_a_model_that_is_computed_whole_draws_once(
         found = train(program, strategy, **options)
     check(found, train(program))
     assert "(Functional) is computed whole" in caplog.text
+    assert "is not computed again" not in caplog.text
 
 
 @pytest.fixture

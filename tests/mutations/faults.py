@@ -242,10 +242,7 @@ ENGINE = (
         "engine/step/per_layer.py",
         "                entered_again(self._draws),\n",
         "",
-        (
-            "tests/engine/test_per_layer.py"
-            "::test_layers_that_are_functions_keep_nothing",
-        ),
+        ("tests/engine/test_over_collectives.py",),
     ),
     Fault(
         "only the first gradient of a pack is summed",
