@@ -1,6 +1,7 @@
 """Groups of replicas: results and gradients, against what is done by hand."""
 
 import concurrent.futures
+import itertools
 import os
 
 import numpy as np
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.strategies.replicas.collectives import Groups, Line, has_nccl
+from mgpu_tf.strategies.replicas.mirrored import MirroredStrategy
 from tests import clusters
 from tests.jobs import groups as jobs
 from tests.tiers import tiered
@@ -54,8 +56,9 @@ def test_a_group_of_one_has_its_own_value(strategies):
 )
 def test_what_nccl_sends_has_the_same_bits(dtype, strategies, monkeypatch):
     """Its sum on CPUs, where TensorFlow's is a ring."""
-    devices = strategies["mirrored_x2"].extended.worker_devices
-    line = Line(devices)
+    strategy = strategies["mirrored_x2"]
+    devices = strategy.extended.worker_devices
+    line = Line(strategy, devices)
     monkeypatch.setattr(line, "_communication", "nccl")
     floats = [0.0, -0.0, 1e-4, -np.inf, np.nan, 1 / 3]
     kept = tf.cast(
@@ -65,13 +68,11 @@ def test_what_nccl_sends_has_the_same_bits(dtype, strategies, monkeypatch):
 
     @tf.function(autograph=False)
     def sending():
-        with tf.device(devices[0]):
-            return line.send(sender, 0, 0)
+        return line.send(sender, devices[0], 0, 0)
 
     @tf.function(autograph=False)
     def receiving():
-        with tf.device(devices[1]):
-            return line.receive(tf.shape(kept), kept.dtype, 0, 0)
+        return line.receive(tf.shape(kept), kept.dtype, devices[1], 0, 0)
 
     graph = receiving.get_concrete_function().graph
     kinds = {operation.type for operation in graph.get_operations()}
@@ -214,6 +215,43 @@ def test_operations_are_told_to_take_nccl(strategies, monkeypatch):
     )
     hints = {op.get_attr("communication_hint") for op in operations}
     assert hints == {b"nccl"}
+
+
+def test_exchanges_by_nccl_have_one_order_on_a_device(strategies, monkeypatch):
+    """Those of all groups, and those that TensorFlow makes itself."""
+    # As between GPUs, TensorFlow takes its collective operations.
+    devices = strategies["mirrored_x2"].extended.worker_devices
+    strategy = MirroredStrategy(devices, None)
+    monkeypatch.setattr(
+        "mgpu_tf.strategies.replicas.collectives.has_nccl", lambda *_: True
+    )
+    groups = [Groups(strategy, [[0, 1]]) for _ in range(2)]
+    line = Line(strategy, devices)
+
+    def on_replica():
+        # None takes what another has made.
+        found = [each.all_reduce(tf.ones([4])) for each in groups]
+        context = tf.distribute.get_replica_context()
+        found.append(context.all_reduce("sum", tf.ones([4])))
+        device = devices[groups[0].rank()]
+        found.append(line.receive(tf.constant([3]), tf.float32, device, 0, 0))
+        return [*found, groups[0].all_gather(tf.ones([4]))]
+
+    graph = tf.function(lambda: strategy.run(on_replica))
+    operations = [
+        op
+        for op in graph.get_concrete_function().graph.get_operations()
+        if op.type.startswith("Collective")
+    ]
+    orders = {}
+    for op in operations:
+        [token] = [each for each in op.inputs if each.dtype == tf.resource]
+        orders.setdefault(token.name, []).append(op)
+    assert len(orders) == 2
+    for order in orders.values():
+        assert len(order) == 5
+        for before, after in itertools.pairwise(order):
+            assert before in after.control_inputs
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,16 @@ named and nowhere else. TensorFlow has no reduce-scatter on CPUs; there it is an
 all-to-all of parts, summed in the order of the group, with the same bytes:
 (n - 1)/n of s.
 
-    line = Line(devices)
-    line.send(x, pair, number)                       # on one device
-    x = line.receive(shape, dtype, pair, number)     # on another
+    line = Line(strategy, devices)
+    line.send(x, device, pair, number)                     # from one device
+    x = line.receive(shape, dtype, device, pair, number)   # on another
 
-All members call the same functions in the same order. For a member that is
-missing the others wait until `strategies/peers.py` or TensorFlow's coordination
-service ends the collectives of the cluster, or for `timeout_seconds`.
+All members call the same functions in the same order. NCCL begins them in that
+order on each device, with what TensorFlow's strategy exchanges itself: two
+processes that began two exchanges in different orders would wait for each other
+for ever. For a member that is missing the others wait until
+`strategies/peers.py` or TensorFlow's coordination service ends the collectives
+of the cluster, or for `timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.strategies.replicas import turns
+from mgpu_tf.strategies.replicas import tensorflow_internals, turns
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
 from mgpu_tf.strategies.replicas.topology import synchronous_topology
 
@@ -126,10 +129,11 @@ class Groups:
         self._calls = dict.fromkeys(self._here, 0)
         self._every.add(self)
         self._tokens: dict[int, tf.Variable] = {}
-        if not self._copies and self.size > 1:
-            for replica, device in zip(self._here, self._devices, strict=True):
-                with tf.init_scope(), tf.device(device):
-                    self._tokens[replica] = tf.Variable(0.0, trainable=False)
+        if self._copies or self.size == 1:
+            return
+        sharing = strategy if self._has_nccl else None
+        tokens = _tokens(sharing, self._devices).values()
+        self._tokens = dict(zip(self._here, tokens, strict=True))
 
     @classmethod
     def align(cls) -> None:
@@ -467,7 +471,9 @@ class Line:
     messages, do not wait for each other for ever.
 
     Args:
-        devices: The devices of this process.
+        strategy: As for `Groups`.
+        devices: The devices of this process: those of the replicas of the
+            strategy, and others beside them.
         communication: As for `Groups`.
     """
 
@@ -475,54 +481,68 @@ class Line:
     _line_keys = itertools.count(start=500_000_000, step=1_000_000)
 
     def __init__(
-        self, devices: Sequence[str], communication: str = "auto"
+        self,
+        strategy: tf.distribute.Strategy,
+        devices: Sequence[str],
+        communication: str = "auto",
     ) -> None:
         nccl = has_nccl(devices, communication)
         self._communication = "nccl" if nccl else communication
         self._key = next(self._line_keys)
+        self._tokens = _tokens(strategy, devices) if nccl else {}
 
-    def send(self, value: tf.Tensor, pair: int, number: int) -> tf.Tensor:
+    def send(
+        self, value: tf.Tensor, device: str, pair: int, number: int
+    ) -> tf.Tensor:
         """Sends a tensor; returns what is there once it has been received.
-
-        On the device that sends.
 
         Args:
             value: The tensor.
+            device: The one that sends, of this process.
             pair: The number of the two devices, below a million and the same
                 in all processes.
             number: Of the message, another for each between these two that is
                 in one graph. Those of one number have the same sender.
         """
         carrier = _carrier(value.dtype, self._communication == "nccl")
-        sent = tf.reshape(tf.cast(value, carrier), [-1])
-        call = self._call(pair, number, carrier, tf.size(sent))
-        sent = _not_empty(sent)
-        return _from_one(sent, tf.shape(sent), carrier, call)
+        with tf.device(device):
+            sent = tf.reshape(tf.cast(value, carrier), [-1])
+            call = self._call(device, pair, number, carrier, tf.size(sent))
+            sent = _not_empty(sent)
+            return _from_one(sent, tf.shape(sent), carrier, call)
 
     def receive(
         self,
         shape: tf.Tensor,
         dtype: tf.DType,
+        device: str,
         pair: int,
         number: int,
     ) -> tf.Tensor:
-        """Returns a tensor that is sent. On the device that receives.
+        """Returns a tensor that is sent.
 
         Args:
             shape: Its shape, `[rank]`, int32.
             dtype: Its type.
+            device: The one that receives, of this process.
             pair: As for `send`.
             number: As for `send`.
         """
         carrier = _carrier(dtype, self._communication == "nccl")
-        size = tf.reduce_prod(shape)
-        call = self._call(pair, number, carrier, size)
-        length = tf.maximum(size, 1)[tf.newaxis]
-        found = _from_one(None, length, carrier, call)
-        return tf.cast(tf.reshape(found[:size], shape), dtype)
+        with tf.device(device):
+            size = tf.reduce_prod(shape)
+            call = self._call(device, pair, number, carrier, size)
+            length = tf.maximum(size, 1)[tf.newaxis]
+            found = _from_one(None, length, carrier, call)
+            return tf.cast(tf.reshape(found[:size], shape), dtype)
 
     def _call(
-        self, pair: int, number: int, dtype: tf.DType, size: tf.Tensor
+        self,
+        device: str,
+        pair: int,
+        number: int,
+        dtype: tf.DType,
+        size: tf.Tensor,
     ) -> dict[str, Any]:
         # TensorFlow remembers the type and the shape of a number.
         number = number * len(_CARRIERS) + _CARRIERS.index(dtype)
@@ -530,7 +550,11 @@ class Line:
             "group_size": 2,
             "group_key": self._key + pair,
             "instance_key": number * _SHAPES + size % _SHAPES,
-            "ordering_token": [],
+            "ordering_token": [
+                token.handle
+                for of, token in self._tokens.items()
+                if of == device
+            ],
             "communication_hint": self._communication,
             "timeout_seconds": 0.0,
             "is_stateless": False,
@@ -634,6 +658,27 @@ def has_nccl(devices: Sequence[str], communication: str) -> bool:
             f"{cards} GPUs. Use communication='auto'."
         )
     return can and communication != "ring"
+
+
+def _tokens(
+    sharing: tf.distribute.Strategy | None, devices: Sequence[str]
+) -> dict[str, tf.Variable]:
+    """Returns what orders operations on each device.
+
+    Args:
+        sharing: The strategy whose own operations are in the same order.
+        devices: Of this process.
+    """
+    tokens: dict[str, tf.Variable] = {}
+    if sharing is not None:
+        owners = sharing.extended.worker_devices
+        shared = tensorflow_internals.ordering_tokens(sharing)
+        tokens = dict(zip(owners, shared, strict=True))
+    for device in devices:
+        if device not in tokens:
+            with tf.init_scope(), tf.device(device):
+                tokens[device] = tf.Variable(0.0, trainable=False)
+    return {device: tokens[device] for device in devices}
 
 
 def _short(device: str) -> str:

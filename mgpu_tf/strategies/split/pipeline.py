@@ -297,7 +297,7 @@ class MultiWorkerPipelineStrategy(StagedStrategy, MultiWorkerMirroredStrategy):
         self.first_replica = synchronous_topology(self).local.first
         self._names = self.extended.every_device
         if mesh.blocks > 1:
-            self.line = Line(self._names, communication)
+            self.line = Line(self, self._names, communication)
         self._group(communication)
 
 

@@ -413,12 +413,15 @@ class RunOfBlock(Run):
         number = 2 * number + (sender > receiver)
         if sender in self._here:
             device = self._devices[sender]
-            with tf.device(device), tf.control_dependencies(self._before_it):
-                self._before_it = [self._line.send(value, pair, number)]
+            with tf.control_dependencies(self._before_it):
+                sent = self._line.send(value, device, pair, number)
+            self._before_it = [sent]
         elif receiver in self._here:
             device = self._devices[receiver]
             with tf.device(device), tf.control_dependencies(self._before_it):
-                found = self._line.receive(shape, spec.dtype, pair, number)
+                found = self._line.receive(
+                    shape, spec.dtype, device, pair, number
+                )
                 found = tf.ensure_shape(found, spec.shape)
             self._before_it = [found]
             return found

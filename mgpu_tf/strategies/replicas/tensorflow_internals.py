@@ -1,0 +1,30 @@
+"""What a strategy of TensorFlow's keeps to itself.
+
+`tests/strategies/test_collectives.py` fails on a release that moves what is
+read here.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+from tensorflow.python.distribute import cross_device_ops
+
+
+def ordering_tokens(strategy: tf.distribute.Strategy) -> list[tf.Variable]:
+    """Returns what orders a strategy's own exchanges, one for each device.
+
+    Operations that take the token of a device run in the order in which they
+    were traced.
+
+    Args:
+        strategy: A `MirroredStrategy`, or one of several workers.
+    """
+    extended = strategy.extended
+    for exchange in (
+        extended._cross_device_ops,
+        # Between GPUs of one process, where `cross_device_ops` was given.
+        getattr(extended, "_collective_ops", None),
+    ):
+        if isinstance(exchange, cross_device_ops.CollectiveAllReduce):
+            return [each._ordering_token for each in exchange._launchers]
+    raise AssertionError(f"{strategy!r} has no collective operations.")
