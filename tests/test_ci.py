@@ -129,6 +129,12 @@ def test_what_passes_alone_is_flaky(tier, tmp_path):
     assert "THREE=--numprocesses=0" in asked[1]
     assert f"@{tmp_path / 'test-again.txt'}" in asked[1][-1]
     assert (tmp_path / "test-again.txt").read_text() == "a[x y]\n"
+    # Where the time is over, one that failed has some of its own.
+    untils = [
+        float(command[-1].partition("--until=")[2].split()[0])
+        for command in asked
+    ]
+    assert untils[1] > untils[0]
 
 
 @pytest.mark.parametrize("again", ["failed", "skipped", None])

@@ -49,8 +49,11 @@ _ANSWER_SECONDS = 30.0
 _PLACE_SECONDS = 3.0
 # How long it takes to see that a node is lost.
 _LOST_SECONDS = 20.0
-# How long a cluster that is there takes; Ray itself would wait for minutes.
-_ALIVE_SECONDS = 20.0
+# How long a cluster that is there takes to accept a connection.
+_CONNECT_SECONDS = 20.0
+# How long it takes to answer Ray's own program, which begins with its imports;
+# on a busy machine these alone take longer than the above.
+_ALIVE_SECONDS = 90.0
 _CLIENT = "ray://"
 
 
@@ -575,9 +578,11 @@ def check_alive(where: str, seconds: float = _ALIVE_SECONDS) -> None:
                 "address must be HOST:PORT of a Ray cluster. Received: "
                 f"address={where!r}, {problem}. Write --address=HOST:6379."
             ) from None
-    if where.startswith(_CLIENT):
-        alive, found = ports.answers(address, seconds), "nobody answers."
-    else:
+    alive, found = True, ""
+    if where != "auto":
+        limit = min(seconds, _CONNECT_SECONDS)
+        alive, found = ports.answers(address, limit), "nobody answers."
+    if alive and not where.startswith(_CLIENT):
         alive, found = _healthy(where, seconds)
     if not alive:
         raise ClusterError(
