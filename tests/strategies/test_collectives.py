@@ -102,9 +102,12 @@ def test_members_number_their_calls_alike_after_a_failed_trace(strategies):
         return strategy.run(on_replica)
 
     run = tf.function(step, autograph=False)
+    forget_calls = Groups.counted()
     with pytest.raises(ValueError, match="replica 0"):
         run(True)
-    Groups.align()
+    assert groups.calls == {0: 1, 1: 1}
+    forget_calls()
+    assert groups.calls == {0: 0, 1: 0}
     local = strategy.experimental_local_results(run(False))
     assert [float(value) for value in local] == [3.0, 3.0]
 

@@ -515,15 +515,14 @@ class ReplicaState:
         held = [tf.identity(variable.value) for variable in variables]
         if not self._holds_part(_replica()):
             held = list(map(tf.zeros_like, held))
-        return self._sums(held, [], tf.zeros([1]))[:-1]
+        return self._layer_sums(held)
 
     def whole_metrics(self) -> list[tf.Tensor]:
         """Returns what metrics hold between executions. On a replica."""
+        every, _ = self._known_to_all(self._whole(self.metrics), tf.zeros([1]))
         return [
             whole if self.is_split(variable) else tf.identity(variable.value)
-            for variable, whole in zip(
-                self.metrics, self._whole(self.metrics), strict=True
-            )
+            for variable, whole in zip(self.metrics, every, strict=True)
         ]
 
     def collect(
@@ -576,6 +575,7 @@ class ReplicaState:
                 self.metrics, summed[: len(metrics)], metrics, strict=True
             )
         ]
+        together, notes = self._known_to_all(together, summed[-1])
         for variable, own, value in zip(
             self.metrics, metrics, together, strict=True
         ):
@@ -586,7 +586,7 @@ class ReplicaState:
                 _assign_here(variable, tf.zeros_like(value))
             else:
                 _assign_here(variable, value)
-        return together, summed[-1] / self._total
+        return together, notes / self._total
 
     def _held(
         self, variable: keras.Variable, start: tf.Tensor | None
@@ -612,8 +612,17 @@ class ReplicaState:
         return replica == 0
 
     def _layer_sums(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns sums of what replicas send of the state of layers."""
+        """Returns sums of what replicas with the same state send of it."""
         return sum_tensors(values, sum_over_replicas)
+
+    def _known_to_all(
+        self, metrics: list[tf.Tensor], notes: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Returns metrics and sums of notes where they are known in part.
+
+        On a replica.
+        """
+        return metrics, notes
 
     def _sums(
         self,

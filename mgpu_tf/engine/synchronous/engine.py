@@ -1371,7 +1371,12 @@ _MOST_TRACES = 1000
 
 
 def _traced(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function, which may have to be traced several times."""
+    """Calls a function, which may have to be traced several times.
+
+    Processes need not trace equally often: stages of a pipeline have other
+    layers.
+    """
+    forget_calls = Groups.counted()
     for _ in range(_MOST_TRACES):
         try:
             with turns.kept(leave_others):
@@ -1380,11 +1385,13 @@ def _traced(function: Callable[..., Any], *arguments: Any) -> Any:
             raise ConfigurationError(str(error)) from error
         except Exception as error:
             refusal = refusal_within(error)
+            if refusal is None:
+                raise
+            forget_calls()
+            if refusal is error and not isinstance(error, TraceAgain):
+                raise
             if not isinstance(refusal, TraceAgain):
-                if refusal is None or refusal is error:
-                    raise
                 raise refusal from error
-            Groups.align()
     raise RuntimeError(
         f"A step was traced {_MOST_TRACES} times, and each trace asked for "
         "another one. This is a fault of mgpu_tf: please report the program."

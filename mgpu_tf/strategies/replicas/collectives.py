@@ -81,6 +81,7 @@ class Groups:
         size: The members of a group.
         first: The first replica of this process.
         is_here: Whether the members of each group are in one process.
+        calls: How often each replica of this process has called.
 
     Raises:
         ConfigurationError: A replica is in no group, or in two, or groups
@@ -126,7 +127,7 @@ class Groups:
             communication == "auto" and self.is_here and not self._has_nccl
         )
         self._key = next(self._keys)
-        self._calls = dict.fromkeys(self._here, 0)
+        self.calls = dict.fromkeys(self._here, 0)
         self._every.add(self)
         self._tokens: dict[int, tf.Variable] = {}
         if self._copies or self.size == 1:
@@ -136,18 +137,19 @@ class Groups:
         self._tokens = dict(zip(self._here, tokens, strict=True))
 
     @classmethod
-    def align(cls) -> None:
-        """Lets members number their calls alike after a trace that failed.
+    def counted(cls) -> Callable[[], None]:
+        """Returns a function that forgets the calls from now on, of all groups.
 
-        It may have ended when some had called more often than others. All
-        processes do this together, outside of replicas.
+        For a trace that is not kept. Some members may have called more often
+        than others when it ended, and other processes may keep theirs.
         """
-        for groups in cls._every:
-            groups.catch_up()
+        before = [(groups, dict(groups.calls)) for groups in cls._every]
 
-    def catch_up(self) -> None:
-        """Lets the members of this process number their calls alike."""
-        self._calls = dict.fromkeys(self._calls, max(self._calls.values()))
+        def forget() -> None:
+            for groups, calls in before:
+                groups.calls = dict(calls)
+
+        return forget
 
     def rank(self, replica: int | None = None) -> int:
         """Returns the place of a replica in its group. On a replica.
@@ -376,8 +378,8 @@ class Groups:
         group = self._group(replica)
         if len(self._here) > 1:
             _trace_others_until_here()
-        call = self._calls[replica]
-        self._calls[replica] += 1
+        call = self.calls[replica]
+        self.calls[replica] += 1
         return {
             "group_size": self.size,
             "group_key": self._key + self._members.index(group),

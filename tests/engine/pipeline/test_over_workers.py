@@ -33,7 +33,7 @@ TRAINED = {
     ],
 }
 PAIRS = [(layout, row) for layout, rows in TRAINED.items() for row in rows]
-FULL = [("2_workers", "shared_table")]
+FULL = [("2_workers", "shared_table"), ("2_workers", "masked")]
 # A busy machine takes long for all jobs of a cluster; each has its own limit.
 pytestmark = pytest.mark.timeout(3600)
 

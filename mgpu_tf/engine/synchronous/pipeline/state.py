@@ -77,6 +77,10 @@ class PipelineState(ReplicaState):
 class BlockState(PipelineState):
     """The same where each process has a block of stages.
 
+    Replicas of a block bring its state together, since no other block knows
+    the rules of it. So it is with metrics, which the last block computes; all
+    others are sent what they are.
+
     Args:
         model: As for `PipelineState`.
         strategy: As for `PipelineState`.
@@ -111,15 +115,21 @@ class BlockState(PipelineState):
         layers: list[tf.Tensor],
         notes: tf.Tensor,
     ) -> list[tf.Tensor]:
-        if not self._has_metrics:
-            metrics = list(map(tf.zeros_like, metrics))
-        *metrics, notes = sum_tensors([*metrics, notes], sum_over_replicas)
+        if self._has_metrics:
+            return [*self._layer_sums([*metrics, *layers]), notes]
         return [*metrics, *self._layer_sums(layers), notes]
 
     def _layer_sums(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
-        """As in the base; blocks have different layers."""
         groups = self._strategy.along("data", "fsdp")
         return sum_tensors(values, groups.all_reduce)
+
+    def _known_to_all(
+        self, metrics: list[tf.Tensor], notes: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        if not self._counts(self._strategy.first_replica):
+            metrics = list(map(tf.zeros_like, metrics))
+        *metrics, notes = sum_tensors([*metrics, notes], sum_over_replicas)
+        return metrics, notes
 
     def _sent(
         self, rule: Rule, value: tf.Tensor, start: tf.Tensor
