@@ -1385,13 +1385,11 @@ def _traced(function: Callable[..., Any], *arguments: Any) -> Any:
             raise ConfigurationError(str(error)) from error
         except Exception as error:
             refusal = refusal_within(error)
-            if refusal is None:
-                raise
-            forget_calls()
-            if refusal is error and not isinstance(error, TraceAgain):
-                raise
             if not isinstance(refusal, TraceAgain):
+                if refusal is None or refusal is error:
+                    raise
                 raise refusal from error
+            forget_calls()
     raise RuntimeError(
         f"A step was traced {_MOST_TRACES} times, and each trace asked for "
         "another one. This is a fault of mgpu_tf: please report the program."
