@@ -15,7 +15,11 @@ from mgpu_tf.engine.random_rows import (
     scope,
     seed_for_rows,
 )
-from mgpu_tf.engine.random_rows.dimensions import OTHER, ROWS, RowDimensions
+from mgpu_tf.engine.random_rows.dimensions import (
+    Dimension,
+    Follows,
+    RowDimensions,
+)
 from mgpu_tf.engine.row_proof import RowProof, Rows, note_drawn, proving
 from tests.tiers import full, tiered
 
@@ -234,24 +238,58 @@ def _through_a_function(x):
     return tf.shape(inner(x))
 
 
+ROWS, UNKNOWN = Dimension(Follows.ROWS, 1), Dimension(Follows.UNKNOWN)
+OPEN, MIXED = Dimension(Follows.OTHERS), Dimension(Follows.MIXED)
+
+
+def _pooled(size, x):
+    return tf.nn.avg_pool1d(x, size, size, "VALID")
+
+
 @pytest.mark.parametrize(
     ("make", "row", "expected"),
     [
         (tf.shape, [10], [ROWS, 10]),
         (lambda x: [tf.shape(x)[0], 4], [10], [ROWS, 4]),
-        (lambda x: tf.shape(tf.reshape(x, [-1, 2])), [10], [5 * ROWS, 2]),
+        (
+            lambda x: tf.shape(tf.reshape(x, [-1, 2])),
+            [10],
+            [Dimension(Follows.ROWS, 5), 2],
+        ),
         (lambda x: tf.shape(tf.transpose(x)), [10], [10, ROWS]),
         # A length that the graph does not know is none of rows.
-        (tf.shape, [None, 3], [ROWS, OTHER, 3]),
-        (lambda x: tf.shape(x)[1:], [None, 3], [OTHER, 3]),
+        (tf.shape, [None, 3], [ROWS, OPEN, 3]),
+        (lambda x: tf.shape(x)[1:], [None, 3], [OPEN, 3]),
+        # Nor is one that follows from it.
+        (lambda x: tf.shape(x[:, 1:-1]), [None, 3], [ROWS, OPEN, 3]),
+        (lambda x: tf.shape(_pooled(32, x)), [None, 3], [ROWS, OPEN, 3]),
+        (lambda x: tf.shape(_pooled(320, x)), [None, 3], [ROWS, OPEN, 3]),
+        (
+            lambda x: tf.shape(tf.reshape(_pooled(32, x), [-1, 3])),
+            [None, 3],
+            [Dimension(Follows.ROWS), 3],
+        ),
+        (tf.shape, [None, None, 3], [ROWS, OPEN, OPEN, 3]),
+        (tf.shape, [None] * 3 + [64], [ROWS, *[OPEN] * 3, 64]),
+        # So many elements that TensorFlow has no such shape.
+        (tf.shape, [None] * 6, [ROWS, *[UNKNOWN] * 6]),
+        (lambda x: [tf.shape(x)[0] // 8, 3], [10], [MIXED, 3]),
+        (lambda x: [tf.reduce_sum(tf.shape(x))], [None], [MIXED]),
         # What a function makes is not read.
-        (_through_a_function, [10], [None, 2, 5]),
-        (lambda x: tf.shape(tf.boolean_mask(x, x[:, 0] > 0)), [3], [None, 3]),
+        (_through_a_function, [10], [UNKNOWN, 2, 5]),
+        (
+            lambda x: tf.shape(tf.boolean_mask(x, x[:, 0] > 0)),
+            [3],
+            [UNKNOWN, 3],
+        ),
     ],
 )
 def test_dimensions(make, row, expected):
     spec = tf.TensorSpec([None, *row], tf.float32)
-    assert dimensions(make, [spec]) == expected
+    assert dimensions(make, [spec]) == [
+        Dimension(Follows.OTHERS, each) if isinstance(each, int) else each
+        for each in expected
+    ]
 
 
 def test_a_length_that_is_no_multiple_of_the_rows_ends_the_run():

@@ -1,31 +1,64 @@
 """Which dimensions of a shape follow from the number of rows of a batch.
 
 The graph of a step does not know how many rows a replica has. A copy of its
-part that computes a shape is made in a graph of its own, where the batch has
-`ROWS` rows and every other unknown dimension of it is `OTHER` long:
+part that computes a shape is made in a graph of its own, where the batch has a
+number of rows, and every other unknown dimension of it has a length:
 
     in the step    [?, 10] -> reshape [?, 2, 5] -> shape = (?, 2, 5)
     in the copy    [ROWS, 10]                   -> shape = (ROWS, 2, 5)
 
 TensorFlow infers the shapes of the copy; nothing is computed. A dimension that
-is a multiple of `ROWS` has rows.
+is a multiple of `ROWS` has rows. One that is the same in copies with other
+lengths does not follow from them, and so with other numbers of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
-# Primes, so large that no dimension of a model is a multiple.
-ROWS = 1_000_003
-OTHER = 7_368_787
+# Primes. No dimension of a model is a multiple of the first, and the second is
+# long enough for layers that make sequences or images smaller; with three such
+# axes a shape has less than 2**63 elements, as TensorFlow demands.
+ROWS, OTHER = 1_000_003, 1_009
+# What another copy has in their place, so far from them that no layer makes
+# the same of both.
+_ROWS, _OTHER = 1_500_007, 2_003
 
+# Of a tensor, by TensorFlow.
+_MOST_ELEMENTS = 2**63 - 1
 # A shape, or what one is computed from, has no more elements.
 _SMALL = 64
 
 _HAS_FUNCTIONS: dict[str, bool] = {}
+
+
+class Follows(enum.Enum):
+    """What a dimension follows from."""
+
+    ROWS = "the number of rows, in proportion"
+    MIXED = "the number of rows otherwise"
+    OTHERS = "other lengths, or nothing"
+    UNKNOWN = "what no shape shows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dimension:
+    """A dimension of a shape.
+
+    Attributes:
+        follows: What it follows from.
+        length: Its length, for each row where it is in proportion to them;
+            None where that differs between batches, or is not known.
+    """
+
+    follows: Follows
+    length: int | None = None
 
 
 class RowDimensions:
@@ -37,26 +70,105 @@ class RowDimensions:
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
+        self._data = [
+            tensor
+            for tensor in data
+            if tf.is_symbolic_tensor(tensor) and _lacks_rows(tensor)
+        ]
+        self._open = any(None in tensor.shape[1:] for tensor in self._data)
+        self._copies: dict[tuple[int, int], _Copy] = {}
+
+    def of(self, shape: tf.Tensor) -> list[Dimension]:
+        """Returns the dimensions of a shape.
+
+        Args:
+            shape: A vector of integers, in the graph of the step.
+        """
+        known = tf.fill(shape, 0.0).shape
+        return self._read(known, lambda copy: copy.of(shape))
+
+    def of_tensor(self, tensor: tf.Tensor) -> list[Dimension]:
+        """Returns the dimensions of a tensor in the graph of the step."""
+        return self._read(tensor.shape, lambda copy: copy.of_tensor(tensor))
+
+    def _read(
+        self,
+        known: tf.TensorShape,
+        lengths: Callable[[_Copy], list[int | None]],
+    ) -> list[Dimension]:
+        """Returns dimensions, of which the step knows some.
+
+        Args:
+            known: What the step knows.
+            lengths: Returns the lengths that they have in a copy.
+        """
+        if known.is_fully_defined():
+            return [Dimension(Follows.OTHERS, length) for length in known]
+        first = lengths(self._copy(ROWS, OTHER))
+        second = third = first
+        if self._open:
+            second = lengths(self._copy(ROWS, _OTHER))
+        if any(n is not None and n % ROWS for n in first):
+            third = lengths(self._copy(_ROWS, OTHER))
+        return [
+            _dimension(*found)
+            for found in zip(known.as_list(), first, second, third, strict=True)
+        ]
+
+    def _copy(self, rows: int, other: int) -> _Copy:
+        if (rows, other) not in self._copies:
+            self._copies[rows, other] = _Copy(self._data, rows, other)
+        return self._copies[rows, other]
+
+
+def _dimension(
+    known: int | None, first: int | None, second: int | None, third: int | None
+) -> Dimension:
+    """Returns a dimension by its lengths in copies.
+
+    Args:
+        known: What the step knows.
+        first: With `ROWS` rows and other axes of `OTHER`.
+        second: With `ROWS` rows and other axes of another length.
+        third: With another number of rows and axes of `OTHER`, where the
+            first is no multiple of `ROWS`.
+    """
+    if known is not None:
+        return Dimension(Follows.OTHERS, known)
+    if first is None or second is None or third is None:
+        return Dimension(Follows.UNKNOWN)
+    if first and first % ROWS == second % ROWS == 0:
+        is_same = first == second
+        return Dimension(Follows.ROWS, first // ROWS if is_same else None)
+    return Dimension(Follows.OTHERS if first == third else Follows.MIXED)
+
+
+class _Copy:
+    """A part of a step in a graph of its own.
+
+    Args:
+        data: As for `RowDimensions`, all of them tensors without rows.
+        rows: How many rows the batch has there.
+        other: How long every other unknown dimension of it is.
+    """
+
+    def __init__(
+        self, data: Iterable[tf.Tensor], rows: int, other: int
+    ) -> None:
         self._graph = tf.Graph()
         self._copies: dict[Any, tf.Tensor] = {}
         with self._graph.as_default():
             for tensor in data:
-                if tf.is_symbolic_tensor(tensor) and _lacks_rows(tensor):
-                    shape = [OTHER if n is None else n for n in tensor.shape]
-                    shape[0] = ROWS
-                    self._copies[_origin(tensor).ref()] = _placeholder(
-                        tensor.dtype, shape
-                    )
+                shape = [other if n is None else n for n in tensor.shape]
+                shape[0] = rows
+                if math.prod(shape) > _MOST_ELEMENTS:
+                    shape[1:] = tensor.shape[1:]
+                self._copies[_origin(tensor).ref()] = _placeholder(
+                    tensor.dtype, shape
+                )
 
     def of(self, shape: tf.Tensor) -> list[int | None]:
-        """Returns the dimensions of a shape in the copy.
-
-        Args:
-            shape: A vector of integers, in the graph of the step.
-
-        Returns:
-            The dimensions, None for one that cannot be inferred.
-        """
+        """Returns the lengths that a shape has here, None for unknown ones."""
         copy = self._copy_of(shape)
         with self._graph.as_default():
             inferred = tf.fill(copy, 0.0).shape
@@ -65,9 +177,11 @@ class RowDimensions:
         return inferred.as_list()
 
     def of_tensor(self, tensor: tf.Tensor) -> list[int | None]:
-        """Returns the dimensions of a tensor in the copy."""
-        shape = self._copy_of(tensor).shape
-        return [] if shape.rank is None else shape.as_list()
+        """Returns the lengths that a tensor has here, if its rank is known."""
+        found = self._copy_of(tensor).shape
+        if found.rank is None:
+            return [None] * (tensor.shape.rank or 0)
+        return found.as_list()
 
     def _copy_of(self, tensor: tf.Tensor) -> tf.Tensor:
         stack = [_origin(tensor)]

@@ -12,7 +12,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from mgpu_tf.engine.random_rows.dimensions import OTHER, ROWS, RowDimensions
+from mgpu_tf.engine.random_rows.dimensions import (
+    Dimension,
+    Follows,
+    RowDimensions,
+)
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -112,8 +116,9 @@ class RowScope:
             dimensions = self._dimensions.of(shape)
             axis, checks = self._axis(shape, dimensions)
         else:
-            dimensions = shape.numpy().tolist()
-            axis, checks = self._axis_of_numbers(dimensions), []
+            numbers = shape.numpy().tolist()
+            dimensions = [Dimension(Follows.OTHERS)] * len(numbers)
+            axis, checks = self._axis_of_numbers(numbers), []
         if axis is None:
             return None
         with tf.control_dependencies(checks):
@@ -160,7 +165,7 @@ class RowScope:
                 )
             elif _is_stateless_draw(op):
                 dimensions = self._dimensions.of_tensor(op.outputs[0])
-                if len(_rows_among(dimensions)) == 1:
+                if len(_axes(dimensions, Follows.ROWS)) == 1:
                     _warn_once(
                         "%s draws for the rows of a batch by a seed that no "
                         "generator of a layer gives: each replica draws what "
@@ -170,15 +175,14 @@ class RowScope:
                     )
 
     def _axis(
-        self, shape: tf.Tensor, dimensions: list[int | None]
+        self, shape: tf.Tensor, dimensions: list[Dimension]
     ) -> tuple[int | None, list[Any]]:
         """Returns the axis of the rows, and what checks it in the step."""
-        rows = _rows_among(dimensions)
+        rows = _axes(dimensions, Follows.ROWS)
         if len(rows) == 1:
             return rows[0], []
         name = tf.get_current_name_scope()
-        unread = [n for n in dimensions if n and n > ROWS // 4 and n % OTHER]
-        if unread and not tf.fill(shape, 0).shape.is_fully_defined():
+        if rows or _axes(dimensions, Follows.MIXED):
             _warn_once(
                 "%s draws numbers whose shape depends on the number of rows "
                 "otherwise than by one dimension in proportion: each replica "
@@ -186,7 +190,7 @@ class RowScope:
                 name,
             )
             return None, []
-        unknown = [a for a, n in enumerate(dimensions) if n is None]
+        unknown = _axes(dimensions, Follows.UNKNOWN)
         if not unknown:
             return None, []
         return unknown[0], [self._check(shape, unknown[0], name)]
@@ -210,31 +214,25 @@ class RowScope:
         return 0 if dimensions[:1] == [int(self.local)] else None
 
 
-def _rows_among(dimensions: list[int | None]) -> list[int]:
-    """Returns the axes of rows."""
-    return [a for a, n in enumerate(dimensions) if n and n % ROWS == 0]
+def _axes(dimensions: list[Dimension], follows: Follows) -> list[int]:
+    """Returns the axes that follow from something."""
+    return [a for a, each in enumerate(dimensions) if each.follows is follows]
 
 
-def _block(length: int | None) -> int | None:
-    if not length or length % ROWS or length // ROWS % OTHER == 0:
-        return None
-    return length // ROWS
+def _block(dimension: Dimension) -> int | None:
+    return dimension.length if dimension.follows is Follows.ROWS else None
 
 
 def _row(
     shape: tf.Tensor,
     axis: int,
-    dimensions: list[int | None],
+    dimensions: list[Dimension],
     several: tf.Tensor,
 ) -> int | tf.Tensor:
     """Returns how many elements of a draw belong to an example."""
-    length = dimensions[axis]
-    exact = list(dimensions)
-    exact[axis] = length and length // ROWS
-    if tf.is_symbolic_tensor(shape) and all(
-        n is not None and n % OTHER for n in exact
-    ):
-        return math.prod(n or 0 for n in exact)
+    lengths = [each.length for each in dimensions]
+    if _block(dimensions[axis]) is not None and None not in lengths:
+        return math.prod(length or 0 for length in lengths)
     others = tf.concat([shape[:axis], shape[axis + 1 :]], 0)
     return several * tf.reduce_prod(others)
 

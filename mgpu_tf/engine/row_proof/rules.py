@@ -418,7 +418,8 @@ def _reshape(op: tf.Operation, kinds: list[Kind]) -> Kind:
             return dataclasses.replace(kind, block=1)
     if lengths and lengths[0] == ROWS and not any(map(_of_rows, lengths[1:])):
         return dataclasses.replace(kind, block=1)
-    if lengths and lengths[0] == -1 and after[1:] == before[-1:]:
+    leading = bool(lengths) and _of_rows_or_open(lengths[0])
+    if leading and _is_known(after[1:]) and after[1:] == before[-1:]:
         # Leading axes become one; the last stays.
         if before.rank == 2:
             return kind
@@ -427,6 +428,16 @@ def _reshape(op: tf.Operation, kinds: list[Kind]) -> Kind:
     if lengths == [-1] and before.rank == 2 and kind.block == 1:
         return _blocks(kind, before[1] if before[1] else ("(None,)",))
     return UNPROVEN
+
+
+def _of_rows_or_open(length: Any) -> bool:
+    """Whether an axis has as many elements as rows and what others leave."""
+    return length == -1 or isinstance(length, tuple)
+
+
+def _is_known(shape: tf.TensorShape) -> bool:
+    """Whether shapes that are equal are so in a step as well."""
+    return bool(shape.is_fully_defined())
 
 
 def _blocks(kind: Rows, joined: Any) -> Kind:
