@@ -24,17 +24,24 @@ A = GENERATOR.uniform(0.1, 0.9, size=(ROWS, 4, 3))
 B = GENERATOR.uniform(0.1, 0.9, size=(ROWS, 4, 3))
 W = GENERATOR.uniform(0.1, 0.9, size=(3, 5))
 KERNEL = GENERATOR.uniform(size=(2, 2, 2, 3))
+WORDS = GENERATOR.uniform(size=(2, 3, 5))
 IMAGES = GENERATOR.uniform(size=(ROWS, 4, 4, 2))
 INDICES = GENERATOR.integers(0, 3, size=(ROWS, 4))
 
 
-def kind_and_values(function, *rows):
-    """Returns what is proven of a function, and the function of arrays."""
+def kind_and_values(function, *rows, unknown=1):
+    """Returns what is proven of a function, and the function of arrays.
+
+    Of that many axes the graph does not know how long they are.
+    """
     found = {}
 
     @tf.function(
         input_signature=[
-            tf.TensorSpec([None, *each.shape[1:]], each.dtype) for each in rows
+            tf.TensorSpec(
+                [*[None] * unknown, *each.shape[unknown:]], each.dtype
+            )
+            for each in rows
         ]
     )
     def traced(*given):
@@ -46,9 +53,9 @@ def kind_and_values(function, *rows):
     return traced, found
 
 
-def check(function, *rows):
+def check(function, *rows, unknown=1):
     """Compares what is proven with values of cuts and of permutations."""
-    traced, found = kind_and_values(function, *rows)
+    traced, found = kind_and_values(function, *rows, unknown=unknown)
     whole = traced(*rows).numpy()
     kind = found["kind"]
     order = np.array([3, 0, 5, 1, 4, 2])
@@ -156,6 +163,11 @@ PROVEN = {
     "cumprod": lambda a: tf.math.cumprod(a, axis=2),
     "cumulative": lambda a: tf.math.cumulative_logsumexp(a, axis=1),
     "reverse": lambda a: tf.reverse(a, [1]),
+    "roll": lambda a: tf.roll(a, [1, 2], [1, 2]),
+    "softmax over words": lambda a: tf.nn.softmax(a, axis=1),
+    "dilated": lambda a: tf.nn.convolution(
+        a, WORDS, padding="SAME", dilations=[2]
+    ),
     "softmax": lambda a: tf.nn.log_softmax(tf.nn.softmax(a)),
     "top k": lambda a: tf.math.top_k(a, 2).values,
     "band": lambda a: tf.linalg.band_part(a, 0, 1),
@@ -265,6 +277,34 @@ def test_proven(name):
     assert check(PROVEN[name], A) != UNPROVEN
 
 
+# Proven where the graph does not know how many words a row has.
+OF_SOME_WORDS = {
+    "dense": lambda a: tf.tensordot(a, W, 1),
+    "joined words": lambda a: tf.reshape(a, [-1, 3]),
+    "roll": PROVEN["roll"],
+    "softmax over words": PROVEN["softmax over words"],
+    "dilated": PROVEN["dilated"],
+    "dilated and cut": lambda a: tf.nn.convolution(a, WORDS, dilations=[3]),
+}
+
+
+@pytest.mark.parametrize("name", OF_SOME_WORDS)
+def test_rows_of_some_words(name):
+    assert check(OF_SOME_WORDS[name], A, unknown=2) != UNPROVEN
+
+
+@pytest.mark.parametrize("length", [3, -1])
+def test_joined_words_of_unknown_size(length):
+    """A word of another size than the input's has parts of two rows."""
+
+    def joined(a):
+        return tf.reshape(a, [-1, tf.shape(a)[length]])
+
+    _, found = kind_and_values(joined, A[..., None], unknown=4)
+    _.get_concrete_function()
+    assert found["kind"] == UNPROVEN
+
+
 IMAGE = {
     "Conv2D": lambda x: tf.nn.conv2d(x, KERNEL, 1, "SAME"),
     "DepthwiseConv2dNative": lambda x: tf.nn.depthwise_conv2d(
@@ -337,6 +377,22 @@ UNPROVABLE = {
     "neighbours": lambda a: a[1:] - a[:-1],
     "first row": lambda a: a - a[:1],
     "reversed": lambda a: tf.reverse(a, [0]),
+    "rolled": lambda a: tf.roll(a, 1, 0),
+    "rolled by their sum": lambda a: tf.roll(
+        a, tf.cast(tf.reduce_sum(a), tf.int32), 1
+    ),
+    "parts of rows": lambda a: tf.space_to_batch(a, [2], [[0, 0]]),
+    "parts of rows in another order": lambda a: tf.batch_to_space(
+        tf.space_to_batch(a[..., None], [2, 1], [[0, 0], [0, 0]]),
+        [1, 2],
+        [[0, 0], [0, 0]],
+    ),
+    "parts of rows side by side": lambda a: tf.reshape(
+        tf.space_to_batch(a, [2], [[0, 0]]), [tf.shape(a)[0], 4, 3]
+    ),
+    "parts that are added": lambda a: tf.reduce_sum(
+        tf.space_to_batch(a, [2], [[0, 0]]), 0
+    ),
     "number of a row": lambda a: tf.cast(tf.range(tf.shape(a)[0]), a.dtype),
     "divided by the number": lambda a: a / tf.cast(tf.shape(a)[0], a.dtype),
     "root of the largest": lambda a: tf.sqrt(tf.reduce_max(a)),

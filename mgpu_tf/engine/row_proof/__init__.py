@@ -15,6 +15,7 @@ Calls, branches and loops of TensorFlow are walked with what goes into them.
     FIXED       depends on no row, and not on the number of rows
     Rows(a)     axis a is that of the rows; each row is made of its own alone
     Sizes       numbers of rows, and lengths of other axes, as of `tf.shape`
+    Spread      rows in parts, each apart, within a dilated convolution alone
     SUM         a sum over the rows: sums of cuts add up to it
     MEAN        a mean over the rows: its cuts weigh as many as they have rows
     LARGEST     the largest of the rows, element by element; and SMALLEST

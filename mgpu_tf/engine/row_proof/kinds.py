@@ -32,6 +32,20 @@ class Rows(Kind):
 
 
 @dataclasses.dataclass(frozen=True)
+class Spread(Kind):
+    """Images of which each has become several, as for dilated convolutions.
+
+    Along the first axis are the first parts of all images, then the second.
+
+    Attributes:
+        block: Into how many parts each axis of an image is divided.
+    """
+
+    name: str = "spread"
+    block: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Sizes(Kind):
     """One length or a vector of lengths.
 

@@ -23,6 +23,7 @@ from mgpu_tf.engine.row_proof.kinds import (
     Kind,
     Rows,
     Sizes,
+    Spread,
 )
 
 
@@ -80,13 +81,17 @@ _IMAGES = _words(
     SpaceToDepth
     """
 )
+# What keeps apart the parts of images that are spread over the first axis.
+_OF_SPREAD = _words("Conv2D Conv3D DepthwiseConv2dNative ExpandDims Squeeze")
 # Of ranks and lengths that are known.
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "Add": np.add,
     "AddV2": np.add,
+    "ConcatV2": lambda *values: np.concatenate(values[:-1], int(values[-1])),
     "Mul": np.multiply,
     "Pack": lambda *values: np.stack(values),
     "Prod": lambda values, axes: np.prod(values, axis=tuple(axes.flat)),
+    "Range": np.arange,
     "Reshape": np.reshape,
     "Sub": np.subtract,
 }
@@ -386,6 +391,13 @@ def _along(op: tf.Operation, kinds: list[Kind]) -> Kind:
     if not isinstance(kind, Rows) or axes is None or kind.axis in axes:
         return UNPROVEN
     return kind
+
+
+def _rolled(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    kind, axes = kinds[0], _axes(op, 2)
+    if not isinstance(kind, Rows) or axes is None or kind.axis in axes:
+        return UNPROVEN
+    return kind if set(kinds[1:]) == {FIXED} else UNPROVEN
 
 
 def _last_axes(op: tf.Operation, kinds: list[Kind]) -> Kind:
@@ -698,6 +710,32 @@ def _image(op: tf.Operation, kinds: list[Kind]) -> Kind:
     return kind if first and set(kinds[1:]) <= {FIXED} else UNPROVEN
 
 
+def _into_parts(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    block = _block_of(op, kinds)
+    return Spread(block=block) if kinds[0] == Rows() and block else UNPROVEN
+
+
+def _of_spread(op: tf.Operation, kinds: list[Kind]) -> Kind:
+    """What is made of images in parts, until they are put together again."""
+    spread, *others = kinds
+    if not isinstance(spread, Spread) or set(others) - {FIXED}:
+        return UNPROVEN
+    if op.type == "BatchToSpaceND":
+        return Rows() if _block_of(op, kinds) == spread.block else UNPROVEN
+    if op.type not in _OF_SPREAD:
+        return UNPROVEN
+    found = _RULES[op.type](op, [Rows(), *others])
+    return spread if found == Rows() else UNPROVEN
+
+
+def _block_of(op: tf.Operation, kinds: list[Kind]) -> tuple[int, ...] | None:
+    """Returns into how many parts images are divided, if that is known."""
+    block = _static(op.inputs[1])
+    if block is None or set(kinds[1:]) != {FIXED}:
+        return None
+    return tuple(int(parts) for parts in block)
+
+
 def _transposed(op: tf.Operation, kinds: list[Kind]) -> Kind:
     """A transposed convolution, which is the gradient of one by its images."""
     size, weights, images = kinds
@@ -839,6 +877,7 @@ _RULES: dict[str, _Rule] = {
     "BatchMatMul": _batch_matmul,
     "BatchMatMulV2": _batch_matmul,
     "Bitcast": _bitcast,
+    "BatchToSpaceND": _of_spread,
     "BroadcastTo": _broadcast,
     "ConcatV2": _concat,
     "Conv2DBackpropInput": _transposed,
@@ -857,8 +896,10 @@ _RULES: dict[str, _Rule] = {
     "PadV2": _pad,
     "Reshape": _reshape,
     "ResourceGather": _lookup,
+    "Roll": _rolled,
     "Slice": _slice,
     "SoftmaxCrossEntropyWithLogits": _labelled,
+    "SpaceToBatchND": _into_parts,
     "SparseSoftmaxCrossEntropyWithLogits": _labelled,
     "Split": _split,
     "SplitV": _split,
@@ -894,6 +935,8 @@ def by_rule(op: tf.Operation, kinds: list[Kind]) -> Kind | list[Kind]:
     """
     if any(isinstance(kind, Rows) and kind.listed for kind in kinds):
         return _of_list(op, kinds)
+    if any(isinstance(kind, Spread) for kind in kinds):
+        return _of_spread(op, kinds)
     if any(isinstance(kind, Held) for kind in kinds):
         found = _added(op, kinds)
         # What all replicas hold is fixed, unless they have added to it.
