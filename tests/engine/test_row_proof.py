@@ -281,6 +281,7 @@ def test_proven(name):
 OF_SOME_WORDS = {
     "dense": lambda a: tf.tensordot(a, W, 1),
     "joined words": lambda a: tf.reshape(a, [-1, 3]),
+    "divided words": lambda a: tf.reshape(a, [-1, tf.shape(a)[1], 1, 3]),
     "roll": PROVEN["roll"],
     "softmax over words": PROVEN["softmax over words"],
     "dilated": PROVEN["dilated"],
@@ -293,15 +294,22 @@ def test_rows_of_some_words(name):
     assert check(OF_SOME_WORDS[name], A, unknown=2) != UNPROVEN
 
 
-@pytest.mark.parametrize("length", [3, -1])
-def test_joined_words_of_unknown_size(length):
-    """A word of another size than the input's has parts of two rows."""
-
-    def joined(a):
-        return tf.reshape(a, [-1, tf.shape(a)[length]])
-
-    _, found = kind_and_values(joined, A[..., None], unknown=4)
-    _.get_concrete_function()
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda a: [-1, tf.shape(a)[2]],
+        lambda a: [-1, tf.shape(a)[1], tf.shape(a)[1]],
+        lambda a: [-1, tf.shape(a + 1.0)[1], tf.shape(a)[2]],
+        lambda a: [-1, tf.shape(a)[1], tf.shape(a)[2], 2],
+        lambda a: [tf.shape(a)[1], -1, tf.shape(a)[2]],
+    ],
+)
+def test_words_of_another_size_have_parts_of_two_rows(shape):
+    """Or it is not proven that they have the same."""
+    traced, found = kind_and_values(
+        lambda a: tf.reshape(a, shape(a)), A, unknown=3
+    )
+    traced.get_concrete_function()
     assert found["kind"] == UNPROVEN
 
 

@@ -278,9 +278,12 @@ def _lengths(tensor: tf.Tensor, kind: Kind) -> list[Any] | None:
     if kind != FIXED or tensor.shape.num_elements() is None:
         return None
     value = _static(tensor)
-    if value is None:
-        return [ANY] * int(tensor.shape.num_elements())
-    return [int(each) for each in value.reshape([-1])]
+    if value is not None:
+        return [int(each) for each in value.reshape([-1])]
+    if tf.is_symbolic_tensor(tensor) and tensor.op.type == "Pack":
+        each = map(_static, tensor.op.inputs)
+        return [ANY if value is None else int(value) for value in each]
+    return [ANY] * int(tensor.shape.num_elements())
 
 
 def _taken(op: tf.Operation, kind: Sizes) -> Kind:
@@ -430,6 +433,8 @@ def _reshape(op: tf.Operation, kinds: list[Kind]) -> Kind:
             return dataclasses.replace(kind, block=1)
     if lengths and lengths[0] == ROWS and not any(map(_of_rows, lengths[1:])):
         return dataclasses.replace(kind, block=1)
+    if lengths and lengths[0] == -1 and kind.block == 1 and _is_divided(op):
+        return kind
     leading = bool(lengths) and _of_rows_or_open(lengths[0])
     if leading and _is_known(after[1:]) and after[1:] == before[-1:]:
         # Leading axes become one; the last stays.
@@ -440,6 +445,43 @@ def _reshape(op: tf.Operation, kinds: list[Kind]) -> Kind:
     if lengths == [-1] and before.rank == 2 and kind.block == 1:
         return _blocks(kind, before[1] if before[1] else ("(None,)",))
     return UNPROVEN
+
+
+def _is_divided(op: tf.Operation) -> bool:
+    """Whether a row has as many elements before a reshape as behind it.
+
+    Lengths that are not known are asked of the shape of what is reshaped.
+    """
+    source, shape = op.inputs
+    if shape.op.type != "Pack":
+        return False
+    before, after = 1, 1
+    axes: list[int] = []
+    for axis in range(1, source.shape.rank):
+        if source.shape[axis] is None:
+            axes.append(axis)
+        else:
+            before *= source.shape[axis]
+    for length in shape.op.inputs[1:]:
+        value, axis = _static(length), _asked_axis(length, source)
+        if value is not None:
+            after *= int(value)
+        elif axis in axes:
+            axes.remove(axis)
+        else:
+            return False
+    return before == after and not axes
+
+
+def _asked_axis(length: tf.Tensor, source: tf.Tensor) -> int:
+    """Returns of which axis of a tensor something is the length; -1: none."""
+    op = length.op
+    if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
+        return -1
+    place = _static(op.inputs[1])
+    if op.get_attr("shrink_axis_mask") != 1 or place is None:
+        return -1
+    return int(place[0]) if op.inputs[0].op.inputs[0] is source else -1
 
 
 def _of_rows_or_open(length: Any) -> bool:
