@@ -16,6 +16,7 @@ from tests.conformance import (  # noqa: F401
     outside_guides,
     outside_layers,
     outside_layouts,
+    outside_lengths,
     outside_loops,
     outside_losses,
     outside_mechanics,

@@ -133,6 +133,10 @@ SLICE = [
     ("mirrored_x3", "an object that a step gives its model"),
     ("fsdp_x3", "an object that layers share"),
     ("mirrored_x3", "rows of a map that is vectorized"),
+    ("mirrored_x3", "an encoder of waves"),
+    ("fsdp_x3", "a classifier of images of any size"),
+    ("data_2_pipeline_2", "a fully convolutional network"),
+    ("data_2_pipeline_2", "a temporal convolutional network"),
 ]
 
 
@@ -156,6 +160,7 @@ QUICK = [
     ("mirrored_x3", "a class of keras with means of the batch"),
     ("mirrored_x3", "attention of rows by Softmax"),
     ("one_device", "compute_metrics of one's own: the largest output"),
+    ("mirrored_x3", "an encoder of waves"),
 ]
 
 
