@@ -21,16 +21,19 @@ def endless(make, *shapes):
     Args:
         make: Returns the inputs and targets of a batch by its rows and its
             number.
-        shapes: Those of inputs and targets.
+        shapes: Those of inputs and targets, in tuples of any depth.
     """
 
     def batches():
         for number in range(STEPS):
             yield make(13 if number % 2 else 5, number)
 
-    signature = tuple(
-        tf.TensorSpec(shape, keras.config.floatx()) for shape in shapes
-    )
+    def spec(shape):
+        if isinstance(shape[0], tuple):
+            return tuple(map(spec, shape))
+        return tf.TensorSpec(shape, keras.config.floatx())
+
+    signature = spec(shapes)
     data = tf.data.Dataset.from_generator(batches, output_signature=signature)
     return data.repeat()
 
@@ -144,6 +147,115 @@ def blocks_of_a_transformer(run):
 
     make = sequences(4, lambda shape: (*shape[:2], 2))
     learn(run, build, make, (None, None, 4), (None, None, 2))
+
+
+class Noise(layers.Layer):
+    """Draws for the features of a row, for each word, and for all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(3)
+
+    def normal(self, x, *shape):
+        return keras.random.normal(shape, seed=self.seed, dtype=x.dtype)
+
+    def call(self, x):
+        rows, words, features = ops.shape(x)
+        noise = (rows, 1, features)
+        x = keras.random.dropout(x, 0.3, noise_shape=noise, seed=self.seed)
+        x += 0.1 * self.normal(x, rows, words, 1)
+        return x + 0.1 * self.normal(x, 1, words, features)
+
+
+@row(GROUP)
+def noise_of_several_shapes(run):
+    def build():
+        inputs = keras.Input((None, 4))
+        x = Noise()(layers.Conv1D(6, 3)(inputs))
+        x = Noise()(layers.MaxPooling1D(2)(x))
+        return compiled(inputs, layers.Dense(2)(ops.max(x, axis=1)))
+
+    make = sequences(9, lambda shape: (shape[0], 2))
+    learn(run, build, make, (None, None, 4), (None, 2))
+
+
+class Words(layers.Layer):
+    """Computes all words of a batch as one list."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.drop = layers.Dense(6), layers.Dropout(0.3)
+
+    def call(self, x, training=None):
+        shape = tf.shape(x)
+        words = self.dense(tf.reshape(x, (-1, 4)))
+        words = self.drop(words, training=training)
+        return tf.reshape(words, (shape[0], shape[1], 6))
+
+
+@row(GROUP)
+def dropout_of_a_list_of_words(run):
+    def build():
+        inputs = keras.Input((None, 4))
+        x = Words()(layers.Conv1D(4, 3)(inputs))
+        return compiled(inputs, layers.Dense(2)(ops.mean(x, axis=1)))
+
+    make = sequences(6, lambda shape: (shape[0], 2))
+    learn(run, build, make, (None, None, 4), (None, 2))
+
+
+@row(GROUP)
+def two_inputs_of_other_lengths(run):
+    def build():
+        inputs = keras.Input((None, 4)), keras.Input((None, 4))
+        x = layers.Dropout(0.2)(layers.Conv1D(6, 2)(inputs[0]))
+        y = layers.Dropout(0.2)(layers.Conv1D(6, 3, 2)(inputs[1]))
+        z = layers.Dropout(0.3)(layers.Attention(dropout=0.1)([x, y]))
+        return compiled(inputs, layers.Dense(2)(ops.mean(z, axis=1)))
+
+    first = sequences(5, lambda shape: (shape[0], 2))
+    second = sequences(9, lambda shape: (shape[0], 2))
+
+    def make(rows, number):
+        (x, y), (z, _) = first(rows, number), second(rows, STEPS - number)
+        return (x, z), y
+
+    words = (None, None, 4)
+    run.fit(
+        build, endless(make, (words, words), (None, 2)), steps_per_epoch=STEPS
+    )
+
+
+class Stepping(keras.Model):
+    """Has a step of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut, self.head = layers.Conv1D(6, 3), layers.Dense(2)
+        self.drop = layers.Dropout(0.3)
+
+    def call(self, x, training=None):
+        x = self.drop(self.cut(x), training=training)
+        return self.head(ops.mean(x, axis=1))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@row(GROUP)
+def a_step_of_ones_own(run):
+    def build():
+        model = Stepping()
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        return model
+
+    make = sequences(6, lambda shape: (shape[0], 2))
+    learn(run, build, make, (None, None, 4), (None, 2))
 
 
 @row(GROUP)
