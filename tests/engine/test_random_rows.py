@@ -292,6 +292,15 @@ def test_dimensions(make, row, expected):
     ]
 
 
+def test_a_tensor_of_unknown_rank_has_no_dimensions():
+    def trace(x):
+        unknown = tf.compat.v1.placeholder_with_default(x, None)
+        assert RowDimensions([x]).of_tensor(unknown) == []
+
+    spec = tf.TensorSpec([None, 3])
+    tf.function(trace, autograph=False).get_concrete_function(spec)
+
+
 def test_a_length_that_is_no_multiple_of_the_rows_ends_the_run():
     def some(x, seed):
         kept = tf.boolean_mask(x, x[:, 0] > 0)

@@ -102,17 +102,21 @@ class RowDimensions:
             known: What the step knows.
             lengths: Returns the lengths that they have in a copy.
         """
-        if known.is_fully_defined():
-            return [Dimension(Follows.OTHERS, length) for length in known]
+        if known.rank is None:
+            return []
+        here = known.as_list()
+        if None not in here:
+            return [Dimension(Follows.OTHERS, length) for length in here]
         first = lengths(self._copy(ROWS, OTHER))
         second = third = first
         if self._open:
             second = lengths(self._copy(ROWS, _OTHER))
-        if any(n is not None and n % ROWS for n in first):
+        asked = [n for n, length in zip(first, here, strict=True) if not length]
+        if any(n is not None and n % ROWS for n in asked):
             third = lengths(self._copy(_ROWS, OTHER))
         return [
             _dimension(*found)
-            for found in zip(known.as_list(), first, second, third, strict=True)
+            for found in zip(here, first, second, third, strict=True)
         ]
 
     def _copy(self, rows: int, other: int) -> _Copy:
