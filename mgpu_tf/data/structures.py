@@ -98,9 +98,19 @@ def with_rows(data: Any) -> list[Any]:
     return [leaf for leaf in tf.nest.flatten(data) if has_rows(leaf)]
 
 
-def rows(data: Any, low: Any, high: Any) -> Any:
-    """Returns the rows from `low` to before `high`."""
+def part(data: Any, low: Any, high: Any) -> Any:
+    """Returns a part of arrays: the rows from `low` to before `high`."""
     return _map_rows(lambda leaf: leaf[low:high], data)
+
+
+def rows(data: Any, low: Any, high: Any) -> Any:
+    """Returns a copy of the rows of a batch from `low` to before `high`.
+
+    A batch that Python has made may lie in the memory of NumPy. Of that
+    TensorFlow leaves whole tensors alone, and takes their slices for its own:
+    operations would write into the arrays of the program.
+    """
+    return gather(data, tf.range(low, high))
 
 
 def or_another(low: Any, high: Any, size: Any) -> tuple[Any, Any]:
@@ -133,7 +143,7 @@ def rows_of_each(data: Any, local: LocalReplicas, replica: Any) -> Any:
 
     def own(leaf: Any) -> Any:
         low, high = local.rows_of(_rows_of(leaf), replica)
-        return leaf[low:high]
+        return tf.gather(leaf, tf.range(low, high))  # As `rows`.
 
     return _map_rows(own, data)
 

@@ -273,6 +273,13 @@ ENGINE = (
         ("tests/engine/test_row_proof.py",),
     ),
     Fault(
+        "replicas compute in the memory of the program's arrays",
+        "data/structures.py",
+        "return gather(data, tf.range(low, high))",
+        "return part(data, low, high)",
+        ("tests/data/test_arrays_of_generators.py",),
+    ),
+    Fault(
         "exchanges by NCCL begin in an order of their own",
         "strategies/replicas/collectives.py",
         "sharing = strategy if self._has_nccl else None",

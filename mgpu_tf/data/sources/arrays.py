@@ -102,7 +102,7 @@ class ArraySource(Source):
             first, after = structures.or_another(low, high, size)
             rows = slice(start + first, start + after)
             if order is None:
-                data = structures.rows(self._data, rows.start, rows.stop)
+                data = structures.part(self._data, rows.start, rows.stop)
             else:
                 data = structures.gather(self._data, order[rows])
             return data, high - low, size
@@ -177,8 +177,8 @@ def split_arrays(data: Any, fraction: float) -> tuple[Any, Any]:
             f"validation_split={fraction} of {examples} examples."
         )
     return (
-        structures.rows(data, None, first),
-        structures.rows(data, first, None),
+        structures.part(data, None, first),
+        structures.part(data, first, None),
     )
 
 
