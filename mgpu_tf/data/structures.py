@@ -110,7 +110,7 @@ def rows(data: Any, low: Any, high: Any) -> Any:
     TensorFlow leaves whole tensors alone, and takes their slices for its own:
     operations would write into the arrays of the program.
     """
-    return gather(data, tf.range(low, high))
+    return _map_rows(lambda leaf: _copied(leaf[low:high]), data)
 
 
 def or_another(low: Any, high: Any, size: Any) -> tuple[Any, Any]:
@@ -143,7 +143,7 @@ def rows_of_each(data: Any, local: LocalReplicas, replica: Any) -> Any:
 
     def own(leaf: Any) -> Any:
         low, high = local.rows_of(_rows_of(leaf), replica)
-        return tf.gather(leaf, tf.range(low, high))  # As `rows`.
+        return _copied(leaf[low:high])
 
     return _map_rows(own, data)
 
@@ -371,6 +371,11 @@ def _map_rows(function: Callable[[Any], Any], data: Any) -> Any:
     return tf.nest.map_structure(
         lambda leaf: function(leaf) if has_rows(leaf) else leaf, data
     )
+
+
+def _copied(leaf: Any) -> Any:
+    """Returns the same rows, in memory of their own."""
+    return tf.gather(leaf, tf.range(_rows_of(leaf)))
 
 
 def _rows_of(leaf: Any) -> tf.Tensor:
