@@ -26,8 +26,8 @@ import tensorflow as tf
 # long enough for layers that make sequences or images smaller; with three such
 # axes a shape has less than 2**63 elements, as TensorFlow demands.
 ROWS, OTHER = 1_000_003, 1_009
-# What another copy has in their place, so far from them that no layer makes
-# the same of both.
+# What another copy has in their place. Only a window over more than 2,003
+# places makes the same of both lengths: one place.
 _ROWS, _OTHER = 1_500_007, 2_003
 
 # Of a tensor, by TensorFlow.
