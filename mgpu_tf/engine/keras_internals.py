@@ -633,8 +633,15 @@ def replaced_by_author(part: Any, methods: Iterable[str]) -> str | None:
 
 
 def is_unpatched(part: Any, *methods: str) -> bool:
-    """Returns whether methods of a layer or optimizer are its class's own."""
-    return not any(method in vars(part) for method in methods)
+    """Returns whether methods of an object of Keras's are its class's own.
+
+    What the engine has replaced for the time of a trace is not the author's.
+    """
+    return not any(
+        method in vars(part)
+        and _BEFORE.get((id(part), method), (method,))[0] is not None
+        for method in methods
+    )
 
 
 def slots(
@@ -1213,8 +1220,8 @@ _NOT_OF_AUTHORS = (
     *_LIBRARIES,
     *("builtins", "functools", "mgpu_tf", "ml_dtypes", "numpy", "tensorflow"),
 )
-# What Keras sets on tensors.
-_SET_BY_KERAS = ("_keras_logits", "_keras_mask")
+# What Keras and TensorFlow, by `tf.zeros`, set on tensors.
+_NOT_SET_BY_AUTHORS = ("_keras_logits", "_keras_mask", "_is_zeros_tensor")
 # The operations whose inputs Keras's crossentropies take for logits.
 _OF_LOGITS = {"Sigmoid": tf.sigmoid, "Softmax": tf.nn.softmax}
 
@@ -1370,7 +1377,7 @@ def is_by_row(layer: keras.layers.Layer) -> bool:
     the batch, which are those of a replica, or are exchanged. See
     `have_features` for what they are called with. Any other layer is proven by
     its operations, or is computed of all rows, and so is one of these whose
-    `call` was replaced. Ask before the engine replaces it for a trace.
+    `call` was replaced.
     """
     kind = type(layer)
     if not is_unpatched(layer, "call"):
@@ -1512,7 +1519,7 @@ def attributes_of_author(tensor: Any) -> list[str]:
     """Returns the names of what an author has set on a tensor of a graph."""
     if not tf.is_symbolic_tensor(tensor):
         return []
-    return [name for name in vars(tensor) if name not in _SET_BY_KERAS]
+    return [name for name in vars(tensor) if name not in _NOT_SET_BY_AUTHORS]
 
 
 def objects_of(layers: list[keras.layers.Layer]) -> list[Any]:
@@ -2453,6 +2460,10 @@ def are_aligned(one: Any, other: Any) -> bool:
     return None not in ranks and abs(ranks[0] - ranks[1]) <= 1
 
 
+# What objects had in place of the methods that are replaced now, oldest first.
+_BEFORE: dict[tuple[int, str], list[Any]] = {}
+
+
 @contextlib.contextmanager
 def _replaced(
     objects: Iterable[Any],
@@ -2462,12 +2473,17 @@ def _replaced(
     own: list[tuple[Any, str, Any]] = []
     for part in list(objects):
         for name, method in instructions(part).items():
-            own.append((part, name, vars(part).get(name)))
+            before = vars(part).get(name)
+            own.append((part, name, before))
+            _BEFORE.setdefault((id(part), name), []).append(before)
             object.__setattr__(part, name, method)
     try:
         yield
     finally:
         for part, name, before in reversed(own):
+            _BEFORE[id(part), name].pop()
+            if not _BEFORE[id(part), name]:
+                del _BEFORE[id(part), name]
             if before is None:
                 object.__delattr__(part, name)
             else:

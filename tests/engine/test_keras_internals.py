@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 
+import mgpu_tf
 from mgpu_tf.engine import keras_internals, throwaway
 
 
@@ -815,3 +816,24 @@ def test_logits_of_one_axis_are_not_computed_again():
 
     found = first(tf.constant([1.0, 1.0]))
     np.testing.assert_allclose(found, [0.5])
+
+
+def test_zeros_have_an_attribute_that_is_not_the_authors():
+    @tf.function
+    def moved(like):
+        zeros = [tf.zeros([2]), tf.zeros_like(like)]
+        assert all(vars(each) for each in zeros)
+        return [keras_internals.carried(each, tf.identity) for each in zeros]
+
+    assert not np.any(moved(tf.ones([2])))
+
+
+def test_attributes_of_an_author_do_not_move():
+    @tf.function(autograph=False)
+    def moved(given):
+        made = 2.0 * given
+        made.noted = given
+        return keras_internals.carried(made, tf.identity)
+
+    with pytest.raises(mgpu_tf.ConfigurationError, match="'noted'"):
+        moved(tf.ones([2]))

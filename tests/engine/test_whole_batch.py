@@ -263,7 +263,13 @@ CASES = OF_KERAS | {
     "a router of tokens": network(OfTokens),
     "state that is no sum": network(Centre),
 }
-QUICK = ["masked", "a router", "a router that stays cut", "functions"]
+QUICK = [
+    "masked",
+    "a router",
+    "a router that stays cut",
+    "a cell",
+    "functions",
+]
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -313,16 +319,17 @@ def test_without_xla_where_rows_are_exchanged(name, strategies, caplog):
     np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-9)
 
 
-def fitted_as_keras(build, strategy, given=None, rows=13):
-    """Trains with Keras and with the Trainer; compares losses and weights."""
+def fitted_as_keras(build, strategy, given=None, rows=13, **options):
+    """Trains with Keras and with the Trainer; compares logs and weights."""
     x, y = given or data()
     fit = {"batch_size": rows, "shuffle": False, "verbose": 0}
     keras.utils.set_random_seed(0)
     model = build()
     theirs = model.fit(x, y, **fit).history
-    trainer = mgpu_tf.Trainer(build, strategy)
+    trainer = mgpu_tf.Trainer(build, strategy, **options)
     ours = trainer.fit(x, y, **fit).history
-    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-9)
+    for name, values in theirs.items():
+        np.testing.assert_allclose(ours[name], values, rtol=1e-9, err_msg=name)
     pairs = zip(model.get_weights(), trainer.model.get_weights(), strict=True)
     for ref, own in pairs:
         np.testing.assert_allclose(own, ref, rtol=1e-9, atol=1e-11)
@@ -465,6 +472,25 @@ def test_what_is_sent_is_said(name, said, strategies, caplog):
     lines = [r.getMessage() for r in caplog.records if "proven" in r.message]
     assert len(lines) == said, lines
     assert all("bytes for each example" in line for line in lines)
+
+
+@pytest.mark.parametrize("options", [{}, {"step_parts": 2}])
+def test_metrics_of_keras_are_known_in_a_step(options, strategies, caplog):
+    """Also those that no proof knows, though a step replaces their update."""
+    x, y = data()
+    y = (y > 0).astype(float)
+
+    def build():
+        model = keras.Sequential(
+            [keras.Input((STEPS, 5)), layers.Flatten(), layers.Dense(STEPS)]
+        )
+        auc = keras.metrics.AUC(name="auc")
+        model.compile("sgd", "mse", metrics=[auc])
+        return model
+
+    with caplog.at_level(logging.INFO, logger="mgpu_tf"):
+        fitted_as_keras(build, strategies["mirrored_x3"], (x, y), **options)
+    assert "bytes for each example" not in caplog.text
 
 
 @pytest.mark.full

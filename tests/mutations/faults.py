@@ -966,6 +966,16 @@ LAYOUTS = (
         ),
     ),
     Fault(
+        "attached: what the engine replaces counts as the author's",
+        "engine/keras_internals.py",
+        "and _BEFORE.get((id(part), method), (method,))[0] is not None",
+        "and True",
+        (
+            "tests/engine/test_whole_batch.py::"
+            "test_metrics_of_keras_are_known_in_a_step[options1]",
+        ),
+    ),
+    Fault(
         "attached: a class is trusted whose call was replaced",
         "engine/keras_internals.py",
         'if not is_unpatched(layer, "call"):',
