@@ -994,7 +994,7 @@ def linear_layers(model: keras.Model) -> list[keras.layers.Layer]:
         )
         and layer.built
         and not (isinstance(layer, ShardedEmbedding) and layer.shards[1:])
-        and "call" not in vars(layer)
+        and is_unpatched(layer, "call")
         and not getattr(layer, "lora_enabled", False)
         and getattr(layer, "quantization_mode", None) is None
     ]
