@@ -240,10 +240,12 @@ def _through_a_function(x):
 
 ROWS, UNKNOWN = Dimension(Follows.ROWS, 1), Dimension(Follows.UNKNOWN)
 OPEN, MIXED = Dimension(Follows.OTHERS), Dimension(Follows.MIXED)
+# As many for each row as a batch has.
+SEVERAL = Dimension(Follows.ROWS)
 
 
-def _pooled(size, x):
-    return tf.nn.avg_pool1d(x, size, size, "VALID")
+def _pooled(size, x, padding="VALID"):
+    return tf.nn.avg_pool1d(x, size, size, padding)
 
 
 @pytest.mark.parametrize(
@@ -258,21 +260,36 @@ def _pooled(size, x):
         ),
         (lambda x: tf.shape(tf.transpose(x)), [10], [10, ROWS]),
         # A length that the graph does not know is none of rows.
-        (tf.shape, [None, 3], [ROWS, OPEN, 3]),
+        (tf.shape, [None, 3], [SEVERAL, OPEN, 3]),
         (lambda x: tf.shape(x)[1:], [None, 3], [OPEN, 3]),
         # Nor is one that follows from it.
-        (lambda x: tf.shape(x[:, 1:-1]), [None, 3], [ROWS, OPEN, 3]),
-        (lambda x: tf.shape(_pooled(32, x)), [None, 3], [ROWS, OPEN, 3]),
-        (lambda x: tf.shape(_pooled(320, x)), [None, 3], [ROWS, OPEN, 3]),
-        (
-            lambda x: tf.shape(tf.reshape(_pooled(32, x), [-1, 3])),
-            [None, 3],
-            [Dimension(Follows.ROWS), 3],
+        (lambda x: tf.shape(x[:, 1:-1]), [None, 3], [SEVERAL, OPEN, 3]),
+        (lambda x: tf.shape(_pooled(32, x)), [None, 3], [SEVERAL, OPEN, 3]),
+        (lambda x: tf.shape(_pooled(320, x)), [None, 3], [SEVERAL, OPEN, 3]),
+        *(
+            (
+                lambda x, size=size, padding=padding: tf.shape(
+                    tf.reshape(_pooled(size, x, padding), [-1, 3])
+                ),
+                [None, 3],
+                [rows, 3],
+            )
+            for size, padding, rows in [
+                (32, "VALID", SEVERAL),
+                (5_000, "SAME", SEVERAL),
+                (5_000, "VALID", UNKNOWN),
+            ]
         ),
-        (tf.shape, [None, None, 3], [ROWS, OPEN, OPEN, 3]),
-        (tf.shape, [None] * 3 + [64], [ROWS, *[OPEN] * 3, 64]),
+        # The copy has no place for such a window.
+        (
+            lambda x: tf.shape(_pooled(5_000, x)),
+            [None, 3],
+            [UNKNOWN, UNKNOWN, 3],
+        ),
+        (tf.shape, [None, None, 3], [SEVERAL, OPEN, OPEN, 3]),
+        (tf.shape, [None] * 3 + [64], [SEVERAL, *[OPEN] * 3, 64]),
         # So many elements that TensorFlow has no such shape.
-        (tf.shape, [None] * 6, [ROWS, *[UNKNOWN] * 6]),
+        (tf.shape, [None] * 6, [SEVERAL, *[UNKNOWN] * 6]),
         (lambda x: [tf.shape(x)[0] // 8, 3], [10], [MIXED, 3]),
         (lambda x: [tf.reduce_sum(tf.shape(x))], [None], [MIXED]),
         # What a function makes is not read.

@@ -247,16 +247,16 @@ ENGINE = (
     Fault(
         "a length that no graph knows is taken for a number",
         "engine/random_rows/dimensions.py",
-        "first // ROWS if is_same else None",
+        "None if self._open else first // ROWS",
         "first // ROWS",
         ("tests/engine/test_random_rows.py::test_dimensions",),
     ),
     Fault(
         "a row of a draw is as long as in a copy of the step",
         "engine/random_rows/dimensions.py",
-        "Dimension(Follows.OTHERS if first == third else Follows.MIXED)",
+        "Dimension(Follows.OTHERS if first == second else Follows.MIXED)",
         "Dimension(Follows.OTHERS, first)",
-        (f"{SLICE}[mirrored_x3-an encoder of waves]",),
+        ("tests/engine/test_random_rows.py::test_dimensions",),
     ),
     Fault(
         "rows in parts are put together in another order",

@@ -8,8 +8,8 @@ number of rows, and every other unknown dimension of it has a length:
     in the copy    [ROWS, 10]                   -> shape = (ROWS, 2, 5)
 
 TensorFlow infers the shapes of the copy; nothing is computed. A dimension that
-is a multiple of `ROWS` has rows. One that is the same in copies with other
-lengths does not follow from them, and so with other numbers of rows.
+is a multiple of `ROWS` has rows. One that is the same in a copy with another
+number of rows does not follow from them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ import tensorflow as tf
 # long enough for layers that make sequences or images smaller; with three such
 # axes a shape has less than 2**63 elements, as TensorFlow demands.
 ROWS, OTHER = 1_000_003, 1_009
-# What another copy has in their place. Only a window over more than 2,003
-# places makes the same of both lengths: one place.
-_ROWS, _OTHER = 1_500_007, 2_003
+# What another copy has in place of the first.
+_ROWS = 1_500_007
 
 # Of a tensor, by TensorFlow.
 _MOST_ELEMENTS = 2**63 - 1
@@ -76,7 +75,7 @@ class RowDimensions:
             if tf.is_symbolic_tensor(tensor) and _lacks_rows(tensor)
         ]
         self._open = any(None in tensor.shape[1:] for tensor in self._data)
-        self._copies: dict[tuple[int, int], _Copy] = {}
+        self._copies: dict[int, _Copy] = {}
 
     def of(self, shape: tf.Tensor) -> list[Dimension]:
         """Returns the dimensions of a shape.
@@ -107,44 +106,42 @@ class RowDimensions:
         here = known.as_list()
         if None not in here:
             return [Dimension(Follows.OTHERS, length) for length in here]
-        first = lengths(self._copy(ROWS, OTHER))
-        second = third = first
-        if self._open:
-            second = lengths(self._copy(ROWS, _OTHER))
+        first = lengths(self._copy(ROWS))
+        second = first
         asked = [n for n, length in zip(first, here, strict=True) if not length]
         if any(n is not None and n % ROWS for n in asked):
-            third = lengths(self._copy(_ROWS, OTHER))
+            second = lengths(self._copy(_ROWS))
         return [
-            _dimension(*found)
-            for found in zip(here, first, second, third, strict=True)
+            self._dimension(*found)
+            for found in zip(here, first, second, strict=True)
         ]
 
-    def _copy(self, rows: int, other: int) -> _Copy:
-        if (rows, other) not in self._copies:
-            self._copies[rows, other] = _Copy(self._data, rows, other)
-        return self._copies[rows, other]
+    def _copy(self, rows: int) -> _Copy:
+        if rows not in self._copies:
+            self._copies[rows] = _Copy(self._data, rows)
+        return self._copies[rows]
 
+    def _dimension(
+        self, known: int | None, first: int | None, second: int | None
+    ) -> Dimension:
+        """Returns a dimension by its lengths in copies.
 
-def _dimension(
-    known: int | None, first: int | None, second: int | None, third: int | None
-) -> Dimension:
-    """Returns a dimension by its lengths in copies.
-
-    Args:
-        known: What the step knows.
-        first: With `ROWS` rows and other axes of `OTHER`.
-        second: With `ROWS` rows and other axes of another length.
-        third: With another number of rows and axes of `OTHER`, where the
-            first is no multiple of `ROWS`.
-    """
-    if known is not None:
-        return Dimension(Follows.OTHERS, known)
-    if first is None or second is None or third is None:
-        return Dimension(Follows.UNKNOWN)
-    if first and first % ROWS == second % ROWS == 0:
-        is_same = first == second
-        return Dimension(Follows.ROWS, first // ROWS if is_same else None)
-    return Dimension(Follows.OTHERS if first == third else Follows.MIXED)
+        Args:
+            known: What the step knows.
+            first: With `ROWS` rows.
+            second: With another number of rows, where the first is no multiple
+                of `ROWS`.
+        """
+        if known is not None:
+            return Dimension(Follows.OTHERS, known)
+        # Nothing is left of a length that is shorter than a window.
+        if not first or second is None:
+            return Dimension(Follows.UNKNOWN)
+        if first % ROWS == 0:
+            # Where lengths differ between batches, no copy has those of all.
+            each = None if self._open else first // ROWS
+            return Dimension(Follows.ROWS, each)
+        return Dimension(Follows.OTHERS if first == second else Follows.MIXED)
 
 
 class _Copy:
@@ -152,18 +149,16 @@ class _Copy:
 
     Args:
         data: As for `RowDimensions`, all of them tensors without rows.
-        rows: How many rows the batch has there.
-        other: How long every other unknown dimension of it is.
+        rows: How many rows the batch has there. Every other unknown dimension
+            of it is `OTHER` long.
     """
 
-    def __init__(
-        self, data: Iterable[tf.Tensor], rows: int, other: int
-    ) -> None:
+    def __init__(self, data: Iterable[tf.Tensor], rows: int) -> None:
         self._graph = tf.Graph()
         self._copies: dict[Any, tf.Tensor] = {}
         with self._graph.as_default():
             for tensor in data:
-                shape = [other if n is None else n for n in tensor.shape]
+                shape = [OTHER if n is None else n for n in tensor.shape]
                 shape[0] = rows
                 if math.prod(shape) > _MOST_ELEMENTS:
                     shape[1:] = tensor.shape[1:]
