@@ -390,7 +390,7 @@ class ReplicaState:
             return []
         before = [tf.identity(variable.value) for variable, _ in writes]
         rules = [self.rule(variable) for variable, _ in writes]
-        summed = self._layer_sums(
+        summed = self._sums_over_copies(
             [
                 self._sent(rule, value, start)
                 for rule, (_, value), start in zip(
@@ -515,7 +515,7 @@ class ReplicaState:
         held = [tf.identity(variable.value) for variable in variables]
         if not self._holds_part(_replica()):
             held = list(map(tf.zeros_like, held))
-        return self._layer_sums(held)
+        return self._sums_over_copies(held)
 
     def whole_metrics(self) -> list[tf.Tensor]:
         """Returns what metrics hold between executions. On a replica."""
@@ -611,7 +611,7 @@ class ReplicaState:
         """Whether a replica holds what a metric begins at. Others add to it."""
         return replica == 0
 
-    def _layer_sums(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _sums_over_copies(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns sums of what replicas with the same state send of it."""
         return sum_tensors(values, sum_over_replicas)
 

@@ -116,10 +116,10 @@ class BlockState(PipelineState):
         notes: tf.Tensor,
     ) -> list[tf.Tensor]:
         if self._has_metrics:
-            return [*self._layer_sums([*metrics, *layers]), notes]
-        return [*metrics, *self._layer_sums(layers), notes]
+            return [*self._sums_over_copies([*metrics, *layers]), notes]
+        return [*metrics, *self._sums_over_copies(layers), notes]
 
-    def _layer_sums(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _sums_over_copies(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         groups = self._strategy.along("data", "fsdp")
         return sum_tensors(values, groups.all_reduce)
 
