@@ -2143,3 +2143,54 @@ def jacobians_of_a_step_by_a_loop(run):
         outside.points(),
         outside.numbers(2),
     )
+
+
+class Sloped(Contracted):
+    """Outputs along a direction of the inputs are smooth."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs, slopes = self.along(x, ops.ones_like(x))
+            loss = ops.mean(ops.square(outputs - y) + 0.1 * ops.square(slopes))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+class SlopedForward(Sloped):
+    def along(self, x, direction):
+        with tf.autodiff.ForwardAccumulator(x, direction) as accumulator:
+            outputs = self.network(x)
+        return outputs, accumulator.jvp(outputs)
+
+
+class SlopedTwice(Sloped):
+    def along(self, x, direction):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                outputs = self.network(x)
+            v = ops.zeros_like(outputs)
+            outer.watch(v)
+            back = inner.gradient(outputs, x, v)
+        return outputs, outer.gradient(back, v, direction)
+
+
+def smooth(run, kind):
+    outside.train(
+        run,
+        lambda: models.compiled(kind(), "mse", adam()),
+        outside.points(),
+        outside.numbers(2),
+    )
+
+
+@row(GROUP)
+def slopes_along_a_direction_forward(run):
+    smooth(run, SlopedForward)
+
+
+@row(GROUP)
+def slopes_along_a_direction_by_two_gradients(run):
+    smooth(run, SlopedTwice)

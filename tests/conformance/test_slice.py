@@ -137,6 +137,7 @@ SLICE = [
     ("fsdp_x3", "a classifier of images of any size"),
     ("data_2_pipeline_2", "a fully convolutional network"),
     ("data_2_pipeline_2", "a temporal convolutional network"),
+    ("fsdp_x3", "slopes along a direction by two gradients"),
 ]
 
 
@@ -148,6 +149,7 @@ REFUSED = [
     ("data_2_pipeline_2", "the rate of a schedule as a metric"),
     ("mirrored_x3", "an object of a module that a step reads"),
     ("fsdp_x3", "attributes of outputs of all rows"),
+    ("mirrored_x3", "slopes along a direction forward"),
 ]
 
 

@@ -165,3 +165,33 @@ def test_a_trainer_leaves_no_graphs(column, strategies):
     before = graphs()
     trains()
     assert graphs() <= before
+
+
+def forward(x):
+    with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+        product, _ = scaled(x, tf.constant(3.0))
+    return accumulator.jvp(product)
+
+
+def by_two_gradients(x):
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            product, _ = scaled(x, tf.constant(3.0))
+        v = tf.zeros_like(product)
+        outer.watch(v)
+        back = inner.gradient(product, x, v)
+    return outer.gradient(back, v, tf.ones_like(x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_derivatives_are_not_taken_forward(compiled):
+    """It has a gradient alone. What the refusal offers is computed by it."""
+
+    def wrapped(function):
+        return tf.function(function, autograph=False) if compiled else function
+
+    x = tf.constant(2.0)
+    with pytest.raises(mgpu_tf.ConfigurationError, match="gradient of a grad"):
+        wrapped(forward)(x)
+    assert float(wrapped(by_two_gradients)(x)) == 30.0

@@ -21,7 +21,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from mgpu_tf.strategies.replicas import turns
+from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.replicas import tensorflow_internals, turns
 
 _NAME = "MgpuTfOwnGradient"
 _FUNCTIONS = "mgpu_tf/own_gradients"
@@ -45,12 +46,21 @@ def own_gradient(function: Function) -> Callable[..., Any]:
             gradients of the arguments.
 
     Returns:
-        A function of the same arguments that returns the first of these.
+        A function of the same arguments that returns the first of these. It
+        raises a `ConfigurationError` where derivatives are taken forward.
     """
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
         given = [tf.convert_to_tensor(each) for each in arguments]
+        if tensorflow_internals.have_tangents(given):
+            raise ConfigurationError(
+                "What replicas send each other has derivatives by tf."
+                "GradientTape alone. Received: a tf.autodiff."
+                "ForwardAccumulator around it. For a product with a Jacobian, "
+                "take the gradient of a gradient: with v = tf.zeros_like(y), "
+                "outer.gradient(inner.gradient(y, x, v), v, tangents)."
+            )
         results, backward = function(*given)
         flat = [tf.convert_to_tensor(each) for each in tf.nest.flatten(results)]
         if tf.executing_eagerly():

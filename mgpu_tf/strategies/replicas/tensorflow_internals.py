@@ -1,4 +1,4 @@
-"""What a strategy of TensorFlow's keeps to itself.
+"""What strategies and tapes of TensorFlow's keep to themselves.
 
 `tests/strategies/test_collectives.py` fails on a release that moves what is
 read here.
@@ -6,8 +6,11 @@ read here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 from tensorflow.python.distribute import cross_device_ops
+from tensorflow.python.eager import forwardprop_util
 
 
 def ordering_tokens(strategy: tf.distribute.Strategy) -> list[tf.Variable]:
@@ -28,3 +31,12 @@ def ordering_tokens(strategy: tf.distribute.Strategy) -> list[tf.Variable]:
         if isinstance(exchange, cross_device_ops.CollectiveAllReduce):
             return [each._ordering_token for each in exchange._launchers]
     raise AssertionError(f"{strategy!r} has no collective operations.")
+
+
+def have_tangents(tensors: Sequence[tf.Tensor]) -> bool:
+    """Returns whether a `tf.autodiff.ForwardAccumulator` follows some tensor.
+
+    Args:
+        tensors: Of this thread.
+    """
+    return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)

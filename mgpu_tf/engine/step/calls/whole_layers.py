@@ -295,7 +295,8 @@ def with_another(
     """
     few = tf.where(cut.count > 0, tf.constant(0, tf.int64), several)
     rows = tf.concat([mine, tf.stop_gradient(every[:few])], 0)
-    return tf.ensure_shape(rows, [None, *every.shape[1:]])
+    rows.set_shape([None, *every.shape[1:]])
+    return rows
 
 
 def replaced(given: Any, every: dict[int, tf.Tensor]) -> Any:
