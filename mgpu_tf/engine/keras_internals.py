@@ -620,6 +620,23 @@ def updates_replaced(
         yield
 
 
+def is_overwritten(variable: keras.Variable) -> bool:
+    """Returns whether an optimizer overwrites a variable with its gradient."""
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+def variables_of_float8(model: keras.Model) -> set[int]:
+    """Returns the ids of what Keras's layers overwrite in float8."""
+    return {
+        id(variable)
+        for layer in layers_of(model)
+        if getattr(layer, "quantization_mode", None) == "float8"
+        and is_keras_own(layer)
+        for variable in layer._trainable_variables
+        if is_overwritten(variable)
+    }
+
+
 def replaced_by_author(part: Any, methods: Iterable[str]) -> str | None:
     """Returns the first method that an author replaced on an object, or None.
 
@@ -2001,6 +2018,7 @@ def engine_order(
     clipped: Callable[[Any, list[Any], list[Any]], list[Any]] | None = None,
     moved: Callable[[Any, list[Any], list[Any]], bool] | None = None,
     done: Callable[[list[Any]], None] | None = None,
+    overwrite: Callable[[keras.Variable, Any], None] | None = None,
 ) -> Iterator[None]:
     """Makes an optimizer clip, apply and average only, while traced.
 
@@ -2017,7 +2035,20 @@ def engine_order(
             gradients and their variables.
         moved: Updates in place of Keras, as `clipped`; whether it has done so.
         done: Takes the variables that were updated.
+        overwrite: Writes a gradient over its variable, where Keras does so,
+            in place of the variable's `assign`.
     """
+
+    def overwritten(gradients: Any, variables: Any) -> tuple[Any, Any]:
+        left: list[tuple[Any, Any]] = []
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if not is_overwritten(variable):
+                left.append((gradient, variable))
+            elif overwrite is None:
+                variable.assign(gradient)
+            else:
+                overwrite(variable, gradient)
+        return [gradient for gradient, _ in left], [v for _, v in left]
 
     def instructions(part: keras.optimizers.Optimizer) -> dict[str, Any]:
         def clip_apply_average(gradients: Any, variables: Any) -> None:
@@ -2039,6 +2070,7 @@ def engine_order(
         return {
             "_all_reduce_sum_gradients": lambda pairs: pairs,
             "_backend_apply_gradients": clip_apply_average,
+            "_overwrite_variables_directly_with_gradients": overwritten,
         }
 
     with _replaced(parts(optimizer), instructions):

@@ -10,6 +10,7 @@ from tests.conformance import (  # noqa: F401
     options,
     outside_attached,
     outside_contrast,
+    outside_float8,
     outside_forces,
     outside_gans,
     outside_generative,

@@ -138,6 +138,11 @@ SLICE = [
     ("data_2_pipeline_2", "a fully convolutional network"),
     ("data_2_pipeline_2", "a temporal convolutional network"),
     ("fsdp_x3", "slopes along a direction by two gradients"),
+    ("mirrored_x3", "two layers in float8"),
+    ("fsdp_x3", "gradients accumulated in float8"),
+    ("mirrored_x3", "a step of ones own in float8"),
+    ("mirrored_x3", "a scaled and clipped loss in float8"),
+    ("fsdp_x3", "a model that is quantized to float8"),
 ]
 
 
@@ -150,6 +155,9 @@ REFUSED = [
     ("mirrored_x3", "an object of a module that a step reads"),
     ("fsdp_x3", "attributes of outputs of all rows"),
     ("mirrored_x3", "slopes along a direction forward"),
+    ("mirrored_x3", "a mean that overwrites a variable"),
+    ("tensor_x3", "two layers in float8"),
+    ("data_2_pipeline_2", "two layers in float8"),
 ]
 
 

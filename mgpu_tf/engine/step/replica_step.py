@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -674,6 +675,11 @@ class ReplicaStep:
             return function(data, *rows)
         with self._exchange.within_xla():
             return function(data, *rows)
+
+    def held(self) -> list[keras.Variable]:
+        """Returns the weights that have a gradient, of a traced step."""
+        weights = self._model.trainable_variables
+        return list(itertools.compress(weights, self.present))
 
     def _shared_once(
         self,

@@ -128,7 +128,7 @@ class Update:
         """Makes gradients those of all replicas. Outside of replicas."""
         if self._reduced:
             return gradients
-        held = list(itertools.compress(self._variables, self.present))
+        held = self._held()
         alike = self.alike or [False] * len(held)
         with tf.name_scope("reduce"):
             return self._summed(gradients, held, alike)
@@ -250,8 +250,7 @@ class Update:
         self._constrain()
 
     def _constrain(self) -> None:
-        held = itertools.compress(self._variables, self.present)
-        keras_internals.constrain(held)
+        keras_internals.constrain(self._held())
 
     def _end_accumulation(self, gradients: Gradients) -> tf.Tensor:
         gradients = self._strategy.run(self._take, args=(gradients,))
@@ -265,10 +264,13 @@ class Update:
         if self._noise is not None:
             self._noise.accumulate()
         if self._stored_once:
-            for sums, gradient in zip(
-                self._accumulators(), gradients, strict=True
+            for sums, gradient, variable in zip(
+                self._accumulators(), gradients, self._held(), strict=True
             ):
-                sums.assign_add(self._first(gradient))
+                if keras_internals.is_overwritten(variable):
+                    sums.assign(tf.maximum(sums, self._first(gradient)))
+                else:
+                    sums.assign_add(self._first(gradient))
         else:
             self._strategy.run(self._add, args=(gradients,))
         if optimizer.use_ema:
@@ -332,33 +334,62 @@ class Update:
 
     def _unscale(self, gradients: Gradients) -> Gradients:
         scale = tf.cast(self._scaler.dynamic_scale, tf.float32)
-        return [self._unscaled(gradient, scale) for gradient in gradients]
+        return [
+            gradient
+            if keras_internals.is_overwritten(variable)
+            else self._unscaled(gradient, scale)
+            for gradient, variable in zip(gradients, self._held(), strict=True)
+        ]
 
     def _unscaled(self, gradient: Any, scale: tf.Tensor) -> Any:
         return divided(gradient, scale)
 
     def _add(self, gradients: Gradients) -> None:
-        for sums, gradient in zip(self._accumulators(), gradients, strict=True):
-            sums.assign(self._plus(sums, gradient))
+        accumulators = self._accumulators()
+        every = self._plus(accumulators, gradients)
+        for sums, value in zip(accumulators, every, strict=True):
+            sums.assign(value)
 
-    def _plus(self, sums: Any, gradient: Any) -> tf.Tensor:
+    def _plus(
+        self, accumulators: list[keras.Variable], gradients: Gradients
+    ) -> list[tf.Tensor]:
+        """Returns what gradients of a variable are up to now.
+
+        Of one that is overwritten, Keras takes the largest value.
+        """
+        return [
+            tf.maximum(sums, gradient)
+            if keras_internals.is_overwritten(variable)
+            else self._sum(sums, gradient)
+            for sums, gradient, variable in zip(
+                accumulators, gradients, self._held(), strict=True
+            )
+        ]
+
+    def _sum(self, sums: Any, gradient: Any) -> tf.Tensor:
         return tf.ensure_shape(sums + _dense(gradient), sums.shape)
 
     def _mean(self, gradient: tf.Tensor) -> tf.Tensor:
         return gradient / self._every
 
+    def _held(self) -> list[keras.Variable]:
+        """Returns the variables that have a gradient."""
+        return list(itertools.compress(self._variables, self.present))
+
     def _take(self, gradients: Gradients) -> Gradients:
         """Returns the mean over micro-steps, and sets the sums to zero."""
         accumulators = self._accumulators()
-        gradients = [
-            self._plus(sums, gradient)
-            for sums, gradient in zip(accumulators, gradients, strict=True)
-        ]
+        gradients = self._plus(accumulators, gradients)
         if self._stored_once:
             turns.merged(lambda _: _set_to_zero(accumulators))
         else:
             _set_to_zero(accumulators)
-        return [self._mean(gradient) for gradient in gradients]
+        return [
+            gradient
+            if keras_internals.is_overwritten(variable)
+            else self._mean(gradient)
+            for gradient, variable in zip(gradients, self._held(), strict=True)
+        ]
 
     def _apply_on_replica(self, gradients: Gradients) -> None:
         queue = iter(gradients)

@@ -45,6 +45,7 @@ from mgpu_tf.engine.random_rows import seed_for_rows
 from mgpu_tf.engine.recomputed import chosen_layers
 from mgpu_tf.engine.row_proof import leave_others
 from mgpu_tf.engine.snapshot import Snapshot, Variables
+from mgpu_tf.engine.step import overwritten
 from mgpu_tf.engine.step.base import (
     NO_VOTES,
     Engine,
@@ -460,6 +461,12 @@ class SynchronousEngine(Engine):
         if self._prepared:
             return
         self.build(source)
+        overwritten.check(
+            self._model,
+            getattr(self._strategy, "mesh", None),
+            self._options,
+            replicas=self._local.total,
+        )
         self._exchange = self._make_exchange()
         self._loss = GlobalLoss(self._model)
         self._state = self._make_state()
@@ -1223,7 +1230,7 @@ class SynchronousEngine(Engine):
                 share,
                 scale,
                 self._gathered(),
-                self._selected,
+                self._counted,
             )
         gradients, values, logs = self._step.gradients(
             data,
@@ -1232,7 +1239,7 @@ class SynchronousEngine(Engine):
             gathered=self._gathered(),
             jit_compile=self._jit_compile,
         )
-        return self._selected(gradients, share), values, logs
+        return self._counted(gradients, share), values, logs
 
     def lacks_memory(self, source: Source) -> bool:
         """Whether the gradients of a batch do not fit; as in `Engine`."""
@@ -1291,6 +1298,14 @@ class SynchronousEngine(Engine):
         writes, logs = self._step.metrics_after(data, share, self._gathered())
         self._state.write(writes)
         return logs
+
+    def _counted(self, gradients: list[Any], share: BatchShare) -> list[Any]:
+        """Returns what gradients of a replica add to those of the batch."""
+        return overwritten.contributions(
+            self._selected(gradients, share),
+            self._step.held(),
+            self._local.total,
+        )
 
     def _selected(self, gradients: list[Any], share: BatchShare) -> list[Any]:
         """Returns gradients, zeros of a replica without rows of its own."""

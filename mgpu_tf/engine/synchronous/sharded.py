@@ -562,6 +562,7 @@ class ShardedUpdate(Update):
             clipped=None if whole else self._clipped,
             moved=self._moved,
             done=_refresh_on_replica if whole else None,
+            overwrite=self._write_over,
         )
 
     def _keeps_rows(self, gradient: Any, variable: keras.Variable) -> bool:
@@ -788,6 +789,14 @@ class ShardedUpdate(Update):
             [(d, *s) for d, s in zip(directions, every, strict=True)],
         )
         return True
+
+    def _write_over(self, variable: keras.Variable, gradient: Any) -> None:
+        if not keras_internals.is_split(variable):
+            variable.assign(gradient)
+            return
+        if self._hands_over_whole:
+            gradient = self._own(gradient, variable)
+        self._write_parts([variable], [gradient])
 
     def _write_parts(
         self, variables: list[keras.Variable], parts: list[tf.Tensor]

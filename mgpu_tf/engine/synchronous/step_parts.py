@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.data import structures
+from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import BatchShare
 from mgpu_tf.engine.author.state import ReplicaState
 from mgpu_tf.engine.step.replica_step import Logs, ReplicaStep
@@ -63,7 +64,7 @@ def in_parts(
         share: The part of the global batch that they are.
         scale: Scales the loss.
         gathered: As for `ReplicaStep.gradients`.
-        selected: As `SynchronousEngine._selected`.
+        selected: As `SynchronousEngine._counted`.
 
     Returns:
         As `ReplicaStep.gradients`, with selected gradients.
@@ -112,7 +113,7 @@ def in_parts(
                 "a model with its own. Use a smaller batch."
             )
         gradients = selected(gradients, part_share)
-        sums = _added(sums, gradients, step.alike)
+        sums = _added(sums, gradients, step.alike, step.held())
         for variable, value in zip(step.written, values, strict=True):
             _check(state, variable)
             if share.low is not None and id(variable) in seeds:
@@ -145,11 +146,21 @@ def _check(state: ReplicaState, variable: keras.Variable) -> None:
 
 
 def _added(
-    sums: list[Any], gradients: list[Any], alike: list[bool]
+    sums: list[Any],
+    gradients: list[Any],
+    alike: list[bool],
+    variables: list[keras.Variable],
 ) -> list[Any]:
     if not sums:
         return gradients
-    return [_sum(*each) for each in zip(sums, gradients, alike, strict=True)]
+    return [
+        tf.maximum(one, other)
+        if keras_internals.is_overwritten(variable)
+        else _sum(one, other, same)
+        for one, other, same, variable in zip(
+            sums, gradients, alike, variables, strict=True
+        )
+    ]
 
 
 def _sum(one: Any, other: Any, alike: bool) -> Any:

@@ -110,7 +110,12 @@ class Boundary:
             id(variable)
             for variable in keras_internals.moving_statistics(model)
         }
-        self._opened: set[int] = set()
+        # A gradient that overwrites a weight is no sum over replicas.
+        self._opened = {
+            id(layer)
+            for layer in self._layers
+            if any(map(keras_internals.is_overwritten, layer.variables))
+        }
         self._proven: list[_Call] = []
         self._apart = Apart()
         self._attempts = Attempts()

@@ -186,9 +186,9 @@ class PipelineUpdate(ShardedUpdate):
         with beside(gradient):
             return super()._unscaled(gradient, scale)
 
-    def _plus(self, sums: Any, gradient: Any) -> tf.Tensor:
+    def _sum(self, sums: Any, gradient: Any) -> tf.Tensor:
         with beside(gradient):
-            return super()._plus(sums, gradient)
+            return super()._sum(sums, gradient)
 
     def _mean(self, gradient: tf.Tensor) -> tf.Tensor:
         with beside(gradient):
