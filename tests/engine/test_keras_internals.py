@@ -837,3 +837,57 @@ def test_attributes_of_an_author_do_not_move():
 
     with pytest.raises(mgpu_tf.ConfigurationError, match="'noted'"):
         moved(tf.ones([2]))
+
+
+def test_only_the_newest_value_of_a_float8_history_is_of_the_rows():
+    """And a scale follows from the history of before."""
+    layer = keras.layers.Dense(2, dtype="float8_from_float32")
+    layer.build((None, 3))
+    model = keras.Sequential([layer])
+    kept = [
+        v
+        for v in layer.trainable_variables
+        if keras_internals.is_overwritten(v)
+    ]
+    assert keras_internals.variables_of_float8(model) == set(map(id, kept))
+    assert [len(v.shape) for v in kept] == [0, 1, 0, 1, 0, 1]
+
+    @tf.function(autograph=False)  # Keras's own fails eagerly.
+    def given(x):
+        with tf.GradientTape() as tape:
+            loss = keras.ops.sum(layer(x, training=True) ** 2)
+        return tape.gradient(loss, [v.value for v in kept])
+
+    for v in kept:
+        v.assign(np.linspace(1.0, 2.0, v.shape.num_elements()).reshape(v.shape))
+    one, other = given(tf.ones([4, 3])), given(tf.fill([4, 3], 2.0))
+    for first, second in zip(one, other, strict=True):
+        np.testing.assert_array_equal(
+            tf.reshape(first, [-1])[1:], tf.reshape(second, [-1])[1:]
+        )
+    newest = [
+        np.ravel(first)[0] == np.ravel(second)[0]
+        for first, second in zip(one, other, strict=True)
+    ]
+    assert newest == [True, False, True, True, True, False]
+
+
+def test_an_optimizer_overwrites_variables_by_one_method():
+    layer = keras.layers.Dense(2, dtype="float8_from_float32")
+    layer.build((None, 3))
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(layer.trainable_variables)
+    written = []
+
+    def overwrite(variable, gradient):
+        written.append(variable)
+        assert gradient.shape == variable.shape
+
+    with keras_internals.engine_order(optimizer, overwrite=overwrite):
+        optimizer.apply(
+            [tf.ones(v.shape) for v in layer.trainable_variables],
+            layer.trainable_variables,
+        )
+    assert len(written) == 6
+    assert float(layer.bias[0]) == pytest.approx(-0.1)
+    assert float(layer.inputs_scale) == 1.0

@@ -966,6 +966,76 @@ LAYOUTS = (
         ),
     ),
     Fault(
+        "float8: the largest value is that of one replica",
+        "engine/step/overwritten.py",
+        "tf.reduce_max(every, 0)",
+        "every[0]",
+        (f"{SLICE}[mirrored_x3-two layers in float8]",),
+    ),
+    Fault(
+        "float8: each replica adds its largest value",
+        "engine/step/overwritten.py",
+        "return tf.where(here[0], value, tf.zeros_like(value))",
+        "return value",
+        (f"{SLICE}[mirrored_x3-two layers in float8]",),
+    ),
+    Fault(
+        "float8: a scale is divided by that of the loss",
+        "engine/step/update.py",
+        "            gradient\n"
+        "            if keras_internals.is_overwritten(variable)\n"
+        "            else self._unscaled(gradient, scale)",
+        "            self._unscaled(gradient, scale)",
+        (f"{SLICE}[mirrored_x3-a scaled and clipped loss in float8]",),
+    ),
+    Fault(
+        "float8: accumulation takes means of largest values",
+        "engine/step/update.py",
+        "            gradient\n"
+        "            if keras_internals.is_overwritten(variable)\n"
+        "            else self._mean(gradient)",
+        "            self._mean(gradient)",
+        (f"{SLICE}[fsdp_x3-gradients accumulated in float8]",),
+    ),
+    Fault(
+        "float8: a call in a step of one's own is cut",
+        "engine/step/calls/boundary.py",
+        "if any(map(keras_internals.is_overwritten, layer.variables))",
+        "if False",
+        (f"{SLICE}[mirrored_x3-a step of ones own in float8]",),
+    ),
+    Fault(
+        "float8: micro-batches add largest values up",
+        "engine/synchronous/pipeline/run.py",
+        "return tf.maximum(before, gradient)",
+        "return before + gradient",
+        (f"{SLICE}[data_2_pipeline_2-two layers in float8]",),
+    ),
+    Fault(
+        "float8: a backward pass scatters what is no sum",
+        "engine/step/per_layer.py",
+        "over = list(filter(keras_internals.is_overwritten, split))",
+        "over = []",
+        (f"{SLICE}[fsdp_x3-gradients accumulated in float8]",),
+    ),
+    Fault(
+        "float8: what an author overwrites counts as Keras's",
+        "engine/step/overwritten.py",
+        "if id(variable) not in of_keras:",
+        "if False:",
+        (
+            "tests/conformance/test_slice.py::test_row_is_refused[mirrored_x3-"
+            "a mean that overwrites a variable]",
+        ),
+    ),
+    Fault(
+        "forward derivatives stop where replicas exchange something",
+        "strategies/replicas/own_gradient.py",
+        "if tensorflow_internals.have_tangents(given):",
+        "if False:",
+        ("tests/strategies/test_own_gradient.py",),
+    ),
+    Fault(
         "attached: what the engine replaces counts as the author's",
         "engine/keras_internals.py",
         "and _BEFORE.get((id(part), method), (method,))[0] is not None",

@@ -116,6 +116,8 @@ class Feature:
     weights: bool = False
     # One device draws or normalizes as the option says.
     alone: bool = True
+    # Relative and absolute.
+    tolerance: tuple = (1e-9, 1e-12)
 
 
 def adam(**options):
@@ -150,6 +152,14 @@ FEATURES = {
     ),
     "loss scaling": Feature(
         optimizer=lambda: keras.optimizers.LossScaleOptimizer(adam()())
+    ),
+    "layers in float8": Feature(
+        lambda: functional(
+            between=lambda: [
+                layers.Dense(6, use_bias=False, dtype="float8_from_float32")
+            ]
+        ),
+        tolerance=(1e-5, 1e-6),
     ),
     "Muon": Feature(optimizer=lambda: keras.optimizers.Muon(0.01)),
     "your own `update_step`": Feature(optimizer=lambda: Signed(0.01)),
@@ -231,7 +241,10 @@ def test_it_is_equal(name, column, strategies):
     for expected, found in zip(
         model.get_weights(), trainer.model.get_weights(), strict=True
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+        relative, absolute = feature.tolerance
+        np.testing.assert_allclose(
+            found, expected, rtol=relative, atol=absolute
+        )
 
 
 @pytest.mark.parametrize(("name", "column"), NO)

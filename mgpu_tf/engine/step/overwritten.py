@@ -20,14 +20,14 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.mesh import Mesh
 from mgpu_tf.options import StepOptions
+from mgpu_tf.strategies.registry import kind_of
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
 
 def check(
     model: keras.Model,
-    mesh: Mesh | None,
+    strategy: tf.distribute.Strategy,
     options: StepOptions,
     *,
     replicas: int,
@@ -36,7 +36,7 @@ def check(
 
     Args:
         model: A built model.
-        mesh: That of a strategy that splits models.
+        strategy: Where it trains.
         options: How steps are made.
         replicas: How many there are.
 
@@ -47,9 +47,10 @@ def check(
     variables = list(
         filter(keras_internals.is_overwritten, model.trainable_variables)
     )
-    in_layers = mesh is not None and (mesh.tensor > 1 or mesh.pipeline > 1)
-    apart = replicas > 1 or options.step_parts > 1 or in_layers
-    if not variables or not apart:
+    mesh = getattr(strategy, "mesh", None)
+    in_parts = replicas > 1 or options.step_parts > 1
+    in_parts |= mesh is not None and mesh.pipeline > 1
+    if not variables or not in_parts:
         return
     of_keras = keras_internals.variables_of_float8(model)
     for variable in variables:
@@ -60,11 +61,17 @@ def check(
                 f"{variable.path}, with overwrite_with_gradient=True. Use the "
                 "strategy one_device, without step_parts."
             )
-    if in_layers:
+    if mesh is not None and (mesh.tensor > 1 or mesh.blocks > 1):
         raise ConfigurationError(
-            "Layers in float8 train on meshes of 'data' and 'fsdp'. Received: "
-            f"{variables[0].path} on {mesh}. Leave out 'tensor' and "
-            "'pipeline', or use mixed_bfloat16."
+            "Layers in float8 train without 'tensor', and on pipelines in one "
+            f"process. Received: {variables[0].path} on {mesh}. Use 'data' and "
+            "'fsdp', or mixed_bfloat16."
+        )
+    if kind_of(strategy).stored_once and replicas > 1:
+        raise ConfigurationError(
+            "'central_storage' keeps one copy of variables, which replicas do "
+            f"not overwrite. Received: {variables[0].path}, of a layer in "
+            "float8. Use 'mirrored'."
         )
     if options.noise_scale:
         raise ConfigurationError(

@@ -463,7 +463,7 @@ class SynchronousEngine(Engine):
         self.build(source)
         overwritten.check(
             self._model,
-            getattr(self._strategy, "mesh", None),
+            self._strategy,
             self._options,
             replicas=self._local.total,
         )

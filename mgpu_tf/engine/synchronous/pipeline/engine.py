@@ -9,6 +9,7 @@ update    on the devices of the stages (`update.py`)
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ import tensorflow as tf
 from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.exchange.composites import without_another
+from mgpu_tf.engine.step import overwritten
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel, plan_of
 from mgpu_tf.engine.step.update import Update, unwrap
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
@@ -315,6 +317,10 @@ class PipelineEngine(SynchronousEngine):
         scale = self._model.optimizer.scale_loss
         share = self._share(local, total, low)
         gradients, values, logs = step.gradients(data, share, scale)
+        held = itertools.compress(self._model.trainable_variables, step.present)
+        gradients = overwritten.contributions(
+            gradients, list(held), self._local.total
+        )
         self._update.present = step.present
         self._update.alike = step.alike
         self._state.write(list(zip(step.written, values, strict=True)))

@@ -130,7 +130,10 @@ class Run:
     def train(self, scale: Callable[[tf.Tensor], tf.Tensor]) -> dict[int, Any]:
         """Runs all passes; returns the sums of gradients by weight."""
         seed = scale(tf.ones([], self._loss_type())) / self._step.same_loss
-        sums = [Sums() for _ in self._devices]
+        sums = [
+            Sums(self._step.variables_of(stage)[0])
+            for stage in range(self._count)
+        ]
         for each in self._passes():
             if each.backward and not self._headed:
                 self._by_head(scale, sums)
@@ -510,17 +513,24 @@ class Run:
 
 
 class Sums:
-    """Adds the gradients of micro-batches up, on the device of a stage."""
+    """Adds the gradients of micro-batches up, on the device of a stage.
 
-    def __init__(self) -> None:
+    Args:
+        variables: The weights of the stage.
+    """
+
+    def __init__(self, variables: list[keras.Variable]) -> None:
+        self._overwritten = list(map(keras_internals.is_overwritten, variables))
         self._held: list[Any] = []
 
     def add(self, gradients: list[Any]) -> list[tf.Tensor]:
         """Adds the gradients of a micro-batch; returns what it has made."""
         held = self._held or [None] * len(gradients)
         self._held = [
-            _both(before, gradient)
-            for before, gradient in zip(held, gradients, strict=True)
+            _largest(before, gradient) if over else _both(before, gradient)
+            for before, gradient, over in zip(
+                held, gradients, self._overwritten, strict=True
+            )
         ]
         return [
             gradient.values
@@ -538,6 +548,13 @@ class Sums:
                 self._held or [None] * len(alike), alike, strict=True
             )
         ]
+
+
+def _largest(before: Any, gradient: Any) -> Any:
+    """What two micro-batches overwrite a variable with."""
+    if before is None or gradient is None:
+        return gradient if before is None else before
+    return tf.maximum(before, gradient)
 
 
 def _both(before: Any, gradient: Any) -> Any:
