@@ -156,7 +156,7 @@ REFUSED = [
     ("mirrored_x3", "an object of a module that a step reads"),
     ("fsdp_x3", "attributes of outputs of all rows"),
     ("mirrored_x3", "slopes along a direction forward"),
-    ("mirrored_x3", "a mean that overwrites a variable"),
+    ("mirrored_x3", "a sum that overwrites a variable"),
     ("tensor_x3", "two layers in float8"),
 ]
 
