@@ -1379,6 +1379,7 @@ def _masks_itself(loss: keras.losses.Loss) -> bool:
 
 _AUGMENTATION = "keras.src.layers.preprocessing.image_preprocessing"
 _OF_KEYS = (
+    keras.layers.CategoryEncoding,
     keras.layers.HashedCrossing,
     keras.layers.Hashing,
     keras.layers.IntegerLookup,

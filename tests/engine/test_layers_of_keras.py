@@ -57,6 +57,7 @@ MADE = {
     "GroupNormalization": lambda: keras.layers.GroupNormalization(2),
     "Discretization": lambda: keras.layers.Discretization([0.0, 1.0]),
     "Dot": lambda: keras.layers.Dot(-1),
+    "CategoryEncoding": lambda: keras.layers.CategoryEncoding(9, "count"),
     "IntegerLookup": lambda: keras.layers.IntegerLookup(vocabulary=[1, 2, 4]),
     "Permute": lambda: keras.layers.Permute((2, 1)),
     "RNN": lambda: keras.layers.RNN(keras.layers.LSTMCell(4)),
@@ -68,11 +69,17 @@ MADE = {
     ),
 }
 # They mix rows, have none, are no layers to be called, or need what is not
-# installed here. `CategoryEncoding` asks whether all rows are in its range, and
-# is computed whole. Layers of strings are in the conformance suite.
+# installed here. Layers of strings are in the conformance suite.
 LEFT_OUT = {
-    *("ActivityRegularization", "CategoryEncoding"),
-    *("CutMix", "MixUp", "InputLayer", "Layer", "Lambda", "Wrapper"),
+    *(
+        "ActivityRegularization",
+        "CutMix",
+        "MixUp",
+        "InputLayer",
+        "Layer",
+        "Lambda",
+        "Wrapper",
+    ),
     *("FlaxLayer", "JaxLayer", "TFSMLayer", "TorchModuleWrapper"),
     *("GRUCell", "LSTMCell", "SimpleRNNCell", "StackedRNNCells"),
     *("HashedCrossing", "MelSpectrogram", "MaxNumBoundingBoxes", "Pipeline"),
@@ -235,6 +242,7 @@ def test_attention_between_rows_is_not_proven():
         ("BatchNormalization", {}, [(ROWS,)]),
         ("Hashing", {"num_bins": 3}, [(ROWS,), (ROWS,)]),
         ("Hashing", {"num_bins": 3, "output_mode": "multi_hot"}, [(ROWS,)]),
+        ("CategoryEncoding", {"num_tokens": 3}, [(ROWS,)]),
     ],
 )
 def test_layers_are_known_for_some_axes_only(name, options, shapes):
