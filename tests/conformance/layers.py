@@ -547,7 +547,7 @@ def lookups_and_encodings(run):
             keras.Model([color, size], layers.Dense(1)(hidden))
         )
 
-    x = [_colors(), models.points(features=1)]
+    x = [tf.constant(_colors()), models.points(features=1)]
     run.fit(build, x, models.numbers())
 
 
