@@ -381,7 +381,7 @@ def regularizers_of_every_kind(run):
     run.fit(models.dense(middle), models.points(), models.numbers())
 
 
-@row(GROUP)
+@row(GROUP, floatx="float32", tolerance=1e-5)
 def regularizer_orthogonal(run):
     def middle():
         return layers.Dense(

@@ -808,7 +808,7 @@ class Checked(keras.Model):
         x, y = data
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
-        loss = tf.debugging.check_numerics(loss, "the loss")
+            loss = tf.debugging.check_numerics(loss, "the loss")
         weights = self.trainable_variables
         gradients = tape.gradient(loss, weights)
         self.optimizer.apply_gradients(zip(gradients, weights, strict=True))

@@ -220,7 +220,7 @@ class Adaptive(keras.Model):
         ):
             limit = 0.05 * tf.maximum(tf.norm(weight, axis=0), 1e-3)
             length = tf.maximum(tf.norm(gradient, axis=0), 1e-6)
-            clipped.append(gradient * tf.minimum(1.0, limit / length))
+            clipped.append(gradient * tf.minimum(limit / length, 1.0))
         self.optimizer.apply_gradients(zip(clipped, weights, strict=True))
         return self.compute_metrics(x, y, y_pred)
 

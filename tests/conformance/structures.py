@@ -294,7 +294,7 @@ def strings(run):
         return models.compiled(keras.Model(inputs, outputs))
 
     x = np.array(["red", "green", "blue"])[models.kinds()][:, None]
-    run.use(build, x.astype(object), models.numbers())
+    run.use(build, tf.constant(x.astype(object)), models.numbers())
 
 
 def dataset(*data, batch_size=BATCH_SIZE):
