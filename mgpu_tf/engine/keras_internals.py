@@ -505,14 +505,25 @@ def calls_replaced(
 
     Args:
         layers: The layers.
-        call: Called with a layer, its own `call`, and the arguments.
+        call: Called with a layer, its own `call`, and the arguments. Of a
+            layer that an author quantizes in another way than Keras, that is
+            the `quantized_call`. Those of Keras's keep rows apart.
     """
 
     def instructions(layer: Any) -> dict[str, Any]:
-        return {"call": functools.partial(call, layer, layer.call)}
+        name = "quantized_call" if _is_quantized_by_author(layer) else "call"
+        return {name: functools.partial(call, layer, getattr(layer, name))}
 
     with _replaced(layers, instructions):
         yield
+
+
+def _is_quantized_by_author(layer: keras.layers.Layer) -> bool:
+    if getattr(layer, "quantization_mode", None) is None:
+        return False
+    quantizer = getattr(layer, "inputs_quantizer", None)
+    own = quantizer is None or is_keras_own(quantizer)
+    return not (own and is_of_library(layer))
 
 
 @contextlib.contextmanager

@@ -144,6 +144,8 @@ SLICE = [
     ("mirrored_x3", "a step of ones own in float8"),
     ("mirrored_x3", "a scaled and clipped loss in float8"),
     ("fsdp_x3", "a model that is quantized to float8"),
+    ("mirrored_x3", "a quantized layer of ones own"),
+    ("fsdp_x3", "a quantizer of ones own"),
 ]
 
 

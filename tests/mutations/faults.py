@@ -1029,6 +1029,20 @@ LAYOUTS = (
         ("tests/strategies/test_own_gradient.py",),
     ),
     Fault(
+        "quantized: no call of a quantized layer is proven",
+        "engine/keras_internals.py",
+        "return not (own and is_of_library(layer))",
+        "return False",
+        (f"{SLICE}[mirrored_x3-a quantized layer of ones own]",),
+    ),
+    Fault(
+        "quantized: a quantizer of the author's counts as Keras's",
+        "engine/keras_internals.py",
+        "own = quantizer is None or is_keras_own(quantizer)",
+        "own = True",
+        (f"{SLICE}[fsdp_x3-a quantizer of ones own]",),
+    ),
+    Fault(
         "attached: what the engine replaces counts as the author's",
         "engine/keras_internals.py",
         "and _BEFORE.get((id(part), method), (method,))[0] is not None",

@@ -1,11 +1,11 @@
-"""Programs from outside: layers that compute in float8.
+"""Programs from outside: quantized layers.
 
-They keep the largest values of the last steps, which Keras writes over
-variables as their gradients (Micikevicius et al., 2022). Batches have 13, 13
-and 5 rows. Keras rounds biases, and so their gradients, to bfloat16: replicas
-round their own sums, so only one program here has biases. In others no value
-lies so near to the middle of two numbers of float8 that the order of a sum
-decides.
+Those in float8 keep the largest values of the last steps, which Keras writes
+over variables as their gradients (Micikevicius et al., 2022). Batches have 13,
+13 and 5 rows. Keras rounds biases, and so their gradients, to bfloat16:
+replicas round their own sums, so only one program here has biases. In others
+no value lies so near to the middle of two numbers of float8 that the order of
+a sum decides.
 """
 
 import keras
@@ -15,7 +15,7 @@ from keras import layers
 from tests.conformance import models
 from tests.conformance.harness import row
 
-GROUP = "Outside: in float8"
+GROUP = "Outside: quantized layers"
 # Keras keeps what it scales by in float32.
 SINGLE = {"floatx": "float32", "tolerance": 1e-5}
 
@@ -131,3 +131,44 @@ def a_sum_that_overwrites_a_variable(run):
         return models.compiled(model, "mse", keras.optimizers.SGD(0.1))
 
     learn(run, build)
+
+
+class Centred(layers.Dense):
+    """It mixes rows once it is quantized."""
+
+    def _int8_call(self, inputs, training=None):
+        centred = inputs - keras.ops.mean(inputs, axis=0)
+        return super()._int8_call(centred, training)
+
+
+class Ranged(keras.quantizers.AbsMaxQuantizer):
+    """One scale for all rows of a batch."""
+
+    def __call__(self, x, axis=None, **options):
+        return super().__call__(x, axis=(0, 1, 2), **options)
+
+
+def with_quantized(run, make, change=lambda layer: None):
+    def build():
+        layer = make(4)
+        inputs = keras.Input((4, 5))
+        x = layer(layers.Dense(6, "tanh")(inputs))
+        model = keras.Model(inputs, layers.Dense(2)(x))
+        layer.quantize("int8", type_check=False)
+        change(layer)
+        return models.compiled(model, "mse", keras.optimizers.SGD(0.1))
+
+    learn(run, build)
+
+
+@row(GROUP, **SINGLE)
+def a_quantized_layer_of_ones_own(run):
+    with_quantized(run, Centred)
+
+
+@row(GROUP, **SINGLE)
+def a_quantizer_of_ones_own(run):
+    def change(layer):
+        layer.inputs_quantizer = Ranged(axis=-1)
+
+    with_quantized(run, layers.Dense, change)
