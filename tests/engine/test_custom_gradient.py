@@ -194,7 +194,8 @@ def test_what_flows_back(strategies, float64, name, model, eager):
     expected.fit(x, x[:, :1], **fit)
     keras.utils.set_random_seed(1)
     trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"], seed=None)
-    if name in NONLINEAR and model != "own step":
+    # Run eagerly, each replica has all rows.
+    if name in NONLINEAR and model != "own step" and not eager:
         with pytest.raises(mgpu_tf.ConfigurationError, match="linear"):
             trainer.fit(x, x[:, :1], **fit)
         return
