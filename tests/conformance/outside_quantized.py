@@ -61,6 +61,31 @@ def two_layers_in_float8(run):
     learn(run, network())
 
 
+class Block(layers.Layer):
+    """Layers in float8 within one of the author's."""
+
+    def __init__(self):
+        super().__init__()
+        options = {"use_bias": False, "dtype": "float8_from_float32"}
+        self.norm = layers.LayerNormalization()
+        self.wide = layers.Dense(8, "relu", **options)
+        self.narrow = layers.Dense(5, **options)
+
+    def call(self, x):
+        return x + self.narrow(self.wide(self.norm(x)))
+
+
+@row(GROUP, **SINGLE)
+def blocks_with_layers_in_float8(run):
+    def build():
+        inputs = keras.Input((4, 5))
+        x = Block()(Block()(inputs))
+        model = keras.Model(inputs, layers.Dense(2)(x))
+        return models.compiled(model, "mse", keras.optimizers.Adam(0.01))
+
+    learn(run, build)
+
+
 @row(GROUP, floatx="float32", tolerance=1e-3)
 def layers_in_float8_with_biases(run):
     learn(run, network(bias=True))

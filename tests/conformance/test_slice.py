@@ -140,6 +140,7 @@ SLICE = [
     ("fsdp_x3", "slopes along a direction by two gradients"),
     ("mirrored_x3", "two layers in float8"),
     ("fsdp_x3", "gradients accumulated in float8"),
+    ("fsdp_x3", "blocks with layers in float8"),
     ("data_2_pipeline_2", "two layers in float8"),
     ("mirrored_x3", "a step of ones own in float8"),
     ("mirrored_x3", "a scaled and clipped loss in float8"),

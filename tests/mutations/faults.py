@@ -1012,6 +1012,13 @@ LAYOUTS = (
         (f"{SLICE}[data_2_pipeline_2-two layers in float8]",),
     ),
     Fault(
+        "float8: a backward pass scatters what is no sum",
+        "engine/step/per_layer.py",
+        "over = list(filter(keras_internals.is_overwritten, split))",
+        "over = []",
+        (f"{SLICE}[fsdp_x3-blocks with layers in float8]",),
+    ),
+    Fault(
         "float8: what an author overwrites counts as Keras's",
         "engine/step/overwritten.py",
         "if id(variable) not in of_keras:",

@@ -145,8 +145,12 @@ class LayerByLayer:
             or keras_internals.exchanges_statistics(layer)
             or (tensor is not None and tensor.looks_up_in_parts(layer))
         }
-        # Those that are gathered once a step, before all layers.
-        self._together = self._small(split) if self.scatters else []
+        # Those that are gathered once a step, before all layers. What is
+        # overwritten is no sum, which a backward pass would make of it.
+        self._together = []
+        if self.scatters:
+            over = list(filter(keras_internals.is_overwritten, split))
+            self._together = _unique([*over, *self._small(split)])
         once = {id(variable) for variable in self._together}
         self._split = {id(v) for v in split if id(v) not in once}
         # Weights that are read in their own type somewhere.
