@@ -2515,13 +2515,13 @@ def _replaced(
 ) -> Iterator[None]:
     """Gives objects other methods for a while, then their own again."""
     own: list[tuple[Any, str, Any]] = []
-    for part in list(objects):
-        for name, method in instructions(part).items():
-            before = vars(part).get(name)
-            own.append((part, name, before))
-            _BEFORE.setdefault((id(part), name), []).append(before)
-            object.__setattr__(part, name, method)
     try:
+        for part in list(objects):
+            for name, method in instructions(part).items():
+                before = vars(part).get(name)
+                own.append((part, name, before))
+                _BEFORE.setdefault((id(part), name), []).append(before)
+                object.__setattr__(part, name, method)
         yield
     finally:
         for part, name, before in reversed(own):
