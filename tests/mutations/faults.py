@@ -1069,8 +1069,8 @@ LAYOUTS = (
     Fault(
         "attached: a graph whose call was replaced is one of layers",
         "engine/keras_internals.py",
-        'and is_unpatched(layer, "call")',
-        "and True",
+        'in own\n        and is_unpatched(layer, "call")',
+        "in own\n        and True",
         (f"{SLICE}[mirrored_x3-methods that objects of keras were given]",),
     ),
     Fault(
