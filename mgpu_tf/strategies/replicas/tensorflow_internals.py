@@ -1,7 +1,7 @@
 """What strategies and tapes of TensorFlow's keep to themselves.
 
-`tests/strategies/test_collectives.py` fails on a release that moves what is
-read here.
+`test_collectives.py` and `test_own_gradient.py` in `tests/strategies` fail on a
+release that moves what is read here.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ update    on the devices of the stages (`update.py`)
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -317,9 +316,8 @@ class PipelineEngine(SynchronousEngine):
         scale = self._model.optimizer.scale_loss
         share = self._share(local, total, low)
         gradients, values, logs = step.gradients(data, share, scale)
-        held = itertools.compress(self._model.trainable_variables, step.present)
         gradients = overwritten.contributions(
-            gradients, list(held), self._local.total
+            gradients, step.held(), self._local.total
         )
         self._update.present = step.present
         self._update.alike = step.alike
