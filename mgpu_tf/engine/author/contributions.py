@@ -143,10 +143,7 @@ def _zeros_like(value: Any, none: tf.Tensor) -> Any:
     if isinstance(value, tf.IndexedSlices):
         zeros = _zeros_like(value.values, none)
         return tf.IndexedSlices(zeros, value.indices, value.dense_shape)
-    shape = tf.shape(value) + tf.cast(none, tf.int32)
-    return tf.ensure_shape(
-        tf.fill(shape, tf.zeros([], value.dtype)), value.shape
-    )
+    return tf.broadcast_to(tf.cast(none, value.dtype), tf.shape(value))
 
 
 @dataclasses.dataclass

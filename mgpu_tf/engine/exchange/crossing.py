@@ -14,7 +14,6 @@ Outside of a call every replica computes the same, so what flows back through
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,19 +32,38 @@ from mgpu_tf.strategies.replicas.own_gradient import own_gradient
 from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
 
-@dataclasses.dataclass(frozen=True)
 class Cut:
     """How the rows of a global tensor are divided between replicas.
 
-    Attributes:
+    All that is computed of it is computed once, where it is made: calls in
+    inner graphs may be the first to ask.
+
+    Args:
         counts: The rows of each replica, `[replicas]`, int64.
         replica: This replica.
         replicas: How many there are.
+
+    Attributes:
+        low: The first row of this replica, an int64 scalar.
+        count: The number of its rows, the same.
+        total: The number of all rows, the same.
     """
 
-    counts: tf.Tensor
-    replica: int
-    replicas: int
+    def __init__(self, counts: tf.Tensor, replica: int, replicas: int) -> None:
+        self.counts, self.replica, self.replicas = counts, replica, replicas
+        self._none = tf.constant([0], tf.int64)
+        self._one = tf.constant([1], tf.int64)
+        own = tf.slice(counts, [replica], [1])
+        self._end = tf.slice(tf.cumsum(counts), [replica], [1])
+        self._begin = self._end - own
+        self._own = own
+        self.low = tf.reshape(self._begin, [])
+        self.count = tf.reshape(own, [])
+        self.total = tf.reduce_sum(counts)
+        # The first row of all, where this replica has none.
+        has_rows = own > 0
+        self._first = tf.where(has_rows, self._begin, 0)
+        self._after = tf.where(has_rows, self._end, 1)
 
     @classmethod
     def equal(cls, rows: tf.Tensor, replica: int, replicas: int) -> Cut:
@@ -53,20 +71,17 @@ class Cut:
         bounds = rows * tf.range(replicas + 1, dtype=tf.int64) // replicas
         return cls(bounds[1:] - bounds[:-1], replica, replicas)
 
-    @property
-    def low(self) -> tf.Tensor:
-        """The first row of this replica."""
-        return tf.reduce_sum(self.counts[: self.replica])
+    def rows_of(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns this replica's rows of those of all."""
+        return tf.strided_slice(value, self._begin, self._end, self._one)
 
-    @property
-    def count(self) -> tf.Tensor:
-        """The number of rows of this replica."""
-        return self.counts[self.replica]
+    def rows_or_another(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns this replica's rows; another's first where it has none."""
+        return tf.strided_slice(value, self._first, self._after, self._one)
 
-    @property
-    def total(self) -> tf.Tensor:
-        """The number of rows."""
-        return tf.reduce_sum(self.counts)
+    def without_another(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns this replica's rows of what `rows_or_another` became."""
+        return tf.strided_slice(rows, self._none, self._own, self._one)
 
 
 # The name scope in which `tf.vectorized_map` and Jacobians trace their body.
@@ -129,8 +144,24 @@ class Exchange:
 
         @own_gradient
         def taken(value: tf.Tensor) -> Any:
-            rows = value[cut.low : cut.low + cut.count]
+            rows = cut.rows_of(value)
             return rows, lambda up: self.all_rows(_dense(up), cut)
+
+        return taken(value)
+
+    def rows_to_call(self, value: tf.Tensor, cut: Cut) -> tf.Tensor:
+        """Returns this replica's rows, to compute with. On a replica.
+
+        As `local_rows`; where it has none, another's, to which nothing flows
+        back.
+        """
+
+        @own_gradient
+        def taken(value: tf.Tensor) -> Any:
+            def backward(up: Any) -> tf.Tensor:
+                return self.all_rows(cut.without_another(_dense(up)), cut)
+
+            return cut.rows_or_another(value), backward
 
         return taken(value)
 
@@ -164,7 +195,7 @@ class Exchange:
             def backward(up: Any) -> tf.Tensor:
                 with self.apart():
                     total = self._groups.all_reduce(_dense(up))
-                return total[cut.low : cut.low + cut.count]
+                return cut.rows_of(total)
 
             return every, backward
 

@@ -185,7 +185,7 @@ class Engine(abc.ABC):
             _check_stateless(model)
         self._model = model
         self._strategy = strategy
-        self._applied: keras_internals.Applied = ()
+        self._found = building.StepFound()
         # Compiled metrics were made here, and nothing was evaluated since.
         self._as_made = False
         self._compiled = keras_internals.compiled_state(model)
@@ -415,7 +415,9 @@ class Engine(abc.ABC):
         if not keras_internals.compiled_parts_are_built(self._model):
             self._as_made = True
         with self._strategy.scope():
-            building.build(self._model, source.example(), self._applied)
+            self._found = building.build(
+                self._model, source.example(), self._found
+            )
         if self._counts_apart:
             # Keras has the metrics of `compile` in the model from here on.
             _check_made_inside(self._model, self._strategy)
@@ -428,7 +430,7 @@ class Engine(abc.ABC):
             training: Whether they are for training.
         """
         with self._strategy.scope():
-            self._applied = building.build_layers(
+            self._found = building.build_layers(
                 self._model, source.example(), training=training
             )
         # Replicas write where the generator of unseeded draws is.

@@ -9,8 +9,9 @@ may need values: where it cannot be traced, a batch of zeros is run.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -19,6 +20,7 @@ import tensorflow as tf
 from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals, throwaway
 from mgpu_tf.engine.author.author_scope import AuthorScope
+from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.trace_again import refusal_within
 from mgpu_tf.engine.untracked import untracked_variables
 from mgpu_tf.errors import ConfigurationError
@@ -51,34 +53,55 @@ class BuildContext(tf.distribute.ReplicaContext):
         return value
 
 
+@dataclasses.dataclass(frozen=True)
+class StepFound:
+    """What a trace of the author's `train_step` has found.
+
+    Attributes:
+        applied: The optimizers that it applies, each with its weights.
+        returned: The specs of what it returns, by name; None where it was not
+            traced, or did not return logs.
+    """
+
+    applied: keras_internals.Applied = ()
+    returned: Mapping[str, tf.TensorSpec] | None = None
+
+
 def build(
-    model: keras.Model, example: Any, applied: keras_internals.Applied = ()
-) -> None:
+    model: keras.Model, example: Any, found: StepFound | None = None
+) -> StepFound:
     """Creates the variables of a model, its metrics and its optimizers.
 
     Args:
         model: A compiled model.
         example: The specs of a batch.
-        applied: What `build_layers` has returned, where it came before.
+        found: What `build_layers` has returned, where it came before.
+
+    Returns:
+        What a trace of the author's `train_step` has found, if there was one.
 
     Raises:
         ConfigurationError: The model cannot be built from such a batch.
     """
+    found = found or StepFound()
     if not keras_internals.overrides(model, "train_step"):
         _build_from_call(model, example)
     elif not keras_internals.is_built(model):
         try:
-            for optimizer, weights in applied or _train_once(model, example):
+            if not found.applied:
+                found = _train_once(model, example)
+            for optimizer, weights in found.applied:
                 if not optimizer.built:
                     optimizer.build(weights)
         except Exception as error:
             _build_otherwise(model, example, error)
         _build_evaluation(model, example)
+    return found
 
 
 def build_layers(
     model: keras.Model, example: Any, *, training: bool = False
-) -> keras_internals.Applied:
+) -> StepFound:
     """Creates the variables of a model's layers, and nothing else.
 
     Args:
@@ -88,20 +111,19 @@ def build_layers(
             be one of `call`.
 
     Returns:
-        The optimizers that `train_step` applies, each with its weights, where
-        it was traced.
+        What a trace of the author's `train_step` has found, if there was one.
     """
     if model.built:
-        return ()
+        return StepFound()
     if training and keras_internals.overrides(model, "train_step"):
         try:
             return _train_once(model, example)
         except Exception:
             if not keras_internals.overrides(model, "call"):
-                return ()  # `build` says why.
+                return StepFound()  # `build` says why.
     if keras_internals.overrides(model, "predict_step"):
         _run_once(model, model.predict_step, example)
-        return ()
+        return StepFound()
     batch = keras.utils.unpack_x_y_sample_weight(example)
     if training:
         _build_in_training(model, batch)
@@ -112,7 +134,7 @@ def build_layers(
             model(structures.zeros(x))
 
     _traced_or_run(model, lambda: keras_internals.build_layers(model, x), run)
-    return ()
+    return StepFound()
 
 
 def _traced_or_run(
@@ -135,12 +157,29 @@ def _traced_or_run(
                 variable.assign(before)
 
 
-def _train_once(model: keras.Model, example: Any) -> keras_internals.Applied:
-    """Runs the author's step once; returns the optimizers that it applies."""
+def _train_once(model: keras.Model, example: Any) -> StepFound:
+    """Runs the author's step once."""
+    specs: list[dict[str, tf.TensorSpec] | None] = [None]
+
+    def step(data: Any) -> None:
+        specs.append(_specs_of(model.train_step(data)))
+
     optimizers = keras_internals.optimizers_of(model)
     with keras_internals.not_applied(optimizers) as applied:
-        _run_once(model, model.train_step, example)
-    return applied
+        _run_once(model, step, example)
+    return StepFound(applied, specs[-1])
+
+
+def _specs_of(logs: Any) -> dict[str, tf.TensorSpec] | None:
+    """Returns the specs of logs, None for what are none."""
+    if not isinstance(logs, Mapping):
+        return None
+    flat = flat_logs(logs)
+    try:
+        values = {name: tf.convert_to_tensor(v) for name, v in flat.items()}
+    except (TypeError, ValueError):
+        return None
+    return {n: tf.TensorSpec(v.shape, v.dtype) for n, v in values.items()}
 
 
 def _build_in_training(model: keras.Model, batch: Any) -> None:

@@ -708,6 +708,7 @@ class SynchronousEngine(Engine):
                     self._computing,
                     self._agreed,
                     self._options,
+                    self._found.returned if kind == "train" else None,
                     self._update_type,
                     self._around_authored,
                 )
@@ -852,7 +853,10 @@ class SynchronousEngine(Engine):
         begin: tuple[Any, ...]
         nobody = self._ended_on(form, tf.constant(1, tf.int64), ask=False)
         begin = (zero, zero, tf.zeros([2], tf.float64), nobody, {})
-        if authored or self._returns_logs():
+        no_logs = step.begin() if isinstance(step, AuthorStep) else None
+        if no_logs is not None:
+            begin = (*begin[:-1], no_logs)
+        elif authored or self._returns_logs():
             # The first step stands alone: the others return its structure.
             begin = once(None, zero)
             if watch is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -82,6 +82,7 @@ class AuthorStep:
         local: Its replicas here; those that are given the same rows are one.
         state: What the step writes besides weights.
         options: How steps are made.
+        returned: The specs of what the method returns, where they are known.
         update: Makes what applies gradients, of the arguments of `Update`.
         around: Returns a block in which the step is traced.
 
@@ -98,9 +99,13 @@ class AuthorStep:
         local: LocalReplicas,
         state: ReplicaState,
         options: StepOptions,
+        returned: Mapping[str, tf.TensorSpec] | None = None,
         update: Callable[..., Update] = Update,
         around: Around = contextlib.nullcontext,
     ) -> None:
+        # What it returns, as far as is known, and as a trace has assumed.
+        self._returns = returned
+        self._assumed: Mapping[str, tf.TensorSpec] | None = None
         self._model = model
         self._method = method
         self._strategy = strategy
@@ -131,6 +136,19 @@ class AuthorStep:
         self._weights = WholeWeights(model)
         self._draws = SameDraws(strategy)
 
+    def begin(self) -> dict[str, tf.Tensor] | None:
+        """Returns logs to begin with, of no step; None if it is unknown which.
+
+        They are zeros like what the method returns.
+        """
+        specs, self._assumed = self._returns, None
+        if specs is None or tf.executing_eagerly():
+            return None
+        if not all(each.shape.is_fully_defined() for each in specs.values()):
+            return None
+        self._assumed = specs
+        return {n: tf.zeros(s.shape, s.dtype) for n, s in specs.items()}
+
     def __call__(
         self, data: Any, local: Any, total: tf.Tensor, low: Any
     ) -> dict[str, tf.Tensor]:
@@ -138,15 +156,28 @@ class AuthorStep:
 
         Returns:
             What the method returned.
+
+        Raises:
+            TraceAgain: It returned other logs than it was known to return.
         """
         del total, low  # The method sees the global batch.
         self._generator = keras_internals.global_seed_generator()
         with self._around(), self._as_alone():
             values = self._strategy.run(self._on_replica, args=(data, local))
-        return {
+        values = {
             name: self._strategy.experimental_local_results(value)[0]
             for name, value in values.items()
         }
+        if not tf.executing_eagerly():
+            self._check_returns(values)
+        return values
+
+    def _check_returns(self, values: dict[str, tf.Tensor]) -> None:
+        found = {n: tf.TensorSpec(v.shape, v.dtype) for n, v in values.items()}
+        if self._assumed not in (None, found):
+            self._returns = None
+            raise TraceAgain
+        self._returns = found
 
     def logs(self, values: dict[str, tf.Tensor]) -> dict[str, Any]:
         """Returns the logs of an execution.

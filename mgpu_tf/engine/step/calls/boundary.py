@@ -47,11 +47,7 @@ from mgpu_tf.engine.row_proof import (
 )
 from mgpu_tf.engine.step.apart import Apart
 from mgpu_tf.engine.step.calls.layer_calls import trust
-from mgpu_tf.engine.step.calls.whole_layers import (
-    masks_of,
-    rows_of,
-    with_another,
-)
+from mgpu_tf.engine.step.calls.whole_layers import masks_of, rows_of
 from mgpu_tf.engine.trace_again import Attempts, TraceAgain
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
@@ -432,8 +428,8 @@ class Boundary:
         return rows_of_global_draws(low, count, cut.total, rows, taken=take)
 
     def _cut_rows(self, row: tf.Tensor, cut: Cut) -> tf.Tensor:
-        mine = self._exchange.local_rows(row, cut)
-        return with_another(mine, row, 1, cut)
+        mine = self._exchange.rows_to_call(row, cut)
+        return tf.ensure_shape(mine, [None, *row.shape[1:]])
 
     def _joined(
         self, output: tf.Tensor, cut: Cut, length: int | None, call: _Call
@@ -451,7 +447,7 @@ class Boundary:
         def joined(value: tf.Tensor) -> tf.Tensor:
             if value.dtype.is_floating or value.dtype.is_complex:
                 value = looked_at(value)
-            rows = self._exchange.all_rows(value[: cut.count], cut)
+            rows = self._exchange.all_rows(cut.without_another(value), cut)
             rows = tf.ensure_shape(rows, [length, *value.shape[1:]])
             self._know([rows], cut, kind)
             return rows

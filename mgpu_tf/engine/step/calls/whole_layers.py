@@ -275,28 +275,15 @@ def part_of(output: Any, cut: Cut, name: str) -> Any:
         own = tf.maximum(own, several)
         return composites.part(output, tf.minimum(low, count - own), own)
 
+    few = tf.where(cut.count > 0, tf.constant(0, tf.int64), several)
+
     def mine(value: tf.Tensor) -> tf.Tensor:
-        return with_another(value[low : low + own], value, several, cut)
+        another = tf.stop_gradient(value[:few])
+        rows = tf.concat([value[low : low + own], another], 0)
+        rows.set_shape([None, *value.shape[1:]])
+        return rows
 
     return keras_internals.carried(output, mine)
-
-
-def with_another(
-    mine: tf.Tensor, every: tf.Tensor, several: Any, cut: Cut
-) -> tf.Tensor:
-    """Returns a replica's rows; another example's where it has none.
-
-    Args:
-        mine: The rows of the replica.
-        every: Those of the global batch. Nothing flows back to what is taken
-            of them here.
-        several: How many rows an example has.
-        cut: How rows are divided.
-    """
-    few = tf.where(cut.count > 0, tf.constant(0, tf.int64), several)
-    rows = tf.concat([mine, tf.stop_gradient(every[:few])], 0)
-    rows.set_shape([None, *every.shape[1:]])
-    return rows
 
 
 def replaced(given: Any, every: dict[int, tf.Tensor]) -> Any:
