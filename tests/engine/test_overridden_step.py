@@ -503,7 +503,8 @@ def test_replicas_draw_the_same_outside_of_calls(strategies):
             drawn = tf.random.normal([4], dtype="float64")
             context = tf.distribute.get_replica_context()
             every = context.all_gather(drawn[tf.newaxis], axis=0)
-            return {"apart": ops.max(ops.std(every, axis=0)), "mean": drawn[0]}
+            apart = ops.max(every, axis=0) - ops.min(every, axis=0)
+            return {"apart": ops.max(apart), "mean": drawn[0]}
 
     def build():
         model = Drawing(None)
@@ -1023,3 +1024,40 @@ def test_a_model_compiled_without_an_optimizer(strategies):
         np.testing.assert_allclose(one, other, rtol=1e-5)
     with pytest.raises(mgpu_tf.ConfigurationError, match="needs an optimizer"):
         trained_without_an_optimizer(Held, trainer)
+
+
+class Counting(Regression):
+    """Its step counts its traces, and returns more in later ones."""
+
+    def __init__(self, later):
+        super().__init__(lambda *a: ops.mean(squares(*a)))
+        self.traces, self.later = 0, later
+
+    def train_step(self, data):
+        self.traces += 1
+        logs = super().train_step(data)
+        if self.later and self.traces > 1:
+            logs["more"] = logs["value"] + 1.0
+        return logs
+
+
+@pytest.mark.parametrize("column", ["one_device", "mirrored_x3"])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_step_is_traced_once(strategies, float64, column, later):
+    """Beside the trace that makes variables, if it returned the same logs.
+
+    What a replica leaves in an attribute is put back for the next one.
+    """
+
+    def build():
+        model = Counting(later)
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    trainer = mgpu_tf.Trainer(build, strategies[column])
+    history = trainer.fit(*arrays(), **FIT).history
+    if not later:
+        assert trainer.model.traces == 2
+        return
+    more = np.add(history["value"], 1.0)
+    np.testing.assert_allclose(history["more"], more, rtol=1e-12)
