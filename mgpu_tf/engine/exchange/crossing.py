@@ -54,7 +54,8 @@ class Cut:
         self._none = tf.constant([0], tf.int64)
         self._one = tf.constant([1], tf.int64)
         own = tf.slice(counts, [replica], [1])
-        self._end = tf.slice(tf.cumsum(counts), [replica], [1])
+        until = tf.slice(counts, [0], [replica + 1])
+        self._end = tf.reduce_sum(until, keepdims=True)
         self._begin = self._end - own
         self._own = own
         self.low = tf.reshape(self._begin, [])
