@@ -22,6 +22,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.strategies.registry import topology_of
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
 
 # Sum of losses, number of examples, replicas whose weights are not finite.
 _COLUMNS = 3
@@ -146,7 +147,5 @@ class StepWatch:
         """Returns what this replica stores of a weight. On a replica."""
         if not isinstance(weight, tf.distribute.DistributedValues):
             return tf.convert_to_tensor(weight)
-        context = tf.distribute.get_replica_context()
         copies = self._strategy.experimental_local_results(weight)
-        mine = tf.get_static_value(context.replica_id_in_sync_group)
-        return copies[int(mine) % len(copies)].read_value()
+        return copies[this_replica() % len(copies)].read_value()

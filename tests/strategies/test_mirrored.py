@@ -1,4 +1,4 @@
-"""Replicas that run eagerly."""
+"""Replicas that run eagerly, and which of them one is."""
 
 import threading
 import time
@@ -6,6 +6,8 @@ import time
 import pytest
 import tensorflow as tf
 from tensorflow.python.training import coordinator
+
+from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
 
 
 class Slow:
@@ -50,3 +52,23 @@ def test_an_error_of_a_replica_is_its_own(strategies, waits):
 
     with pytest.raises(ZeroDivisionError, match="of one replica"):
         strategies["mirrored_x3"].run(on_replica)
+
+
+def test_the_number_of_a_replica_is_no_operation(strategies):
+    """TensorFlow's property makes a constant each time it is read."""
+    numbers, graphs = [], []
+
+    def on_replica():
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        numbers.append(this_replica())
+        graphs.append(len(graph.get_operations()) - before)
+        context = tf.distribute.get_replica_context()
+        assert tf.get_static_value(context.replica_id_in_sync_group) == (
+            numbers[-1]
+        )
+        return tf.ones(())
+
+    tf.function(lambda: strategies["mirrored_x3"].run(on_replica))()
+    assert sorted(numbers) == [0, 1, 2]
+    assert graphs == [0, 0, 0]

@@ -36,6 +36,7 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.registry import kind_of
 from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
 from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
 Writes = list[tuple[keras.Variable, tf.Tensor]]
@@ -506,14 +507,14 @@ class ReplicaState:
         if not split <= set(map(id, self._entered)):
             self._begin_whole |= split
             raise TraceAgain
-        if not self._counts(_replica()):
+        if not self._counts(this_replica()):
             for variable in self._entered:
                 _assign_here(variable, tf.zeros_like(variable.value))
 
     def _whole(self, variables: list[keras.Variable]) -> list[tf.Tensor]:
         """Returns what replicas hold together of metrics. On a replica."""
         held = [tf.identity(variable.value) for variable in variables]
-        if not self._holds_part(_replica()):
+        if not self._holds_part(this_replica()):
             held = list(map(tf.zeros_like, held))
         return self._sums_over_copies(held)
 
@@ -582,7 +583,7 @@ class ReplicaState:
             if self.rule(variable) is Rule.SUM:
                 if id(variable) in entered:
                     _assign_here(variable, own)
-            elif self.is_split(variable) and not self._counts(_replica()):
+            elif self.is_split(variable) and not self._counts(this_replica()):
                 _assign_here(variable, tf.zeros_like(value))
             else:
                 _assign_here(variable, value)
@@ -598,7 +599,7 @@ class ReplicaState:
         """
         value = tf.identity(variable.value)
         adds = self.rule(variable) is Rule.SUM
-        if start is None or not adds or self._counts(_replica()):
+        if start is None or not adds or self._counts(this_replica()):
             return value
         # A beginning may be infinite.
         return tf.where(value == start, tf.zeros_like(value), value - start)
@@ -659,7 +660,7 @@ class ReplicaState:
         """Whether another replica counts the rows of this one. On a replica."""
         if self._same_rows == 1:
             return False
-        return _replica() % self._same_rows > 0
+        return this_replica() % self._same_rows > 0
 
 
 class AgreedState(ReplicaState):
@@ -773,12 +774,6 @@ def _is_float(variable: keras.Variable) -> bool:
     return keras.backend.is_float_dtype(variable.dtype)
 
 
-def _replica() -> int:
-    """Returns the number of the replica that is traced. On a replica."""
-    context = tf.distribute.get_replica_context()
-    return int(tf.get_static_value(context.replica_id_in_sync_group))
-
-
 def _assign_here(variable: keras.Variable, value: tf.Tensor) -> None:
     """Writes this replica's copy of a variable, and no other. On a replica.
 
@@ -793,8 +788,7 @@ def _assign_here(variable: keras.Variable, value: tf.Tensor) -> None:
         return
     context = tf.distribute.get_replica_context()
     copies = context.strategy.experimental_local_results(held)
-    mine = tf.get_static_value(context.replica_id_in_sync_group)
-    copies[mine % len(copies)].assign(tf.cast(value, held.dtype))
+    copies[this_replica() % len(copies)].assign(tf.cast(value, held.dtype))
 
 
 def row_among_zeros(value: tf.Tensor, place: Any, count: int) -> tf.Tensor:

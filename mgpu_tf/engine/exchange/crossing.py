@@ -29,6 +29,7 @@ from mgpu_tf.options import StepOptions
 from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.collectives import Groups, carrier_of
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
+from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
 from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
 
@@ -216,11 +217,10 @@ class Exchange:
         Args:
             local: How many rows this replica has.
         """
-        context = tf.distribute.get_replica_context()
-        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
         with self.apart():
             counts = self._groups.all_gather(tf.reshape(local, [1]))
-        return Cut(counts, replica // self._same_rows, self.replicas)
+        place = this_replica() // self._same_rows
+        return Cut(counts, place, self.replicas)
 
     def cuts(self, local: list[tf.Tensor]) -> list[Cut]:
         """Returns how the rows of several arrays are divided. On a replica.
@@ -228,11 +228,9 @@ class Exchange:
         Args:
             local: How many rows of each this replica has.
         """
-        context = tf.distribute.get_replica_context()
-        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
         with self.apart():
             counts = self._groups.all_gather(tf.stack(local)[tf.newaxis])
-        place = replica // self._same_rows
+        place = this_replica() // self._same_rows
         return [
             Cut(each, place, self.replicas)
             for each in tf.unstack(counts, axis=1)
@@ -430,8 +428,7 @@ class Exchange:
     ) -> list[Any]:
         if not slices:
             return []
-        context = tf.distribute.get_replica_context()
-        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+        replica = this_replica()
         slices = [
             shared_once(
                 *(each, is_alike, self.over_rows),

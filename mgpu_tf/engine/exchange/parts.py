@@ -29,7 +29,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.exchange.reduction import of_one_type
 from mgpu_tf.mesh import Split, others_than, packs
 from mgpu_tf.strategies.replicas.collectives import Groups
-from mgpu_tf.strategies.split.sharded_variable import ShardedVariable, part_of
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 
 
 class LayerParts:
@@ -155,7 +155,7 @@ def joined(
 
 
 def _read(variables: list[ShardedVariable]) -> list[tf.Tensor]:
-    return [variable.here().read_value() for variable in variables]
+    return [variable.here().value() for variable in variables]
 
 
 def in_packs(
@@ -184,7 +184,7 @@ def computed(variables: list[ShardedVariable]) -> list[tf.Tensor]:
     Args:
         variables: Variables of which this replica stores parts.
     """
-    values = [variable.here().read_value() for variable in variables]
+    values = _read(variables)
     places = [
         place
         for place, variable in enumerate(variables)
@@ -223,12 +223,9 @@ class _Pack:
             for part, size in zip(parts, self._sizes, strict=True)
             for piece in _with_zeros(part, size)
         ]
-        every = group.all_gather(tf.concat(sent, 0)[tf.newaxis])
-        values, before = [], 0
-        for split, size in zip(self._splits, self._sizes, strict=True):
-            values.append(_whole(every[:, before : before + size], split))
-            before += size
-        return values
+        every = group.all_gather(tf.expand_dims(tf.concat(sent, 0), 0))
+        pieces = tf.split(every, self._sizes, 1)
+        return list(map(_whole, pieces, self._splits))
 
     def scattered(
         self,
@@ -271,15 +268,12 @@ class _Pack:
         )
         flat = tf.reshape(group.reduce_scatter(sent, 0, own), [-1])
         flat = copies.all_reduce(flat)
-        parts, before = [], 0
-        for split, size in zip(splits, self._sizes, strict=True):
-            shape = split.shape_of(group.rank())
-            part = flat[before : before + math.prod(shape)]
-            parts.append(tf.reshape(part, shape))
-            before += size
+        shapes = [split.shape_of(group.rank()) for split in splits]
+        lengths = list(map(math.prod, shapes))
+        parts = _without_zeros(flat, lengths, self._sizes)
         return [
-            tf.cast(part, dtype)
-            for part, dtype in zip(parts, owns, strict=True)
+            tf.cast(tf.reshape(part, shape), dtype)
+            for part, shape, dtype in zip(parts, shapes, owns, strict=True)
         ]
 
 
@@ -299,7 +293,12 @@ def _packs(variables: list[ShardedVariable]) -> list[list[int]]:
 
 def _longest(split: Split) -> int:
     """Returns the elements of the largest part."""
-    return max(math.prod(split.shape_of(rank)) for rank in range(split.parts))
+    return max(_lengths(split))
+
+
+def _lengths(split: Split) -> list[int]:
+    """Returns the elements of each part."""
+    return [math.prod(split.shape_of(rank)) for rank in range(split.parts)]
 
 
 def _divides(split: Split) -> bool:
@@ -312,11 +311,8 @@ def _by_rank(value: tf.Tensor, split: Split) -> tf.Tensor:
     shape = [split.parts, _longest(split)]
     if _divides(split):
         return tf.reshape(value, shape)
-    pieces = [
-        piece
-        for rank in range(split.parts)
-        for piece in _with_zeros(part_of(value, split, rank), shape[1])
-    ]
+    parts = tf.split(tf.reshape(value, [-1]), _lengths(split))
+    pieces = [piece for part in parts for piece in _with_zeros(part, shape[1])]
     return tf.reshape(tf.concat(pieces, 0), shape)
 
 
@@ -324,15 +320,31 @@ def _whole(every: tf.Tensor, split: Split) -> tf.Tensor:
     """Returns the whole value of parts, `[ranks, elements]`."""
     if _divides(split):
         return tf.reshape(every, split.shape)
-    pieces = [
-        every[rank, : math.prod(split.shape_of(rank))]
-        for rank in range(split.parts)
-    ]
+    flat, longest = tf.reshape(every, [-1]), [_longest(split)] * split.parts
+    pieces = _without_zeros(flat, _lengths(split), longest)
     return tf.reshape(tf.concat(pieces, 0), split.shape)
 
 
 def _with_zeros(part: tf.Tensor, size: int) -> list[tf.Tensor]:
     """Returns the elements of a part, and zeros up to a number of them."""
-    flat = tf.reshape(part, [-1])
+    flat = part if part.shape.rank == 1 else tf.reshape(part, [-1])
     missing = size - flat.shape[0]
     return [flat, tf.zeros([missing], flat.dtype)] if missing else [flat]
+
+
+def _without_zeros(
+    flat: tf.Tensor, lengths: list[int], sizes: list[int]
+) -> list[tf.Tensor]:
+    """Returns the elements of parts that lie one after another.
+
+    Args:
+        flat: The parts, each with zeros up to its size.
+        lengths: How many elements each has.
+        sizes: The same with the zeros.
+    """
+    cut = [
+        length
+        for own, size in zip(lengths, sizes, strict=True)
+        for length in (own, size - own)
+    ]
+    return tf.split(flat, cut)[::2]

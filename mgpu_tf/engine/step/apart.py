@@ -18,6 +18,7 @@ import tensorflow as tf
 from mgpu_tf.engine.author.step_scope import refuse_others
 from mgpu_tf.engine.row_proof import Operations, recorded
 from mgpu_tf.engine.trace_again import TraceAgain
+from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
 
 
 class Apart:
@@ -52,10 +53,8 @@ class Apart:
         if tf.executing_eagerly():
             yield
             return
-        context = tf.distribute.get_replica_context()
-        number = tf.get_static_value(context.replica_id_in_sync_group)
         with recorded() as made:
-            self._made.append((int(number or 0), made))
+            self._made.append((this_replica(where_all_are_one=0), made))
             yield
 
     def _check(self) -> None:

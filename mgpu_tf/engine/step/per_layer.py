@@ -60,6 +60,7 @@ from mgpu_tf.engine.row_proof import Operations, recorded
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
 from mgpu_tf.engine.trace_again import Attempts, TraceAgain, refusal_within
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
+from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -1064,8 +1065,7 @@ def _in_own_type(gradient: Any, variable: keras.Variable) -> Any:
 
 def _replica() -> int:
     """Returns the number of this replica."""
-    context = tf.distribute.get_replica_context()
-    return int(tf.get_static_value(context.replica_id_in_sync_group) or 0)
+    return this_replica(where_all_are_one=0)
 
 
 def _unique(variables: list[keras.Variable]) -> list[keras.Variable]:

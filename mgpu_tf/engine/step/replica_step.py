@@ -67,6 +67,7 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.mirrored import as_one_replica
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
 
 _log = logging.getLogger("mgpu_tf")
 
@@ -938,9 +939,7 @@ def place_of(share: BatchShare) -> int:
 
 
 def _replica() -> int:
-    context = tf.distribute.get_replica_context()
-    number = tf.get_static_value(context.replica_id_in_sync_group)
-    return 0 if number is None else int(number)
+    return this_replica(where_all_are_one=0)
 
 
 def know_rows(scope: StepScope, data: Any, share: BatchShare) -> None:

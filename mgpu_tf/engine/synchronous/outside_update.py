@@ -25,6 +25,7 @@ from mgpu_tf.engine.step.update import (
     unwrap,
 )
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
 
 # Makes what applies gradients, of the arguments of `Update`.
 Make = Callable[..., Update]
@@ -116,7 +117,6 @@ def _copied(gradients: Gradients) -> Gradients:
 
 def _of_first(gradients: Gradients) -> Gradients:
     """Returns gradients on the first replica, zeros on others."""
-    context = tf.distribute.get_replica_context()
-    if int(tf.get_static_value(context.replica_id_in_sync_group)) == 0:
+    if this_replica() == 0:
         return _copied(gradients)
     return [tf.zeros_like(tf.convert_to_tensor(each)) for each in gradients]

@@ -66,6 +66,7 @@ from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
 from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
+from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
 from mgpu_tf.strategies.split.sharded_variable import (
     ShardedVariable,
     stored_part,
@@ -652,8 +653,7 @@ class ShardedUpdate(Update):
 
     def _own_part(self, gradient: Any, held: ShardedVariable) -> Any:
         """Returns what belongs to this replica's part of a whole gradient."""
-        context = tf.distribute.get_replica_context()
-        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+        replica = this_replica()
         split, mesh = held.split, self._mesh
         if not isinstance(gradient, tf.IndexedSlices):
             whole = tf.ensure_shape(gradient, split.shape)

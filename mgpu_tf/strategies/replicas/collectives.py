@@ -45,6 +45,7 @@ import tensorflow as tf
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas import tensorflow_internals, turns
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
+from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
 from mgpu_tf.strategies.replicas.topology import synchronous_topology
 
 # Groups of TensorFlow's own strategies have small numbers.
@@ -157,7 +158,7 @@ class Groups:
         Args:
             replica: Its number. Default: this one.
         """
-        replica = _this_replica() if replica is None else replica
+        replica = this_replica() if replica is None else replica
         return self._group(replica).index(replica)
 
     def places(self, place: int) -> list[int]:
@@ -374,7 +375,7 @@ class Groups:
         Args:
             value: What is sent.
         """
-        replica = _this_replica()
+        replica = this_replica()
         group = self._group(replica)
         if len(self._here) > 1:
             _trace_others_until_here()
@@ -711,11 +712,6 @@ def _trace_others_until_here() -> None:
     comes before it: then each would wait for the other.
     """
     turns.merged(lambda strategy: None)
-
-
-def _this_replica() -> int:
-    context = tf.distribute.get_replica_context()
-    return int(tf.get_static_value(context.replica_id_in_sync_group))
 
 
 def _length(value: tf.Tensor, axis: int) -> Any:

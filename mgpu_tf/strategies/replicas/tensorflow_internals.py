@@ -1,7 +1,7 @@
 """What strategies and tapes of TensorFlow's keep to themselves.
 
-`test_collectives.py` and `test_own_gradient.py` in `tests/strategies` fail on a
-release that moves what is read here.
+`test_collectives.py`, `test_own_gradient.py` and `test_mirrored.py` in
+`tests/strategies` fail on a release that moves what is read here.
 """
 
 from __future__ import annotations
@@ -31,6 +31,23 @@ def ordering_tokens(strategy: tf.distribute.Strategy) -> list[tf.Variable]:
         if isinstance(exchange, cross_device_ops.CollectiveAllReduce):
             return [each._ordering_token for each in exchange._launchers]
     raise AssertionError(f"{strategy!r} has no collective operations.")
+
+
+def this_replica(where_all_are_one: int | None = None) -> int:
+    """Returns the number of this replica among all. On a replica.
+
+    `replica_id_in_sync_group` is a new constant in the graph each time.
+
+    Args:
+        where_all_are_one: Returned where one trace is that of all replicas,
+            as on a TPU. Default: that is an error.
+    """
+    context = tf.distribute.get_replica_context()
+    number = context._replica_id_in_sync_group
+    if isinstance(number, int):
+        return number
+    assert where_all_are_one is not None, "One trace is that of all replicas."
+    return where_all_are_one
 
 
 def have_tangents(tensors: Sequence[tf.Tensor]) -> bool:

@@ -39,6 +39,7 @@ from mgpu_tf.strategies.replicas.mirrored import (
     MultiWorkerExtended,
     MultiWorkerMirroredStrategy,
 )
+from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
 from mgpu_tf.strategies.replicas.topology import Topology, synchronous_topology
 from mgpu_tf.strategies.split.layout import Layout
 from mgpu_tf.strategies.split.sharded_variable import (
@@ -149,8 +150,7 @@ class SplittingStrategy:
 
     def _joined(self, split: Split, parts: Any) -> tf.Tensor:
         def on_replica() -> tf.Tensor:
-            context = tf.distribute.get_replica_context()
-            replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+            replica = this_replica()
             part = tf.convert_to_tensor(parts[replica - self.first_replica])
             return self.joined(split, part)
 
@@ -241,8 +241,7 @@ class SplittingStrategy:
         """Returns the sum of a number over processes."""
 
         def on_replica() -> tf.Tensor:
-            context = tf.distribute.get_replica_context()
-            replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+            replica = this_replica()
             own = number if replica == self.first_replica else number * 0
             return self.along(*REPLICA_AXES).all_reduce(own)
 

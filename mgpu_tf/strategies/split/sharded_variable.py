@@ -29,6 +29,7 @@ from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.mesh import Mesh, Split, others_than
 from mgpu_tf.strategies.replicas import turns
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
+from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
 
 
 class Lender(Protocol):
@@ -156,7 +157,7 @@ class ShardedVariable(values.MirroredVariable):
         for member in members:
             piece = self.values[member - self._first]
             with tf.device(piece.device):
-                pieces.append(piece.read_value())
+                pieces.append(piece.value())
         if inner is None:
             return pieces[0]
         joined = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
@@ -247,7 +248,7 @@ class ShardedVariable(values.MirroredVariable):
             return None if place is None else self._first + place
         if context.strategy is not self._distribute_strategy:
             return None  # No strategy is entered.
-        return int(tf.get_static_value(context.replica_id_in_sync_group))
+        return this_replica()
 
     # How TensorFlow reads it.
 

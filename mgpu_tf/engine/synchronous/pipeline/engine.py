@@ -39,6 +39,7 @@ from mgpu_tf.mesh import Split
 from mgpu_tf.options import StepOptions
 from mgpu_tf.reports.pipeline_plan import PipelinePlan
 from mgpu_tf.reports.pipeline_trace import ShareTrace, StepTrace
+from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
 from mgpu_tf.strategies.split.pipeline import StagedStrategy
 
 _log = logging.getLogger("mgpu_tf")
@@ -279,12 +280,10 @@ class PipelineEngine(SynchronousEngine):
             *arguments: Any,
             **named: Any,
         ) -> Any:
-            context = tf.distribute.get_replica_context()
-            if context is None:
+            if tf.distribute.in_cross_replica_context():
                 return own(*arguments, **named)
-            replica = tf.get_static_value(context.replica_id_in_sync_group)
             devices = self._strategy.devices_of(stage_of[id(layer)])
-            with tf.device(devices[int(replica or 0)]):
+            with tf.device(devices[this_replica(where_all_are_one=0)]):
                 return own(*arguments, **named)
 
         layers = [

@@ -61,6 +61,7 @@ from mgpu_tf.engine.synchronous.pipeline.split import Stage, Stages
 from mgpu_tf.engine.synchronous.pipeline.state import PipelineState
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas.mirrored import as_one_replica
+from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
 from mgpu_tf.strategies.split.pipeline import StagedStrategy
 
 _log = logging.getLogger("mgpu_tf")
@@ -248,9 +249,7 @@ class PipelineStep(ReplicaStep):
             return self._compute(stage, kind, place, *args)
 
         if self._tensor is not None:
-            context = tf.distribute.get_replica_context()
-            replica = int(tf.get_static_value(context.replica_id_in_sync_group))
-            rows = replica // self._strategy.mesh.tensor
+            rows = this_replica() // self._strategy.mesh.tensor
             return functools.partial(compute, place=rows * self._micro + micro)
         key = stage, kind
         if key not in self._functions:
@@ -659,18 +658,14 @@ class PipelineStep(ReplicaStep):
 
     def device(self, stage: int) -> str:
         """Returns the device of a stage on this replica."""
-        context = tf.distribute.get_replica_context()
-        replica = tf.get_static_value(context.replica_id_in_sync_group)
-        place = int(replica) - self._strategy.first_replica
+        place = this_replica() - self._strategy.first_replica
         return self._strategy.devices_of(stage)[place]
 
     def pair(self, one: int, other: int) -> int:
         """Returns the number of two stages of this replica among all pairs."""
-        context = tf.distribute.get_replica_context()
-        replica = tf.get_static_value(context.replica_id_in_sync_group)
         mesh = self._strategy.mesh
         first, second = sorted((one, other))
-        place = int(replica) // mesh.blocks
+        place = this_replica() // mesh.blocks
         return (place * mesh.pipeline + first) * mesh.pipeline + second
 
     @property
