@@ -64,8 +64,9 @@ def test_the_number_of_a_replica_is_no_operation(strategies):
         numbers.append(this_replica())
         graphs.append(len(graph.get_operations()) - before)
         context = tf.distribute.get_replica_context()
-        assert tf.get_static_value(context.replica_id_in_sync_group) == (
-            numbers[-1]
+        assert (
+            tf.get_static_value(context.replica_id_in_sync_group)
+            == (numbers[-1])
         )
         return tf.ones(())
 
