@@ -22,7 +22,7 @@ SHAPES = {
 
 # Of each weight and replica, where three devices do not divide it evenly. With
 # a slice for each part there were twice as many.
-OPERATIONS = 28
+OPERATIONS = 29
 
 
 @pytest.fixture(params=["auto", "ring"])

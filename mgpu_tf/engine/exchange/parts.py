@@ -155,7 +155,7 @@ def joined(
 
 
 def _read(variables: list[ShardedVariable]) -> list[tf.Tensor]:
-    return [variable.here().value() for variable in variables]
+    return [variable.here().read_value() for variable in variables]
 
 
 def in_packs(

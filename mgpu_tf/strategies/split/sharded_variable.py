@@ -157,7 +157,7 @@ class ShardedVariable(values.MirroredVariable):
         for member in members:
             piece = self.values[member - self._first]
             with tf.device(piece.device):
-                pieces.append(piece.value())
+                pieces.append(piece.read_value())
         if inner is None:
             return pieces[0]
         joined = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
