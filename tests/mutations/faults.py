@@ -498,14 +498,21 @@ ENGINE = (
         (row("fsdp_3_pipeline_2", "adam_global_clipnorm"),),
     ),
     Fault(
-        "every part of a weight is that of the first replica",
+        "parts of a weight are joined in another order",
         "engine/exchange/parts.py",
-        "every[rank, : math.prod(split.shape_of(rank))]",
-        "every[0, : math.prod(split.shape_of(rank))]",
+        "return tf.reshape(tf.concat(pieces, 0), split.shape)",
+        "return tf.reshape(tf.concat(pieces[::-1], 0), split.shape)",
         (
-            "tests/strategies/test_fully_sharded.py",
+            "tests/engine/test_parts.py",
             row("fsdp_x3", "adam_global_clipnorm"),
         ),
+    ),
+    Fault(
+        "zeros behind a part of a gradient are taken for the next one",
+        "engine/exchange/parts.py",
+        "return tf.split(flat, cut)[::2]",
+        "return tf.split(flat, cut)[: len(lengths)]",
+        ("tests/engine/test_parts.py",),
     ),
     Fault(
         "a gradient may come later than the limit",

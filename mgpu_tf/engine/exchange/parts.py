@@ -207,7 +207,6 @@ class _Pack:
 
     def __init__(self, splits: Sequence[Split]) -> None:
         self._splits = splits
-        self._ranks = splits[0].parts
         self._sizes = [_longest(split) for split in splits]
 
     def gathered(
