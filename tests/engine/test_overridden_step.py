@@ -1061,3 +1061,89 @@ def test_a_step_is_traced_once(strategies, float64, column, later):
         return
     more = np.add(history["value"], 1.0)
     np.testing.assert_allclose(history["more"], more, rtol=1e-12)
+
+
+class Reader(keras.layers.Layer):
+    """Reads a weight of another layer, which is no layer of its own."""
+
+    def __init__(self, other):
+        super().__init__()
+        object.__setattr__(self, "other", other)
+        self.dense = keras.layers.Dense(4)
+
+    def call(self, x):
+        return ops.matmul(self.dense(x), ops.transpose(self.other.kernel))
+
+
+class TwoCalls(keras.Model):
+    """Two layers that a step calls beside each other, and others."""
+
+    def __init__(self, reads, layers=1):
+        super().__init__()
+        self.first = keras.layers.Dense(4)
+        self.first.build((None, 5))
+        self.second = Reader(self.first) if reads else network(5, 5)
+        self.rest = [network(5, 5) for _ in range(layers)]
+
+    def call(self, x):
+        for layer in self.rest:
+            x = layer(x)
+        return self.first(self.second(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            near = self.first(x) + self.first(self.second(x))
+            loss = ops.mean((ops.mean(near, 1, keepdims=True) - y) ** 2)
+        weights = [
+            *self.first.trainable_weights,
+            *self.second.trainable_weights,
+        ]
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def two_calls(reads, layers=1):
+    def build():
+        model = TwoCalls(reads, layers)
+        model(ops.zeros((1, 5)))
+        model.compile(keras.optimizers.Adam(0.01))
+        model.optimizer.build(
+            [*model.first.trainable_weights, *model.second.trainable_weights]
+        )
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("column", ["mirrored_x3", "fsdp_x3"])
+def test_a_call_reads_a_weight_of_another_layer(strategies, column):
+    """Its gradient is summed over replicas as that of its own weights."""
+    compare(two_calls(reads=True), arrays(), strategies[column])
+
+
+def test_a_call_is_lent_its_own_weights_alone(strategies):
+    """So what a step adds to the graph does not grow with other layers."""
+    lent = []
+    for layers in (1, 4):
+        build = two_calls(reads=False, layers=layers)
+        trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+        trainer.fit(*arrays(), **FIT)
+        functions = trainer._distributed.engine._functions
+        [train] = [f for key, f in functions.items() if key[0] == "train"]
+        graphs = [
+            concrete.graph for concrete in train._list_all_concrete_functions()
+        ]
+        graphs += [
+            graph._get_function(name).graph
+            for graph in list(graphs)
+            for name in graph._functions
+        ]
+        lent.append(
+            sum(
+                op.type == "IdentityN"
+                for graph in graphs
+                for op in graph.get_operations()
+            )
+        )
+    assert lent[0] == lent[1] > 0

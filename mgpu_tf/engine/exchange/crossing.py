@@ -22,7 +22,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.exchange import composites
 from mgpu_tf.engine.exchange.embedding_rows import RowGather
-from mgpu_tf.engine.exchange.reduction import Reduction
+from mgpu_tf.engine.exchange.reduction import Reduction, of_shape
 from mgpu_tf.engine.exchange.shared_rows import shared_once
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.options import StepOptions
@@ -351,7 +351,7 @@ class Exchange:
                     reached.add(place)
                     return up
 
-                return tf.identity(weight), backward
+                return weight, backward
 
             return mark(weight)
 
@@ -367,7 +367,7 @@ class Exchange:
                     found[place] = gradient
                 return found
 
-            return [tf.identity(weight) for weight in weights], backward
+            return list(weights), backward
 
         if not weights:
             return []
@@ -383,7 +383,7 @@ class Exchange:
         """Sums gradients over replicas; rows of tables are gathered."""
         sparse = [isinstance(g, tf.IndexedSlices) for g in gradients]
         dense = [
-            tf.ensure_shape(gradient, weights[place].shape)
+            of_shape(gradient, weights[place].shape)
             for gradient, place, rows in zip(
                 gradients, places, sparse, strict=True
             )

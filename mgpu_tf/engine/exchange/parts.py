@@ -26,7 +26,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.exchange.reduction import of_one_type
+from mgpu_tf.engine.exchange.reduction import of_one_type, of_shape
 from mgpu_tf.mesh import Split, others_than, packs
 from mgpu_tf.strategies.replicas.collectives import Groups
 from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
@@ -248,9 +248,8 @@ class _Pack:
         sent_as = gradients[0].dtype
         if dtype is not None and dtype.size < sent_as.size:
             sent_as = dtype
-        # Where the rows of a batch are not known, shapes may not be.
         gradients = [
-            tf.cast(tf.ensure_shape(gradient, split.shape), sent_as)
+            tf.cast(of_shape(gradient, split.shape), sent_as)
             for gradient, split in zip(gradients, splits, strict=True)
         ]
         if len(gradients) == 1:

@@ -92,6 +92,16 @@ def _reshaped(value: tf.Tensor, shape: Any) -> tf.Tensor:
     return value if vector else tf.reshape(value, shape)
 
 
+def of_shape(gradient: tf.Tensor, shape: Any) -> tf.Tensor:
+    """Returns a gradient whose graph knows the shape of its weight.
+
+    Where the rows of a batch are not known, it may not.
+    """
+    if gradient.shape == shape:
+        return gradient
+    return tf.ensure_shape(gradient, shape)
+
+
 def of_one_type(pack: list[int], gradients: list[tf.Tensor]) -> list[list[int]]:
     """Returns the gradients of a pack, those of each type together."""
     kinds: dict[tf.DType, list[int]] = {}

@@ -24,7 +24,7 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.exchange.embedding_rows import RowGather
 from mgpu_tf.engine.exchange.noise_scale import NoiseScale, square_of
-from mgpu_tf.engine.exchange.reduction import Reduction
+from mgpu_tf.engine.exchange.reduction import Reduction, of_shape
 from mgpu_tf.engine.step.traced import Watch
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.options import StepOptions
@@ -169,15 +169,7 @@ class Update:
         ]
 
         def summed(gradients: Gradients) -> Gradients:
-            # Where the rows of a batch are not known, shapes may not be.
-            return self._reduction(
-                [
-                    gradient
-                    if gradient.shape == shape
-                    else tf.ensure_shape(gradient, shape)
-                    for gradient, shape in zip(gradients, shapes, strict=True)
-                ]
-            )
+            return self._reduction(list(map(of_shape, gradients, shapes)))
 
         if dense and self._replicas > 1:
             dense = self._strategy.run(summed, args=(dense,))

@@ -38,7 +38,7 @@ from mgpu_tf.engine.exchange.parts import (
     computed,
     in_packs,
 )
-from mgpu_tf.engine.exchange.reduction import Reduction
+from mgpu_tf.engine.exchange.reduction import Reduction, of_shape
 from mgpu_tf.engine.step.per_layer import LayerByLayer
 from mgpu_tf.engine.step.tensor_parallel.parts import (
     TensorParallel,
@@ -476,13 +476,8 @@ class ShardedUpdate(Update):
         def summed(gradients: Gradients) -> Gradients:
             if "fsdp" in axes:
                 return in_packs(gradients, held, self._dtype)
-            # Where the rows of a batch are not known, shapes may not be.
-            return reduction(
-                [
-                    tf.ensure_shape(gradient, variable.here().shape)
-                    for gradient, variable in zip(gradients, held, strict=True)
-                ]
-            )
+            shapes = [variable.here().shape for variable in held]
+            return reduction(list(map(of_shape, gradients, shapes)))
 
         return self._strategy.run(summed, args=(gradients,))
 
@@ -623,8 +618,7 @@ class ShardedUpdate(Update):
             elif isinstance(gradient, tf.IndexedSlices):
                 others.append(gradient)
             else:
-                # Where the rows of a batch are not known, shapes may not be.
-                others.append(tf.ensure_shape(gradient, variable.shape))
+                others.append(of_shape(gradient, variable.shape))
         if others:
             summed = Reduction(StepOptions(), self._strategy.along("tensor"))
             dense = [g for g in others if not isinstance(g, tf.IndexedSlices)]
@@ -656,7 +650,7 @@ class ShardedUpdate(Update):
         replica = this_replica()
         split, mesh = held.split, self._mesh
         if not isinstance(gradient, tf.IndexedSlices):
-            whole = tf.ensure_shape(gradient, split.shape)
+            whole = of_shape(gradient, split.shape)
             return stored_part(whole, split, mesh, replica)
         rank = mesh.rank(split.over, replica)
         part = _rows_of_part(gradient, split, rank, held)

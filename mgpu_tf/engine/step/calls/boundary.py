@@ -112,6 +112,8 @@ class Boundary:
             for layer in self._layers
             if any(map(keras_internals.is_overwritten, layer.variables))
         }
+        # Layers that read weights of others in their call.
+        self._read_all: set[int] = set()
         self._proven: list[_Call] = []
         self._apart = Apart()
         self._attempts = Attempts()
@@ -186,9 +188,19 @@ class Boundary:
             self._here.proof.take(tensors, kind)
 
     def _lent(self, variable: keras.Variable) -> Any:
-        """Returns a weight as the call that is under way reads it."""
-        inside = self._here.inside
-        return None if inside is None else inside.get(id(variable))
+        """Returns a weight as the call that is under way reads it.
+
+        Raises:
+            TraceAgain: It is of another layer. In another trace the call is
+                lent all weights.
+        """
+        here = self._here
+        if here.inside is None:
+            return None
+        if id(variable) in here.not_lent:
+            self._read_all.add(id(here.layer))
+            raise TraceAgain
+        return here.inside.get(id(variable))
 
     def open(self) -> bool:
         """Lets all calls be computed whole; returns whether some were not."""
@@ -344,6 +356,11 @@ class Boundary:
             for weight in self._weights
             if id(weight) not in here.scope.state_mapping
         ]
+        not_lent: set[int] = set()
+        if id(layer) not in self._read_all:
+            own_weights = set(map(id, layer.variables))
+            not_lent = set(map(id, trainable)) - own_weights
+            trainable = [w for w in trainable if id(w) in own_weights]
         lent = self._shared(trainable, proof)
         # In order, so that the proof does not take them for rows.
         before = here.scope.mark()
@@ -352,11 +369,8 @@ class Boundary:
         left = keras_internals.tensors_left_in(layer)
         known = [*given.values(), *lent, *here.scope.state_mapping.values()]
         known += map(keras_internals.mask_of, given.values())
-        here.inside, here.inner, here.layer = (
-            dict(zip(map(id, trainable), lent, strict=True)),
-            proof,
-            layer,
-        )
+        here.inside = dict(zip(map(id, trainable), lent, strict=True))
+        here.not_lent, here.inner, here.layer = not_lent, proof, layer
         try:
             with (
                 proving(proof),

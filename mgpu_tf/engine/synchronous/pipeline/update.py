@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.exchange.noise_scale import square_of
+from mgpu_tf.engine.exchange.reduction import of_shape
 from mgpu_tf.engine.step.update import Gradients, beside, values
 from mgpu_tf.engine.synchronous.pipeline.state import is_here
 from mgpu_tf.engine.synchronous.sharded import ShardedUpdate
@@ -116,7 +117,7 @@ class PipelineUpdate(ShardedUpdate):
             inner = keras_internals.stored(variable).inner(replica)
             if inner is None:
                 return gradient
-            whole = tf.ensure_shape(gradient, inner.shape)
+            whole = of_shape(gradient, inner.shape)
             return part_of(whole, inner, self._mesh.rank("fsdp", replica))
 
     # On a replica.
