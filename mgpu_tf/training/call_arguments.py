@@ -192,6 +192,31 @@ def check_called(model: keras.Model, *methods: str) -> None:
             )
 
 
+def check_trained(model: keras.Model) -> None:
+    """Refuses a model that says by itself which of its weights are trained.
+
+    Keras's own `train_step` trains `trainable_weights`, and its optimizer is
+    built for `trainable_variables`. A `Trainer` knows both by the attribute
+    `trainable` of each weight.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ConfigurationError: The author wrote one of them, and no `train_step`.
+    """
+    if keras_internals.overrides(model, "train_step"):
+        return
+    for name in ("trainable_weights", "trainable_variables"):
+        if keras_internals.overrides(model, name):
+            raise ConfigurationError(
+                "A Trainer trains the weights that are trainable. Received: "
+                f"{type(model).__name__}, whose author wrote {name}. Leave it "
+                "out, and set layer.trainable = False before model.compile, "
+                "or write a train_step."
+            )
+
+
 def data_facts(source: data_lib.Source) -> dict[str, str]:
     """Returns what distinguishes data: shapes, length, order."""
     return data_shape(source) | {

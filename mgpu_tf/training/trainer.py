@@ -71,6 +71,7 @@ from mgpu_tf.training.call_arguments import (
     check_repeats,
     check_restores,
     check_steps_per_execution,
+    check_trained,
     file_path,
     saving_of,
     split_validation,
@@ -408,6 +409,7 @@ class Trainer:
         with self._distributed.peers.together("fit"):
             saving = saving_of(checkpoint_dir, checkpoint)
             check_called(self.model, "fit", "make_train_function")
+            check_trained(self.model)
             if check_fraction(validation_split):
                 if not data_lib.is_batched(x):
                     x, y, sample_weight = self._distributed.arrays(
@@ -904,6 +906,8 @@ class Trainer:
         if not kind_of(self.strategy).in_step:
             raise ConfigurationError(by_batch(method))
         check_called(self.model, method)
+        if method == "train_on_batch":
+            check_trained(self.model)
         (inputs,) = self._distributed.arrays(x)
         rows = data_lib.batch_rows(inputs)
         return self._distributed.source(

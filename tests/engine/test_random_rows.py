@@ -174,6 +174,15 @@ def _of_tensorflow(x, seed):
     return x + tf.random.uniform(shape_of(x))
 
 
+def _sampled(x, seed):
+    """What `tf.nn.sampled_softmax_loss` and `tf.nn.nce_loss` draw by."""
+    del seed
+    ids, *_ = tf.random.log_uniform_candidate_sampler(
+        tf.ones([1, 1], tf.int64), 1, 3, True, 9, seed=3
+    )
+    return x + tf.cast(ids[0], x.dtype)
+
+
 def test_replicas_with_the_same_rows_know_the_draws_of_each_other(caplog):
     holder = Holder()
 
@@ -207,6 +216,7 @@ def _pairs(x, seed):
     [
         (_constant_seed, "no generator of a layer"),
         (_of_tensorflow, "has a state of its own"),
+        (_sampled, "has a state of its own"),
         (_pairs, "otherwise than by one dimension"),
     ],
 )

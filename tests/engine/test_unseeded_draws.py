@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
+from mgpu_tf.engine.random_rows import scope
 from mgpu_tf.engine.step.same_draws import SameDraws
 from tests.tiers import full, tiered
 
@@ -106,3 +107,30 @@ def test_many_trainers_trace_without_a_warning(strategies, caplog):
     finally:
         logger.removeHandler(caplog.handler)
     assert not [r for r in caplog.messages if "retracing" in r]
+
+
+class DrawsItself(keras.Sequential):
+    """Its step draws by operations that keep a state of their own."""
+
+    def train_step(self, x):
+        noise = tf.random.normal(tf.shape(x))
+        ids, *_ = tf.random.uniform_candidate_sampler(
+            tf.ones([1, 1], tf.int64), 1, 3, True, 9, seed=3
+        )
+        drawn = keras.ops.sum(tf.cast(ids, x.dtype))
+        return {"drawn": drawn + keras.ops.mean(self(x + noise))}
+
+
+def test_a_step_that_draws_by_tensorflow_says_so_once(strategies, caplog):
+    def build_step():
+        model = DrawsItself([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    scope.warned.clear()
+    trainer = mgpu_tf.Trainer(build_step, strategies["mirrored_x3"])
+    with caplog.at_level(logging.WARNING, "mgpu_tf"):
+        trainer.fit(arrays()[0], batch_size=ROWS, verbose=0)
+    told = [text for text in caplog.messages if "state of its own" in text]
+    assert len(told) == 2
+    assert not any("replica" in text for text in told)

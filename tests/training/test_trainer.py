@@ -502,6 +502,82 @@ class Scored(keras.Sequential):
         return super().train_on_batch(*arguments, **options)
 
 
+class TrainsItsHead(keras.Sequential):
+    """Says by itself what is trained."""
+
+    @property
+    def trainable_weights(self):
+        return self.layers[-1].trainable_weights
+
+
+class BuildsForItsHead(keras.Sequential):
+    @property
+    def trainable_variables(self):
+        return self.layers[-1].trainable_variables
+
+
+class StepsItself(TrainsItsHead):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x) - y) ** 2)
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def with_a_head(kind):
+    def build():
+        model = kind(
+            [
+                keras.Input((3,)),
+                keras.layers.Dense(4, activation="tanh"),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    return build
+
+
+def head_data():
+    x = np.random.default_rng(0).normal(size=(13, 3)).astype("float32")
+    return x, x[:, :1]
+
+
+@pytest.mark.parametrize("method", ["fit", "train_on_batch"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (TrainsItsHead, "trainable_weights"),
+        (BuildsForItsHead, "trainable_variables"),
+    ],
+)
+def test_what_is_trained_is_not_written_anew(kind, name, method, strategies):
+    trainer = mgpu_tf.Trainer(with_a_head(kind), strategies["mirrored_x3"])
+    with pytest.raises(mgpu_tf.ConfigurationError, match=f"wrote {name}"):
+        getattr(trainer, method)(*head_data())
+    # The remedy: Keras trains the head alone then.
+    expected = with_a_head(kind)()
+    expected.layers[0].trainable = False
+    assert len(expected.trainable_weights) == 2
+
+
+def test_a_step_trains_what_its_author_says(strategies):
+    """The step differentiates what its author names, and no other weight."""
+    trainer = mgpu_tf.Trainer(
+        with_a_head(StepsItself), strategies["mirrored_x3"], seed=0
+    )
+    keras.utils.set_random_seed(0)
+    model = with_a_head(StepsItself)()
+    for each in (trainer, model):
+        each.fit(*head_data(), batch_size=5, shuffle=False, verbose=0)
+    ours, theirs = trainer.model.get_weights(), model.get_weights()
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "call", "method"),
     [

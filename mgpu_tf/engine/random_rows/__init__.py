@@ -15,8 +15,10 @@ from mgpu_tf.engine.random_rows.scope import (
     DrawnRows,
     RowScope,
     current_scope,
+    draws_by_own_state,
     entered_again,
     rows_of_global_draws,
+    warn_of_own_state,
 )
 from mgpu_tf.engine.random_rows.seeds import seed_for_rows
 
@@ -24,7 +26,9 @@ __all__ = [
     "DrawnRows",
     "RowScope",
     "current_scope",
+    "draws_by_own_state",
     "entered_again",
     "rows_of_global_draws",
     "seed_for_rows",
+    "warn_of_own_state",
 ]

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,19 +27,8 @@ warned: set[tuple[str, str]] = set()
 # Where a graph notes the draws that replicas made here. Replicas with the same
 # rows draw in one graph, each by a scope of its own.
 _NOTED = "mgpu_tf/draws"
-
-# Operations that draw with a state of their own, which no other layout has.
-_STATEFUL = {
-    "Multinomial",
-    "ParameterizedTruncatedNormal",
-    "RandomGamma",
-    "RandomPoissonV2",
-    "RandomShuffle",
-    "RandomStandardNormal",
-    "RandomUniform",
-    "RandomUniformInt",
-    "TruncatedNormal",
-}
+# What the names of operations begin with in a loop of steps and on a replica.
+_PLACES = re.compile(r"^(while/)?(replica_\d+/)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,13 +146,8 @@ class RowScope:
         for op in operations:
             if op.name in noted:
                 continue
-            if op.type in _STATEFUL:
-                _warn_once(
-                    "%s draws by an operation of TensorFlow that has a state "
-                    "of its own: its numbers are not those of one device. Use "
-                    "keras.random with a keras.random.SeedGenerator",
-                    op.name,
-                )
+            if draws_by_own_state(op):
+                warn_of_own_state(op)
             elif _is_stateless_draw(op):
                 dimensions = self._dimensions.of_tensor(op.outputs[0])
                 if len(_axes(dimensions, Follows.ROWS)) == 1:
@@ -309,6 +294,25 @@ def entered_again(scope: RowScope | None) -> Iterator[None]:
 def _is_stateless_draw(op: tf.Operation) -> bool:
     return op.type.startswith("Stateless") and not op.type.startswith(
         ("StatelessRandomGet", "StatelessWhile", "StatelessIf", "StatelessCase")
+    )
+
+
+def draws_by_own_state(op: tf.Operation) -> bool:
+    """Returns whether an operation draws by a state that no other layout has.
+
+    Its attributes are the seeds with which that state begins.
+    """
+    attributes = {each.name for each in op.op_def.attr}
+    return op.op_def.is_stateful and {"seed", "seed2"} <= attributes
+
+
+def warn_of_own_state(op: tf.Operation) -> None:
+    """Names such an operation once in a process."""
+    _warn_once(
+        "%s draws by an operation of TensorFlow that has a state of its own: "
+        "its numbers are not those of one device. Use keras.random with a "
+        "keras.random.SeedGenerator",
+        _PLACES.sub("", op.name),
     )
 
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.author_scope import graph_here
+from mgpu_tf.engine.random_rows import draws_by_own_state, warn_of_own_state
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas.own_gradient import sum_over_replicas
 
@@ -66,7 +67,7 @@ class SameDraws:
         base = self._number if graph.seed is None else graph.seed
         place, operations = 0, graph.get_operations()
         for op in operations[operations.index(begin) :]:
-            if not _draws(op) or op.device != begin.device:
+            if op.device != begin.device:
                 continue
             if op.type in _GENERATORS:
                 raise ConfigurationError(
@@ -76,14 +77,9 @@ class SameDraws:
                     "tf.random.normal. Received: a tf.random.Generator, in "
                     f"{op.name!r}. Use keras.random.SeedGenerator."
                 )
+            if not draws_by_own_state(op):
+                continue
+            warn_of_own_state(op)
             place += 1
             keras_internals.set_integer(op, "seed", base % (2**31 - 1) or 1)
             keras_internals.set_integer(op, "seed2", place * _STRIDE)
-
-
-def _draws(op: tf.Operation) -> bool:
-    """Whether an operation draws at random, by seeds or by a generator."""
-    if not op.op_def.is_stateful:
-        return False
-    seeds = {"seed", "seed2"} <= {each.name for each in op.op_def.attr}
-    return seeds or op.type in _GENERATORS
