@@ -235,6 +235,18 @@ def compiled_state(model: keras.Model) -> tuple[Any, ...]:
     return (runs_eagerly(model), *(id(part) for part in parts), *quantized)
 
 
+def loop_functions(model: keras.Model) -> tuple[Any, ...]:
+    """Returns what Keras's own `fit`, `evaluate` and `predict` would call.
+
+    They are others once an author has asked for a new trace, as by
+    `make_train_function(force=True)`, or has set one of them to None.
+    """
+    for name in ("train", "test", "predict"):
+        if getattr(model, f"{name}_function") is None:
+            getattr(keras.Model, f"make_{name}_function")(model)
+    return model.train_function, model.test_function, model.predict_function
+
+
 def runs_eagerly(model: keras.Model) -> bool:
     """Returns whether the steps of a model run without a graph."""
     return bool(model.run_eagerly or tf.config.functions_run_eagerly())

@@ -548,6 +548,16 @@ def mistakes(strategy):
     trainer = mgpu_tf.Trainer(plain, strategy)
     trainer.fit(*arrays(), batch_size=BATCH, verbose=0)
     found["afterwards"] = trainer.global_step
+    model = trainer.model
+    model.make_train_function(force=True)
+    try:
+        trainer.fit(*arrays(), batch_size=BATCH, verbose=0)
+    except ConfigurationError as error:
+        found["traced anew"] = str(error)
+    with strategy.scope():
+        model.compile(sgd(0.1), model.loss)
+    trainer.fit(*arrays(), batch_size=BATCH, verbose=0)
+    found["compiled"] = trainer.global_step
     return found
 
 

@@ -236,6 +236,12 @@ def test_a_mistake_does_no_harm_to_what_follows(three_workers):
     assert result(three_workers, "mistakes")["afterwards"] == 6
 
 
+def test_a_new_trace_is_one_of_a_new_compile(three_workers):
+    found = result(three_workers, "mistakes")
+    assert "Call model.compile" in found["traced anew"]
+    assert found["compiled"] == 12
+
+
 def test_staleness_is_held(three_workers):
     held = result(three_workers, "staleness:2:hold")
     assert max(held["staleness_max"]) <= 2

@@ -190,6 +190,7 @@ class AsynchronousEngine(Engine):
         ahead: int | None = None,
     ) -> Execution:
         """Runs training steps; as in `Engine`."""
+        self._check_traces()
         self.prepare(source)
         settle = votes.save or votes.end
         known = len(self._pieces)
@@ -208,14 +209,25 @@ class AsynchronousEngine(Engine):
     ) -> Execution:
         """Runs evaluation steps; as in `Engine`."""
         self._as_made = False
+        self._check_traces()
         self.prepare(source)
         done, examples = iterator.advance("evaluate", steps)
         return Execution(done, examples, iterator.logs(), seconds)
 
     def predict(self, iterator: Any, source: Source) -> Any | None:
         """Runs one prediction step; as in `Engine`."""
+        self._check_traces()
         self.build_layers(source)
         return iterator.next_outputs()
+
+    def _check_traces(self) -> None:
+        if self._traces_anew():
+            raise ConfigurationError(
+                "On 'parameter_server' steps are traced anew where a model is "
+                "compiled, and nowhere else: workers compute ahead. Received: "
+                "a new trace that was asked for, as by make_train_function("
+                "force=True). Call model.compile in trainer.strategy.scope()."
+            )
 
     def trace(self, source: Source) -> StepTrace:
         """Runs one step on each worker, and undoes them; as in `Engine`."""

@@ -189,6 +189,7 @@ class Engine(abc.ABC):
         # Compiled metrics were made here, and nothing was evaluated since.
         self._as_made = False
         self._compiled = keras_internals.compiled_state(model)
+        self._traced_for = keras_internals.loop_functions(model)
         self._jit_compile = bool(model.jit_compile)
         self.kernels = Kernels(model, strategy, options.kernels)
         self.step_graphs: list[tf.Graph] = []
@@ -196,6 +197,10 @@ class Engine(abc.ABC):
     def is_current(self) -> bool:
         """Returns whether the model is compiled as when this was made."""
         return self._compiled == keras_internals.compiled_state(self._model)
+
+    def _traces_anew(self) -> bool:
+        """Whether the author has asked for a new trace since this was made."""
+        return self._traced_for != keras_internals.loop_functions(self._model)
 
     @abc.abstractmethod
     def prepare(self, source: Source) -> None:

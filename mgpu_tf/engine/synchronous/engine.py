@@ -106,6 +106,16 @@ from mgpu_tf.strategies.replicas.topology import LocalReplicas, balance_of
 
 _log = logging.getLogger("mgpu_tf")
 
+# What an engine keeps that is made anew for the same model.
+_KEPT = (
+    "_as_made",
+    "_jit_compile",
+    "_metrics_begin_at",
+    "_noise",
+    "_unheld",
+    "_work",
+)
+
 
 class SynchronousEngine(Engine):
     """Trains, evaluates and predicts with a compiled model on a strategy.
@@ -167,6 +177,20 @@ class SynchronousEngine(Engine):
         self._update: Update
         if strategy.num_replicas_in_sync > 1:
             self._catch_outside()
+
+    def _renew(self) -> None:
+        """Makes all that follows from the model anew, if its author asks.
+
+        Such as after a layer was frozen, or given another attribute, in a
+        callback. What a run has counted stays.
+        """
+        if not self._traces_anew():
+            return
+        kept = {name: vars(self)[name] for name in _KEPT}
+        self.__init__(  # type: ignore[misc]
+            self._model, self._strategy, self._options
+        )
+        vars(self).update(kept)
 
     def _catch_outside(self) -> None:
         """Lets optimizers apply outside of steps as in them."""
@@ -377,6 +401,7 @@ class SynchronousEngine(Engine):
 
     def predict(self, iterator: Any, source: Source) -> Any | None:
         """Runs one prediction step; as in `Engine`."""
+        self._renew()
         self.build_layers(source)
         if self._exchange is None:
             # It makes variables, which a function may only once.
@@ -470,7 +495,7 @@ class SynchronousEngine(Engine):
         self._exchange = self._make_exchange()
         self._loss = GlobalLoss(self._model)
         self._state = self._make_state()
-        if self._options.noise_scale:
+        if self._options.noise_scale and self._noise is None:
             self._noise = self._make_noise_scale()
         self._update = self._make_update()
         self._trained = self._model.trainable_variables
@@ -641,6 +666,7 @@ class SynchronousEngine(Engine):
         seconds: float,
         votes: Votes = NO_VOTES,
     ) -> Execution:
+        self._renew()
         self.prepare(source)
         step = self._step_of(kind)
         if isinstance(step, AuthorStep):
