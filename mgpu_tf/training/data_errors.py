@@ -31,6 +31,12 @@ _ROWS = re.compile(
     rf"{re.escape(AS_MANY_ROWS)}[^\n]*?returns \d+\."
     rf"|{re.escape(ROWS_FOR_EACH)}[^\n]*?\."
 )
+# What TensorFlow says of a shape whose number of rows is None.
+_NO_NUMBER = re.compile(
+    r"Expected int(32|64), but got None"
+    r"|Failed to convert elements of [(\[][^\n]*\bNone\b[^\n]* to Tensor"
+    r"|Attempt to convert a value \(None\)"
+)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # What Keras says where data and model do not fit together.
 _SHAPES = (
@@ -51,6 +57,26 @@ _NO_TARGETS = (
 
 
 @contextlib.contextmanager
+def _any_number_of_rows() -> Iterator[None]:
+    """Says in one line that a shape has no number of rows in a trace.
+
+    Keras knows that number where all batches have as many.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        said = _NO_NUMBER.search(_ANSI.sub("", str(error)))
+        if said is None:
+            raise
+        raise ConfigurationError(
+            "Steps are traced once for batches of any number of rows, so "
+            "x.shape[0] is None. Received: code that makes a tensor with None "
+            f"in its shape ({said[0]}). Write keras.ops.shape(x)[0] in place "
+            "of x.shape[0]."
+        ) from error
+
+
+@contextlib.contextmanager
 def explained(source: data_lib.Source) -> Iterator[None]:
     """Turns errors about the data into one line about it.
 
@@ -61,7 +87,8 @@ def explained(source: data_lib.Source) -> Iterator[None]:
         ConfigurationError: The data does not fit the model.
     """
     try:
-        yield
+        with _any_number_of_rows():
+            yield
     except ConfigurationError:
         raise
     except tf.errors.InvalidArgumentError as error:
@@ -92,7 +119,8 @@ def explained(source: data_lib.Source) -> Iterator[None]:
             raise ConfigurationError(
                 "Every batch must fit the model. Received: "
                 f"{_described(source.example())}; TensorFlow says of a batch: "
-                f"{unfit[0].strip()}"
+                f"{unfit[0].strip()}. A replica has some of the rows: code "
+                "that needs their number takes keras.ops.shape(x)[0]."
             ) from error
         raise ConfigurationError(
             f"Labels must be in {found[2]}, one for each output of the model. "

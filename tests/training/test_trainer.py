@@ -605,3 +605,60 @@ def test_methods_that_a_trainer_calls_nowhere_are_refused(
     with pytest.raises(mgpu_tf.ConfigurationError, match=words) as error:
         call(trainer, *arrays())
     assert "\n" not in str(error.value)
+
+
+class CountsRows(keras.layers.Layer):
+    """Takes the number of rows from the shape, or as it should."""
+
+    def __init__(self, rows_of):
+        super().__init__()
+        self.rows_of = rows_of
+
+    def call(self, x):
+        return x + keras.ops.zeros((self.rows_of(x), 1), x.dtype)
+
+
+def counting_rows(rows_of, own_step):
+    class Subclassed(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.count, self.dense = CountsRows(rows_of), keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x if own_step else self.count(x))
+
+        if own_step:
+
+            def train_step(self, data):
+                x, y = data
+                with tf.GradientTape() as tape:
+                    loss = keras.ops.mean((self(self.count(x)) - y) ** 2)
+                weights = self.trainable_weights
+                self.optimizer.apply(tape.gradient(loss, weights), weights)
+                return {"value": loss}
+
+    def build():
+        model = Subclassed()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("own_step", [False, True])
+@pytest.mark.parametrize("column", ["one_device", "mirrored_x3"])
+def test_a_number_of_rows_that_is_none_is_named(column, own_step, strategies):
+    """Keras knows it where all batches have as many rows."""
+    data = tf.data.Dataset.from_tensor_slices(head_data())
+    data = data.batch(5, drop_remainder=True)
+    build = counting_rows(lambda x: x.shape[0], own_step)
+    trainer = mgpu_tf.Trainer(build, strategies[column])
+    with pytest.raises(mgpu_tf.ConfigurationError, match=r"x.shape\[0\] is"):
+        trainer.fit(data, verbose=0)
+    if own_step:
+        with pytest.raises(mgpu_tf.ConfigurationError, match=r"ops\.shape"):
+            trainer.train_on_batch(*head_data())
+    build = counting_rows(lambda x: keras.ops.shape(x)[0], own_step)
+    trainer = mgpu_tf.Trainer(build, strategies[column])
+    history = trainer.fit(data, verbose=0).history
+    assert history["value" if own_step else "loss"][0] > 0.0
