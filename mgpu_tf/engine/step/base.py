@@ -517,11 +517,15 @@ def _check_optimizers(
                 raise _made_outside("optimizer", part.name)
 
 
-def _made_outside(kind: str, name: str) -> ConfigurationError:
+def _made_outside(
+    kind: str, name: str, variable: keras.Variable | None = None
+) -> ConfigurationError:
+    which = "" if variable is None else f" ({variable.path})"
     return ConfigurationError(
         "What a model uses must be made in the strategy's scope. Received: "
-        f"the {kind} {name!r}, made outside. Create it inside build_model, or "
-        "compile again, or quantize, inside trainer.strategy.scope()."
+        f"the {kind} {name!r}, made outside{which}. Create it inside "
+        "build_model, or compile again, quantize or enable_lora inside "
+        "trainer.strategy.scope()."
     )
 
 
@@ -558,7 +562,7 @@ def _check_made_inside(
     owned += [("model", model.name, variable) for variable in model.variables]
     for kind, name, variable in owned:
         if not strategy.extended.variable_created_in_scope(variable.value):
-            raise _made_outside(kind, name)
+            raise _made_outside(kind, name, variable)
 
 
 def _check_stateless(model: keras.Model) -> None:

@@ -39,7 +39,9 @@ def check_rows(scope: StepScope) -> None:
                 "What replicas write to a variable must be made one, which "
                 "is done for Keras's variables. Received: a tf.Variable, to "
                 f"which {op.name!r} writes what depends on the rows of a "
-                "replica. Make it by self.add_weight(..., trainable=False)."
+                "replica. Make it by self.add_weight(..., trainable=False). "
+                "That has a fixed shape: in place of all values keep their "
+                "sums or a histogram, or collect them in a callback."
             )
 
 
