@@ -8,6 +8,7 @@ from tests.conformance import (  # noqa: F401
     metrics,
     optimizers,
     options,
+    outside_anew,
     outside_attached,
     outside_contrast,
     outside_forces,
