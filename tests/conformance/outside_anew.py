@@ -1,4 +1,4 @@
-"""Programs from outside whose trace, data or optimizer changes between steps."""
+"""Programs from outside: a trace, data or an optimizer that changes."""
 
 import keras
 import numpy as np
