@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 import mgpu_tf
-from mgpu_tf.engine.random_rows import scope
 from mgpu_tf.engine.step.same_draws import SameDraws
 from tests.tiers import full, tiered
 
@@ -121,16 +120,20 @@ class DrawsItself(keras.Sequential):
         return {"drawn": drawn + keras.ops.mean(self(x + noise))}
 
 
-def test_a_step_that_draws_by_tensorflow_says_so_once(strategies, caplog):
+@pytest.mark.parametrize("name", ["mirrored_x3", "fsdp_x3"])
+def test_a_step_that_draws_by_tensorflow_says_so(name, strategies, caplog):
+    """Once for each draw and each trainer."""
+
     def build_step():
         model = DrawsItself([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.1))
         return model
 
-    scope.warned.clear()
-    trainer = mgpu_tf.Trainer(build_step, strategies["mirrored_x3"])
     with caplog.at_level(logging.WARNING, "mgpu_tf"):
-        trainer.fit(arrays()[0], batch_size=ROWS, verbose=0)
-    told = [text for text in caplog.messages if "state of its own" in text]
-    assert len(told) == 2
-    assert not any("replica" in text for text in told)
+        for _ in range(2):
+            caplog.clear()
+            trainer = mgpu_tf.Trainer(build_step, strategies[name])
+            trainer.fit(arrays()[0], batch_size=ROWS, verbose=0)
+            told = [t for t in caplog.messages if "state of its own" in t]
+            assert len(told) == 2
+            assert not any("replica" in text for text in told)

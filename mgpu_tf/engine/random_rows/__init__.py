@@ -19,6 +19,7 @@ from mgpu_tf.engine.random_rows.scope import (
     entered_again,
     rows_of_global_draws,
     warn_of_own_state,
+    warned,
 )
 from mgpu_tf.engine.random_rows.seeds import seed_for_rows
 
@@ -31,4 +32,5 @@ __all__ = [
     "rows_of_global_draws",
     "seed_for_rows",
     "warn_of_own_state",
+    "warned",
 ]

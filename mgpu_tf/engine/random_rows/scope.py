@@ -21,7 +21,7 @@ from mgpu_tf.engine.random_rows.dimensions import (
 
 _log = logging.getLogger("mgpu_tf")
 
-# What was warned of in this process, and of which draw.
+# What was warned of for the engine made last, and of which draw.
 warned: set[tuple[str, str]] = set()
 
 # Where a graph notes the draws that replicas made here. Replicas with the same
@@ -307,7 +307,7 @@ def draws_by_own_state(op: tf.Operation) -> bool:
 
 
 def warn_of_own_state(op: tf.Operation) -> None:
-    """Names such an operation once in a process."""
+    """Names such an operation once."""
     _warn_once(
         "%s draws by an operation of TensorFlow that has a state of its own: "
         "its numbers are not those of one device. Use keras.random with a "

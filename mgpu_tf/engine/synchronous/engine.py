@@ -41,7 +41,7 @@ from mgpu_tf.engine.exchange.crossing import Exchange, ExchangedInLoop
 from mgpu_tf.engine.exchange.global_batch import of_all
 from mgpu_tf.engine.exchange.noise_scale import NoiseScale
 from mgpu_tf.engine.logs import flat_logs
-from mgpu_tf.engine.random_rows import seed_for_rows
+from mgpu_tf.engine.random_rows import seed_for_rows, warned
 from mgpu_tf.engine.recomputed import chosen_layers
 from mgpu_tf.engine.row_proof import leave_others
 from mgpu_tf.engine.snapshot import Snapshot, Variables
@@ -147,6 +147,7 @@ class SynchronousEngine(Engine):
             chosen_layers(model, options.recompute)
         self._replica_check: ReplicaCheck | None = None
         self._unheld = UnheldVariables(strategy)
+        warned.clear()  # Another model, or another strategy, is warned anew.
         self._options = options
         self._local = topology_of(strategy).local
         # Without a graph nothing is proven: each replica has all rows.
