@@ -35,7 +35,6 @@ _ROWS = re.compile(
 _NO_NUMBER = re.compile(
     r"Expected int(32|64), but got None"
     r"|Failed to convert elements of [(\[][^\n]*\bNone\b[^\n]* to Tensor"
-    r"|Attempt to convert a value \(None\)"
 )
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # What Keras says where data and model do not fit together.
