@@ -384,6 +384,8 @@ class Boundary:
                 outputs = own(*arguments, **named)
         finally:
             here.inside = None
+        if not_lent and id(layer) in self._read_all:
+            raise TraceAgain  # Its author has caught it.
         self._same_seeds(seeds)
         written = here.scope.written_since(before)
         leaves = tf.nest.flatten(outputs, expand_composites=True)
