@@ -199,6 +199,7 @@ class Boundary:
             return None
         if id(variable) in here.not_lent:
             self._read_all.add(id(here.layer))
+            self._attempts.give_up()  # Its author may catch what is raised.
             raise TraceAgain
         return here.inside.get(id(variable))
 
@@ -222,6 +223,7 @@ class Boundary:
         here = self._here
         if self.is_in_call and here.inner.of(value) != FIXED:
             self._open(here.layer)
+            self._attempts.give_up()
             raise TraceAgain
 
     def lend_again(self, variable: keras.Variable) -> None:
@@ -384,8 +386,6 @@ class Boundary:
                 outputs = own(*arguments, **named)
         finally:
             here.inside = None
-        if not_lent and id(layer) in self._read_all:
-            raise TraceAgain  # Its author has caught it.
         self._same_seeds(seeds)
         written = here.scope.written_since(before)
         leaves = tf.nest.flatten(outputs, expand_composites=True)
