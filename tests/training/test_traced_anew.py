@@ -155,6 +155,35 @@ def test_what_an_engine_counts_stays(strategies, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+class Predicting(keras.callbacks.Callback):
+    """Predicts by a new trace after each batch."""
+
+    def __init__(self, trainer):
+        super().__init__()
+        self.trainer, self.found = trainer, []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.layers[2].factor += 0.5
+        self.model.predict_function = None
+        x = arrays()[0]
+        self.found.append(self.trainer.predict(x, batch_size=5, verbose=0))
+
+
+def test_a_callback_predicts_by_a_new_trace(strategies):
+    """What a run asks of its engine afterwards is there."""
+    trainer = mgpu_tf.Trainer(
+        build,
+        strategies["mirrored_x3"],
+        seed=0,
+        steps_per_execution=1,
+        check_replicas_every=1,
+    )
+    callback = Predicting(trainer)
+    trainer.fit(*arrays(), epochs=1, callbacks=[callback], **FIT)
+    assert len(callback.found) == 3
+    assert not np.allclose(callback.found[0], callback.found[1])
+
+
 def test_without_a_question_nothing_is_traced_anew(strategies):
     """`make_train_function()` keeps what is there, as in Keras."""
     trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"], seed=0)
