@@ -515,6 +515,30 @@ ENGINE = (
         ("tests/engine/test_parts.py",),
     ),
     Fault(
+        "a new trace that is asked for is not made",
+        "engine/step/base.py",
+        "return self._traced_for != keras_internals.loop_functions(self._model)",
+        "return False",
+        ("tests/training/test_traced_anew.py",),
+    ),
+    Fault(
+        "draws that keep a state of their own are not known",
+        "engine/random_rows/scope.py",
+        'return op.op_def.is_stateful and {"seed", "seed2"} <= attributes',
+        "return False",
+        ("tests/engine/test_random_rows.py",),
+    ),
+    Fault(
+        "a call that catches what asks for another trace is kept",
+        "engine/step/calls/boundary.py",
+        "self._attempts.give_up()  # Its author may catch what is raised.",
+        "pass",
+        (
+            "tests/engine/test_overridden_step.py"
+            "::test_a_call_reads_a_weight_of_another_layer",
+        ),
+    ),
+    Fault(
         "a gradient may come later than the limit",
         "engine/asynchronous/schedule/staleness.py",
         "if max(others, latest + steps) > self._limit:",
