@@ -517,8 +517,8 @@ ENGINE = (
     Fault(
         "a new trace that is asked for is not made",
         "engine/step/base.py",
-        "return self._traced_for != keras_internals.loop_functions(self._model)",
-        "return False",
+        "self._traced_for != keras_internals.loop_functions(self._model)",
+        "False",
         ("tests/training/test_traced_anew.py",),
     ),
     Fault(
