@@ -167,6 +167,7 @@ class Predicting(keras.callbacks.Callback):
         self.model.predict_function = None
         x = arrays()[0]
         self.found.append(self.trainer.predict(x, batch_size=5, verbose=0))
+        self.trainer._distributed.engine.snapshot()
 
 
 def test_a_callback_predicts_by_a_new_trace(strategies):
