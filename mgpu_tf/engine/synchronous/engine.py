@@ -156,8 +156,7 @@ class SynchronousEngine(Engine):
             self._rows = Exchange(strategy, self._local, options)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._authored: dict[str, AuthorStep] = {}
-        # What it was prepared for.
-        self._source: Source | None = None
+        self._prepared = False
         self._noise: NoiseScale | None = None
         # When the gradients of the step that is traced were there, and what
         # this worker has computed since the shares were last chosen.
@@ -189,14 +188,10 @@ class SynchronousEngine(Engine):
         if not self._traces_anew():
             return
         kept = {name: vars(self)[name] for name in _KEPT}
-        source = self._source
         self.__init__(  # type: ignore[misc]
             self._model, self._strategy, self._options
         )
         vars(self).update(kept)
-        if source is not None:
-            with self._strategy.scope():
-                self.prepare(source)
 
     def _catch_outside(self) -> None:
         """Lets optimizers apply outside of steps as in them."""
@@ -489,7 +484,7 @@ class SynchronousEngine(Engine):
 
     def prepare(self, source: Source) -> None:
         """Creates what training and evaluation need; as in `Engine`."""
-        if self._source is not None:
+        if self._prepared:
             return
         self.build(source)
         overwritten.check(
@@ -533,7 +528,7 @@ class SynchronousEngine(Engine):
         self._agreed = self._make_agreed_state()
         self._held = self._state
         self._log_statistics()
-        self._source = source
+        self._prepared = True
 
     def _log_statistics(self) -> None:
         """Says once which layers take the statistics of each replica."""
@@ -1140,7 +1135,7 @@ class SynchronousEngine(Engine):
 
     def _predicting(self) -> Callable[..., Any]:
         """Returns what predicts the rows of a replica."""
-        state = self._make_state() if self._source is None else self._state
+        state = self._state if self._prepared else self._make_state()
         state.generator = keras_internals.global_seed_generator()
         exchange = self._exchange or self._make_exchange()
         if self._calls is None:

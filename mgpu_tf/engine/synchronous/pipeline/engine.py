@@ -295,7 +295,7 @@ class PipelineEngine(SynchronousEngine):
             yield
 
     def _predicting(self) -> Callable[..., Any]:
-        state = self._make_state() if self._source is None else self._state
+        state = self._state if self._prepared else self._make_state()
         step = self._step_with(None, state)
 
         def on_replica(
