@@ -11,7 +11,7 @@ that one device computes on the global batch.
             loss = mgpu_tf.mean_over_batch(square)   sum of 3 / 8
         ...
 
-If a loss cannot be read from the graph, its author declares it by
+If it is not proven what a loss is over the rows, its author declares it by
 `mean_over_batch` or `sum_over_batch`. On one replica, and outside of a step,
 these are the plain mean and the plain sum.
 """
@@ -152,7 +152,6 @@ class _Current(threading.local):
 
     share: BatchShare | None = None
     exchange: Any = None
-    declared: list[tf.Tensor] = dataclasses.field(default_factory=list)
 
 
 _current = _Current()
@@ -161,23 +160,20 @@ _current = _Current()
 @contextlib.contextmanager
 def sharing(
     share: BatchShare | None, *, exchange: Any = None
-) -> Iterator[list[tf.Tensor]]:
+) -> Iterator[None]:
     """Sets the current share while the code of a model's author runs.
 
     Args:
         share: The share of this replica in the global batch; None where the
             code has the rows of all replicas.
         exchange: What gives replicas the rows of all.
-
-    Yields:
-        A list of the contributions that the author declares in the block.
     """
-    before = _current.share, _current.exchange, _current.declared
-    _current.share, _current.exchange, _current.declared = share, exchange, []
+    before = _current.share, _current.exchange
+    _current.share, _current.exchange = share, exchange
     try:
-        yield _current.declared
+        yield
     finally:
-        _current.share, _current.exchange, _current.declared = before
+        _current.share, _current.exchange = before
 
 
 def current_share() -> BatchShare | None:
@@ -328,14 +324,11 @@ def _apart() -> contextlib.AbstractContextManager[None]:
 
 
 def _part(value: tf.Tensor) -> tf.Tensor:
-    """Records a contribution of this replica, and returns it."""
+    """Notes a contribution of this replica for proofs, and returns it."""
     share = _current.share
     if share is None:
         return value
-    # A new tensor, by which a reader recognizes the contribution.
-    value = tf.identity(share.select(value, 0))
-    _current.declared.append(value)
-    return note(value, SUM)
+    return note(tf.identity(share.select(value, 0)), SUM)
 
 
 def _by_rows(values: Any, function: str) -> tf.Tensor:

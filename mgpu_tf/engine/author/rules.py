@@ -8,19 +8,20 @@
     mean      a multiple of what was there, plus ...  their mean
     first     (declared)                              that of replica 0
 
-An author declares a rule by Keras's own `aggregation`, or it is read from the
-graph of the step: what was written is followed back to what was there.
+An author declares a rule by Keras's own `aggregation`, or it is proven of what
+was written (`row_proof.py`). Where several workers write when they like, what
+was written is followed back to what was there.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from mgpu_tf.engine.author.contributions import BatchShare
-from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.row_proof import (
     FIXED,
     LARGEST,
@@ -30,6 +31,7 @@ from mgpu_tf.engine.row_proof import (
     SUM,
     Held,
     Kind,
+    RowProof,
 )
 
 
@@ -124,49 +126,72 @@ def sent_of_part(
 _PASSING = frozenset(("Identity", "Cast", "StopGradient", "EnsureShape"))
 _SUMS = frozenset(("Add", "AddV2", "AddN"))
 _CHOICES = frozenset(("Select", "SelectV2"))
+_EXTREME_OF = {"Maximum": Rule.MAXIMUM, "Minimum": Rule.MINIMUM}
 
 
 def rule_of(
-    written: tf.Tensor,
-    before: tf.Tensor | None,
-    reader: Reader,
-    *,
-    adds_up: bool = False,
+    written: tf.Tensor, before: tf.Tensor | None, proof: RowProof
 ) -> Rule | None:
-    """Reads by which rule a value was written.
+    """Returns how a step that waits for no other has written a value.
 
     Args:
-        written: What a replica wrote.
+        written: What the step wrote.
         before: What was there, as a tensor of the same graph; None where it
             is not known.
-        reader: Reads the step.
-        adds_up: Whether what adds up is a sum though all replicas add the
-            same, such as one for each batch.
+        proof: Knows which values depend on the rows.
 
     Returns:
-        The rule; None where it cannot be read.
+        The rule; None where it cannot be said.
     """
     if not tf.is_symbolic_tensor(written):
         return None
-    agreed = not reader.depends(written)
-    if agreed and not adds_up:
+    on_before = _Dependence(before)
+    if before is not None and _is_increment(written, before, on_before):
+        return Rule.SUM
+    if proof.of(written) == FIXED:
         return Rule.AGREED
     if before is None:
         return None
-    on_before = Reader([before], drawn=False)
-    if _is_increment(written, before, on_before):
-        return Rule.SUM
-    if agreed:
-        return Rule.AGREED
-    for operation, rule in (
-        ("Maximum", Rule.MAXIMUM),
-        ("Minimum", Rule.MINIMUM),
-    ):
+    for operation, rule in _EXTREME_OF.items():
         if _is_extreme(written, before, on_before, operation):
             return rule
-    if _is_affine(written, before, reader, on_before):
+    if _is_affine(written, before, proof, on_before):
         return Rule.MEAN
     return None
+
+
+class _Dependence:
+    """Which tensors are made of a value, with whatever else."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._known: dict[int, bool] = {}
+        self._alive: list[Any] = []
+
+    def __call__(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor is."""
+        stack = [tensor]
+        while stack:
+            each = stack[-1]
+            sources = _sources(each.op)
+            unknown = [s for s in sources if id(s) not in self._known]
+            if each is not self._value and unknown:
+                stack += unknown
+                continue
+            self._known[id(each)] = each is self._value or any(
+                self._known[id(source)] for source in sources
+            )
+            self._alive.append(stack.pop())
+        return self._known[id(tensor)]
+
+
+def _sources(op: tf.Operation) -> list[tf.Tensor]:
+    """What an operation takes, a captured tensor of another graph included."""
+    if op.type != "Placeholder":
+        return list(op.inputs)
+    captures = getattr(op.graph, "captures", ())
+    outer = [captured for captured, inner in captures if inner is op.outputs[0]]
+    return list(filter(tf.is_symbolic_tensor, outer))
 
 
 def _steps_back(tensor: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
@@ -177,64 +202,64 @@ def _steps_back(tensor: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
 
 
 def _is_increment(
-    tensor: tf.Tensor, before: tf.Tensor, on_before: Reader
+    tensor: tf.Tensor, before: tf.Tensor, on_before: _Dependence
 ) -> bool:
     """Whether a tensor is `before` plus what does not depend on it."""
     tensor = _steps_back(tensor, before)
     if tensor is before:
         return True
     kind, inputs = tensor.op.type, list(tensor.op.inputs)
-    if kind in _CHOICES and not on_before.depends(inputs[0]):
+    if kind in _CHOICES and not on_before(inputs[0]):
         return all(_is_increment(t, before, on_before) for t in inputs[1:])
     if kind == "Sub":
-        return not on_before.depends(inputs[1]) and _is_increment(
+        return not on_before(inputs[1]) and _is_increment(
             inputs[0], before, on_before
         )
     if kind not in _SUMS:
         return False
-    moving = [each for each in inputs if on_before.depends(each)]
+    moving = [each for each in inputs if on_before(each)]
     return len(moving) == 1 and _is_increment(moving[0], before, on_before)
 
 
 def _is_extreme(
-    tensor: tf.Tensor, before: tf.Tensor, on_before: Reader, kind: str
+    tensor: tf.Tensor, before: tf.Tensor, on_before: _Dependence, kind: str
 ) -> bool:
     tensor = _steps_back(tensor, before)
     if tensor is before:
         return True
     inputs = list(tensor.op.inputs)
-    if tensor.op.type in _CHOICES and not on_before.depends(inputs[0]):
+    if tensor.op.type in _CHOICES and not on_before(inputs[0]):
         return all(_is_extreme(t, before, on_before, kind) for t in inputs[1:])
     if tensor.op.type != kind:
         return False
-    moving = [each for each in inputs if on_before.depends(each)]
+    moving = [each for each in inputs if on_before(each)]
     return len(moving) == 1 and _is_extreme(moving[0], before, on_before, kind)
 
 
 def _is_affine(
     tensor: tf.Tensor,
     before: tf.Tensor,
-    reader: Reader,
-    on_before: Reader,
+    proof: RowProof,
+    on_before: _Dependence,
 ) -> bool:
     """Whether it is `before` times what all replicas have alike, plus ...."""
     tensor = _steps_back(tensor, before)
     if tensor is before:
         return True
     kind, inputs = tensor.op.type, list(tensor.op.inputs)
-    if kind in _CHOICES and not reader.depends(inputs[0]):
+    if kind in _CHOICES and proof.of(inputs[0]) == FIXED:
         inputs = inputs[1:]
-        moving = [each for each in inputs if on_before.depends(each)]
-        return all(_is_affine(t, before, reader, on_before) for t in moving)
-    moving = [each for each in inputs if on_before.depends(each)]
+        moving = [each for each in inputs if on_before(each)]
+        return all(_is_affine(t, before, proof, on_before) for t in moving)
+    moving = [each for each in inputs if on_before(each)]
     if kind in _SUMS or kind == "Sub":
-        return all(_is_affine(t, before, reader, on_before) for t in moving)
+        return all(_is_affine(t, before, proof, on_before) for t in moving)
     if kind in ("Mul", "RealDiv") and len(moving) == 1:
         other = next(each for each in inputs if each is not moving[0])
         first = kind == "Mul" or moving[0] is inputs[0]
         return (
             first
-            and not reader.depends(other)
-            and _is_affine(moving[0], before, reader, on_before)
+            and proof.of(other) == FIXED
+            and _is_affine(moving[0], before, proof, on_before)
         )
     return False

@@ -28,8 +28,8 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.author.reading import Reader
-from mgpu_tf.engine.author.rules import DECLARED, Rule, rule_of
+from mgpu_tf.engine.author.rules import DECLARED, Rule, rule_of, rule_of_part
+from mgpu_tf.engine.row_proof import FIXED, RowProof, as_fixed
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.engine.untracked import seed_generators, untracked_variables
 from mgpu_tf.errors import ConfigurationError
@@ -199,7 +199,7 @@ class ReplicaState:
         variable: keras.Variable,
         written: tf.Tensor,
         before: tf.Tensor | None,
-        reader: Reader,
+        proof: RowProof,
     ) -> Rule:
         """Returns the rule of a variable that a step writes. On a replica.
 
@@ -207,7 +207,7 @@ class ReplicaState:
             variable: The variable.
             written: What is written to it.
             before: What was there; None where it is not known.
-            reader: Reads the step.
+            proof: Knows what is proven of values of the step.
 
         Raises:
             ConfigurationError: The replicas' values cannot become one.
@@ -218,10 +218,19 @@ class ReplicaState:
         if declared is not None:
             self._rules[id(variable)] = declared
             return declared
-        adds_up = self.asynchronous or self.is_metric(variable)
-        found = rule_of(written, before, reader, adds_up=adds_up)
-        known = (Rule.AGREED, Rule.SUM) if adds_up else (Rule.AGREED,)
-        if found is None or not (self.asynchronous or found in known):
+        found: Rule | None
+        if self.asynchronous:
+            found = rule_of(written, before, proof)
+        elif as_fixed(kind := proof.of(written)) == FIXED:
+            found = Rule.AGREED
+        else:
+            metric = self.is_metric(variable)
+            found = (
+                rule_of_part(kind, written.dtype, of_metric=True)
+                if metric
+                else None
+            )
+        if found is None:
             raise ConfigurationError(
                 "What a step makes of its rows is written to state in the "
                 "call of a layer, where it can be proven how replicas bring "
@@ -299,10 +308,10 @@ class ReplicaState:
         """Returns what other metrics hold than those given. On a replica."""
         return _others(self.metrics, given)
 
-    def drawn(self, given: Writes) -> list[tf.Tensor]:
-        """Returns the seeds among given values: they differ by replica."""
-        seeds = {id(variable) for variable in self.seeds}
-        return [value for variable, value in given if id(variable) in seeds]
+    def is_own_seed(self, variable: keras.Variable) -> bool:
+        """Returns whether it is a seed of which each replica has its own."""
+        seeds = () if self.draws_alike else self.seeds
+        return any(variable is seed for seed in seeds)
 
     def seed_offsets(self) -> Writes:
         """Returns what is added to each seed on this replica. On a replica."""

@@ -20,7 +20,6 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import BatchShare, sharing
-from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.author.state import ReplicaState, Writes
 from mgpu_tf.engine.exchange.composites import composites_of
 from mgpu_tf.engine.inlined import check_lent, is_within_function
@@ -33,6 +32,7 @@ from mgpu_tf.engine.row_proof import (
     RowProof,
     Rows,
     acts,
+    as_fixed,
     given_gradients,
 )
 from mgpu_tf.engine.trace_again import TraceAgain
@@ -78,7 +78,6 @@ class StepScope(keras.StatelessScope):
         place: Which part of the global batch this replica has.
 
     Attributes:
-        reader: Reads the step, once its forward pass is traced.
         state: What it may write.
         proof: Knows what layers have made, for proofs that meet it.
         read_aside: Called where something of all rows reads what is of the
@@ -126,7 +125,6 @@ class StepScope(keras.StatelessScope):
             itself, which cannot be undone.
     """
 
-    reader: Reader
     state: ReplicaState
     draws: RowScope | None = None
     share: BatchShare
@@ -445,8 +443,8 @@ class StepScope(keras.StatelessScope):
 
     def is_alike(self, indices: tf.Tensor) -> bool:
         """Returns whether indices of a lookup are the same on all replicas."""
-        return self.reader.is_alike(indices) or (
-            tf.is_symbolic_tensor(indices) and self.proof.of(indices) == FIXED
+        return tf.is_symbolic_tensor(indices) and (
+            as_fixed(self.proof.of(indices)) == FIXED
         )
 
     def agree(self, variable: keras.Variable) -> None:

@@ -13,9 +13,9 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine.author.contributions import BatchShare
-from mgpu_tf.engine.author.reading import Reader, Unreadable
-from mgpu_tf.engine.author.rules import Rule
+from mgpu_tf.engine.author.rules import Rule, rule_of_part, sent_of_part
 from mgpu_tf.engine.author.state import ReplicaState
+from mgpu_tf.engine.row_proof import RowProof
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
 
@@ -25,7 +25,7 @@ def by_rule(
     variable: keras.Variable,
     value: tf.Tensor,
     before: tf.Tensor | None,
-    reader: Reader,
+    proof: RowProof,
     share: BatchShare,
     *,
     otherwise: Callable[[keras.Variable], bool] = lambda variable: False,
@@ -37,7 +37,7 @@ def by_rule(
         variable: The variable.
         value: What the step wrote to it.
         before: What it held; None where the rule is known.
-        reader: Reads the step.
+        proof: Knows what is proven of values of the step.
         share: This replica's part of the global batch.
         otherwise: Lets what has written a variable be computed from the rows of
             all replicas; returns whether it will.
@@ -48,23 +48,27 @@ def by_rule(
     """
     held = variable if before is None else before
     try:
-        rule = state.read_rule(variable, value, before, reader)
+        rule = state.read_rule(variable, value, before, proof)
         if rule is Rule.AGREED:
             return value
         if share.replicas > 1 and rule is Rule.SUM:
+            kind, metric = proof.of(value), state.is_metric(variable)
+            if rule_of_part(kind, value.dtype, of_metric=metric) is not rule:
+                raise _not_of_sums(variable)
             start = tf.convert_to_tensor(held)
-            value = reader.contribution(value, share, state=start)
+            value = sent_of_part(kind, start, value, share)
         return share.select(value, held)
-    except Unreadable as error:
-        refusal = ConfigurationError(
-            "What is added to a variable outside of a layer must be a sum or "
-            "a mean over the rows, since replicas have their own rows. "
-            f"Received: {variable.path}, which adds {error}. Add it in the "
-            "call of a layer or of the model, or make it of such sums in the "
-            "end, in result() of a metric."
-        )
-    except ConfigurationError as error:
-        refusal = error
-    if otherwise(variable):
-        raise TraceAgain
-    raise refusal
+    except ConfigurationError:
+        if otherwise(variable):
+            raise TraceAgain from None
+        raise
+
+
+def _not_of_sums(variable: keras.Variable) -> ConfigurationError:
+    return ConfigurationError(
+        "What is added to a variable outside of a layer must be a sum or "
+        "a mean over the rows, since replicas have their own rows. "
+        f"Received: {variable.path}, of which that is not proven. Add it in "
+        "the call of a layer or of the model, or make it of such sums in the "
+        "end, in result() of a metric."
+    )

@@ -52,7 +52,11 @@ from mgpu_tf.engine.row_proof.proof import (
     proving,
     recorded,
 )
-from mgpu_tf.engine.row_proof.rules import ELEMENTWISE, proven_operations
+from mgpu_tf.engine.row_proof.rules import (
+    ELEMENTWISE,
+    as_fixed,
+    proven_operations,
+)
 from mgpu_tf.engine.row_proof.sums import SumProof
 from mgpu_tf.engine.row_proof.writes import acts, functions_of, taken, written
 
@@ -75,6 +79,7 @@ __all__ = [
     "SumProof",
     "active",
     "acts",
+    "as_fixed",
     "functions_of",
     "given_gradients",
     "leave_others",

@@ -40,7 +40,6 @@ from mgpu_tf.engine.author.contributions import (
     current_exchange,
 )
 from mgpu_tf.engine.author.global_sums import of_sums
-from mgpu_tf.engine.author.reading import Reader, Unreadable, of_degree
 from mgpu_tf.engine.author.step_scope import StepScope, leaves_of, proof_of
 from mgpu_tf.engine.exchange.crossing import Exchange
 from mgpu_tf.engine.row_proof import (
@@ -89,13 +88,12 @@ class GlobalLoss:
         added: list[tf.Tensor],
         share: BatchShare,
         training: bool = True,
-        reader: Reader | None = None,
         variables: list[keras.Variable] | None = None,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Computes this replica's contribution to the loss.
 
         What layers add and what a `compute_loss` of the author's own returns
-        is read: a constant, as of the regularizers, counts once in all, a
+        is proven: a constant, as of the regularizers, counts once in all, a
         mean over the examples is the global mean, a sum the global sum.
 
         Args:
@@ -106,8 +104,6 @@ class GlobalLoss:
             added: What layers gave to `add_loss` during the call.
             share: This replica's part of the global batch.
             training: Whether this is a step of training.
-            reader: Reads the step; by default one that knows of the
-                arguments alone.
             variables: The weights whose regularizers count; by default all.
 
         Returns:
@@ -115,14 +111,12 @@ class GlobalLoss:
             loss before its loss weight.
 
         Raises:
-            ConfigurationError: There is nothing to minimize, or it cannot be
-                read what a value is over the examples.
+            ConfigurationError: There is nothing to minimize, or it is not
+                proven what a value is over the examples.
         """
         terms: list[tf.Tensor] = []
-        if reader is None:
-            reader = Reader([x, y, y_pred, sample_weight])
         current = self._current
-        current.share, current.terms, current.reader = share, terms, reader
+        current.share, current.terms = share, terms
         current.plain = False
         if self._own:
             return self._of_author(
@@ -304,7 +298,6 @@ class GlobalLoss:
         self,
         added: list[tf.Tensor],
         share: BatchShare,
-        reader: Reader,
         variables: list[keras.Variable],
     ) -> list[tf.Tensor]:
         """Returns the contributions of some layers, without the outputs.
@@ -312,11 +305,10 @@ class GlobalLoss:
         Args:
             added: What the layers gave to `add_loss`.
             share: This replica's part of the global batch.
-            reader: Reads the step.
             variables: Their weights, for the regularizers.
         """
         current = self._current
-        current.share, current.terms, current.reader = share, [], reader
+        current.share, current.terms = share, []
         return self._of_layers(added, variables)
 
     def _of_layers(
@@ -398,42 +390,37 @@ class GlobalLoss:
     def _added(self, loss: tf.Tensor) -> tf.Tensor:
         """The contribution of what a layer added, summed as Keras sums it."""
         total = tf.reduce_sum(as_float(loss))
-        current, scope = self._current, keras_internals.stateless_scope()
-        known = getattr(scope, "known_losses", {})
-        if loss is known.get(id(loss)):
-            part = total * current.share.fraction(total.dtype)
-            return current.share.select(part, 0)
-        return _read(current.reader, total, current.share, "add_loss")
+        share, scope = self._current.share, keras_internals.stateless_scope()
+        if share.replicas == 1:
+            return total
+        part = None
+        if isinstance(scope, StepScope):
+            known = loss is scope.known_losses.get(id(loss))
+            part = _part(MEAN if known else scope.proof.of(total), total, share)
+        if part is None:
+            raise ConfigurationError(
+                "On several replicas what is added to the loss outside of a "
+                "layer must be a sum or a mean over the examples, or a "
+                "constant. Received: from add_loss, on "
+                f"{share.replicas} replicas, a value of which that is not "
+                "proven. Add it in the call of a layer or of the model, or "
+                "reduce one value for each example by "
+                "`mgpu_tf.mean_over_batch(values)` or "
+                "`mgpu_tf.sum_over_batch(values)`."
+            )
+        return share.select(part, 0)
 
     def _of_weights(self, loss: Any) -> tf.Tensor:
         """The contribution of a regularizer, which no example changes."""
         total, share = tf.reduce_sum(as_float(loss)), self._current.share
         if share.replicas == 1:
             return total
-        return share.select(of_degree(0, total, share), 0)
+        return share.select(total * share.fraction(total.dtype), 0)
 
     @property
     def trackers(self) -> list[keras.metrics.Mean]:
         """The means that Keras reports for single losses of several."""
         return [] if self._container is None else self._container.metrics
-
-
-def _read(
-    reader: Reader, value: tf.Tensor, share: BatchShare, name: str
-) -> tf.Tensor:
-    """The contribution to a value that the author's code has reduced."""
-    if share.replicas == 1:
-        return value
-    try:
-        return share.select(reader.contribution(value, share), 0)
-    except Unreadable as error:
-        raise ConfigurationError(
-            "On several replicas a loss must be a sum of means, sums and "
-            "constants over the examples, or be declared. Received: from "
-            f"{name}, on {share.replicas} replicas, {error}. Reduce one "
-            "value for each example by `mgpu_tf.mean_over_batch(values)` or "
-            "`mgpu_tf.sum_over_batch(values)`."
-        ) from None
 
 
 def _fits(values: Any, weights: Any) -> bool:
@@ -628,9 +615,6 @@ def _for_author(
         return total
     mean = tf.identity(part / share.fraction(part.dtype))
     current.proof.take([mean], MEAN if proven else UNPROVEN)
-    if proven:
-        # What it is written to, such as a metric, is read.
-        current.reader.take_mean(mean)
     return mean
 
 

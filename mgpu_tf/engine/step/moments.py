@@ -7,14 +7,12 @@ those of inputs with a mask, and in a way that keeps graphs in memory. Here
                / how many they are (with a mask, + epsilon)
     variance   the same of the squared differences
 
-are as on one device. What was taken is noted, since a reader of losses must not
-mistake it for a loss that mixes examples.
+are as on one device.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,7 +41,6 @@ class Moments:
         self._model = model
         self._replicas = replicas
         self._same_rows = same_rows
-        self._noted = threading.local()
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -61,12 +58,6 @@ class Moments:
             return
         with keras_internals.moments_replaced(self._model, self._take):
             yield
-
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[list[tf.Tensor]]:
-        """Yields the list of those taken inside. On a replica."""
-        self._noted.taken = []
-        yield self._noted.taken
 
     def _take(
         self,
@@ -86,17 +77,12 @@ class Moments:
         if share is None:
             # Gradients of a replica without an example are dropped, and so
             # would be what flows to it from the sums.
-            mean, variance = _take_alone(layer, keras_own, inputs, mask)
-        elif not layer.synchronized:
-            mean, variance = keras_own(inputs, mask)
-        elif mask is None:
-            mean, variance = _of_all(inputs, kept)
-        else:
-            mean, variance = _masked(inputs, mask, kept)
-        taken = getattr(self._noted, "taken", None)
-        if taken is not None:
-            taken += [mean, variance]
-        return mean, variance
+            return _take_alone(layer, keras_own, inputs, mask)
+        if not layer.synchronized:
+            return keras_own(inputs, mask)
+        if mask is None:
+            return _of_all(inputs, kept)
+        return _masked(inputs, mask, kept)
 
 
 def _take_alone(

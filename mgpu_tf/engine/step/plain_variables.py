@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.step_scope import StepScope
-from mgpu_tf.engine.row_proof import written
+from mgpu_tf.engine.row_proof import FIXED, written
 from mgpu_tf.errors import ConfigurationError
 
 
@@ -32,8 +32,9 @@ def check_rows(scope: StepScope) -> None:
     if tf.executing_eagerly():
         return
     for op, _ in _not_of_keras(scope, scope.graph, scope.begun):
-        if op.type.endswith("VariableOp") and scope.reader.depends(
-            op.inputs[1]
+        if (
+            op.type.endswith("VariableOp")
+            and scope.proof.of(op.inputs[1]) != FIXED
         ):
             raise ConfigurationError(
                 "What replicas write to a variable must be made one, which "

@@ -19,7 +19,6 @@ import tensorflow as tf
 from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import BatchShare, sharing
-from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.author.rules import Rule, rule_of_part, sent_of_part
 from mgpu_tf.engine.author.state import ReplicaState, Writes
 from mgpu_tf.engine.author.step_scope import (
@@ -48,7 +47,10 @@ from mgpu_tf.engine.random_rows import (
 from mgpu_tf.engine.row_proof import (
     FIXED,
     UNPROVEN,
+    Held,
+    RowProof,
     Rows,
+    as_fixed,
     note_drawn,
     noting,
     proving,
@@ -199,11 +201,10 @@ class ReplicaStep:
         if self._tensor is not None:
             self._tensor.begin()
         with contextlib.ExitStack() as stack:
-            scope, reader_of = stack.enter_context(
+            scope = stack.enter_context(
                 self._scope(data, share, given, join, tape, sources, compiled)
             )
             y_pred = self._outputs_of_model(x, training)
-            reader = reader_of(y_pred)
             loss, terms = self._loss(
                 x,
                 y,
@@ -212,7 +213,6 @@ class ReplicaStep:
                 scope.losses,
                 share,
                 training,
-                reader,
                 self._regularized,
             )
             grown = self._grown(loss, terms, _counted(x, share))
@@ -239,7 +239,7 @@ class ReplicaStep:
         # By variable, since Keras writes to some of these means as well.
         if self._own_logs:
             grown = []  # They are written already.
-        writes = self._written(scope, given, reader, share, grown)
+        writes = self._written(scope, given, share, grown)
         before = {id(variable): value for variable, value in given}
         for variable, increment in grown:
             base = before.get(id(variable), variable)
@@ -268,18 +268,17 @@ class ReplicaStep:
             data = tf.nest.map_structure(of_unknown_length, data)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         given, join = self._given(None, gathered, [])
-        with self._scope(data, share, given, join) as (scope, reader_of):
+        with self._scope(data, share, given, join) as scope:
             scope.kinds, scope.whole = before.kinds, before.whole
             scope.has_rows |= before.has_rows
             for leaf in leaves_of(y_pred):
                 if tf.is_symbolic_tensor(leaf):
                     scope.proof.take([leaf], before.proof.of(leaf))
-            reader = reader_of(y_pred)
             returned = self._metrics.computed((x, y, y_pred, sample_weight))
         if scope.within:
             self._write_in_place(scope.within)
         scope.check_known(self._state.variables)
-        writes = self._written(scope, given, reader, share, [])
+        writes = self._written(scope, given, share, [])
         return list(writes.values()), self._logs_of(returned)
 
     def _computed_before(self, given: Any, scope: StepScope) -> Any:
@@ -341,15 +340,12 @@ class ReplicaStep:
         tape: tf.GradientTape | None = None,
         sources: Writes | None = None,
         compiled: bool = False,
-    ) -> Iterator[tuple[StepScope, Callable[[Any], Reader]]]:
-        """Yields the scope of a step, and what reads it given the outputs."""
+    ) -> Iterator[StepScope]:
+        """Yields the scope of a step."""
         with contextlib.ExitStack() as stack:
             # Keras would divide a loss by the number of replicas.
             stack.enter_context(as_one_replica())
-            declared = stack.enter_context(
-                sharing(share, exchange=self._exchange)
-            )
-            moments = stack.enter_context(self._moments.noted())
+            stack.enter_context(sharing(share, exchange=self._exchange))
             scope = stack.enter_context(
                 StepScope(
                     self._model,
@@ -373,26 +369,14 @@ class ReplicaStep:
             scope.share, scope.state = share, self._state
             scope.read_aside = self._calls.read_aside
             scope.inline = self._calls.inline
-            know_rows(scope, data, share)
+            know_rows(scope, data, share, given)
             stack.enter_context(noting(scope.proof))
             stack.enter_context(self._apart.replica())
-            drawn: list[tf.Tensor] = []
             # Of losses and metrics too.
             scope.draws = stack.enter_context(
-                drawing(share, data, drawn, compiled=compiled)
+                drawing(share, data, compiled=compiled)
             )
-
-            def reader_of(y_pred: Any) -> Reader:
-                drawn_before = self._state.drawn(given)
-                places = share.local, share.low
-                scope.reader = Reader(
-                    [data, y_pred, drawn_before, *places, drawn],
-                    declared,
-                    moments,
-                )
-                return scope.reader
-
-            yield scope, reader_of
+            yield scope
 
     def _read(self, variable: keras.Variable) -> tf.Tensor | None:
         """Returns a value that a step is not given; None for the variable's."""
@@ -436,7 +420,6 @@ class ReplicaStep:
         self,
         scope: StepScope,
         given: Writes,
-        reader: Reader,
         share: BatchShare,
         grown: Writes,
     ) -> dict[int, tuple[keras.Variable, tf.Tensor]]:
@@ -469,7 +452,7 @@ class ReplicaStep:
             elif id(variable) in scope.parts:
                 value = self._of_part(scope.parts[id(variable)], value, share)
             elif scope.is_written(variable):
-                value = self._by_rule(variable, value, base, reader, share)
+                value = self._by_rule(variable, value, base, scope.proof, share)
             writes[id(variable)] = (variable, value)
         return writes
 
@@ -528,12 +511,12 @@ class ReplicaStep:
         variable: keras.Variable,
         value: tf.Tensor,
         before: tf.Tensor | None,
-        reader: Reader,
+        proof: RowProof,
         share: BatchShare,
     ) -> tf.Tensor:
         """What a replica writes, to be brought together by the rule."""
         return by_rule(
-            *(self._state, variable, value, before, reader, share),
+            *(self._state, variable, value, before, proof, share),
             otherwise=self._calls.compute_whole,
         )
 
@@ -742,7 +725,6 @@ class ReplicaStep:
 def drawing(
     share: BatchShare,
     data: Any,
-    drawn: list[tf.Tensor],
     *,
     compiled: bool = False,
 ) -> contextlib.AbstractContextManager[RowScope | None]:
@@ -751,16 +733,13 @@ def drawing(
     Args:
         share: The part of the replica in the global batch.
         data: Its rows.
-        drawn: Gets what is drawn with rows on the first axis.
         compiled: Whether XLA compiles what is traced.
     """
     if share.low is None or share.replicas == 1:
         return contextlib.nullcontext()
 
     def take(values: tf.Tensor, rows: DrawnRows) -> None:
-        proven = note_drawn(values, rows.shape, rows.axis, rows.block)
-        if proven and not rows.axis:
-            drawn.append(values)
+        note_drawn(values, rows.shape, rows.axis, rows.block)
 
     low, after = share.low, share.low + share.local
     low, after = structures.or_another(low, after, share.total)
@@ -817,7 +796,7 @@ def outputs_of_share(
     generator = state.generator
     if share.replicas == 1:
         if share.same_rows == 1:
-            with drawing(share, data, []):
+            with drawing(share, data):
                 return outputs_of(model, data, generator)
         # Layers in parts exchange nothing within branches and loops.
         with StepScope(model, [], None) as scope:
@@ -836,10 +815,9 @@ def outputs_of_share(
         given = data
         data = tf.nest.map_structure(of_unknown_length, data)
         calls.owners.note([given, data], place_of(share))
-    drawn: list[tf.Tensor] = []
     with (
         sharing(share, exchange=exchange),
-        drawing(share, data, drawn),
+        drawing(share, data),
         StepScope(
             model, [], None, owners=calls.owners, place=place_of(share)
         ) as scope,
@@ -865,7 +843,6 @@ def outputs_of_share(
             f"tf.cond or loops of TensorFlow. Received: {variable.path}. "
             "Write state with training=True alone, or use 'one_device'."
         )
-    reader = None if eager else Reader([data, share.local, share.low, drawn])
     writes = [
         (variable, scope.value(variable))
         for variable in state.variables
@@ -873,7 +850,7 @@ def outputs_of_share(
     ]
     for variable, value in writes:
         alike = id(variable) in scope.agreed | seeds
-        if not alike and (reader is None or reader.depends(value)):
+        if not alike and as_fixed(scope.proof.of(value)) != FIXED:
             raise ConfigurationError(
                 "On several replicas, predict may write only state that is "
                 "the same on all of them. Received: a layer that writes what "
@@ -942,14 +919,25 @@ def _replica() -> int:
     return this_replica(where_all_are_one=0)
 
 
-def know_rows(scope: StepScope, data: Any, share: BatchShare) -> None:
+def know_rows(
+    scope: StepScope,
+    data: Any,
+    share: BatchShare,
+    given: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
+) -> None:
     """Lets proofs know what differs between replicas.
 
     Args:
         scope: The scope of a step.
         data: The rows of this replica.
         share: Its part of the global batch.
+        given: What the step is given for variables.
     """
+    for variable, value in given:
+        if scope.state.is_own_seed(variable):
+            scope.proof.take([value], UNPROVEN)
+        elif scope.state.is_split(variable):
+            scope.proof.take([value], Held())
     leaves = [
         leaf
         for leaf in tf.nest.flatten(data, expand_composites=True)
@@ -975,7 +963,7 @@ def _divided(gradient: Any, count: int) -> Any:
 def of_unknown_length(tensor: Any) -> Any:
     """The rows of a replica, whose number the graph does not know.
 
-    The author's code takes it from the shape then, where a reader sees it,
+    The author's code takes it from the shape then, where a proof sees it,
     and not as a number that is another one on each replica.
     """
     if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:

@@ -22,9 +22,9 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import BatchShare
-from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.author.state import ReplicaState, Writes
 from mgpu_tf.engine.exchange.crossing import Exchange
+from mgpu_tf.engine.row_proof import RowProof
 from mgpu_tf.engine.step.losses import GlobalLoss
 from mgpu_tf.engine.step.replica_step import Logs, ReplicaStep
 from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
@@ -139,12 +139,12 @@ class Head(ReplicaStep):
         variable: keras.Variable,
         value: tf.Tensor,
         before: tf.Tensor | None,
-        reader: Reader,
+        proof: RowProof,
         share: BatchShare,
     ) -> tf.Tensor:
         """What a head writes; where it has all rows, as on one device."""
         if share.replicas > 1:
-            return super()._by_rule(variable, value, before, reader, share)
+            return super()._by_rule(variable, value, before, proof, share)
         self._state.agree(variable)
         return value
 

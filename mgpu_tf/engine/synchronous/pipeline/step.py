@@ -33,13 +33,12 @@ import tensorflow as tf
 from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import BatchShare, sharing
-from mgpu_tf.engine.author.reading import Reader
 from mgpu_tf.engine.author.state import Writes
 from mgpu_tf.engine.author.step_scope import StepScope
 from mgpu_tf.engine.exchange.parts import computed
 from mgpu_tf.engine.exchange.shared_rows import refuse_mixed
 from mgpu_tf.engine.keras_internals import Key
-from mgpu_tf.engine.row_proof import noting
+from mgpu_tf.engine.row_proof import RowProof, noting
 from mgpu_tf.engine.step.global_metrics import reads_late
 from mgpu_tf.engine.step.losses import GlobalLoss, NeedsAllRows
 from mgpu_tf.engine.step.plain_variables import check_parts
@@ -318,10 +317,8 @@ class PipelineStep(ReplicaStep):
         with contextlib.ExitStack() as stack:
             # Keras would divide a loss by the number of replicas.
             stack.enter_context(as_one_replica())
-            declared = stack.enter_context(sharing(share))
-            moments = stack.enter_context(self._moments.noted())
+            stack.enter_context(sharing(share))
             rows = [t for t, _ in taken if t.shape.rank and not t.shape[0]]
-            drawn: list[tf.Tensor] = []
             scope = stack.enter_context(
                 StepScope(
                     self._model,
@@ -337,9 +334,9 @@ class PipelineStep(ReplicaStep):
             scope.share, scope.state = share, self._state
             scope.read_aside = self._calls.read_aside
             scope.inline = self._calls.inline
-            know_rows(scope, [rows, data], share)
+            know_rows(scope, [rows, data], share, given)
             stack.enter_context(noting(scope.proof))
-            stack.enter_context(drawing(share, [rows, data], drawn))
+            stack.enter_context(drawing(share, [rows, data]))
             if self._tensor is not None:
                 stack.enter_context(self._tensor.within_model())
             made, tensors = self._outputs_of(stage, taken, kind == "train")
@@ -348,20 +345,6 @@ class PipelineStep(ReplicaStep):
                 y_pred = keras_internals.structured(
                     self._model, [tensors[k] for k in self._stages.outputs]
                 )
-            reader = Reader(
-                [
-                    rows,
-                    data,
-                    y_pred,
-                    self._state.drawn(given),
-                    local,
-                    share.low,
-                    drawn,
-                ],
-                declared,
-                moments,
-            )
-            scope.reader = reader
             losses: list[tf.Tensor] = []
             increments: Writes = []
             if kind != "predict":
@@ -374,7 +357,7 @@ class PipelineStep(ReplicaStep):
         self._check_scope(scope, trained)
         if share.replicas > 1:
             check_parts(scope)
-        writes = self._written(scope, given, reader, share, increments)
+        writes = self._written(scope, given, share, increments)
         before = {id(variable): value for variable, value in given}
         for variable, increment in increments:
             value = before[id(variable)] + increment
@@ -384,7 +367,7 @@ class PipelineStep(ReplicaStep):
         self._traced[number, kind] = _Traced(
             [variable for variable, _ in writes.values()],
             [
-                _looks_up_alike(reader, weight, variable.path)
+                _looks_up_alike(scope, weight, variable.path)
                 for variable, weight in zip(trained, weights, strict=True)
             ],
             bool(losses),
@@ -437,7 +420,7 @@ class PipelineStep(ReplicaStep):
                     "out one of the two, or use 'fsdp'."
                 )
             return [], []
-        own = self._loss.of_layers(scope.losses, share, scope.reader, trained)
+        own = self._loss.of_layers(scope.losses, share, trained)
         return own, []
 
     def _losses(
@@ -459,7 +442,6 @@ class PipelineStep(ReplicaStep):
             scope.losses,
             share,
             training,
-            scope.reader,
             trained,
         )
         given = x, y, y_pred, sample_weight
@@ -523,13 +505,13 @@ class PipelineStep(ReplicaStep):
         variable: keras.Variable,
         value: tf.Tensor,
         before: tf.Tensor | None,
-        reader: Reader,
+        proof: RowProof,
         share: BatchShare,
     ) -> tf.Tensor:
         """What a micro-batch writes, to be brought together by the rule."""
         if self._state.is_declared_mean(variable):
             return share.select(value, before)
-        return super()._by_rule(variable, value, before, reader, share)
+        return super()._by_rule(variable, value, before, proof, share)
 
     def _check_scope(
         self, scope: StepScope, trained: list[keras.Variable]
@@ -772,11 +754,11 @@ def _reached(
     return places(weights), places(inputs)
 
 
-def _looks_up_alike(reader: Reader, weight: tf.Tensor, path: str) -> bool:
+def _looks_up_alike(scope: StepScope, weight: tf.Tensor, path: str) -> bool:
     """Returns whether rows of a weight are looked up, the same by all parts.
 
     Args:
-        reader: Reads the function of a stage.
+        scope: That of the function of a stage.
         weight: The weight, an argument of that function.
         path: Its path, for a message.
 
@@ -793,7 +775,7 @@ def _looks_up_alike(reader: Reader, weight: tf.Tensor, path: str) -> bool:
                 stack += op.outputs
             elif op.type in ("GatherV2", "ResourceGather"):
                 lookups.append(op.inputs[1])
-    alike = {*map(reader.is_alike, lookups)}
+    alike = {*map(scope.is_alike, lookups)}
     if len(alike) > 1:
         raise refuse_mixed(path)
     return alike == {True}
