@@ -6,6 +6,7 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.engine.author import contributions
+from mgpu_tf.engine.row_proof import SUM, RowProof, noting
 
 ROWS = 7
 VALUES = np.random.default_rng(0).normal(size=(ROWS, 3))
@@ -25,10 +26,11 @@ def sum_of_parts(strategy, bounds, function):
         low, high = tf.unstack(tf.cast(mine, tf.int64))
         total = tf.constant(ROWS, tf.int64)
         share = contributions.BatchShare(high - low, total, len(bounds))
-        with contributions.sharing(share) as declared:
+        proof = RowProof()
+        with contributions.sharing(share), noting(proof):
             values, weights = tf.constant(VALUES), tf.constant(WEIGHTS)
             value = function(values[low:high], weights[low:high])
-        assert declared[-1] is value
+        assert proof.of(value) == SUM
         return value
 
     @tf.function(autograph=False)

@@ -28,7 +28,13 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
-from mgpu_tf.engine.author.rules import DECLARED, Rule, rule_of, rule_of_part
+from mgpu_tf.engine.author.rules import (
+    DECLARED,
+    Rule,
+    kind_written,
+    rule_of,
+    rule_of_part,
+)
 from mgpu_tf.engine.row_proof import FIXED, RowProof, as_fixed
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.engine.untracked import seed_generators, untracked_variables
@@ -221,15 +227,14 @@ class ReplicaState:
         found: Rule | None
         if self.asynchronous:
             found = rule_of(written, before, proof)
-        elif as_fixed(kind := proof.of(written)) == FIXED:
-            found = Rule.AGREED
         else:
-            metric = self.is_metric(variable)
-            found = (
-                rule_of_part(kind, written.dtype, of_metric=True)
-                if metric
-                else None
-            )
+            parts = before if self.is_split(variable) else None
+            kind = kind_written(written, parts, proof)
+            found = None
+            if as_fixed(kind) == FIXED:
+                found = Rule.AGREED
+            elif parts is not None:
+                found = rule_of_part(kind, written.dtype, of_metric=True)
         if found is None:
             raise ConfigurationError(
                 "What a step makes of its rows is written to state in the "

@@ -13,7 +13,12 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine.author.contributions import BatchShare
-from mgpu_tf.engine.author.rules import Rule, rule_of_part, sent_of_part
+from mgpu_tf.engine.author.rules import (
+    Rule,
+    kind_written,
+    rule_of_part,
+    sent_of_part,
+)
 from mgpu_tf.engine.author.state import ReplicaState
 from mgpu_tf.engine.row_proof import RowProof
 from mgpu_tf.engine.trace_again import TraceAgain
@@ -52,7 +57,8 @@ def by_rule(
         if rule is Rule.AGREED:
             return value
         if share.replicas > 1 and rule is Rule.SUM:
-            kind, metric = proof.of(value), state.is_metric(variable)
+            metric = state.is_metric(variable)
+            kind = kind_written(value, before, proof)
             if rule_of_part(kind, value.dtype, of_metric=metric) is not rule:
                 raise _not_of_sums(variable)
             start = tf.convert_to_tensor(held)

@@ -47,7 +47,6 @@ from mgpu_tf.engine.random_rows import (
 from mgpu_tf.engine.row_proof import (
     FIXED,
     UNPROVEN,
-    Held,
     RowProof,
     Rows,
     as_fixed,
@@ -936,8 +935,6 @@ def know_rows(
     for variable, value in given:
         if scope.state.is_own_seed(variable):
             scope.proof.take([value], UNPROVEN)
-        elif scope.state.is_split(variable):
-            scope.proof.take([value], Held())
     leaves = [
         leaf
         for leaf in tf.nest.flatten(data, expand_composites=True)
