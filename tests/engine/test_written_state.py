@@ -455,6 +455,101 @@ class WritesInComputeLoss(Own):
         return super().compute_loss(x, y, y_pred, sample_weight)
 
 
+class ReadsAMetric(Own):
+    """A number of all batches so far, of which a replica has a part."""
+
+    def __init__(self, kept=None, tracks=True):
+        super().__init__()
+        self.tracks = tracks
+        # A compiled metric is updated after the call and the loss.
+        self.read = self.tracker if kept is None else kept
+        metrics = None if kept is None else [kept]
+        self.compile(keras.optimizers.SGD(0.1), "mse", metrics=metrics)
+
+    def call(self, inputs):
+        return self.last(self.first(inputs) * self.so_far())
+
+    def so_far(self):
+        return 1.0 + 0.1 * ops.cast(self.read.result(), keras.config.floatx())
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight)
+        if self.tracks:
+            self.tracker.update_state(ops.abs(y_pred - y))
+        return loss
+
+
+class MeanLossScalesTheCall(ReadsAMetric):
+    """The mean that Keras itself keeps of the loss."""
+
+    def so_far(self):
+        means = [metric for metric in self.metrics if metric.name == "loss"]
+        self.read = means[0] if means else keras.metrics.Mean()
+        return super().so_far()
+
+
+class MetricScalesTheLoss(ReadsAMetric):
+    def call(self, inputs):
+        return self.last(self.first(inputs))
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return super().compute_loss(x, y, y_pred) * self.so_far()
+
+
+READ = {
+    "tracked, by the call": ReadsAMetric,
+    "tracked, by the loss": MetricScalesTheLoss,
+    "compiled, by the call": lambda: ReadsAMetric(
+        keras.metrics.MeanAbsoluteError(), tracks=False
+    ),
+    "compiled, by the loss": lambda: MetricScalesTheLoss(
+        keras.metrics.RootMeanSquaredError()
+    ),
+    "the mean loss, by the call": MeanLossScalesTheCall,
+}
+
+
+@pytest.mark.parametrize(
+    ("column", "name"),
+    tiered(
+        [
+            (column, name)
+            for column in ("mirrored_x3", "fsdp_x3", "data_2_tensor_2")
+            for name in READ
+        ],
+        [
+            ("mirrored_x3", "tracked, by the call"),
+            ("mirrored_x3", "compiled, by the loss"),
+            ("fsdp_x3", "the mean loss, by the call"),
+        ],
+    ),
+)
+def test_a_metric_that_a_step_reads(column, name, strategies):
+    check(READ[name], strategies[column], validates=True)
+
+
+def reads_a_metric_in_a_layer():
+    metric = keras.metrics.MeanAbsoluteError()
+    scaled = layers.Lambda(
+        lambda x: x * (1.0 + ops.cast(metric.result(), x.dtype))
+    )
+    return model_of(scaled, metrics=[metric])
+
+
+def test_parts_of_a_batch_read_no_metric(strategies):
+    with pytest.raises(mgpu_tf.ConfigurationError, match="Leave out step_pa"):
+        fitted(
+            reads_a_metric_in_a_layer, strategies["mirrored_x3"], step_parts=2
+        )
+    check(reads_a_metric_in_a_layer, strategies["mirrored_x3"])
+
+
+@pytest.mark.full
+def test_a_stage_reads_no_metric(strategies):
+    with pytest.raises(mgpu_tf.ConfigurationError, match="total of another"):
+        fitted(reads_a_metric_in_a_layer, strategies["pipeline_x2"])
+
+
 class CalledTwice(Own):
     """Once with a mean, which adds up, and once with what does not."""
 

@@ -145,6 +145,8 @@ class ReplicaState:
         # Metrics that a step computes of the rows of all replicas: each
         # execution begins with what they hold together, `_entered` this one.
         self._begin_whole: set[int] = set()
+        # Those that something else reads in a step than their update.
+        self._read_whole: set[int] = set()
         self._entered: list[keras.Variable] = []
         self.generator: Any = None
         self.draws_alike = False
@@ -193,6 +195,8 @@ class ReplicaState:
         does: metrics add up, moving statistics are means, counts agree.
         """
         key = id(variable)
+        if key in self._read_whole:
+            return Rule.AGREED
         known = self._rules.get(key, self._declared.get(key))
         if known is not None:
             return known
@@ -221,14 +225,15 @@ class ReplicaState:
         if not self._several:
             return self.rule(variable)
         declared = self._declared.get(id(variable))
-        if declared is not None:
+        if declared is not None and id(variable) not in self._read_whole:
             self._rules[id(variable)] = declared
             return declared
         found: Rule | None
         if self.asynchronous:
             found = rule_of(written, before, proof)
         else:
-            parts = before if self.is_split(variable) else None
+            split = self.is_split(variable) and not self.is_whole(variable)
+            parts = before if split else None
             kind = kind_written(written, parts, proof)
             found = None
             if as_fixed(kind) == FIXED:
@@ -268,7 +273,35 @@ class ReplicaState:
 
     def is_whole(self, variable: keras.Variable) -> bool:
         """Whether all replicas hold what a metric holds, in all steps."""
-        return self._declared.get(id(variable)) is Rule.AGREED
+        known = self._declared.get(id(variable))
+        return known is Rule.AGREED or id(variable) in self._read_whole
+
+    def read_whole(self, variable: keras.Variable) -> bool:
+        """Lets all replicas hold what a metric holds, where a step reads it.
+
+        Args:
+            variable: Of the metric.
+
+        Returns:
+            Whether they do not do so in the trace at hand.
+        """
+        if not self._holds_parts or not self.is_split(variable):
+            return False
+        known = id(variable) in self._read_whole & self._begin_whole
+        self._read_whole.add(id(variable))
+        self._begin_whole.add(id(variable))
+        return not known
+
+    @property
+    def reads_metrics(self) -> bool:
+        """Whether steps read metrics elsewhere than in their updates."""
+        return bool(self._read_whole)
+
+    @property
+    def _holds_parts(self) -> bool:
+        """Whether replicas hold parts of metrics between executions."""
+        one = self.stored_once or self.asynchronous or self._total == 1
+        return not one and not tf.executing_eagerly()
 
     def is_split(self, variable: keras.Variable) -> bool:
         """Whether replicas hold parts of a metric between executions."""

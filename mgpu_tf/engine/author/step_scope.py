@@ -119,6 +119,8 @@ class StepScope(keras.StatelessScope):
         parts: The state that layers have written of the rows of this replica,
             by identity, with what it was before and what is proven of what
             it is now.
+        read_part: Called where an author's code reads a metric of which this
+            replica has a part; None where all replicas have all of it.
         within: What was written within a function, a branch or a loop of
             TensorFlow, where nothing can be kept; by identity.
         written_in_place: How often something was written to a variable
@@ -148,6 +150,9 @@ class StepScope(keras.StatelessScope):
         self.proof = RowProof(known=self._known)
         self.read_aside: Callable[[str, tf.Tensor], None] | None = None
         self.inline: Callable[[keras.Variable], None] = lambda variable: None
+        self.read_part: Callable[[keras.Variable], None] | None = None
+        # The metric that is being updated, which adds to its part.
+        self._updated: frozenset[int] = frozenset()
         self.parts: dict[int, Part] = {}
         self.within: dict[int, keras.Variable] = {}
         self.written_in_place = 0
@@ -196,7 +201,17 @@ class StepScope(keras.StatelessScope):
         return self._tape is not None
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
-        """Returns the value of a variable in this step, None for its own."""
+        """Returns the value of a variable in this step, None for its own.
+
+        Keras calls it wherever code reads a variable.
+        """
+        if (
+            self.read_part is not None
+            and not self.is_over
+            and id(variable) not in self._updated
+            and self.state.is_metric(variable)
+        ):
+            self.read_part(variable)
         if self._reading is not None:
             self._reading.add(id(variable))
         value = super().get_current_value(variable)
@@ -220,6 +235,20 @@ class StepScope(keras.StatelessScope):
         if value is not None and id(variable) in self._weights:
             check_lent(variable)
         return value
+
+    @contextlib.contextmanager
+    def updating(self, variables: Iterable[keras.Variable]) -> Iterator[None]:
+        """Lets a block read parts of metrics, and add to them.
+
+        Args:
+            variables: Those of the metrics that it updates.
+        """
+        before = self._updated
+        self._updated |= frozenset(map(id, variables))
+        try:
+            yield
+        finally:
+            self._updated = before
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[set[int]]:
@@ -488,8 +517,9 @@ class StepScope(keras.StatelessScope):
 
     def value(self, variable: keras.Variable) -> tf.Tensor:
         """Returns what a variable holds at the end of the step."""
-        value = self.get_current_value(variable)
-        return tf.convert_to_tensor(variable) if value is None else value
+        with self.updating([variable]):
+            value = self.get_current_value(variable)
+            return tf.convert_to_tensor(variable) if value is None else value
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Notes what is assigned to a variable."""

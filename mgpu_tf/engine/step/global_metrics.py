@@ -100,9 +100,14 @@ class GlobalMetrics:
 
     def _called(self, given: Any) -> dict[str, Any]:
         x, y, y_pred, sample_weight = given
-        return self._model.compute_metrics(
-            x, y, y_pred, sample_weight=sample_weight
-        )
+        scope = keras_internals.stateless_scope()
+        with contextlib.ExitStack() as stack:
+            if isinstance(scope, StepScope) and not self._own:
+                # Keras reads all results, which a step leaves.
+                stack.enter_context(scope.updating(scope.state.metrics))
+            return self._model.compute_metrics(
+                x, y, y_pred, sample_weight=sample_weight
+            )
 
     def _of_all(
         self, name: str, given: Any, compute: Callable[[Any], Any]
@@ -142,29 +147,40 @@ class GlobalMetrics:
         **named: Any,
     ) -> Any:
         """Updates a metric, in place of its own method."""
-        scope, share = keras_internals.stateless_scope(), current_share()
-        alone = share is None or share.replicas == 1
-        if alone or not isinstance(scope, StepScope) or scope.has_all_rows:
+        scope = keras_internals.stateless_scope()
+        if not isinstance(scope, StepScope):
             return own(*arguments, **named)
-        assert share is not None
+        with scope.updating(metric.variables):
+            return self._updated(scope, metric, own, *arguments, **named)
+
+    def _updated(
+        self,
+        scope: StepScope,
+        metric: keras.metrics.Metric,
+        own: Callable[..., Any],
+        *arguments: Any,
+        **named: Any,
+    ) -> Any:
+        share = current_share()
+        if share is None or share.replicas == 1 or scope.has_all_rows:
+            return own(*arguments, **named)
         eager = tf.executing_eagerly()
         if active() or (eager and scope.within_graph):
             # The proof of the layer in which it is updated says what it adds.
             return own(*arguments, **named)
-        # Of a number of the batch it is read what it is over the rows.
-        if any(map(_is_number, tf.nest.flatten([arguments, named]))):
-            if any(id(v) in scope.added for v in metric.variables):
-                raise _in_two_ways(metric)
-            return own(*arguments, **named)
-        whole = any(map(scope.state.is_whole, metric.variables))
-        whole |= any(map(is_alike, leaves_of([arguments, named])))
-        if not whole and keras_internals.adds_up(metric, arguments, named):
+        given = [arguments, named]
+        if any(map(scope.state.is_whole, metric.variables)):
+            return self._of_all_given(metric, own, given)
+        # A number of the batch may be a mean over its rows.
+        by_row = not any(
+            _is_number(leaf) or is_alike(leaf) for leaf in leaves_of(given)
+        )
+        if by_row and keras_internals.adds_up(metric, arguments, named):
             written = set(map(id, filter(scope.is_written, metric.variables)))
             if written - scope.added - scope.parts.keys():
                 raise _in_two_ways(metric)
             scope.added |= set(map(id, metric.variables))
             return own(*arguments, **named)
-        given = [arguments, named]
         if not scope.may_try(metric):
             return self._of_all_given(metric, own, given)
         held = [(v, scope.hold(v)) for v in metric.variables]

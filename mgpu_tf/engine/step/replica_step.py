@@ -215,8 +215,8 @@ class ReplicaStep:
                 self._regularized,
             )
             grown = self._grown(loss, terms, _counted(x, share))
-            if self._own_logs:
-                # Its results may be of these means as well.
+            if self._own_logs or self._state.reads_metrics:
+                # What else is read may be of these means as well.
                 self._write_grown(grown, scope, given)
             given_metrics = x, y, y_pred, sample_weight
             returned: Any = {}
@@ -236,7 +236,7 @@ class ReplicaStep:
         elif self._replicas > 1:
             check_rows(scope)
         # By variable, since Keras writes to some of these means as well.
-        if self._own_logs:
+        if self._own_logs or self._state.reads_metrics:
             grown = []  # They are written already.
         writes = self._written(scope, given, share, grown)
         before = {id(variable): value for variable, value in given}
@@ -325,7 +325,7 @@ class ReplicaStep:
             # Where replicas are processes, no graph shows it.
             self._calls.owners.note([v for _, v in [*sources, *weights]], None)
         given = [*given, *weights]
-        if self._own_logs:
+        if self._own_logs or self._state.reads_metrics:
             given = [*given, *self._state.metric_values(given)]
         return given, join
 
@@ -368,6 +368,7 @@ class ReplicaStep:
             scope.share, scope.state = share, self._state
             scope.read_aside = self._calls.read_aside
             scope.inline = self._calls.inline
+            scope.read_part = self._calls.read_part
             know_rows(scope, data, share, given)
             stack.enter_context(noting(scope.proof))
             stack.enter_context(self._apart.replica())
@@ -801,6 +802,7 @@ def outputs_of_share(
         with StepScope(model, [], None) as scope:
             scope.share, scope.state = share, state
             scope.inline = calls.inline
+            scope.read_part = calls.read_part
             outputs = outputs_of(model, data, generator)
         scope.check_known(state.variables)
         written = list(filter(scope.is_written, state.variables))
@@ -825,6 +827,7 @@ def outputs_of_share(
         scope.share, scope.state = share, state
         scope.read_aside = calls.read_aside
         scope.inline = calls.inline
+        scope.read_part = calls.read_part
         know_rows(scope, data, share)
         if keras_internals.overrides(model, "predict_step"):
             outputs = _outputs_of_step(model, data, generator, scope, exchange)

@@ -65,7 +65,7 @@ class LayerCalls:
 
     Args:
         model: A built model.
-        state: Knows the seeds.
+        state: What a step writes besides weights.
         exchange: Gives replicas the rows of all; None where nothing does.
         in_parts: Whether parts of a batch are computed one after another.
         plainly: Lets a layer be called once in a step and not layer by layer.
@@ -92,6 +92,7 @@ class LayerCalls:
                 "its own. Rename it to call."
             )
         self._model = model
+        self._state = state
         self._exchange = exchange
         self._in_parts = in_parts
         self._plainly = plainly
@@ -190,6 +191,28 @@ class LayerCalls:
             layer, f"what it writes to {variable.name!r} adds up over the rows"
         )
         return True
+
+    def read_part(self, variable: keras.Variable) -> None:
+        """Called where an author's code reads a metric besides its update.
+
+        Args:
+            variable: Of the metric.
+
+        Raises:
+            ConfigurationError: Parts of a batch are computed one after
+                another, and update it in turn.
+            TraceAgain: All replicas hold what it holds, in another trace.
+        """
+        if self._in_parts:
+            raise ConfigurationError(
+                "Where parts of a batch are computed one after another, only "
+                "its own update reads a metric in a step. Received: "
+                f"{variable.path}, which the model or its loss reads. Leave "
+                "out step_parts."
+            )
+        if self._state.read_whole(variable):
+            self._attempts.give_up()
+            raise TraceAgain
 
     def read_aside(self, name: str, tensor: tf.Tensor) -> None:
         """Called where something of all rows reads what a replica has alone.

@@ -334,6 +334,7 @@ class PipelineStep(ReplicaStep):
             scope.share, scope.state = share, self._state
             scope.read_aside = self._calls.read_aside
             scope.inline = self._calls.inline
+            scope.read_part = self._refuse_metric
             know_rows(scope, [rows, data], share, given)
             stack.enter_context(noting(scope.proof))
             stack.enter_context(drawing(share, [rows, data]))
@@ -531,6 +532,11 @@ class PipelineStep(ReplicaStep):
     def _refuse_other_stage(self, variable: keras.Variable) -> None:
         """Refuses what a stage reads of state that is not its own."""
         if any(variable is each for each in self._state.layers):
+            raise of_another_stage(variable.path)
+
+    def _refuse_metric(self, variable: keras.Variable) -> None:
+        """Refuses what a stage reads of a metric, besides updating it."""
+        if self._state.is_split(variable):
             raise of_another_stage(variable.path)
 
     def variables_of(
