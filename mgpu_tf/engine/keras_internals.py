@@ -2112,25 +2112,12 @@ def update_by_steps(
     )
 
 
-@contextlib.contextmanager
-def counted_exactly(
-    optimizer: keras.optimizers.Optimizer,
-) -> Iterator[None]:
-    """Makes an optimizer count its steps by one operation, while traced.
+def _counted_exactly(counter: Any) -> dict[str, Any]:
+    """Counts by one operation of the variable's own.
 
     Keras counts by `assign(self + 1)`, and a count of another worker that
-    comes between the two is lost. The variable's own `assign_add` is one
-    operation on the parameter server.
-
-    Args:
-        optimizer: An optimizer; those that it wraps included.
+    comes between the two is lost on the parameter server.
     """
-    counters = [part._iterations for part in parts(optimizer)]
-    with _replaced(counters, _counted_exactly):
-        yield
-
-
-def _counted_exactly(counter: Any) -> dict[str, Any]:
     return {"assign_add": lambda value: counter.value.assign_add(value)}
 
 
@@ -2595,24 +2582,3 @@ def body_of_function(graph: Any, name: str) -> Any | None:
 def set_integer(op: tf.Operation, name: str, value: int) -> None:
     """Sets an integer attribute of an operation that is being traced."""
     op._set_attr(name, attr_value_pb2.AttrValue(i=value))
-
-
-def before_scaling(op: tf.Operation, otherwise: Any) -> Any:
-    """Returns what Keras has divided by the number of replicas in an op.
-
-    Every reduced `keras.losses.Loss` is, where there are several; its graph
-    is that of a product with any number.
-
-    Args:
-        op: An operation of a graph.
-        otherwise: What to return where the operation is another.
-
-    Returns:
-        The value before it was scaled.
-    """
-    if op.type != "Mul" or op.inputs[1].op.type not in ("Const", "Cast"):
-        return otherwise
-    scales = keras_loss.scale_loss_for_distribution
-    if any(frame.name == scales.__name__ for frame in op.traceback):
-        return op.inputs[0]
-    return otherwise
