@@ -497,15 +497,15 @@ class MetricScalesTheLoss(ReadsAMetric):
 
 
 READ = {
-    "tracked, by the call": ReadsAMetric,
-    "tracked, by the loss": MetricScalesTheLoss,
+    "tracked, by the call": lambda: ReadsAMetric(),
+    "tracked, by the loss": lambda: MetricScalesTheLoss(),
     "compiled, by the call": lambda: ReadsAMetric(
         keras.metrics.MeanAbsoluteError(), tracks=False
     ),
     "compiled, by the loss": lambda: MetricScalesTheLoss(
         keras.metrics.RootMeanSquaredError()
     ),
-    "the mean loss, by the call": MeanLossScalesTheCall,
+    "the mean loss, by the call": lambda: MeanLossScalesTheCall(),
 }
 
 

@@ -471,10 +471,13 @@ class StepScope(keras.StatelessScope):
         self._owners.note(tensors, None)
 
     def is_alike(self, indices: tf.Tensor) -> bool:
-        """Returns whether indices of a lookup are the same on all replicas."""
-        return tf.is_symbolic_tensor(indices) and (
-            as_fixed(self.proof.of(indices)) == FIXED
-        )
+        """Returns whether indices of a lookup are the same on all replicas.
+
+        Without a graph they are compared later, by `RowGather`.
+        """
+        if not tf.is_symbolic_tensor(indices):
+            return True
+        return as_fixed(self.proof.of(indices)) == FIXED
 
     def agree(self, variable: keras.Variable) -> None:
         """Notes that what all replicas have written is the same."""
