@@ -546,7 +546,7 @@ def test_parts_of_a_batch_read_no_metric(strategies):
 
 @pytest.mark.full
 def test_a_stage_reads_no_metric(strategies):
-    with pytest.raises(mgpu_tf.ConfigurationError, match="total of another"):
+    with pytest.raises(mgpu_tf.ConfigurationError, match="reads no metric"):
         fitted(reads_a_metric_in_a_layer, strategies["pipeline_x2"])
 
 

@@ -49,6 +49,8 @@ def texts(node):
 
 # The rule -> how the page has it, under "What is refused".
 LISTED = {
+    "A stage of a pipeline reads no metric, which is updated behind the last "
+    "one.": "a metric that a layer reads",
     "An optimizer that needs whole weights takes no rows of a table that "
     "layers compute with in parts.": "Muon",
     "An optimizer keeps what belongs to weights that are split in lists, with "

@@ -346,11 +346,6 @@ class ReplicaState:
         """Returns what other metrics hold than those given. On a replica."""
         return _others(self.metrics, given)
 
-    def is_own_seed(self, variable: keras.Variable) -> bool:
-        """Returns whether it is a seed of which each replica has its own."""
-        seeds = () if self.draws_alike else self.seeds
-        return any(variable is seed for seed in seeds)
-
     def seed_offsets(self) -> Writes:
         """Returns what is added to each seed on this replica. On a replica."""
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group

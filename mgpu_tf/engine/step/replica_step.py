@@ -369,7 +369,7 @@ class ReplicaStep:
             scope.read_aside = self._calls.read_aside
             scope.inline = self._calls.inline
             scope.read_part = self._calls.read_part
-            know_rows(scope, data, share, given)
+            know_rows(scope, data, share)
             stack.enter_context(noting(scope.proof))
             stack.enter_context(self._apart.replica())
             # Of losses and metrics too.
@@ -921,23 +921,14 @@ def _replica() -> int:
     return this_replica(where_all_are_one=0)
 
 
-def know_rows(
-    scope: StepScope,
-    data: Any,
-    share: BatchShare,
-    given: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
-) -> None:
+def know_rows(scope: StepScope, data: Any, share: BatchShare) -> None:
     """Lets proofs know what differs between replicas.
 
     Args:
         scope: The scope of a step.
         data: The rows of this replica.
         share: Its part of the global batch.
-        given: What the step is given for variables.
     """
-    for variable, value in given:
-        if scope.state.is_own_seed(variable):
-            scope.proof.take([value], UNPROVEN)
     leaves = [
         leaf
         for leaf in tf.nest.flatten(data, expand_composites=True)

@@ -58,6 +58,7 @@ from mgpu_tf.engine.synchronous.pipeline.run import Run, Values
 from mgpu_tf.engine.synchronous.pipeline.schedule import Pass, orders
 from mgpu_tf.engine.synchronous.pipeline.split import Stage, Stages
 from mgpu_tf.engine.synchronous.pipeline.state import PipelineState
+from mgpu_tf.engine.trace_again import ReadRefused
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas.mirrored import as_one_replica
 from mgpu_tf.strategies.replicas.tensorflow_internals import this_replica
@@ -335,7 +336,7 @@ class PipelineStep(ReplicaStep):
             scope.read_aside = self._calls.read_aside
             scope.inline = self._calls.inline
             scope.read_part = self._refuse_metric
-            know_rows(scope, [rows, data], share, given)
+            know_rows(scope, [rows, data], share)
             stack.enter_context(noting(scope.proof))
             stack.enter_context(drawing(share, [rows, data]))
             if self._tensor is not None:
@@ -537,7 +538,12 @@ class PipelineStep(ReplicaStep):
     def _refuse_metric(self, variable: keras.Variable) -> None:
         """Refuses what a stage reads of a metric, besides updating it."""
         if self._state.is_split(variable):
-            raise of_another_stage(variable.path)
+            raise ReadRefused(
+                "A stage of a pipeline reads no metric, which is updated "
+                f"behind the last one. Received: {variable.path}, which a "
+                "layer or the loss of a micro-batch reads. Use 'mirrored', "
+                "'fsdp' or 'tensor'."
+            )
 
     def variables_of(
         self, number: int
