@@ -6,9 +6,14 @@
     for callback, values in zip(callbacks, state):
         remind(callback, values)
 
-Taken are numbers, texts, lists, dicts and arrays among a callback's
-attributes, where they differ from what they were when training began: so a
-counter comes back, and a setting that was changed on purpose stays changed.
+Taken are a callback's attributes where they differ from what they were when
+training began: so a counter comes back, and a setting that was changed on
+purpose stays changed. Values are numbers, texts, containers, arrays, generators
+of random numbers, variables, and objects of the author's with such attributes.
+They are put back into the objects that are there, if these are of the same
+type: two names of one list remain so, and a `defaultdict` keeps its function.
+What has no value, such as a function, a file or a model, stays as it is.
+`left_out` names what else is not taken.
 
 `EarlyStopping` and `ReduceLROnPlateau` turn the sign of `min_delta` once they
 know that less is better. It is stored as it was given: a new process turns it
@@ -17,39 +22,74 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import collections
+import enum
+import random
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
+
+from mgpu_tf.engine import keras_internals
+from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 
 Encoded = dict[str, Any]
 
 # Set by Keras, not by the callback.
 _NOT_STATE = ("params", "_params", "_model")
 _TURNED = "min_delta"
+_PLAIN = (type(None), bool, int, float, str)
+# Containers besides list, tuple and dict: how one is made of its items.
+_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
+_DICTS: dict[str, Callable[[], Any]] = {
+    "dict": dict,
+    "Counter": collections.Counter,
+    "OrderedDict": collections.OrderedDict,
+    "defaultdict": collections.defaultdict,
+}
+# Their "of" is an array.
+_ARRAYS = ("array", "scalar", "bytes", "tensor", "variable")
+# What these modules make has no value that a run goes on from.
+_RESOURCES = ("keras", "tensorflow", "mgpu_tf")
+_VALUES = ("builtins", "collections", "itertools", "numpy", "pandas")
+_LIBRARIES = tuple(
+    sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")
+)
 
 
-def remembered(callback: Any) -> Encoded:
+def remembered(callback: Any, model: keras.Model | None = None) -> Encoded:
     """Returns the attributes of a callback that can be stored, encoded.
+
+    Args:
+        callback: A callback.
+        model: What is trained; its variables are not taken.
+
+    Returns:
+        By name; nothing that the callback goes on to change.
+    """
+    return _Taken(model).attributes(callback)
+
+
+def left_out(callback: Any) -> list[str]:
+    """Returns which values of a callback are not stored, though they may count.
 
     Args:
         callback: A callback.
 
     Returns:
-        By name; nothing that the callback goes on to change.
+        Of each the name of the attribute, and the type.
     """
-    values = {}
-    for name, value in vars(callback).items():
-        if name in _NOT_STATE:
-            continue
-        if name == _TURNED and _has_turned(callback):
-            value = -value
-        try:
-            values[name] = encode(value)
-        except TypeError:
-            continue
-    return values
+    taken = _Taken(None)
+    taken.attributes(callback)
+    return taken.left_out
 
 
 def changes(before: Encoded, now: Encoded) -> Encoded:
@@ -64,7 +104,7 @@ def changes(before: Encoded, now: Encoded) -> Encoded:
 def remind(callback: Any, values: Encoded) -> None:
     """Gives a callback its attributes back."""
     for name, stored in values.items():
-        value = decode(stored)
+        value = decode(stored, getattr(callback, name, None))
         if name == _TURNED and hasattr(callback, "monitor_op"):
             # Checkpoints of earlier versions have it turned.
             value = -abs(value) if _has_turned(callback) else abs(value)
@@ -75,8 +115,8 @@ def encode(value: Any) -> Any:
     """Turns a value into what JSON can hold, and arrays.
 
     Args:
-        value: Numbers, texts, None, lists, tuples, dicts, NumPy arrays and
-            numbers, nested.
+        value: Numbers, texts, None, containers, NumPy arrays and numbers,
+            nested.
 
     Returns:
         Lists and dicts of plain values and arrays; a dict names its kind.
@@ -84,34 +124,266 @@ def encode(value: Any) -> Any:
     Raises:
         TypeError: There is something else in it.
     """
-    if type(value) in (type(None), bool, int, float, str):
+    return _encoded(value, encode)
+
+
+def _encoded(value: Any, inner: Callable[[Any], Any]) -> Any:
+    """Encodes a value, and by `inner` what is in it."""
+    kind = type(value)
+    if kind in _PLAIN:
         return value
     if isinstance(value, np.generic):
         return {"kind": "scalar", "of": np.array(value)}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufV":
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufcV":
         return {"kind": "array", "of": np.array(value)}
-    if type(value) is list:
-        return [encode(item) for item in value]
-    if type(value) is tuple:
-        return {"kind": "tuple", "of": [encode(item) for item in value]}
-    if type(value) is dict:
-        pairs = [[encode(k), encode(v)] for k, v in value.items()]
-        return {"kind": "dict", "of": pairs}
-    raise TypeError(type(value).__name__)
+    if isinstance(value, np.ndarray) and value.dtype.kind == "U":
+        return {"kind": "texts", "of": value.tolist()}
+    if kind is list:
+        return [inner(item) for item in value]
+    if kind is complex:
+        return {"kind": "complex", "of": [value.real, value.imag]}
+    if kind is bytes:
+        return {"kind": "bytes", "of": np.frombuffer(value, np.uint8)}
+    if kind.__name__ in _ITEMS and kind in _ITEMS.values():
+        items = value if kind is tuple else sorted(value, key=repr)
+        return {"kind": kind.__name__, "of": [inner(item) for item in items]}
+    if kind is collections.deque:
+        items = [inner(item) for item in value]
+        return {"kind": "deque", "of": items, "most": value.maxlen}
+    if kind.__name__ in _DICTS and kind in _DICTS.values():
+        pairs = [[encode(k), inner(v)] for k, v in value.items()]
+        return {"kind": kind.__name__, "of": pairs}
+    if kind is np.random.Generator:
+        return {"kind": "generator", "of": encode(value.bit_generator.state)}
+    if kind is np.random.RandomState:
+        return {"kind": "random_state", "of": encode(value.get_state())}
+    if kind is random.Random:
+        return {"kind": "random", "of": encode(value.getstate())}
+    raise TypeError(kind.__name__)
 
 
-def decode(value: Any) -> Any:
-    """Undoes `encode`."""
+class _Taken:
+    """Encodes what a callback has, and notes what it leaves out.
+
+    Args:
+        model: As for `remembered`.
+
+    Attributes:
+        left_out: The paths and types of values that are not stored.
+    """
+
+    def __init__(self, model: keras.Model | None) -> None:
+        self.left_out: list[str] = []
+        self._known = set() if model is None else _variables_of(model)
+        self._path: list[str] = []
+        self._within: list[int] = []
+
+    def attributes(self, holder: Any) -> Encoded:
+        """Returns the attributes of an object, encoded, by name."""
+        found = {}
+        self._within.append(id(holder))
+        for name, value in vars(holder).items():
+            if isinstance(holder, keras.callbacks.Callback) and (
+                name in _NOT_STATE
+            ):
+                continue
+            if name == _TURNED and _has_turned(holder):
+                value = -value
+            self._path.append(name)
+            stored = self._of(value)
+            self._path.pop()
+            if stored is not _HELD:
+                found[name] = stored
+        self._within.pop()
+        return found
+
+    def _of(self, value: Any) -> Any:
+        """Returns a value encoded, `_HELD` for one that stays as it is."""
+        if id(value) in self._within:
+            return _HELD
+        self._within.append(id(value))
+        try:
+            return _encoded(value, self._of)
+        except TypeError:
+            return self._of_object(value)
+        finally:
+            self._within.pop()
+
+    def _of_object(self, value: Any) -> Any:
+        if isinstance(value, tf.Variable | keras.Variable):
+            return self._of_variable(value)
+        if isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value):
+            return {"kind": "tensor", "of": np.array(value)}
+        if isinstance(value, enum.Enum):
+            return {"kind": "enum", "of": value.name}
+        if isinstance(value, keras.metrics.Metric):
+            return {
+                "kind": "variables",
+                "of": list(map(self._of_variable, value.variables)),
+            }
+        if isinstance(value, keras.random.SeedGenerator | tf.random.Generator):
+            return {"kind": "variables", "of": [self._of_variable(value.state)]}
+        own = isinstance(value, keras.callbacks.Callback) or _is_authors(value)
+        if own and hasattr(value, "__dict__"):
+            return {"kind": "object", "of": self.attributes(value)}
+        if own or _is_value(value):
+            name = ".".join(self._path)
+            self.left_out.append(f"{name} ({type(value).__name__})")
+        return _HELD
+
+    def _of_variable(self, variable: Any) -> Any:
+        kept = isinstance(variable, keras.Variable)
+        there = keras_internals.stored(variable) if kept else variable
+        if id(variable) in self._known or isinstance(there, ShardedVariable):
+            return _HELD
+        return {"kind": "variable", "of": np.array(variable)}
+
+
+# What stays as it is where it is held.
+_HELD: Encoded = {"kind": "held", "of": None}
+
+
+def _variables_of(model: keras.Model) -> set[int]:
+    optimizer = model.optimizer
+    every = [
+        *model.variables,
+        *model.metrics_variables,
+        *([] if optimizer is None else keras_internals.state_of(optimizer)),
+    ]
+    return set(map(id, every))
+
+
+def _is_authors(value: Any) -> bool:
+    """Whether an object is of a class that no library made."""
+    kinds = type(value).__mro__[:-1]
+    roots = {kind.__module__.partition(".")[0] for kind in kinds}
+    if callable(value) or isinstance(value, type) or roots & {*_RESOURCES}:
+        return False
+    module = sys.modules.get(type(value).__module__)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return type(value).__module__ == "__main__"
+    return not file.startswith(_LIBRARIES)
+
+
+def _is_value(value: Any) -> bool:
+    """Whether it is of a type of which each object has a value of its own."""
+    if isinstance(value, Iterator):
+        return not hasattr(value, "read")  # A file is a resource.
+    root = type(value).__module__.partition(".")[0]
+    return root in _VALUES and not callable(value)
+
+
+def decode(value: Any, held: Any = None) -> Any:
+    """Undoes `encode`.
+
+    Args:
+        value: From `encode`, or among the values of `remembered`.
+        held: What there is already, into which it is put if it can be.
+    """
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return _put(_items(value, held), held)
     if not isinstance(value, dict):
         return value
     kind, of = value["kind"], value["of"]
-    if kind == "tuple":
-        return tuple(decode(item) for item in of)
-    if kind == "dict":
-        return {decode(k): decode(v) for k, v in of}
-    return of[()] if kind == "scalar" else np.array(of)
+    if kind in _DICTS:
+        there = held if isinstance(held, dict) else {}
+        made = _DICTS[kind]()
+        for stored, item in of:
+            key = decode(stored)
+            made[key] = decode(item, there.get(key))
+        return _put(made, held)
+    if kind in _ITEMS:
+        return _put(_ITEMS[kind](_items(of, held)), held)
+    if kind == "deque":
+        made = collections.deque(_items(of, held), value["most"])
+        return _put(made, held)
+    return _DECODED[kind](of, held)
+
+
+def _items(stored: list[Any], held: Any) -> list[Any]:
+    """Returns the items of a container, put into those that are held."""
+    ordered = isinstance(held, list | tuple | collections.deque)
+    there = list(held) if ordered else []
+    there += [None] * (len(stored) - len(there))
+    return [
+        decode(item, each) for item, each in zip(stored, there, strict=False)
+    ]
+
+
+def _put(made: Any, held: Any) -> Any:
+    """Returns what is held, with the items of what was made, or the latter."""
+    if type(held) is not type(made) or isinstance(made, tuple | frozenset):
+        return made
+    held.clear()
+    if isinstance(made, list | collections.deque):
+        held.extend(made)
+    else:
+        held.update(made)
+    return held
+
+
+def _assigned(of: Any, held: Any) -> Any:
+    if held is None:
+        return tf.Variable(of)
+    held.assign(of)
+    return held
+
+
+def _variables(of: Any, held: Any) -> Any:
+    state = getattr(held, "variables", None) or [getattr(held, "state", None)]
+    for variable, stored in zip(state, of, strict=False):
+        if variable is not None:
+            decode(stored, variable)
+    return held
+
+
+def _object(of: Any, held: Any) -> Any:
+    if held is not None:
+        remind(held, of)
+    return held
+
+
+def _generator(of: Any, held: Any) -> Any:
+    state = decode(of)
+    if not isinstance(held, np.random.Generator) or (
+        held.bit_generator.state["bit_generator"] != state["bit_generator"]
+    ):
+        kind = getattr(np.random, state["bit_generator"])
+        held = np.random.Generator(kind())
+    held.bit_generator.state = state
+    return held
+
+
+def _random_state(of: Any, held: Any) -> Any:
+    made = held if isinstance(held, np.random.RandomState) else None
+    made = made or np.random.RandomState()
+    made.set_state(decode(of))
+    return made
+
+
+def _random(of: Any, held: Any) -> Any:
+    made = held if isinstance(held, random.Random) else random.Random()
+    made.setstate(decode(of))
+    return made
+
+
+_DECODED: dict[str, Callable[[Any, Any], Any]] = {
+    "array": lambda of, held: np.array(of),
+    "bytes": lambda of, held: np.array(of).tobytes(),
+    "complex": lambda of, held: complex(*of),
+    "enum": lambda of, held: held if held is None else type(held)[of],
+    "generator": _generator,
+    "held": lambda of, held: held,
+    "object": _object,
+    "random": _random,
+    "random_state": _random_state,
+    "scalar": lambda of, held: of[()],
+    "tensor": lambda of, held: tf.constant(of),
+    "texts": lambda of, held: np.array(of, np.str_),
+    "variable": _assigned,
+    "variables": _variables,
+}
 
 
 def without_arrays(value: Any, store: Callable[[np.ndarray], str]) -> Any:
@@ -139,8 +411,8 @@ def with_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         return [with_arrays(item, arrays) for item in value]
     if not isinstance(value, dict):
         return value
-    if value.get("kind") in ("array", "scalar"):
-        return {"kind": value["kind"], "of": arrays[value["of"]]}
+    if value.get("kind") in _ARRAYS:
+        return value | {"of": arrays[value["of"]]}
     return {k: with_arrays(v, arrays) for k, v in value.items()}
 
 

@@ -18,9 +18,11 @@ import keras
 import numpy as np
 
 from mgpu_tf.checkpoints.callback_state import (
+    Encoded,
     changes,
     decode,
     encode,
+    left_out,
     remembered,
     remind,
 )
@@ -253,9 +255,16 @@ class RunState:
         """
         if restored_epoch:
             self.first_epoch = self.position.epoch = restored_epoch
-        self._before = [
-            remembered(callback) for callback in self._every_callback()
-        ]
+        self._before = self._remembered()
+        for callback in self._callbacks:
+            if found := left_out(callback):
+                _log.warning(
+                    "A resumed run has not all that %s knows: checkpoints "
+                    "do not hold its %s. Keep it in numbers, containers, "
+                    "arrays or variables",
+                    type(callback).__name__,
+                    ", ".join(found),
+                )
         if self._loaded is not None and not self.position.step:
             self._restore(*self._loaded)
 
@@ -300,7 +309,7 @@ class RunState:
         """
         counts, position = self._counts, self.position
         strategy = self._model.distribute_strategy
-        after = [remembered(callback) for callback in self._every_callback()]
+        after = self._remembered()
         state = {
             "position": {
                 "epoch": position.epoch,
@@ -360,6 +369,12 @@ class RunState:
         ):
             remind(callback, values)
         restore_generators(state["generators"])
+
+    def _remembered(self) -> list[Encoded]:
+        return [
+            remembered(callback, self._model)
+            for callback in self._every_callback()
+        ]
 
     def _every_callback(self) -> list[keras.callbacks.Callback]:
         return [self._model.history, *self._callbacks]

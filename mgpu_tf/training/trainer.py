@@ -451,7 +451,7 @@ class Trainer:
             for hook in hooks:
                 if isinstance(hook, trackers.Tracker):
                     hook.measured = self._measured
-            before = [remembered(callback) for callback in hooks]
+            before = [remembered(hook, self.model) for hook in hooks]
             self._totals.left_out.clear()
             self._totals.slow.clear()
             self._totals.step_times.clear()

@@ -1,16 +1,22 @@
 """What callbacks know, as plain values and back."""
 
+import collections
+import enum
+import itertools
 import json
 import math
+import random
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from mgpu_tf.checkpoints.callback_state import (
     changes,
     decode,
     encode,
+    left_out,
     remembered,
     remind,
     with_arrays,
@@ -44,6 +50,13 @@ def through_json(value):
         {"kind": "array", 3: (1,), None: {}},
         [],
         {},
+        {3, 1},
+        frozenset("ab"),
+        b"\x00\xff",
+        1 + 2j,
+        collections.deque([1, 2], maxlen=3),
+        collections.Counter("aab"),
+        collections.OrderedDict(b=1, a=2),
     ],
     ids=repr,
 )
@@ -62,7 +75,9 @@ def test_arrays_come_back():
     assert back["best"][1] == np.float32(0.1)
 
 
-@pytest.mark.parametrize("value", [object(), print, {1: {2}}, np.array(["a"])])
+@pytest.mark.parametrize(
+    "value", [object(), print, {1: iter(())}, np.array([None])]
+)
 def test_what_cannot_be_stored(value):
     with pytest.raises(TypeError):
         encode(value)
@@ -121,3 +136,141 @@ def test_the_least_improvement_keeps_its_sign(stored):
     assert (first.wait, second.wait) == (2, 5)
     remind(second, found)
     assert second.min_delta == -0.5
+
+
+class Phase(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+class Helper:
+    """An object of the author's, which knows its owner."""
+
+    def __init__(self, owner):
+        self.owner, self.count, self.log = owner, 0, []
+
+
+class Knows(keras.callbacks.Callback):
+    """One of everything that a callback may go on from."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+        self.alias = self.losses
+        self.by_layer = collections.defaultdict(list)
+        self.seen = {"batches": 0, "print": print}
+        self.last = collections.deque(maxlen=2)
+        self.names = np.array(["a", "b"])
+        self.phase = Phase.FIRST
+        self.helper = Helper(self)
+        self.inner = keras.callbacks.EarlyStopping()
+        self.numpy = np.random.default_rng(3)
+        self.old_numpy = np.random.RandomState(3)
+        self.python = random.Random(3)
+        self.seed = keras.random.SeedGenerator(3)
+        self.draws = tf.random.Generator.from_seed(3)
+        self.plain = tf.Variable(0.0)
+        self.rate = keras.Variable(0.0)
+        self.both = [tf.Variable(0.0), 0]
+        self.mean = keras.metrics.Mean()
+        self.tensor = tf.constant(0.0)
+
+    def goes_on(self):
+        """Changes all of it, and returns what was drawn."""
+        self.losses.append(0.5)
+        self.by_layer["dense"].append(1)
+        self.seen["batches"] += 1
+        self.last.append(len(self.losses))
+        self.names = np.array(["c"])
+        self.phase = Phase.SECOND
+        self.helper.count += 1
+        self.helper.log.append(self.helper.count)
+        self.inner.wait += 1
+        self.plain.assign_add(1.0)
+        self.rate.assign_add(1.0)
+        self.both[0].assign_add(1.0)
+        self.both[1] += 1
+        self.mean.update_state(self.helper.count)
+        self.tensor += 1.0
+        return [
+            *self.numpy.normal(size=2),
+            *self.old_numpy.normal(size=2),
+            self.python.random(),
+            *np.array(keras.random.normal([2], seed=self.seed)),
+            *self.draws.normal([2]).numpy(),
+        ]
+
+    def known(self):
+        """All of it, as plain values."""
+        return [
+            *(self.losses, self.alias is self.losses, dict(self.by_layer)),
+            *(self.seen["batches"], self.seen["print"], list(self.last)),
+            *(self.last.maxlen, self.names.tolist(), self.phase),
+            *(self.helper.count, self.helper.log, self.inner.wait),
+            *(float(self.plain), float(self.rate), float(self.both[0])),
+            *(self.both[1], float(self.mean.result()), float(self.tensor)),
+        ]
+
+
+def stored(values):
+    arrays = {}
+
+    def store(array):
+        arrays[str(len(arrays))] = array
+        return str(len(arrays) - 1)
+
+    text = json.dumps(without_arrays(values, store))
+    return with_arrays(json.loads(text), arrays)
+
+
+def test_all_that_a_callback_knows_goes_on():
+    whole, killed, resumed = Knows(), Knows(), Knows()
+    begun = remembered(killed)
+    for each in (whole, killed):
+        each.goes_on()
+    remind(resumed, stored(changes(begun, remembered(killed))))
+    assert resumed.known() == killed.known()
+    assert resumed.goes_on() == whole.goes_on()
+    assert resumed.known() == whole.known()
+    resumed.by_layer["new"].append(1)  # The function of a new key is there.
+    assert resumed.helper.owner is resumed
+    assert not left_out(resumed)
+
+
+def test_what_is_made_later_is_made_again():
+    class Later(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.seen = collections.Counter(a=1)
+            self.draws = np.random.default_rng(1)
+            self.draws.normal()
+
+    first, second = Later(), Later()
+    before = remembered(first)
+    first.on_train_begin()
+    remind(second, stored(changes(before, remembered(first))))
+    assert second.seen == first.seen
+    assert second.draws.normal() == first.draws.normal()
+
+
+def test_variables_of_the_model_are_not_stored_again():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callback = keras.callbacks.Callback()
+    callback.kept = model.weights
+    callback.rate = model.optimizer.learning_rate
+    values = remembered(callback, model)
+    assert "rate" not in values
+    assert all(each["kind"] == "held" for each in values["kept"])
+
+
+def test_what_is_not_kept_is_named():
+    callback = keras.callbacks.Callback()
+    callback.steps = itertools.count()
+    callback.rows = {"of": [iter(())]}
+    callback.by_callback = {callback: 1}
+    callback.function, callback.layers = print, [keras.layers.Dense(1)]
+    assert left_out(callback) == [
+        "steps (count)",
+        "rows (tuple_iterator)",
+        "by_callback (dict)",
+    ]

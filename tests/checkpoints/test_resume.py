@@ -221,6 +221,20 @@ def test_same_bits_whatever_the_optimizer(name, run, strategies, tmp_path):
     )
 
 
+class Jitters(keras.callbacks.Callback):
+    """A rate of what it draws and of the last losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.draws = np.random.default_rng(3)
+        self.last = collections.deque(maxlen=3)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.last.append(logs["loss"])
+        rate = 0.01 * self.draws.uniform() * np.mean(self.last)
+        self.model.optimizer.learning_rate.assign(rate)
+
+
 @pytest.mark.full
 def test_callbacks_go_on(run, strategies, tmp_path):
     """Their counters, the best weights, and the learning rate."""
@@ -232,6 +246,7 @@ def test_callbacks_go_on(run, strategies, tmp_path):
                 "val_accuracy", patience=2, restore_best_weights=True
             ),
             keras.callbacks.LearningRateScheduler(lambda _, rate: rate * 0.9),
+            Jitters(),
         ]
 
     def once(folder, until=None):
