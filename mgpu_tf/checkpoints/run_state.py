@@ -8,6 +8,7 @@ step, state, pieces = run.capture()
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import random
@@ -163,6 +164,10 @@ class RunState:
         self._engine = engine
         self._snapshot = engine.snapshot()
         self._before: list[State] = []
+        # What generators were as the run began, and whether data draws from
+        # them.
+        self._begun: State | None = None
+        self._drawn = False
         self._loaded: tuple[State, Stored] | None = None
         self.position = Position(epoch=first_epoch)
         self.resumed = False
@@ -213,6 +218,7 @@ class RunState:
         if balance_of(self._model.distribute_strategy).measured:
             self._engine.take_shares(state.get("shares"))
         self._loaded = found
+        self._begun = state.get("begun")
         self.resumed = True
 
     def _compare_configuration(self, saved: Mapping[str, str] | None) -> None:
@@ -256,6 +262,8 @@ class RunState:
         if restored_epoch:
             self.first_epoch = self.position.epoch = restored_epoch
         self._before = self._remembered()
+        if not self.resumed:
+            self._begun = _own_generators()
         for callback in self._callbacks:
             if found := left_out(callback):
                 _log.warning(
@@ -267,6 +275,24 @@ class RunState:
                 )
         if self._loaded is not None and not self.position.step:
             self._restore(*self._loaded)
+
+    @contextlib.contextmanager
+    def reading_again(self) -> Iterator[None]:
+        """Lets data that the run has read be read again, as it was.
+
+        It begins with the generators of NumPy and Python as they were when
+        the run began. If reading draws from them they go on from there, and
+        else they are what they were before.
+        """
+        before, begun = _own_generators(), self._begun
+        if begun is not None:
+            _restore_own(begun)
+        yield
+        if begun is None:
+            return  # Of a checkpoint from before it was kept.
+        self._drawn = bool(changes(begun, _own_generators()))
+        if not self._drawn:
+            _restore_own(before)
 
     def begin_epoch(self) -> bool:
         """Restores what was saved within the epoch.
@@ -340,6 +366,7 @@ class RunState:
                 )
             ],
             "generators": generators(),
+            "begun": self._begun,
             "environment": determinism.environment(),
             "variables": self._snapshot.paths(),
         }
@@ -368,7 +395,7 @@ class RunState:
             self._every_callback(), state["callbacks"], strict=True
         ):
             remind(callback, values)
-        restore_generators(state["generators"])
+        restore_generators(state["generators"], own=not self._drawn)
 
     def _remembered(self) -> list[Encoded]:
         return [
@@ -408,16 +435,32 @@ def generators() -> State:
     if seed is not None:
         seed = np.array(keras.ops.convert_to_numpy(seed))
     return {
-        "python": encode(random.getstate()),
-        "numpy": encode(np.random.get_state()),
+        **_own_generators(),
         "keras": encode(seed),
     }
 
 
-def restore_generators(states: State) -> None:
-    """Puts back what `generators` has returned."""
+def _own_generators() -> State:
+    return {
+        "python": encode(random.getstate()),
+        "numpy": encode(np.random.get_state()),
+    }
+
+
+def restore_generators(states: State, *, own: bool = True) -> None:
+    """Puts back what `generators` has returned.
+
+    Args:
+        states: What that was.
+        own: Whether those of Python and NumPy, too.
+    """
     if states["keras"] is not None:
         seed = keras_internals.global_seed_state(create=True)
         seed.assign(decode(states["keras"]))
+    if own:
+        _restore_own(states)
+
+
+def _restore_own(states: State) -> None:
     random.setstate(decode(states["python"]))
     np.random.set_state(decode(states["numpy"]))

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.data import structures
-from mgpu_tf.data.sources.batches import BatchSource, Form, Source
+from mgpu_tf.data.sources.batches import BatchSource, Epochs, Form, Source
 from mgpu_tf.data.structures import batch_size
 from mgpu_tf.strategies.registry import topology_of
 
@@ -250,6 +250,13 @@ class Feed:
             finished: The steps of each epoch since the first.
             step: Steps of the epoch after them.
         """
+        self.source.epochs.reset()
+        self._go_to(finished, step, self.source.epochs)
+
+    def _go_to(
+        self, finished: Sequence[int], step: int, epochs: Epochs
+    ) -> None:
+        """Goes to a step, by epochs that begin and end again."""
         done = sum(finished) + step
         if self.source.seekable and self.source.steps is not None:
             self._first += done // self.source.steps
@@ -263,14 +270,17 @@ class Feed:
             epoch = self._first + len(finished)
             rest = distribute(self.source, self._strategy, epoch, start=step)
             self._resumed = iter(rest)
-        elif self._chain or not self.source.repeats:
-            self._read(self.iterator(self._first), done)
         else:
+            one = self._chain or not self.source.repeats
             for epoch, steps in enumerate(finished, self._first):
+                epochs.begin()
                 # What says that the data has ended was read as well.
-                self._read(self.iterator(epoch), steps + 1)
-            self._resumed = self.iterator(self._first + len(finished))
-            self._read(self._resumed, step)
+                self._read(self.iterator(epoch), steps + (not one))
+                epochs.end()
+            epochs.begin()
+            iterator = self.iterator(self._first + len(finished))
+            self._read(iterator, step)
+            self._resumed = None if one else iterator
 
     def cut_anew(self, finished: Sequence[int]) -> None:
         """Reads from here on with the shares that replicas have now.
@@ -282,7 +292,7 @@ class Feed:
             return  # The next iterator, or the next step, cuts by them.
         self._iterator = None
         self._first, self._start = self._began, 0
-        self.resume(finished, 0)
+        self._go_to(finished, 0, Epochs())
 
     def _read(self, iterator: Any, steps: int) -> None:
         drop(iterator, self.source, self._strategy, steps)

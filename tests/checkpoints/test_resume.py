@@ -1,5 +1,6 @@
 """A run that was broken off and resumed ends with the same bits."""
 
+import collections
 import dataclasses
 import json
 import logging
@@ -80,6 +81,44 @@ def build(optimizer=None, statistics=True, units=8):
     return model
 
 
+class Changing(keras.utils.PyDataset):
+    """A new order in each epoch, and noise from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.x, self.y = arrays()
+        self.order = np.arange(SIZE)
+        self.random = np.random.default_rng(5)
+
+    def __len__(self):
+        return -(-SIZE // BATCH)
+
+    def __getitem__(self, index):
+        rows = self.order[index * BATCH : (index + 1) * BATCH]
+        noise = 0.1 * self.random.normal(size=(len(rows), 6))
+        return self.x[rows] + noise.astype("float32"), self.y[rows]
+
+    def on_epoch_end(self):
+        self.random.shuffle(self.order)
+
+
+class Noisy(Changing):
+    """Noise of NumPy's own generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.random = np.random
+
+
+def noisy():
+    """The same, from a generator of Python's."""
+    x, y = arrays()
+    while True:
+        for at in range(0, SIZE, BATCH):
+            noise = np.random.normal(size=x[at : at + BATCH].shape)
+            yield x[at : at + BATCH] + noise, y[at : at + BATCH]
+
+
 DATA = {
     "arrays": lambda: (arrays(), {"batch_size": BATCH}),
     "arrays_steps": lambda: (arrays(), {"steps_per_epoch": 7}),
@@ -88,6 +127,9 @@ DATA = {
     "mapped": lambda: ((mapped(),), {}),
     "unknown_length": lambda: ((unknown_length(),), {}),
     "generator": lambda: ((endless(),), {"steps_per_epoch": 7}),
+    "changing": lambda: ((Changing(),), {}),
+    "noisy": lambda: ((Noisy(),), {}),
+    "noisy_generator": lambda: ((noisy(),), {"steps_per_epoch": 7}),
 }
 
 OPTIMIZERS = {
@@ -143,6 +185,7 @@ class Run:
         }
         # A dataset draws by the seed that a process had when it was made.
         tf.random.set_seed(0)
+        np.random.seed(0)
         data, data_options = DATA[data]()
         self.trainer = mgpu_tf.Trainer(build, strategy, steps_per_execution=spe)
         with self._monkeypatch.context() as patched:
@@ -202,7 +245,10 @@ def test_same_bits(column, run, strategies, tmp_path):
     tiered(
         sorted(set(DATA) - {"arrays"}),
         [],
-        ["generator", "dataset_steps", "unknown_length"],
+        [
+            *("generator", "dataset_steps", "unknown_length"),
+            *("changing", "noisy", "noisy_generator"),
+        ],
     ),
 )
 def test_same_bits_whatever_the_data(data, run, strategies, tmp_path):

@@ -52,7 +52,10 @@ from mgpu_tf.strategies.peers import Peers
 # The newest; beside it stays the newest that is whole on all processes.
 KEPT = 1
 # What of a run's state is that of the first worker, as in a shared checkpoint.
-_OF_FIRST = ("generators", "goodput", "time_line", "saved_at", KEEPING)
+_OF_FIRST = (
+    *("generators", "begun", "goodput", "time_line", "saved_at"),
+    KEEPING,
+)
 # Larger arrays of callbacks are not sent; each worker saves its own.
 _SENT_BYTES = 1 << 16
 

@@ -80,6 +80,19 @@ class Form:
     uncut: bool
 
 
+class Epochs:
+    """Called as Keras calls a `keras.utils.PyDataset`; here nothing follows."""
+
+    def reset(self) -> None:
+        """Is called before the first epoch, and before an evaluation."""
+
+    def begin(self) -> None:
+        """Is called before an epoch is read; again where one is resumed."""
+
+    def end(self) -> None:
+        """Is called when an epoch was read to its end."""
+
+
 class Source(abc.ABC):
     """Global batches, one pass over the data at a time.
 
@@ -97,6 +110,7 @@ class Source(abc.ABC):
             that uses a lookup table, such as a vocabulary, is not portable.
         cuts_each: Whether each array of a batch is cut by its own number of
             rows. Set by who takes batches that `may_differ`.
+        epochs: Is to be called where epochs begin and end.
     """
 
     steps: int | None
@@ -107,6 +121,7 @@ class Source(abc.ABC):
     batch_size: int | None = None
     portable: bool = True
     cuts_each: bool = False
+    epochs: Epochs = Epochs()
 
     @property
     def may_differ(self) -> bool:
@@ -470,6 +485,7 @@ class MappedSource(Source):
         self.repeats = source.repeats
         self.batch_size = source.batch_size
         self.portable = source.portable
+        self.epochs = source.epochs
 
     @property
     def enterable(self) -> bool:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from mgpu_tf.cluster import heartbeat
 from mgpu_tf.data import structures
-from mgpu_tf.data.sources.batches import BatchSource, Source
+from mgpu_tf.data.sources.batches import BatchSource, Epochs, Source
 from mgpu_tf.errors import ConfigurationError
 
 # Batches that show which dimensions vary, such as padded lengths.
@@ -21,12 +21,32 @@ PEEKED = 2
 _END = object()
 
 
+class _PyDatasetEpochs(Epochs):
+    """Calls a dataset as Keras does: before the first epoch, it is ended."""
+
+    def __init__(self, dataset: keras.utils.PyDataset) -> None:
+        self._dataset = dataset
+        self._within = False
+
+    def reset(self) -> None:
+        self.end()
+
+    def begin(self) -> None:
+        if not self._within:
+            self._dataset.on_epoch_begin()
+        self._within = True
+
+    def end(self) -> None:
+        self._dataset.on_epoch_end()
+        self._within = False
+
+
 class PyDatasetSource(BatchSource):
     """A `keras.utils.PyDataset` of global batches.
 
     Every worker makes every batch and keeps its rows. `workers` threads make
-    them, in order; `on_epoch_begin` and `on_epoch_end` are called around each
-    pass.
+    them, in order. `on_epoch_begin` and `on_epoch_end` are called around each
+    epoch, and the second before the first epoch too, as Keras does.
 
     Args:
         dataset: The batches.
@@ -40,6 +60,7 @@ class PyDatasetSource(BatchSource):
         self._dataset = dataset
         self._shuffle = shuffle
         self._seed = seed
+        self.epochs = _PyDatasetEpochs(dataset)
         self.steps = dataset.num_batches
         self.endless = self.steps is None
         if self.steps == 0:
@@ -82,7 +103,6 @@ class PyDatasetSource(BatchSource):
 
     def _batches(self, index: Any) -> Iterator[Any]:
         dataset = self._dataset
-        dataset.on_epoch_begin()
         order: Iterator[int] = itertools.count()
         if self.steps is not None:
             indices = np.arange(self.steps)
@@ -102,7 +122,6 @@ class PyDatasetSource(BatchSource):
                 for position in itertools.islice(order, 1):
                     waiting.append(pool.submit(dataset.__getitem__, position))
                 yield _batch(batch)
-        dataset.on_epoch_end()
 
 
 class GeneratorSource(BatchSource):

@@ -181,7 +181,10 @@ class Training:
             training=True,
         )
         if run.resumed:
-            feed.resume(run.position.finished, run.position.step)
+            with run.reading_again():
+                feed.resume(run.position.finished, run.position.step)
+        else:
+            self._source.epochs.reset()
         last = run.position.epoch if run.stopped else numbers.epochs
         if run.resumed and run.position.epoch >= last:
             self._warn_complete(run.position.epoch)
@@ -324,6 +327,7 @@ class Training:
     def _train(self, feed: DataFeed) -> EpochRecord:
         engine, source, at = self._engine, self._source, self._run.position
         limit = self._numbers.steps_per_epoch or source.steps
+        source.epochs.begin()
         iterator = feed.iterator(at.epoch, limit)
         if not self._run.begin_epoch():
             # TensorFlow reads over all replicas what it overwrites.
@@ -393,6 +397,8 @@ class Training:
             between,
             leave_out,
         )
+        if not self._model.stop_training:
+            source.epochs.end()
         rest = self._count(engine.finish(iterator))
         self._check_replicas()
         at.step += rest.steps
@@ -513,6 +519,8 @@ def evaluate(
         engine.reset_metrics(first=first)
     pace = Pace(distributed.fixed_steps)
     limit = steps or source.steps
+    source.epochs.reset()
+    source.epochs.begin()
     iterator = feed.iterator(0, limit)
     model.stop_evaluating = False
     hooks.on_test_begin()
@@ -535,6 +543,8 @@ def evaluate(
         raise ConfigurationError(NO_BATCH)
     if at.step != limit:
         feed.restart()
+    if not model.stop_evaluating:
+        source.epochs.end()
     hooks.on_test_end(at.logs)
     return at.logs
 
@@ -557,6 +567,7 @@ def predict(
         ConfigurationError: There is no batch.
     """
     limit = steps or source.steps
+    source.epochs.begin()
     iterator = distributed.feed_once(source, steps).iterator(0, limit)
     engine, model = distributed.engine, distributed.model
     batches: list[Any] = []
@@ -575,6 +586,8 @@ def predict(
         hooks.on_predict_batch_end(len(batches) - 1, {"outputs": outputs})
         if model.stop_predicting:
             break
+    else:
+        source.epochs.end()
     hooks.on_predict_end()
     if not batches:
         raise ConfigurationError(NO_BATCH)
