@@ -247,6 +247,32 @@ def loop_functions(model: keras.Model) -> tuple[Any, ...]:
     return model.train_function, model.test_function, model.predict_function
 
 
+def trace_anew(model: keras.Model) -> None:
+    """Asks for a new trace, as an author does."""
+    model.train_function = model.test_function = model.predict_function = None
+
+
+def finalize_adapted(model: keras.Model) -> bool:
+    """Lets layers compute with what their variables hold, as Keras's load does.
+
+    `Normalization` keeps its mean and variance as tensors beside them.
+
+    Args:
+        model: Whose variables were written to.
+
+    Returns:
+        Whether a layer computes with other numbers than before.
+    """
+    changed = False
+    for layer in layers_of(model):
+        if isinstance(layer, keras.layers.Normalization) and layer.built:
+            before = layer.mean, layer.variance
+            layer.finalize_state()
+            pairs = zip(before, (layer.mean, layer.variance), strict=True)
+            changed |= not all(bool(tf.reduce_all(a == b)) for a, b in pairs)
+    return changed
+
+
 def runs_eagerly(model: keras.Model) -> bool:
     """Returns whether the steps of a model run without a graph."""
     return bool(model.run_eagerly or tf.config.functions_run_eagerly())

@@ -184,10 +184,16 @@ class Snapshot:
         self._strategy = strategy
         self._stored_once = stored_once
         self._prepare: Callable[[], None] | None = None
+        self._finish: Callable[[], None] | None = None
 
     def before_taking(self, prepare: Callable[[], None]) -> Snapshot:
         """Has a function called before values are copied; returns itself."""
         self._prepare = prepare
+        return self
+
+    def after_putting(self, finish: Callable[[], None]) -> Snapshot:
+        """Has a function called after values were put; returns itself."""
+        self._finish = finish
         return self
 
     def pieces(self) -> Iterator[Piece]:
@@ -292,6 +298,8 @@ class Snapshot:
                 self._put_shared(variable, stored, _name("shared", i))
             for name, variable in self._own(stored.arrays):
                 self._put_own(variable, stored, name)
+            if self._finish is not None:
+                self._finish()
 
     def paths(self) -> dict[str, str]:
         """Returns the paths of the variables by their names here."""

@@ -308,7 +308,13 @@ class Engine(abc.ABC):
             *untracked_variables(self._model),
         ]
         variables = Variables.of(every)
-        return Snapshot(variables, self._strategy, stored_once=True)
+        snapshot = Snapshot(variables, self._strategy, stored_once=True)
+        return snapshot.after_putting(self._adapt)
+
+    def _adapt(self) -> None:
+        """Lets layers compute with adapted numbers that were put back."""
+        if keras_internals.finalize_adapted(self._model):
+            keras_internals.trace_anew(self._model)
 
     def check_replicas(self, step: int) -> None:
         """Checks that all replicas hold the same weights; all workers call it.

@@ -253,9 +253,11 @@ class SynchronousEngine(Engine):
             ],
             sums=self._sums(keras_internals.optimizers_of(self._model)),
         )
-        return Snapshot(
+        snapshot = Snapshot(
             variables, self._strategy, stored_once=self._state.stored_once
-        ).before_taking(self._unheld.check_saved)
+        )
+        snapshot.before_taking(self._unheld.check_saved)
+        return snapshot.after_putting(self._adapt)
 
     def _kept(self) -> tuple[list[Any], list[Any]]:
         """Returns what a checkpoint has, and what each replica has alone."""
