@@ -39,6 +39,8 @@ from mgpu_tf.strategies.replicas.topology import balance_of
 
 _log = logging.getLogger("mgpu_tf")
 
+# What data has besides its shapes and its length.
+CONTENT = "data's content or order"
 # Entries of a configuration that no run resumes without.
 LAYERS = "layers of the model"
 OPTIMIZERS = "optimizers of the model"
@@ -199,7 +201,9 @@ class RunState:
                 "checkpoint_dir."
             )
         for name, value in self._data.items():
-            if state["data"].get(name) != value:
+            if name == CONTENT:
+                self._warn_of_other_data(state["data"].get(name, value))
+            elif state["data"].get(name) != value:
                 raise ConfigurationError(
                     f"A run resumes with the same {name}. Received: {value}, "
                     f"where the checkpoint has {state['data'].get(name)}. "
@@ -220,6 +224,15 @@ class RunState:
         self._loaded = found
         self._begun = state.get("begun")
         self.resumed = True
+
+    def _warn_of_other_data(self, saved: str) -> None:
+        if saved != self._data[CONTENT]:
+            _log.warning(
+                "The data is of the same shapes as before the checkpoint, but "
+                "its values or its order have changed. The run goes on with "
+                "the new data, from the position of the checkpoint. Use "
+                "another checkpoint_dir for a new run."
+            )
 
     def _compare_configuration(self, saved: Mapping[str, str] | None) -> None:
         """Refuses other layers and optimizers; warns of other settings."""

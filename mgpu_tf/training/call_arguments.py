@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from mgpu_tf import data as data_lib
 from mgpu_tf.checkpoints import storage
+from mgpu_tf.checkpoints.run_state import CONTENT
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.step.base import DataFeed
 from mgpu_tf.errors import ConfigurationError, check_integer, is_integer
@@ -219,9 +220,7 @@ def check_trained(model: keras.Model) -> None:
 
 def data_facts(source: data_lib.Source) -> dict[str, str]:
     """Returns what distinguishes data: shapes, length, order."""
-    return data_shape(source) | {
-        "data's content or order": source.fingerprint(),
-    }
+    return data_shape(source) | {CONTENT: source.fingerprint()}
 
 
 def data_shape(source: data_lib.Source) -> dict[str, str]:

@@ -775,3 +775,16 @@ def test_other_settings_are_told(changed, line, strategies, tmp_path, caplog):
     assert "this changed" not in caplog.text
     resumed_with(strategies["one_device"], tmp_path / "b", **changed)
     assert re.search(line, caplog.text)
+
+
+def test_other_data_is_told(run, strategies, tmp_path, caplog, monkeypatch):
+    strategy, changed = strategies["one_device"], "values or its order"
+    assert run(strategy, tmp_path, until=4) is None
+    assert run(strategy, tmp_path, until=8) is None
+    assert changed not in caplog.text
+    x, y = arrays()
+    monkeypatch.setitem(
+        DATA, "arrays", lambda: ((-x, y), {"batch_size": BATCH})
+    )
+    run(strategy, tmp_path)
+    assert caplog.text.count(changed) == 1

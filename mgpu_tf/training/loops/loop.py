@@ -45,6 +45,7 @@ from mgpu_tf.training.call_arguments import (
     FitNumbers,
     check_finite,
     check_seeded,
+    data_facts,
     data_shape,
     fit_facts,
 )
@@ -131,7 +132,7 @@ class Training:
             totals,
             self._model,
             engine,
-            data_shape(source),
+            data_shape(source) if saving is None else data_facts(source),
             callbacks,
             numbers.initial_epoch,
             distributed.configuration,
