@@ -1789,6 +1789,14 @@ def is_within_compiled_convolution() -> bool:
     return caller is not None and caller.f_code is not conv
 
 
+def learning_rates(model: keras.Model) -> list[float]:
+    """Returns the learning rate of each optimizer that a model holds."""
+    return [
+        float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        for optimizer in optimizers_of(model)
+    ]
+
+
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the optimizers that a model or a layer of it holds.
 

@@ -625,8 +625,10 @@ def _leave(worker: int, workers: int) -> None:
 
 _SAME_START = "Start all workers with the same script, flags and data."
 # What helps where a fact of this name differs.
+RATES = "learning rate at the end of an epoch"
 _REMEDIES = {
-    "path": "Pass one path on all workers: the chief alone writes the file."
+    "path": "Pass one path on all workers: the chief alone writes the file.",
+    RATES: "Let callbacks set the same on all workers, such as by the logs.",
 }
 
 

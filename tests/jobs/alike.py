@@ -205,6 +205,15 @@ def weights(strategy, folder):
     )
 
 
+def rate_of_one(strategy, folder):
+    class Sets(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if me() == 1:
+                self.model.optimizer.learning_rate = 0.5
+
+    return refused(strategy, lambda: fitting(strategy, callbacks=[Sets()]))
+
+
 def weights_in_build(strategy, folder):
     def build():
         made = model()
@@ -393,6 +402,9 @@ REFUSED = {
     bad_loss: [
         "DivergedError The loss must stay finite. Received: loss nan since "
         "step 3, first on worker 1."
+    ],
+    rate_of_one: [
+        SAME + "learning rate at the end of an epoch. Received: [0.1"
     ],
     weights: [SAME + "weight (number 2, kernel). Received: float32 values"],
     weights_in_build: [SAME + "weight (number 0, kernel). Received: float32"],

@@ -826,6 +826,42 @@ CHECKPOINTS = (
         (f"{RESUME}::test_generators_of_random_numbers_go_on",),
     ),
     Fault(
+        "data that draws goes on from other numbers",
+        "checkpoints/run_state.py",
+        "self._drawn = bool(changes(begun, _own_generators()))",
+        "self._drawn = False",
+        (f"{RESUME}::test_same_bits_whatever_the_data",),
+    ),
+    Fault(
+        "no epoch of a PyDataset ends",
+        "training/loops/loop.py",
+        "        if not self._model.stop_training:\n"
+        "            source.epochs.end()\n",
+        "",
+        ("tests/data/test_epochs.py",),
+    ),
+    Fault(
+        "adapted numbers stay those of before a checkpoint",
+        "engine/snapshot.py",
+        "                self._finish()\n",
+        "                pass\n",
+        ("tests/checkpoints/test_adapted.py",),
+    ),
+    Fault(
+        "a step reads the part of a metric that a replica has",
+        "engine/author/step_scope.py",
+        "            self.read_part(variable)\n",
+        "            pass\n",
+        (f"{WRITTEN}::test_a_metric_that_a_step_reads",),
+    ),
+    Fault(
+        "a worker may set a learning rate of its own",
+        "training/loops/loop.py",
+        "peers.compare({RATES: str(rates)})",
+        "peers.compare({RATES: str(len(rates))})",
+        ("tests/training/test_agreement.py",),
+    ),
+    Fault(
         "a callback begins anew",
         "checkpoints/callback_state.py",
         "        setattr(callback, name, value)\n",

@@ -37,6 +37,7 @@ from mgpu_tf.reports.profiling import Profiler
 from mgpu_tf.reports.report import LeftOut
 from mgpu_tf.reports.stragglers import SectionTimes, slow_workers
 from mgpu_tf.runtime.determinism import enable_determinism
+from mgpu_tf.strategies.peers import RATES
 from mgpu_tf.strategies.registry import kind_of, lost_workers
 from mgpu_tf.strategies.replicas.topology import balance_of
 from mgpu_tf.training import callbacks as callbacks_lib
@@ -269,6 +270,10 @@ class Training:
         self._totals.records.append(dataclasses.replace(record, logs=logs))
         self._look_for_slow(epoch)
         hooks.on_epoch_end(epoch, logs)
+        if kind_of(self._distributed.strategy).in_step:
+            # A callback of one worker may have set it there alone.
+            rates = keras_internals.learning_rates(self._model)
+            self._distributed.peers.compare({RATES: str(rates)})
 
     def _look_for_slow(self, epoch: int) -> None:
         """Names workers that are slower than the others, each once."""
