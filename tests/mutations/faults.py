@@ -821,8 +821,8 @@ CHECKPOINTS = (
     Fault(
         "generators go on as they are",
         "checkpoints/run_state.py",
-        '        restore_generators(state["generators"], own=not self._drawn)\n',
-        "",
+        "own=not self._drawn)",
+        "own=False)",
         (f"{RESUME}::test_generators_of_random_numbers_go_on",),
     ),
     Fault(
