@@ -123,25 +123,6 @@ def sent_of_part(
     return before + (now - before) * fraction
 
 
-def kind_written(
-    written: tf.Tensor, before: tf.Tensor | None, proof: RowProof
-) -> Kind:
-    """Returns what is proven of a value, of what was there before too.
-
-    Args:
-        written: What a replica wrote.
-        before: What it held, which may be a part; None where all held the
-            same.
-        proof: Knows what is proven of values of the step.
-    """
-    if before is None:
-        return proof.of(written)
-    own = RowProof()
-    own.begin_as(proof)
-    own.take([before], Held())
-    return own.of(written)
-
-
 _PASSING = frozenset(("Identity", "Cast", "StopGradient", "EnsureShape"))
 _SUMS = frozenset(("Add", "AddV2", "AddN"))
 _CHOICES = frozenset(("Select", "SelectV2"))

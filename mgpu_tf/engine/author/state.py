@@ -31,9 +31,7 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.rules import (
     DECLARED,
     Rule,
-    kind_written,
     rule_of,
-    rule_of_part,
 )
 from mgpu_tf.engine.row_proof import FIXED, RowProof, as_fixed
 from mgpu_tf.engine.trace_again import TraceAgain
@@ -232,14 +230,10 @@ class ReplicaState:
         if self.asynchronous:
             found = rule_of(written, before, proof)
         else:
+            alike = as_fixed(proof.of(written)) == FIXED
+            # Of a metric each replica holds a part, and adds to it.
             split = self.is_split(variable) and not self.is_whole(variable)
-            parts = before if split else None
-            kind = kind_written(written, parts, proof)
-            found = None
-            if as_fixed(kind) == FIXED:
-                found = Rule.AGREED
-            elif parts is not None:
-                found = rule_of_part(kind, written.dtype, of_metric=True)
+            found = Rule.AGREED if alike and not split else None
         if found is None:
             raise ConfigurationError(
                 "What a step makes of its rows is written to state in the "

@@ -13,12 +13,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.engine.author.contributions import BatchShare
-from mgpu_tf.engine.author.rules import (
-    Rule,
-    kind_written,
-    rule_of_part,
-    sent_of_part,
-)
+from mgpu_tf.engine.author.rules import Rule
 from mgpu_tf.engine.author.state import ReplicaState
 from mgpu_tf.engine.row_proof import RowProof
 from mgpu_tf.engine.trace_again import TraceAgain
@@ -57,12 +52,7 @@ def by_rule(
         if rule is Rule.AGREED:
             return value
         if share.replicas > 1 and rule is Rule.SUM:
-            metric = state.is_metric(variable)
-            kind = kind_written(value, before, proof)
-            if rule_of_part(kind, value.dtype, of_metric=metric) is not rule:
-                raise _not_of_sums(variable)
-            start = tf.convert_to_tensor(held)
-            value = sent_of_part(kind, start, value, share)
+            raise _not_in_a_call(variable)
         return share.select(value, held)
     except ConfigurationError:
         if otherwise(variable):
@@ -70,11 +60,10 @@ def by_rule(
         raise
 
 
-def _not_of_sums(variable: keras.Variable) -> ConfigurationError:
+def _not_in_a_call(variable: keras.Variable) -> ConfigurationError:
     return ConfigurationError(
-        "What is added to a variable outside of a layer must be a sum or "
-        "a mean over the rows, since replicas have their own rows. "
-        f"Received: {variable.path}, of which that is not proven. Add it in "
-        "the call of a layer or of the model, or make it of such sums in the "
-        "end, in result() of a metric."
+        "On several replicas, what is added to a metric is added in the call "
+        "of a layer or of the model, in compute_loss, or by update_state. "
+        f"Received: {variable.path}, which is written elsewhere. Call "
+        "update_state of its metric."
     )
