@@ -144,6 +144,24 @@ def a_py_dataset_that_grows(run):
     trained(run, regression(), Growing())
 
 
+class Shuffled(Pieces):
+    """A new order in each epoch, as the guide to `PyDataset` has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.random = np.random.default_rng(3)
+
+    def on_epoch_end(self):
+        order = self.random.permutation(len(self.x))
+        self.x, self.y = self.x[order], self.y[order]
+
+
+@row(GROUP)
+def a_py_dataset_that_shuffles_itself(run):
+    pieces = Shuffled()
+    trained(run, regression(), pieces, validation_data=Shuffled())
+
+
 @row(GROUP)
 def a_teacher_in_the_map_of_a_dataset(run):
     teacher = outside.mlp(1)

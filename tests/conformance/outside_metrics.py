@@ -375,3 +375,38 @@ for name, attend in {
             run, bag(attend), outside.points(), outside.numbers(2)
         ),
     )
+
+
+class Annealed(layers.Layer):
+    """Scales by what a metric has come to: a state that batches share."""
+
+    def __init__(self, metric):
+        super().__init__()
+        self._read = (metric,)
+
+    def call(self, x):
+        return x * (1.0 + 0.1 * ops.cast(self._read[0].result(), x.dtype))
+
+
+def annealed(metric_of):
+    def build():
+        metric = metric_of()
+        inputs = keras.Input((models.FEATURES,))
+        hidden = layers.Dense(5, activation="tanh")(inputs)
+        outputs = layers.Dense(1)(Annealed(metric)(hidden))
+        model = keras.Model(inputs, outputs)
+        return models.compiled(model, "mse", models.sgd(), metrics=[metric])
+
+    return build
+
+
+@row(GROUP)
+def a_layer_that_reads_a_metric(run):
+    build = annealed(keras.metrics.MeanAbsoluteError)
+    outside.use(run, build, outside.points(), outside.numbers())
+
+
+@row(GROUP)
+def a_layer_that_reads_a_metric_of_roots(run):
+    build = annealed(keras.metrics.RootMeanSquaredError)
+    outside.use(run, build, outside.points(), outside.numbers())
