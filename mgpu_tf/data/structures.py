@@ -341,7 +341,8 @@ def _tensor_of_array(leaf: Any) -> tf.Tensor:
         raise ConfigurationError(
             "Data must be arrays, tensors or data frames, in lists, tuples "
             f"or dicts. Received: {type(leaf).__name__}. Convert it, such as "
-            "with np.asarray."
+            "with np.asarray; batches come from a generator or a "
+            "keras.utils.PyDataset."
         )
     array = np.asarray(leaf)
     if hasattr(leaf, "iloc") and array.ndim == 1:
@@ -353,7 +354,10 @@ def _tensor_of_array(leaf: Any) -> tf.Tensor:
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             "Arrays must hold numbers, booleans or strings. Received: an "
-            f"array of {array.dtype} that TensorFlow does not take: {error}"
+            f"array of {array.dtype} that TensorFlow does not take: "
+            f"{str(error).rstrip('.')}. "
+            'Convert it: x.astype("float32"), np.stack(x) of rows that are '
+            "arrays, or tf.ragged.constant(x) where they differ in length."
         ) from None
 
 

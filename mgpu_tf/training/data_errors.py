@@ -36,6 +36,18 @@ _NO_NUMBER = re.compile(
     r"Expected int(32|64), but got None"
     r"|Failed to convert elements of [(\[][^\n]*\bNone\b[^\n]* to Tensor"
 )
+# What TensorFlow says of two shapes in a trace.
+_UNEQUAL = re.compile(
+    r"Dimensions must be equal, but are[^\n]* with input shapes: (\[[^\n]*\])"
+)
+# What Keras says of targets and outputs in other lists or dicts.
+_STRUCTURES = re.compile(
+    r"y_true and y_pred have different structures\.\n.*\ny_pred: ([^\n]*)"
+)
+# What Keras says of a name in `compile`, which it looks up with the first data.
+_UNKNOWN = re.compile(r"Could not interpret (metric|loss) identifier: ([^\n]*)")
+# What it says of a key of `loss`, or where targets lack one of them.
+_PATH = re.compile(r"The path: \('([^']*)',\) in the `loss` argument")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # What Keras says where data and model do not fit together.
 _SHAPES = (
@@ -44,6 +56,7 @@ _SHAPES = (
     "must have rank",
     "must have the same shape",
     "must have the same rank",
+    "Missing data for input",
     "Structure of inputs",
     "structure of `inputs`",
 )
@@ -144,14 +157,19 @@ def explained(source: data_lib.Source) -> Iterator[None]:
         ) from error
     except TypeError as error:
         example = source.example()
-        named = _has_targets(example) and isinstance(example[1], Mapping)
-        if not (named and "of type 'str'" in str(error)):
+        if not (_has_names(example) and "of type 'str'" in str(error)):
             raise
-        raise ConfigurationError(
-            "Targets in a dict need a model that returns a dict of outputs. "
-            f"Received: targets {', '.join(map(repr, example[1]))}. Pass the "
-            "array alone, or name the model's outputs."
-        ) from error
+        raise ConfigurationError(_misnamed(example[1])) from error
+    except KeyError as error:
+        example, said = source.example(), str(error)
+        if not (_has_names(example) and _is_of_keras(error)):
+            raise
+        path, lacking = _PATH.search(said), f", none for the output {said}"
+        if path is not None:
+            if path[1] not in example[1]:
+                raise  # A mistake in `loss`, of which Keras says one line.
+            lacking = ""
+        raise ConfigurationError(_misnamed(example[1], lacking)) from error
     except AttributeError as error:
         # What Keras's metrics say.
         if "'NoneType' object has no attribute 'shape'" not in str(error):
@@ -164,6 +182,28 @@ def explained(source: data_lib.Source) -> Iterator[None]:
         example = source.example()
         if "None values not supported" in text and not _has_targets(example):
             raise ConfigurationError(_NO_TARGETS) from error
+        unknown = _UNKNOWN.search(text)
+        if unknown is not None:
+            raise ConfigurationError(
+                f"compile needs a {unknown[1]} of Keras by its name, or an "
+                f"object or a function. Received: {unknown[2]!r}. Correct the "
+                f"name, or pass the {unknown[1]} itself."
+            ) from error
+        structures = _STRUCTURES.search(text)
+        if structures is not None:
+            raise ConfigurationError(
+                "Targets must have the structure of the model's outputs. "
+                f"Received: {_described(example)}, for outputs "
+                f"{structures[1]}. Pass a target for each output and no other."
+            ) from error
+        unequal = _UNEQUAL.search(text)
+        if unequal is not None and _has_shape_of_targets(unequal[1], example):
+            raise ConfigurationError(
+                "Targets must fit the outputs of the model. Received: "
+                f"{_described(example)}; the loss or a metric cannot compare "
+                f"the shapes {unequal[1]}. Give y the shape of the outputs, "
+                "or the model as many outputs as y has."
+            ) from error
         if not any(phrase in text for phrase in _SHAPES):
             raise
         lines = [line for line in text.splitlines() if line.strip()]
@@ -199,6 +239,41 @@ def _check_files(source: data_lib.Source) -> None:
 
 def _has_targets(example: Any) -> bool:
     return isinstance(example, tuple) and len(example) > 1
+
+
+def _has_names(example: Any) -> bool:
+    return _has_targets(example) and isinstance(example[1], Mapping)
+
+
+def _misnamed(targets: Mapping[str, Any], lacking: str = "") -> str:
+    return (
+        "Targets in a dict need a model that returns a dict with the same "
+        f"keys. Received: targets {', '.join(map(repr, targets))}{lacking}. "
+        "Name a target for each output, or pass the array of a single output "
+        "alone."
+    )
+
+
+def _is_of_keras(error: Exception) -> bool:
+    """Returns whether Keras has looked something up, and no one else."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = {} if trace is None else trace.tb_frame.f_globals
+    return module.get("__name__", "").startswith("keras.")
+
+
+def _has_shape_of_targets(shapes: str, example: Any) -> bool:
+    """Returns whether one of the shapes, such as `[?,3]`, is of a target."""
+    if not _has_targets(example):
+        return False
+    specs = [s for s in tf.nest.flatten(example[1]) if s.shape.rank]
+    each = [["?" if n is None else str(n) for n in s.shape[1:]] for s in specs]
+    return any(
+        re.search(rf"[\[,]{re.escape(','.join(one))}\]", shapes)
+        for one in each
+        if one
+    )
 
 
 def _described(example: object, *, text: bool = False) -> str:

@@ -45,6 +45,7 @@ from mgpu_tf.training.call_arguments import (
     check_verbose,
     data_facts,
 )
+from mgpu_tf.training.data_errors import explained
 from mgpu_tf.training.pace import Pace, Trial
 
 _log = logging.getLogger("mgpu_tf")
@@ -181,7 +182,11 @@ class DistributedModel:
             source: Has the shapes and types of a batch.
         """
         engine = self.engine
-        with self.strategy.scope(), self.peers.same_variables():
+        with (
+            explained(source),
+            self.strategy.scope(),
+            self.peers.same_variables(),
+        ):
             engine.prepare(source)
         return engine
 

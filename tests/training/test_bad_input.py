@@ -201,10 +201,26 @@ def batches():
     yield X, Y
 
 
-def with_metrics(trainer, loss="sparse_categorical_crossentropy"):
+def with_metrics(
+    trainer, loss="sparse_categorical_crossentropy", metric="accuracy"
+):
     with trainer.strategy.scope():
-        trainer.model.compile("sgd", loss, metrics=["accuracy"])
+        trainer.model.compile("sgd", loss, metrics=[metric])
     return trainer
+
+
+def build_two(loss="mse", **options):
+    inputs = keras.Input((4,), name="x")
+    outputs = {name: keras.layers.Dense(1)(inputs) for name in "ab"}
+    model = keras.Model({"x": inputs}, outputs)
+    model.compile("sgd", loss, **options)
+    return model
+
+
+def fit_two(x, y, **options):
+    return lambda s: in_fit(x, y)(
+        mgpu_tf.Trainer(lambda: build_two(**options), s)
+    )
 
 
 def batches_of(*sizes):
@@ -226,6 +242,14 @@ def in_fit(*data, **options):
 CALLS = {
     "no_data": (lambda t: in_fit(None)(t), "None"),
     "text": (lambda t: in_fit("data")(t), "np.asarray"),
+    "iterable_of_batches": (
+        lambda t: in_fit(Batches())(t),
+        "a generator or a keras.utils.PyDataset",
+    ),
+    "rows_of_objects": (
+        lambda t: in_fit(X.astype(object), Y)(t),
+        'x.astype("float32")',
+    ),
     "no_examples": (lambda t: in_fit(X[:0], Y[:0])(t), "1 or more"),
     "lengths_differ": (lambda t: in_fit(X, Y[:7])(t), "(7,)"),
     "sparse": (lambda t: in_fit(tf.sparse.from_dense(X), Y)(t), "SparseTensor"),
@@ -288,6 +312,29 @@ CALLS = {
     "targets_of_another_shape": (
         lambda t: in_fit(X, X[:, :2])(t),
         "fit the model",
+    ),
+    "targets_wider_than_outputs": (
+        lambda t: in_fit(X, X)(with_metrics(t, "mse")),
+        "the shapes [?,4], [?,3]. Give y the shape of the outputs",
+    ),
+    "validation_targets_wider_than_outputs": (
+        lambda t: in_fit(X, X[:, :3], validation_data=(X, X))(
+            with_metrics(t, "mse")
+        ),
+        "y of shape (None, 4)",
+    ),
+    "targets_wider_than_outputs_of_a_batch": (
+        lambda t: with_metrics(t, "mse").train_on_batch(X, X),
+        "Give y the shape of the outputs",
+    ),
+    "unknown_metric": (
+        lambda t: in_fit(X, Y)(with_metrics(t, metric="foo")),
+        "a metric of Keras by its name, or an object or a function. Received: "
+        "'foo'",
+    ),
+    "unknown_loss": (
+        lambda t: in_fit(X, Y)(with_metrics(t, "foo")),
+        "a loss of Keras by its name",
     ),
     "batch_size_0": (lambda t: in_fit(X, Y, batch_size=0)(t), "batch_size=0"),
     "batch_size_text": (lambda t: in_fit(X, Y, batch_size="4")(t), "'4'"),
@@ -412,6 +459,13 @@ CALLS = {
 }
 
 
+class Batches:
+    """An iterable, as loaders of PyTorch are."""
+
+    def __iter__(self):
+        return iter([(X, Y)])
+
+
 class Numbered:
     """Examples by their number."""
 
@@ -485,6 +539,30 @@ OTHERS = {
     "layout_of_a_name": (
         mesh(tensor=4, layout={".*kernel": "modl"}),
         "('modl',)",
+    ),
+    "no_target_for_an_output": (
+        fit_two({"x": X}, {"a": Y, "c": Y}, metrics={"a": "mae"}),
+        "targets 'a', 'c', none for the output 'b'. Name a target for each",
+    ),
+    "no_target_for_an_output_without_metrics": (
+        fit_two({"x": X}, {"a": Y}),
+        "a dict with the same keys. Received: targets 'a'. Name",
+    ),
+    "no_target_for_one_of_two_losses": (
+        fit_two({"x": X}, {"a": Y}, loss={"a": "mse", "b": "mse"}),
+        "for outputs {'a': '*', 'b': '*'}. Pass a target for each output",
+    ),
+    "a_target_of_another_name": (
+        fit_two({"x": X}, {"a": Y, "c": Y}),
+        "a dict with the same keys. Received: targets 'a', 'c'",
+    ),
+    "a_target_too_many": (
+        fit_two({"x": X}, {"a": Y, "b": Y, "c": Y}),
+        "for outputs {'a': '*', 'b': '*'}. Pass a target for each output",
+    ),
+    "an_input_of_another_name": (
+        fit_two({"z": X}, {"a": Y, "b": Y}),
+        "Expected the following keys: ['x']",
     ),
     "layout_of_nothing": (
         lambda s: split_by({"dense/kernel": (None, "model")}),

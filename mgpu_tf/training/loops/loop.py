@@ -50,6 +50,7 @@ from mgpu_tf.training.call_arguments import (
     data_shape,
     fit_facts,
 )
+from mgpu_tf.training.data_errors import explained
 from mgpu_tf.training.distributed_model import DistributedModel
 from mgpu_tf.training.loops.totals import Totals
 from mgpu_tf.training.pace import Pace
@@ -533,7 +534,11 @@ def evaluate(
     at = Position()
 
     def execute(wanted: int) -> Execution:
-        with heartbeat.at(heartbeat.EVALUATE), distributed.peers.inside():
+        with (
+            explained(source),
+            heartbeat.at(heartbeat.EVALUATE),
+            distributed.peers.inside(),
+        ):
             return engine.evaluate(iterator, wanted, source, pace.seconds)
 
     run_steps(
