@@ -561,9 +561,7 @@ class Trainer:
                     hooks,
                     first=self._totals.global_step == 0,
                 )
-        if check_flag("return_dict", return_dict):
-            return scores
-        return keras_internals.in_order(distributed.model, scores)
+        return self._scores(scores, return_dict)
 
     def predict(
         self,
@@ -916,7 +914,7 @@ class Trainer:
 
     def _scores(self, logs: Logs, return_dict: bool) -> Any:
         if check_flag("return_dict", return_dict):
-            return logs
+            return dict(sorted(logs.items()))  # Keras's order.
         return keras_internals.in_order(self.model, logs)
 
     def _follow(

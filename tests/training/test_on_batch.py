@@ -49,3 +49,37 @@ def test_batches_are_those_of_keras(column, strategies):
     )
     assert trainer.global_step == len(BATCHES)
     assert trainer.examples_seen == sum(BATCHES)
+
+
+def build_two():
+    inputs = keras.Input((5,))
+    outputs = {name: keras.layers.Dense(1, name=name)(inputs) for name in "ab"}
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse", metrics={"a": "mae", "b": "mape"})
+    return model
+
+
+def names_of(model):
+    """The names of what is returned, kept and shown, in their order."""
+    x, y = arrays()
+    data = x, {"a": y, "b": y}
+    shown = []
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda _, logs: shown.append(list(logs)),
+        on_epoch_end=lambda _, logs: shown.append(list(logs)),
+        on_test_batch_end=lambda _, logs: shown.append(list(logs)),
+    )
+    options = {"verbose": 0, "callbacks": [watch]}
+    history = model.fit(*data, validation_data=data, **options).history
+    return {
+        "train_on_batch": list(model.train_on_batch(*data, return_dict=True)),
+        "test_on_batch": list(model.test_on_batch(*data, return_dict=True)),
+        "evaluate": list(model.evaluate(*data, return_dict=True, **options)),
+        "history": list(history),
+        "callbacks": shown,
+    }
+
+
+def test_names_have_the_order_of_keras(strategies):
+    trainer = mgpu_tf.Trainer(build_two, strategies["mirrored_x3"])
+    assert names_of(trainer) == names_of(build_two())
