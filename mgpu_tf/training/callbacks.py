@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -21,6 +22,8 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.errors import ConfigurationError, installing
+
+_log = logging.getLogger("mgpu_tf")
 
 Callbacks: TypeAlias = (
     Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None
@@ -300,6 +303,23 @@ def refuse_restoring(callbacks: list[keras.callbacks.Callback]) -> None:
             raise ConfigurationError(
                 "checkpoint_dir resumes by itself. Received: a "
                 "BackupAndRestore beside it. Leave out the callback."
+            )
+
+
+def warn_of_new_files(callbacks: list[keras.callbacks.Callback]) -> None:
+    """Warns that a resumed run writes a file without its earlier epochs."""
+    for callback in callbacks:
+        if (
+            isinstance(callback, keras.callbacks.CSVLogger)
+            and not callback.append
+            and tf.io.gfile.exists(callback.filename)
+        ):
+            _log.warning(
+                "A resumed run keeps what its earlier epochs wrote only if it "
+                "is added to. Received: %s(%r), which begins its file anew. "
+                "Pass append=True.",
+                type(callback).__name__,
+                callback.filename,
             )
 
 

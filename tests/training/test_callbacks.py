@@ -241,3 +241,28 @@ def test_a_prediction_that_a_callback_ends(strategies):
     x = np.ones((12, 4), "float32")
     assert len(trainer.predict(x, batch_size=3, callbacks=[Ends()])) == 6
     assert len(trainer.predict(x, batch_size=3)) == 12
+
+
+def test_a_file_that_a_resumed_run_begins_anew_is_told(
+    strategies, tmp_path, caplog
+):
+    path = str(tmp_path / "log.csv")
+
+    def fit(epochs, **options):
+        log = keras.callbacks.CSVLogger(path, **options)
+        folder = str(tmp_path / "run")
+        callbacks.fit(
+            strategies["one_device"], [log], epochs, checkpoint_dir=folder
+        )
+        with open(path) as file:
+            return [line.partition(",")[0] for line in file]
+
+    fit(1)
+    assert fit(2, append=True) == ["epoch", "0", "1"]
+    assert not caplog.text
+    assert fit(3) == ["epoch", "2"]
+    assert caplog.messages == [
+        "A resumed run keeps what its earlier epochs wrote only if it is added "
+        f"to. Received: CSVLogger({path!r}), which begins its file anew. Pass "
+        "append=True."
+    ]

@@ -171,6 +171,8 @@ class Training:
         totals, peers = self._totals, self._distributed.peers
         run.load(self._saver.find())
         self._print_start()
+        if run.resumed:
+            callbacks_lib.warn_of_new_files(hooks.callbacks)
         totals.left_out[:] = run.leave_out(totals.left_out)
         self._model.stop_training = False
         hooks.on_train_begin()
