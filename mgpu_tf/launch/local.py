@@ -494,11 +494,15 @@ class _Supervisor:
 
     def _failed(self, task: Task) -> _End:
         others = [t for t in self._tasks if t.alive]
+        done = [t for t in self._tasks if t.returncode == 0]
         self._record()
         again = self._job.policy.restarts
         # The workers of a job that begins again have nothing left to do.
         self._end_all(signal.SIGKILL if again else signal.SIGTERM)
         ended = f"; ended {_names(others)}" if others else ""
+        if done:
+            # Others may have waited for them.
+            ended += f"; {_names(done)} had ended with exit code 0 before"
         self._say(f"{task.name} failed with {task.cause()}{ended}")
         if self.on_failure is not None:
             self.on_failure(task)

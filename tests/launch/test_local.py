@@ -215,7 +215,14 @@ if index == 1:
 
 @pytest.mark.parametrize(
     ("code", "message"),
-    [(0, ""), (3, "mgpu-tf launch: worker 1 failed with exit code 3.\n")],
+    [
+        (0, ""),
+        (
+            3,
+            "mgpu-tf launch: worker 1 failed with exit code 3; worker 0 had "
+            "ended with exit code 0 before.\n",
+        ),
+    ],
 )
 def test_success_of_one_ends_nothing(code, message, tmp_path):
     body = f"""
