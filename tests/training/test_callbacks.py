@@ -257,11 +257,14 @@ def test_a_file_that_a_resumed_run_begins_anew_is_told(
         with open(path) as file:
             return [line.partition(",")[0] for line in file]
 
+    def told():
+        return [line for line in caplog.messages if "CSVLogger" in line]
+
     fit(1)
     assert fit(2, append=True) == ["epoch", "0", "1"]
-    assert not caplog.text
+    assert not told()
     assert fit(3) == ["epoch", "2"]
-    assert caplog.messages == [
+    assert told() == [
         "A resumed run keeps what its earlier epochs wrote only if it is added "
         f"to. Received: CSVLogger({path!r}), which begins its file anew. Pass "
         "append=True."
