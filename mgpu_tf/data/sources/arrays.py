@@ -198,6 +198,7 @@ def _common_length(data: Any) -> int:
         shapes = [tuple(leaf.shape) for leaf in leaves]
         raise ConfigurationError(
             "All arrays must have the same number of examples, 1 or more. "
-            f"Received: shapes {shapes}."
+            f"Received: shapes {shapes}. Give each example a row of every "
+            "array; batches come from a generator or a keras.utils.PyDataset."
         )
     return lengths.pop()
