@@ -830,7 +830,7 @@ CHECKPOINTS = (
         "checkpoints/run_state.py",
         "            _restore_own(begun)\n",
         "            pass\n",
-        (f"{RESUME}::test_same_bits_whatever_the_data",),
+        (f"{RESUME}::test_noise_goes_on_as_the_run_began",),
     ),
     Fault(
         "no epoch of a PyDataset ends",
