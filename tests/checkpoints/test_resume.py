@@ -166,7 +166,7 @@ class Run:
         epochs=2,
         spe=3,
         saving=None,
-        seed=0,
+        draws=0,
         **kwargs,
     ):
         """Returns hash and history; None where it was broken off."""
@@ -186,9 +186,10 @@ class Run:
         }
         # A dataset draws by the seed that a process had when it was made.
         tf.random.set_seed(0)
-        np.random.seed(seed)
+        np.random.seed(0)
         data, data_options = DATA[data]()
         self.trainer = mgpu_tf.Trainer(build, strategy, steps_per_execution=spe)
+        np.random.normal(size=draws)
         with self._monkeypatch.context() as patched:
             patched.setattr(CheckpointSaver, "boundary", broken)
             try:
@@ -258,11 +259,11 @@ def test_same_bits_whatever_the_data(data, run, strategies, tmp_path):
 
 
 def test_noise_goes_on_as_the_run_began(run, strategies, tmp_path):
-    """NumPy's generator is in another state when the script is run again."""
+    """Even where the script has drawn more before it goes on."""
     strategy, folder = strategies["mirrored_x2"], tmp_path / "broken"
     control = run(strategy, tmp_path / "control", data="noisy")
     assert run(strategy, folder, until=13, data="noisy") is None
-    assert run(strategy, folder, data="noisy", seed=1) == control
+    assert run(strategy, folder, data="noisy", draws=3) == control
 
 
 @pytest.mark.parametrize("name", tiered(list(OPTIMIZERS), []))
