@@ -307,16 +307,10 @@ class RunState:
         if not self._drawn:
             _restore_own(before)
 
-    def begin_epoch(self) -> bool:
-        """Restores what was saved within the epoch.
-
-        Returns:
-            Whether it did.
-        """
-        if self._loaded is None or not self.position.step:
-            return False
-        self._restore(*self._loaded)
-        return True
+    def begin_epoch(self) -> None:
+        """Restores what was saved within the epoch."""
+        if self._loaded is not None and self.position.step:
+            self._restore(*self._loaded)
 
     def end_epoch(self, logs: Logs) -> None:
         """Moves on to the beginning of the next epoch."""

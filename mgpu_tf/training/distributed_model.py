@@ -443,7 +443,8 @@ class DistributedModel:
             fixed = 1
         if fixed is None and exact and self._engine.boundaries_matter:
             fixed = Pace.EXACT_STEPS
-        return Pace(fixed, self._trial_of_jit(exact))
+        trial = self._trial_of_jit(exact)
+        return Pace(fixed, trial, said=self.fixed_steps)
 
     def _trial_of_jit(self, exact: bool) -> Trial | None:
         """Returns the trial that `jit_compile="auto"` asks for.

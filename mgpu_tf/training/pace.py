@@ -69,6 +69,7 @@ class Pace:
     Args:
         fixed: The number of steps, where it does not depend on time.
         trial: Done as soon as the number is settled.
+        said: What the author has said of it.
     """
 
     TARGET_SECONDS = 0.5
@@ -77,8 +78,15 @@ class Pace:
     # Where the number must not depend on time.
     EXACT_STEPS = 10
 
-    def __init__(self, fixed: int | None, trial: Trial | None = None) -> None:
+    def __init__(
+        self,
+        fixed: int | None,
+        trial: Trial | None = None,
+        *,
+        said: int | None = None,
+    ) -> None:
         self._fixed = fixed
+        self._said = said or 1
         self._trial = trial
         self.steps = fixed or 1
         self.seconds = 0.0
@@ -98,6 +106,17 @@ class Pace:
     def is_over(self, done: int) -> bool:
         """Returns whether callbacks come after so many steps of an epoch."""
         return done % (self._fixed or 1) == 0
+
+    def last(self, done: int) -> int:
+        """Returns the index of the last step, for callbacks.
+
+        It is that of a whole execution, as Keras counts, though the data may
+        end within it.
+
+        Args:
+            done: Steps of the epoch that are done.
+        """
+        return -(-done // self._said) * self._said - 1
 
     def time(
         self, execute: Callable[[int], Execution], steps: int

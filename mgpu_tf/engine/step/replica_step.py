@@ -1005,13 +1005,13 @@ def mean_increments(
 def check_gradients(
     gradients: list[Any], variables: list[keras.Variable]
 ) -> None:
-    """Refuses a loss that depends on no weight.
+    """Refuses a loss that depends on no weight, where there is one.
 
     Args:
         gradients: Of each weight, None where it has none.
         variables: The weights.
     """
-    if all(gradient is None for gradient in gradients):
+    if variables and all(gradient is None for gradient in gradients):
         raise ConfigurationError(
             "The loss must depend on the trainable variables. Received: a "
             f"loss that depends on none of {len(variables)}. Check that the "

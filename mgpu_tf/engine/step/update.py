@@ -112,6 +112,8 @@ class Update:
         """
         if self.watch is not None:
             self.watch.local = gradients
+        if not gradients:
+            return  # As Keras, where nothing is trainable.
         if self._reduces_first:
             gradients = self._of_all(gradients)
         if self._scaler is None:

@@ -372,7 +372,9 @@ class Splitting:
         is_weight = beside is None
         if is_weight and spread is None and not strategy.splits_by_size:
             return self._not_split(next_creator, kwargs)
-        if not _may_be_split(kwargs, beside, strategy.shard):
+        # What TensorFlow loads has a value later.
+        later = kwargs.get("initial_value") is None
+        if later or not _may_be_split(kwargs, beside, strategy.shard):
             return self._not_split(next_creator, kwargs)
         first = self._devices_of_parts(beside)[0]
         with tf.init_scope(), tf.device(first):

@@ -258,6 +258,10 @@ class Training:
     def _epoch(self, epoch: int, feed: DataFeed) -> None:
         """Trains an epoch, evaluates, and notes what it took."""
         numbers, hooks = self._numbers, self._hooks
+        # TensorFlow reads over all replicas what it overwrites.
+        with self._distributed.peers.inside():
+            first = self._totals.global_step == 0
+            self._engine.reset_metrics(first=first)
         hooks.on_epoch_begin(epoch)
         record = self._train(feed)
         logs = dict(record.logs)
@@ -338,10 +342,7 @@ class Training:
         limit = self._numbers.steps_per_epoch or source.steps
         source.epochs.begin()
         iterator = feed.iterator(at.epoch, limit)
-        if not self._run.begin_epoch():
-            # TensorFlow reads over all replicas what it overwrites.
-            with self._distributed.peers.inside():
-                engine.reset_metrics(first=self._totals.global_step == 0)
+        self._run.begin_epoch()
 
         def train(wanted: int) -> Execution:
             step = self._totals.global_step
@@ -524,15 +525,16 @@ def evaluate(
     source, model = feed.source, distributed.model
     check_finite("evaluate", source, steps)
     engine = distributed.prepare(source)
-    with distributed.peers.inside():
-        engine.reset_metrics(first=first)
-    pace = Pace(distributed.fixed_steps)
+    fixed = distributed.fixed_steps
+    pace = Pace(fixed, said=fixed)
     limit = steps or source.steps
     source.epochs.reset()
     source.epochs.begin()
     iterator = feed.iterator(0, limit)
     model.stop_evaluating = False
     hooks.on_test_begin()
+    with distributed.peers.inside():
+        engine.reset_metrics(first=first)
     at = Position()
 
     def execute(wanted: int) -> Execution:
@@ -675,7 +677,7 @@ def run_steps(
             pending = True
         over = result.steps < wanted or at.step == limit
         if pending and (over or pace.is_over(at.step)):
-            end(at.step - 1, last)
+            end(pace.last(at.step), last)
             pending = False
         over = over or stopped()
         at.seconds += time.perf_counter() - started
@@ -683,4 +685,4 @@ def run_steps(
             break
         between()
     if pending:
-        end(at.step - 1, last)
+        end(pace.last(at.step), last)

@@ -120,6 +120,8 @@ class LayerCalls:
             for layer in self._regularized
         }
         self._whole: set[int] = set()
+        # Those that a replica has proven in the trace at hand.
+        self._proven: set[int] = set()
         self.owners = Owners()
         self._inlined = Inlined()
         self._attempts = Attempts()
@@ -140,6 +142,7 @@ class LayerCalls:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Lets layers be called so, while a step is traced."""
+        self._proven.clear()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._attempts.left_behind())
             stack.enter_context(self._inlined.in_place())
@@ -443,6 +446,7 @@ class LayerCalls:
         written = scope.written_since(called)
         parts = parts_of(scope, proof, before, written, self._exchange)
         if added and apart and parts is not None:
+            self._proven.add(id(layer))
             keep(scope, parts)
             for place, kind in enumerate(kinds, first):
                 note_loss(layer, scope, place, kind, share)
@@ -472,7 +476,8 @@ class LayerCalls:
         if apart and added:
             unproven = "what it writes adds up over the rows"
         self._take_whole(layer, unproven)
-        if remains:
+        # Replicas compute it whole together, or none does.
+        if remains or id(layer) in self._proven:
             raise TraceAgain
         if not keras_internals.is_of_library(layer):
             self._attempts.give_up()
