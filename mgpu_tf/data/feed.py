@@ -93,7 +93,8 @@ def distribute(
             )
         )
     if source.repeats:
-        dataset = dataset.prefetch(2 * local.count)
+        # Two global batches: what data is made of may change meanwhile.
+        dataset = dataset.prefetch(2 * (local.count if uncut is None else 1))
     options = tf.data.Options()
     options.deterministic = True
     options.experimental_distribute.auto_shard_policy = (

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -1011,7 +1012,9 @@ def check_gradients(
         gradients: Of each weight, None where it has none.
         variables: The weights.
     """
-    if variables and all(gradient is None for gradient in gradients):
+    if not variables:  # Its layers may still write their state.
+        warnings.warn("The model has no trainable weights.", stacklevel=2)
+    elif all(gradient is None for gradient in gradients):
         raise ConfigurationError(
             "The loss must depend on the trainable variables. Received: a "
             f"loss that depends on none of {len(variables)}. Check that the "
