@@ -1,6 +1,5 @@
 """A replayed step: faults in data, model and hardware are told apart."""
 
-import collections
 
 import keras
 import numpy as np
@@ -48,13 +47,12 @@ class Flip(keras.callbacks.Callback):
 
     def __init__(self, times):
         super().__init__()
-        # A replay gives callbacks back what they were, but no deque.
-        self._times = collections.deque(times)
+        # A replay gives callbacks back what they were, but no iterator.
+        self._times = iter(times)
 
     def on_train_batch_end(self, batch, logs=None):
-        if batch != STEP - 1 or not self._times:
+        if batch != STEP - 1 or next(self._times, None) is None:
             return
-        self._times.pop()
         kernel = self.model.get_layer("first").kernel
         value = keras.ops.convert_to_numpy(kernel).copy()
         value.view("uint32").flat[3] ^= 1 << 20
