@@ -1,6 +1,5 @@
 """A replayed step: faults in data, model and hardware are told apart."""
 
-
 import keras
 import numpy as np
 import pytest
