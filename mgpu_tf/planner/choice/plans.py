@@ -378,9 +378,8 @@ def _advice(found: list[Candidate], compare: _Comparison) -> Iterator[str]:
         )
         if gain < WORTH:
             yield (
-                f"Do not use {more} devices in place of {fewer}: they do "
-                f"{gain:.2f} times as much, limited by "
-                f"{fastest[more].time.limited_by}."
+                f"{more} devices do only {gain:.2f} times as much as {fewer}, "
+                f"limited by {fastest[more].time.limited_by}."
             )
             break
     if largest.layout.devices == 1 or largest.efficiency >= GOOD:
@@ -392,8 +391,10 @@ def _advice(found: list[Candidate], compare: _Comparison) -> Iterator[str]:
         ways.append(f"a global batch of {batch:,}")
     if link is not None:
         ways.append(f"a link of {link * 8 / 1e9:,.0f} Gbit/s between machines")
-    words = " or ".join(ways) if ways else "no larger batch and no faster link"
+    words = f"{GOOD:.0%} takes {' or '.join(ways)}"
+    if not ways:
+        words = f"no larger batch and no faster link brings {GOOD:.0%}"
     yield (
         f"{largest.layout.devices} devices reach {largest.efficiency:.0%} of "
-        f"their speed; {GOOD:.0%} takes {words}."
+        f"their speed; {words}."
     )
