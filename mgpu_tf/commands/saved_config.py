@@ -61,6 +61,8 @@ def _read(source: str) -> dict[str, Any]:
         try:
             with open(source, encoding="utf-8") as file:
                 made = json.load(file)
+            if not made:
+                raise ValueError("it is empty")
         except (OSError, ValueError) as error:
             raise ConfigurationError(
                 "config must be a JSON file or package.module:function. "

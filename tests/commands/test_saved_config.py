@@ -68,6 +68,7 @@ def test_functions():
         ('{"epoch": 3}', "Did you mean 'epochs'"),
         ("[1]", "list from"),
         ("{", "must be a JSON file"),
+        ("{}", "it is empty"),
         (None, "must be a JSON file"),
     ],
 )
