@@ -220,6 +220,11 @@ class AsynchronousEngine(Engine):
         self.build_layers(source)
         return iterator.next_outputs()
 
+    def _adapt(self) -> None:
+        changed = keras_internals.finalize_adapted(self._model)
+        if changed and self._pieces:  # Workers compute with other numbers.
+            keras_internals.trace_anew(self._model)
+
     def _check_traces(self) -> None:
         if self._traces_anew():
             raise ConfigurationError(
