@@ -59,7 +59,8 @@ _DICTS: dict[str, Callable[[], Any]] = {
 _ARRAYS = ("array", "scalar", "bytes", "tensor", "variable")
 # What these modules make has no value that a run goes on from.
 _RESOURCES = ("keras", "tensorflow", "mgpu_tf")
-_VALUES = ("builtins", "collections", "itertools", "numpy", "pandas")
+_VALUES = ("collections", "itertools", "pandas")
+_CONTAINERS = (list, tuple, dict, set, frozenset, bytearray, np.ndarray)
 _LIBRARIES = tuple(
     sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")
 )
@@ -271,7 +272,9 @@ def _is_value(value: Any) -> bool:
     if isinstance(value, Iterator):
         return not hasattr(value, "read")  # A file is a resource.
     root = type(value).__module__.partition(".")[0]
-    return root in _VALUES and not callable(value)
+    return isinstance(value, _CONTAINERS) or (
+        root in _VALUES and not callable(value)
+    )
 
 
 def decode(value: Any, held: Any = None) -> Any:

@@ -269,6 +269,8 @@ def test_what_is_not_kept_is_named():
     callback.rows = {"of": [iter(())]}
     callback.by_callback = {callback: 1}
     callback.function, callback.layers = print, [keras.layers.Dense(1)]
+    callback.numbers, callback.module = range(3), np
+    callback.type = np.dtype("float32")
     assert left_out(callback) == [
         "steps (count)",
         "rows (tuple_iterator)",
