@@ -59,6 +59,7 @@ _DICTS: dict[str, Callable[[], Any]] = {
 _ARRAYS = ("array", "scalar", "bytes", "tensor", "variable")
 # What these modules make has no value that a run goes on from.
 _RESOURCES = ("keras", "tensorflow", "mgpu_tf")
+# What these make has one, and so have containers.
 _VALUES = ("collections", "itertools", "pandas")
 _CONTAINERS = (list, tuple, dict, set, frozenset, bytearray, np.ndarray)
 _LIBRARIES = tuple(
