@@ -259,7 +259,7 @@ def _is_authors(value: Any) -> bool:
     """Whether an object is of a class that no library made."""
     kinds = type(value).__mro__[:-1]
     roots = {kind.__module__.partition(".")[0] for kind in kinds}
-    if callable(value) or isinstance(value, type) or roots & {*_RESOURCES}:
+    if isinstance(value, type) or roots & {*_RESOURCES}:
         return False
     module = sys.modules.get(type(value).__module__)
     file = getattr(module, "__file__", None)

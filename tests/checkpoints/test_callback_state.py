@@ -149,6 +149,10 @@ class Helper:
     def __init__(self, owner):
         self.owner, self.count, self.log = owner, 0, []
 
+    def __call__(self):
+        self.count += 1
+        self.log.append(self.count)
+
 
 class Knows(keras.callbacks.Callback):
     """One of everything that a callback may go on from."""
@@ -183,8 +187,7 @@ class Knows(keras.callbacks.Callback):
         self.last.append(len(self.losses))
         self.names = np.array(["c"])
         self.phase = Phase.SECOND
-        self.helper.count += 1
-        self.helper.log.append(self.helper.count)
+        self.helper()
         self.inner.wait += 1
         self.plain.assign_add(1.0)
         self.rate.assign_add(1.0)
