@@ -13,7 +13,7 @@ of random numbers, variables, and objects of the author's with such attributes.
 They are put back into the objects that are there, if these are of the same
 type: two names of one list remain so, and a `defaultdict` keeps its function.
 What has no value, such as a function, a file or a model, stays as it is.
-`left_out` names what else is not taken.
+What else is not taken is named.
 
 `EarlyStopping` and `ReduceLROnPlateau` turn the sign of `min_delta` once they
 know that less is better. It is stored as it was given: a new process turns it
@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import collections
 import enum
+import logging
+import operator
 import random
 import sys
 import sysconfig
@@ -37,12 +39,16 @@ import tensorflow as tf
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 
+_log = logging.getLogger("mgpu_tf")
+
 Encoded = dict[str, Any]
 
 # Set by Keras, not by the callback.
 _NOT_STATE = ("params", "_params", "_model")
 _TURNED = "min_delta"
 _PLAIN = (type(None), bool, int, float, str)
+# Which of several equal ones is held does not matter.
+_ALIKE = (*_PLAIN, bytes, complex, tuple, frozenset, np.generic, enum.Enum)
 # Containers besides list, tuple and dict: how one is made of its items.
 _ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
@@ -67,31 +73,23 @@ _LIBRARIES = tuple(
 )
 
 
-def remembered(callback: Any, model: keras.Model | None = None) -> Encoded:
+def remembered(
+    callback: Any,
+    model: keras.Model | None = None,
+    left_out: list[str] | None = None,
+) -> Encoded:
     """Returns the attributes of a callback that can be stored, encoded.
 
     Args:
         callback: A callback.
         model: What is trained; its variables are not taken.
+        left_out: Gets the names and the types of values that are not stored,
+            though they may count.
 
     Returns:
         By name; nothing that the callback goes on to change.
     """
-    return _Taken(model).attributes(callback)
-
-
-def left_out(callback: Any) -> list[str]:
-    """Returns which values of a callback are not stored, though they may count.
-
-    Args:
-        callback: A callback.
-
-    Returns:
-        Of each the name of the attribute, and the type.
-    """
-    taken = _Taken(None)
-    taken.attributes(callback)
-    return taken.left_out
+    return _Taken(model, left_out).attributes(callback)
 
 
 def changes(before: Encoded, now: Encoded) -> Encoded:
@@ -104,13 +102,71 @@ def changes(before: Encoded, now: Encoded) -> Encoded:
 
 
 def remind(callback: Any, values: Encoded) -> None:
-    """Gives a callback its attributes back."""
-    for name, stored in values.items():
-        value = decode(stored, getattr(callback, name, None))
-        if name == _TURNED and hasattr(callback, "monitor_op"):
-            # Checkpoints of earlier versions have it turned.
-            value = -abs(value) if _has_turned(callback) else abs(value)
-        setattr(callback, name, value)
+    """Gives a callback its attributes back.
+
+    A warning names those that are to be put into an object which the script
+    has not made.
+    """
+    _Given(callback).attributes(callback, values)
+
+
+class _Given:
+    """Puts what is stored into a callback, and what it holds.
+
+    Args:
+        callback: The callback.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        # What was filled: another attribute may hold the same object now.
+        self._filled: set[int] = set()
+
+    def attributes(self, holder: Any, values: Encoded) -> None:
+        """Gives an object its attributes back."""
+        for name, stored in values.items():
+            held = getattr(holder, name, None)
+            try:
+                value = self._of(stored, held)
+            except _NothingHeld:
+                _log.warning(
+                    "%s begins anew with %s, which a checkpoint holds and the "
+                    "script has not made before training. Make it in __init__",
+                    type(self._callback).__name__,
+                    name,
+                )
+                continue
+            if name == _TURNED and hasattr(holder, "monitor_op"):
+                # Checkpoints of earlier versions have it turned.
+                value = -abs(value) if _has_turned(holder) else abs(value)
+            setattr(holder, name, value)
+
+    def _of(self, stored: Any, held: Any) -> Any:
+        kind = stored["kind"] if isinstance(stored, dict) else None
+        if kind == "same":
+            return operator.attrgetter(stored["of"])(self._callback)
+        if kind == "object":
+            if held is None:
+                raise _NothingHeld
+            self.attributes(held, stored["of"])
+            return held
+        made = decode(stored, held)
+        mutable = isinstance(made, list | dict | set | collections.deque)
+        if not mutable or type(held) is not type(made):
+            return made
+        if id(held) in self._filled:
+            return made
+        self._filled.add(id(held))
+        held.clear()
+        if isinstance(made, list | collections.deque):
+            held.extend(made)
+        else:
+            held.update(made)
+        return held
+
+
+class _NothingHeld(Exception):
+    """There is no object into which a stored value can be put."""
 
 
 def encode(value: Any) -> Any:
@@ -169,15 +225,19 @@ class _Taken:
 
     Args:
         model: As for `remembered`.
-
-    Attributes:
-        left_out: The paths and types of values that are not stored.
+        left_out: As for `remembered`.
     """
 
-    def __init__(self, model: keras.Model | None) -> None:
-        self.left_out: list[str] = []
+    def __init__(
+        self, model: keras.Model | None, left_out: list[str] | None
+    ) -> None:
+        self._left_out = [] if left_out is None else left_out
         self._known = set() if model is None else _variables_of(model)
         self._path: list[str] = []
+        # By identity, the attribute that has an object.
+        self._first: dict[int, str] = {}
+        # In how many containers the walk is; these have no attributes.
+        self._inside = 0
         self._within: list[int] = []
 
     def attributes(self, holder: Any) -> Encoded:
@@ -192,10 +252,15 @@ class _Taken:
             if name == _TURNED and _has_turned(holder):
                 value = -value
             self._path.append(name)
-            stored = self._of(value)
-            self._path.pop()
-            if stored is not _HELD:
+            path = ".".join(self._path)
+            first = path
+            if not self._inside and not isinstance(value, _ALIKE):
+                first = self._first.setdefault(id(value), path)
+            if first != path:
+                found[name] = {"kind": "same", "of": first}
+            elif (stored := self._of(value)) is not _HELD:
                 found[name] = stored
+            self._path.pop()
         self._within.pop()
         return found
 
@@ -203,6 +268,8 @@ class _Taken:
         """Returns a value encoded, `_HELD` for one that stays as it is."""
         if id(value) in self._within:
             return _HELD
+        inside = isinstance(value, _CONTAINERS)
+        self._inside += inside
         self._within.append(id(value))
         try:
             return _encoded(value, self._of)
@@ -210,6 +277,7 @@ class _Taken:
             return self._of_object(value)
         finally:
             self._within.pop()
+            self._inside -= inside
 
     def _of_object(self, value: Any) -> Any:
         if isinstance(value, tf.Variable | keras.Variable):
@@ -230,7 +298,7 @@ class _Taken:
             return {"kind": "object", "of": self.attributes(value)}
         if own or _is_value(value):
             name = ".".join(self._path)
-            self.left_out.append(f"{name} ({type(value).__name__})")
+            self._left_out.append(f"{name} ({type(value).__name__})")
         return _HELD
 
     def _of_variable(self, variable: Any) -> Any:
@@ -286,7 +354,7 @@ def decode(value: Any, held: Any = None) -> Any:
         held: What there is already, into which it is put if it can be.
     """
     if isinstance(value, list):
-        return _put(_items(value, held), held)
+        return _items(value, held)
     if not isinstance(value, dict):
         return value
     kind, of = value["kind"], value["of"]
@@ -296,17 +364,20 @@ def decode(value: Any, held: Any = None) -> Any:
         for stored, item in of:
             key = decode(stored)
             made[key] = decode(item, there.get(key))
-        return _put(made, held)
+        if isinstance(made, collections.defaultdict):
+            made.default_factory = getattr(held, "default_factory", None)
+        return made
     if kind in _ITEMS:
-        return _put(_ITEMS[kind](_items(of, held)), held)
+        return _ITEMS[kind](_items(of, held))
     if kind == "deque":
-        made = collections.deque(_items(of, held), value["most"])
-        return _put(made, held)
+        return collections.deque(_items(of, held), value["most"])
+    if kind in _IN_PLACE and held is None:
+        raise _NothingHeld
     return _DECODED[kind](of, held)
 
 
 def _items(stored: list[Any], held: Any) -> list[Any]:
-    """Returns the items of a container, put into those that are held."""
+    """Returns the items of a container; variables are those that are held."""
     ordered = isinstance(held, list | tuple | collections.deque)
     there = list(held) if ordered else []
     there += [None] * (len(stored) - len(there))
@@ -315,36 +386,21 @@ def _items(stored: list[Any], held: Any) -> list[Any]:
     ]
 
 
-def _put(made: Any, held: Any) -> Any:
-    """Returns what is held, with the items of what was made, or the latter."""
-    if type(held) is not type(made) or isinstance(made, tuple | frozenset):
-        return made
-    held.clear()
-    if isinstance(made, list | collections.deque):
-        held.extend(made)
-    else:
-        held.update(made)
-    return held
-
-
 def _assigned(of: Any, held: Any) -> Any:
-    if held is None:
-        return tf.Variable(of)
     held.assign(of)
     return held
 
 
 def _variables(of: Any, held: Any) -> Any:
-    state = getattr(held, "variables", None) or [getattr(held, "state", None)]
-    for variable, stored in zip(state, of, strict=False):
-        if variable is not None:
-            decode(stored, variable)
+    metric = isinstance(held, keras.metrics.Metric)
+    state = held.variables if metric else [held.state]
+    for variable, stored in zip(state, of, strict=True):
+        decode(stored, variable)
     return held
 
 
 def _object(of: Any, held: Any) -> Any:
-    if held is not None:
-        remind(held, of)
+    remind(held, of)
     return held
 
 
@@ -372,11 +428,13 @@ def _random(of: Any, held: Any) -> Any:
     return made
 
 
+# They are put into what is held.
+_IN_PLACE = ("enum", "held", "object", "variable", "variables")
 _DECODED: dict[str, Callable[[Any, Any], Any]] = {
     "array": lambda of, held: np.array(of),
     "bytes": lambda of, held: np.array(of).tobytes(),
     "complex": lambda of, held: complex(*of),
-    "enum": lambda of, held: held if held is None else type(held)[of],
+    "enum": lambda of, held: type(held)[of],
     "generator": _generator,
     "held": lambda of, held: held,
     "object": _object,

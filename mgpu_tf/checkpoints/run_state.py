@@ -19,11 +19,9 @@ import keras
 import numpy as np
 
 from mgpu_tf.checkpoints.callback_state import (
-    Encoded,
     changes,
     decode,
     encode,
-    left_out,
     remembered,
     remind,
 )
@@ -274,11 +272,13 @@ class RunState:
         """
         if restored_epoch:
             self.first_epoch = self.position.epoch = restored_epoch
-        self._before = self._remembered()
         if not self.resumed:
             self._begun = _own_generators()
-        for callback in self._callbacks:
-            if found := left_out(callback):
+        self._before = []
+        for callback in self._every_callback():
+            found: list[str] = []
+            self._before.append(remembered(callback, self._model, found))
+            if found:
                 _log.warning(
                     "A resumed run has not all that %s knows: checkpoints "
                     "do not hold its %s. Keep it in numbers, containers, "
@@ -342,7 +342,10 @@ class RunState:
         """
         counts, position = self._counts, self.position
         strategy = self._model.distribute_strategy
-        after = self._remembered()
+        after = [
+            remembered(callback, self._model)
+            for callback in self._every_callback()
+        ]
         state = {
             "position": {
                 "epoch": position.epoch,
@@ -403,12 +406,6 @@ class RunState:
         ):
             remind(callback, values)
         restore_generators(state["generators"], own=not self._drawn)
-
-    def _remembered(self) -> list[Encoded]:
-        return [
-            remembered(callback, self._model)
-            for callback in self._every_callback()
-        ]
 
     def _every_callback(self) -> list[keras.callbacks.Callback]:
         return [self._model.history, *self._callbacks]

@@ -444,7 +444,7 @@ class DistributedModel:
         if fixed is None and exact and self._engine.boundaries_matter:
             fixed = Pace.EXACT_STEPS
         trial = self._trial_of_jit(exact)
-        return Pace(fixed, trial, said=self.fixed_steps)
+        return Pace(fixed, trial, steps_per_execution=self.fixed_steps)
 
     def _trial_of_jit(self, exact: bool) -> Trial | None:
         """Returns the trial that `jit_compile="auto"` asks for.

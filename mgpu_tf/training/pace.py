@@ -69,7 +69,8 @@ class Pace:
     Args:
         fixed: The number of steps, where it does not depend on time.
         trial: Done as soon as the number is settled.
-        said: What the author has said of it.
+        steps_per_execution: By which callbacks count, where an author has
+            set it.
     """
 
     TARGET_SECONDS = 0.5
@@ -83,10 +84,10 @@ class Pace:
         fixed: int | None,
         trial: Trial | None = None,
         *,
-        said: int | None = None,
+        steps_per_execution: int | None = None,
     ) -> None:
         self._fixed = fixed
-        self._said = said or 1
+        self._counted = steps_per_execution or 1
         self._trial = trial
         self.steps = fixed or 1
         self.seconds = 0.0
@@ -116,7 +117,7 @@ class Pace:
         Args:
             done: Steps of the epoch that are done.
         """
-        return -(-done // self._said) * self._said - 1
+        return -(-done // self._counted) * self._counted - 1
 
     def time(
         self, execute: Callable[[int], Execution], steps: int

@@ -16,7 +16,6 @@ from mgpu_tf.checkpoints.callback_state import (
     changes,
     decode,
     encode,
-    left_out,
     remembered,
     remind,
     with_arrays,
@@ -237,7 +236,9 @@ def test_all_that_a_callback_knows_goes_on():
     assert resumed.known() == whole.known()
     resumed.by_layer["new"].append(1)  # The function of a new key is there.
     assert resumed.helper.owner is resumed
-    assert not left_out(resumed)
+    left_out = []
+    remembered(resumed, left_out=left_out)
+    assert not left_out
 
 
 def test_what_is_made_later_is_made_again():
@@ -274,8 +275,52 @@ def test_what_is_not_kept_is_named():
     callback.function, callback.layers = print, [keras.layers.Dense(1)]
     callback.numbers, callback.module = range(3), np
     callback.type = np.dtype("float32")
-    assert left_out(callback) == [
+    left_out = []
+    remembered(callback, left_out=left_out)
+    assert left_out == [
         "steps (count)",
         "rows (tuple_iterator)",
         "by_callback (dict)",
     ]
+
+
+def test_lists_that_were_one_object_are_told_apart():
+    """In the script two names have one list; one of them got another."""
+
+    class Lists(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.one = self.other = []
+            self.rows = [[0]] * 2
+            self.helpers = [Helper(self)]
+            self.log = self.helpers[0].log
+
+    first, second = Lists(), Lists()
+    before = remembered(first)
+    first.other, first.rows = [2], [[1], [2]]
+    first.one.append(1)
+    first.helpers[0]()
+    remind(second, stored(changes(before, remembered(first))))
+    assert (second.one, second.other) == ([1], [2])
+    assert second.rows == [[1], [2]]
+    assert second.helpers[0].log == second.log == [1]
+
+
+def test_what_the_script_has_not_made_is_named(caplog):
+    class Late(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.phase = None
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.phase = Phase.SECOND
+            self.mean = keras.metrics.Mean()
+
+    first, second = Late(), Late()
+    before = remembered(first)
+    first.on_train_batch_end(0)
+    remind(second, stored(changes(before, remembered(first))))
+    assert second.phase is None
+    assert not hasattr(second, "mean")
+    for name in ("phase", "mean"):
+        assert f"Late begins anew with {name}, which" in caplog.text

@@ -864,8 +864,8 @@ CHECKPOINTS = (
     Fault(
         "a callback begins anew",
         "checkpoints/callback_state.py",
-        "        setattr(callback, name, value)\n",
-        "        pass\n",
+        "            setattr(holder, name, value)\n",
+        "            pass\n",
         (
             "tests/checkpoints/test_callback_state.py",
             f"{RESUME}::test_callbacks_go_on",

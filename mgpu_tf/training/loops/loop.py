@@ -526,7 +526,7 @@ def evaluate(
     check_finite("evaluate", source, steps)
     engine = distributed.prepare(source)
     fixed = distributed.fixed_steps
-    pace = Pace(fixed, said=fixed)
+    pace = Pace(fixed, steps_per_execution=fixed)
     limit = steps or source.steps
     source.epochs.reset()
     source.epochs.begin()
