@@ -7,6 +7,8 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import BatchShare
+from mgpu_tf.engine.author.state import ReplicaState
+from mgpu_tf.engine.author.step_scope import StepScope
 from mgpu_tf.engine.step.losses import GlobalLoss
 
 ROWS = 7
@@ -130,6 +132,8 @@ def _traced(loss, model, added, share):
     @tf.function(autograph=False)
     def part(x, y):
         extra = [tf.constant(added)]
-        return loss(None, y, model(x), None, extra, share)[0]
+        with StepScope(model, [], None) as scope:
+            scope.share, scope.state = share, ReplicaState(model, 2)
+            return loss(None, y, model(x), None, extra, share)[0]
 
     return part

@@ -393,10 +393,9 @@ class GlobalLoss:
         share, scope = self._current.share, keras_internals.stateless_scope()
         if share.replicas == 1:
             return total
-        known = getattr(scope, "known_losses", {})
-        proof = scope.proof if isinstance(scope, StepScope) else RowProof()
-        is_mean = loss is known.get(id(loss))
-        part = _part(MEAN if is_mean else proof.of(total), total, share)
+        assert isinstance(scope, StepScope)
+        is_mean = loss is scope.known_losses.get(id(loss))
+        part = _part(MEAN if is_mean else scope.proof.of(total), total, share)
         if part is None:
             raise ConfigurationError(
                 "On several replicas what is added to the loss outside of a "
