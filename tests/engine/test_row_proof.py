@@ -551,6 +551,16 @@ def writing(variable):
         yield lambda x, function=function: function(x, one), True
 
 
+def test_what_is_printed_proves_nothing():
+    def printed(x):
+        tf.print("rows", tf.shape(x), x[:, 0])
+        return x * 2
+
+    traced, found = kind_and_values(printed, A)
+    traced.get_concrete_function()
+    assert found["kind"] == Rows()
+
+
 def test_what_is_written_in_functions():
     variable = tf.Variable(0.0, dtype=tf.float64)
     for function, of_rows in writing(variable):

@@ -43,6 +43,7 @@ from mgpu_tf.engine.row_proof.operations import Operations
 from mgpu_tf.engine.row_proof.proof import (
     RowProof,
     active,
+    axis_of_rows,
     given_gradients,
     leave_others,
     note,
@@ -80,6 +81,7 @@ __all__ = [
     "active",
     "acts",
     "as_fixed",
+    "axis_of_rows",
     "functions_of",
     "given_gradients",
     "leave_others",

@@ -298,8 +298,8 @@ class RowProof:
             return self._repeated(op, kinds)
         if op.type == "IdentityN":
             return list(kinds)
-        if op.type in CHECKS:
-            return []
+        if op.type in CHECKS:  # Text is made of what is printed.
+            return [UNPROVEN] * len(op.outputs)
         return by_rule(op, kinds)
 
     def walked_apart(
@@ -531,6 +531,19 @@ def note_drawn(
     if block is not None:
         note(tensor, Rows(axis=axis, block=block))
     return block is not None
+
+
+def axis_of_rows(tensor: tf.Tensor) -> int | None:
+    """Returns the axis of a tensor that has a row for each example.
+
+    None where the proofs under way do not know it.
+    """
+    step = [] if _active.step is None else [_active.step]
+    for proof in [*step, *_active.proofs]:
+        kind = proof.found(tensor)
+        if isinstance(kind, Rows) and kind.block == 1 and not kind.listed:
+            return kind.axis
+    return None
 
 
 def note_same(tensor: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
