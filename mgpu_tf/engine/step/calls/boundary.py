@@ -48,7 +48,11 @@ from mgpu_tf.engine.row_proof import (
 from mgpu_tf.engine.step.apart import Apart
 from mgpu_tf.engine.step.calls.layer_calls import trust
 from mgpu_tf.engine.step.calls.whole_layers import masks_of, rows_of
-from mgpu_tf.engine.trace_again import Attempts, TraceAgain
+from mgpu_tf.engine.trace_again import (
+    Attempts,
+    TraceAgain,
+    refusal_within,
+)
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
 
@@ -270,7 +274,16 @@ class Boundary:
         if cut is None:
             return own(*arguments, **named)
         mark = here.scope.mark()
-        outputs, proven = self._local(layer, own, arguments, named, rows, cut)
+        try:
+            outputs, proven = self._local(
+                *(layer, own, arguments, named, rows, cut)
+            )
+        except Exception as error:
+            if refusal_within(error) is None:
+                # It may take all rows: its first axis may be another one.
+                self._open(layer)
+                self._attempts.give_up()
+            raise
         if proven:
             call, length = self._proven[-1], rows[0].shape[0]
             return tf.nest.map_structure(
