@@ -71,6 +71,8 @@ MICRO_BATCHES = 4
 
 # The axes on which replicas have a place.
 REPLICA_AXES = ("data", "fsdp", "tensor", "blocks")
+# Both at once, over which the rows of a batch are cut.
+ROWS = ("data", "fsdp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +122,16 @@ class Mesh:
         return tuple(axis for axis in REPLICA_AXES if self.length(axis) > 1)
 
     def length(self, axis: str) -> int:
-        """Returns the size of an axis, such as `fsdp`."""
-        return int(getattr(self, axis))
+        """Returns the size of an axis, such as `fsdp`, or of `rows`."""
+        return self.ranges if axis == "rows" else int(getattr(self, axis))
 
     def rank(self, axis: str, replica: int) -> int:
-        """Returns the place of a replica on one of `REPLICA_AXES`."""
+        """Returns the place of a replica on an axis.
+
+        Args:
+            axis: One of `REPLICA_AXES`, or `rows`.
+            replica: Its number.
+        """
         return replica // self._step(axis) % self.length(axis)
 
     def along(self, axes: Sequence[str], replica: int) -> list[int]:
@@ -147,6 +154,7 @@ class Mesh:
         return {
             "data": self.fsdp * self.tensor * self.blocks,
             "fsdp": self.tensor * self.blocks,
+            "rows": self.tensor * self.blocks,
             "tensor": self.blocks,
             "blocks": 1,
         }[axis]
@@ -160,9 +168,16 @@ class Mesh:
         )
 
 
+def single(axes: Iterable[str]) -> tuple[str, ...]:
+    """Returns axes with those that `rows` is of in its place."""
+    every = ([*ROWS] if axis == "rows" else [axis] for axis in axes)
+    return tuple(itertools.chain.from_iterable(every))
+
+
 def others_than(axes: Sequence[str]) -> tuple[str, ...]:
     """Returns the axes of replicas that are not among some."""
-    return tuple(axis for axis in REPLICA_AXES if axis not in axes)
+    given = single(axes)
+    return tuple(axis for axis in REPLICA_AXES if axis not in given)
 
 
 def mesh_of(
@@ -293,7 +308,7 @@ class Split:
         shape: The shape of the whole variable.
         parts: The number of parts.
         dim: The dimension along which it is divided. None: see above.
-        over: The axis of the mesh.
+        over: The axis of the mesh, or `rows`.
         again: Into how many parts each part is divided once more.
         owner: The part that has all. None: see above.
     """

@@ -2,9 +2,13 @@
 
 import keras
 import numpy as np
-from keras import layers
+from keras import layers, ops
+
+import mgpu_tf
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 24, 6, 12, 12
+# Of experts: what is between their layers, and the tokens of each.
+HIDDEN, CAPACITY = 12, 2
 # 8 steps in an epoch, the last of 7 rows.
 ROWS, BATCH = 119, 16
 
@@ -111,6 +115,61 @@ def transformer(optimizer, rate=0.0, mask=True):
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
+
+
+class SwitchFeedForward(layers.Layer):
+    """Fedus et al. 2021: each token to one expert, as far as it has room.
+
+    Tokens of an example compete for the places; the loss that balances is of
+    the global batch.
+    """
+
+    def __init__(self, experts, rate=0.0):
+        super().__init__()
+        self.experts = experts
+        self.router = layers.Dense(experts)
+        self.inner = layers.EinsumDense(
+            "ebcd,edh->ebch",
+            (None, None, HIDDEN),
+            activation="gelu",
+            bias_axes="eh",
+            name="inner",
+        )
+        self.drop = layers.Dropout(rate)
+        self.outer = layers.EinsumDense(
+            "ebch,ehd->ebcd", (None, None, WIDTH), name="outer"
+        )
+
+    def build(self, shape):
+        self.router.build(shape)
+        self.inner.build((self.experts, None, CAPACITY, WIDTH))
+        self.outer.build((self.experts, None, CAPACITY, HIDDEN))
+        self.built = True
+
+    def call(self, tokens):
+        chances = ops.softmax(self.router(tokens))
+        chosen = ops.one_hot(ops.argmax(chances, -1), self.experts)
+        chosen = ops.cast(chosen, tokens.dtype)
+        share = mgpu_tf.batch_mean(ops.mean(chosen, 1))
+        chance = mgpu_tf.batch_mean(ops.mean(chances, 1))
+        self.add_loss(0.1 * self.experts * ops.sum(share * chance))
+        place = ops.cumsum(chosen, 1) * chosen - 1
+        places = ops.one_hot(ops.cast(place, "int32"), CAPACITY)
+        places = ops.cast(places, tokens.dtype)
+        sent = ops.einsum("btec,btd->ebcd", places, tokens)
+        made = self.outer(self.drop(self.inner(sent)))
+        weights = places * ops.max(chances, -1)[..., None, None]
+        return tokens + ops.einsum("btec,ebcd->btd", weights, made)
+
+
+def switch(optimizer, experts, rate=0.0):
+    words = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(VOCABULARY, WIDTH)(words)
+    x = SwitchFeedForward(experts, rate)(x)
+    x = SwitchFeedForward(experts, rate)(layers.LayerNormalization()(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = keras.Model(words, layers.Dense(VOCABULARY)(x))
+    return compiled(model, optimizer, loss)
 
 
 def transformer_data():

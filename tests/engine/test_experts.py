@@ -3,63 +3,34 @@
 import logging
 
 import keras
+import numpy as np
 import pytest
-from keras import layers, ops
+import tensorflow as tf
+from keras import layers
 
 import mgpu_tf
 from mgpu_tf.engine.step.tensor_parallel.linear import Linear
 from tests.engine import tensor_models as models
-from tests.engine.test_tensor_parallel import adam, compared
+from tests.engine.test_tensor_parallel import adam, compared, strategy_of
 from tests.tiers import tiered
 
-EXPERTS, WIDTH, HIDDEN, CAPACITY = 4, 8, 12, 2
+# Each device has its own experts, and is sent the tokens of all for them.
+BY_EXPERTS = {
+    ".*/(inner|outer)/kernel": ("batch", None, None),
+    ".*/inner/bias": ("batch", None, None, None),
+}
 
 
-class SwitchFeedForward(layers.Layer):
-    """Fedus et al. 2021: each token to one expert, as far as it has room.
-
-    Tokens of an example compete for the places; the loss that balances is of
-    the global batch.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.router = layers.Dense(EXPERTS)
-        self.inner = layers.EinsumDense(
-            "ebcd,edh->ebch", (None, None, HIDDEN), activation="gelu"
-        )
-        self.outer = layers.EinsumDense("ebch,ehd->ebcd", (None, None, WIDTH))
-
-    def build(self, shape):
-        self.router.build(shape)
-        self.inner.build((EXPERTS, None, CAPACITY, WIDTH))
-        self.outer.build((EXPERTS, None, CAPACITY, HIDDEN))
-        self.built = True
-
-    def call(self, tokens):
-        chances = ops.softmax(self.router(tokens))
-        chosen = ops.one_hot(ops.argmax(chances, -1), EXPERTS)
-        chosen = ops.cast(chosen, tokens.dtype)
-        share = mgpu_tf.batch_mean(ops.mean(chosen, 1))
-        chance = mgpu_tf.batch_mean(ops.mean(chances, 1))
-        self.add_loss(0.1 * EXPERTS * ops.sum(share * chance))
-        place = ops.cumsum(chosen, 1) * chosen - 1
-        places = ops.one_hot(ops.cast(place, "int32"), CAPACITY)
-        places = ops.cast(places, tokens.dtype)
-        sent = ops.einsum("btec,btd->ebcd", places, tokens)
-        made = self.outer(self.inner(sent))
-        weights = places * ops.max(chances, -1)[..., None, None]
-        return tokens + ops.einsum("btec,ebcd->btd", weights, made)
+def build(experts=4, rate=0.0):
+    return models.switch(adam(global_clipnorm=0.5), experts, rate)
 
 
-def build():
-    words = keras.Input((models.LENGTH,), dtype="int32")
-    x = layers.Embedding(models.VOCABULARY, WIDTH)(words)
-    x = SwitchFeedForward()(x)
-    x = SwitchFeedForward()(layers.LayerNormalization()(x))
-    model = keras.Model(words, layers.Dense(models.VOCABULARY)(x))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return models.compiled(model, adam(global_clipnorm=0.5), loss)
+def kernels(trainer):
+    return [
+        weight
+        for weight in trainer.model.trainable_variables
+        if weight.path.endswith(("inner/kernel", "outer/kernel"))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -106,14 +77,150 @@ def test_as_keras(column, strategies, caplog):
     with caplog.at_level(logging.INFO, "mgpu_tf"):
         trainer, difference = compared(build, data, strategies[column])
     assert difference < 1e-9
-    kernels = [
-        weight
-        for weight in trainer.model.trainable_variables
-        if "einsum_dense" in weight.path and weight.path.endswith("kernel")
-    ]
-    assert len(kernels) == 4
+    assert len(kernels(trainer)) == 4
     if "tensor" in column:
         assert " 2 layers take parts from the layers before" in caplog.text
         # Of four experts, two devices have two each; three, all and a part.
-        dims = [weight.value.split.dim for weight in kernels]
+        dims = [weight.value.split.dim for weight in kernels(trainer)]
         assert dims == ([2, 1] * 2 if column == "tensor_x3" else [0] * 4)
+
+
+MESHES = {
+    "data_3": {"data": 3},
+    "data_3_ring": {"data": 3, "communication": "ring"},
+    "fsdp_3": {"fsdp": 3},
+    "data_2_fsdp_2": {"data": 2, "fsdp": 2},
+    "data_2_tensor_2": {"data": 2, "tensor": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rate"),
+    tiered(
+        [(mesh, rate) for mesh in MESHES for rate in (0.0, 0.5)],
+        [("data_3", 0.0)],
+        [("fsdp_3", 0.5), ("data_2_fsdp_2", 0.5)],
+    ),
+)
+def test_tokens_go_to_experts(mesh, rate, caplog):
+    """The last batch has 7 rows, which no mesh divides."""
+    mesh = dict(MESHES[mesh])
+    strategy = strategy_of(**mesh, layout=BY_EXPERTS)
+    with caplog.at_level(logging.INFO, "mgpu_tf"):
+        trainer, difference = compared(
+            lambda: build(12, rate), models.transformer_data(), strategy
+        )
+    assert difference < 1e-9
+    assert " 2 layers take parts from the layers before" in caplog.text
+    devices = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    for weight in kernels(trainer):
+        assert weight.value.values[0].shape[0] == 12 // devices
+
+
+@pytest.mark.full
+def test_resumed_on_another_mesh(tmp_path):
+    """With the experts over three devices, and then over two of four."""
+
+    def fitted(strategy, epochs):
+        keras.utils.set_random_seed(1)
+        trainer = mgpu_tf.Trainer(lambda: build(12), strategy)
+        x, y = models.transformer_data()
+        trainer.fit(
+            *(x, y),
+            batch_size=models.BATCH,
+            epochs=epochs,
+            shuffle=False,
+            verbose=0,
+            checkpoint_dir=str(tmp_path / "run"),
+        )
+        return trainer
+
+    fitted(strategy_of(fsdp=3, layout=BY_EXPERTS), 1)
+    strategy = strategy_of(data=2, tensor=2, layout=BY_EXPERTS)
+    resumed = fitted(strategy, 2).model
+    keras.utils.set_random_seed(1)
+    right = build(12)
+    call = {"batch_size": models.BATCH, "shuffle": False, "verbose": 0}
+    right.fit(*models.transformer_data(), epochs=2, **call)
+    for mine, other in zip(resumed.weights, right.weights, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+def test_a_step_of_ones_own():
+    """Of one row, so that one device has none."""
+
+    class Own(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+                gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    def built():
+        model = build(12)
+        own = Own(model.inputs, model.outputs)
+        return models.compiled(own, adam(), model.loss)
+
+    x, y = models.transformer_data()
+    strategy = strategy_of(2, layout=BY_EXPERTS)
+    trainer, difference = compared(built, (x[:17], y[:17]), strategy)
+    assert difference < 1e-9
+
+
+class TimeMajor(layers.Layer):
+    """A layer whose rows are on the second axis within it."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = layers.EinsumDense("sbd,dh->sbh", (None, 12), name="wide")
+
+    def build(self, shape):
+        self.wide.build((shape[1], None, shape[2]))
+
+    def call(self, x):
+        x = keras.ops.transpose(x, (1, 0, 2))
+        return keras.ops.transpose(self.wide(x), (1, 0, 2))
+
+
+def test_rows_on_another_axis():
+    def built():
+        inputs = keras.Input((5, 6))
+        outputs = layers.Dense(3)(TimeMajor()(inputs))
+        return models.compiled(keras.Model(inputs, outputs), adam(), "mse")
+
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(55, 5, 6)), generator.normal(size=(55, 5, 3))
+    strategy = strategy_of(3, layout={".*wide/kernel": (None, "batch")})
+    _, difference = compared(built, (x, y), strategy)
+    assert difference < 1e-9
+
+
+class RowsAsExperts(layers.Layer):
+    """A mistake: the axis of the experts is that of the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = layers.EinsumDense("ed,edh->eh", 4, name="wide")
+
+    def build(self, shape):
+        self.wide.build((6, shape[1]))
+
+    def call(self, x):
+        return self.wide(x)
+
+
+def test_rows_that_are_experts_are_refused():
+    strategy = strategy_of(2, layout={".*wide/kernel": ("batch", None, None)})
+    trainer = mgpu_tf.Trainer(
+        lambda: models.compiled(
+            keras.Sequential([keras.Input((3,)), RowsAsExperts()]),
+            "sgd",
+            "mse",
+        ),
+        strategy,
+    )
+    x, y = np.zeros((6, 3)), np.zeros((6, 4))
+    with pytest.raises(mgpu_tf.ConfigurationError, match="single rows"):
+        trainer.fit(x, y, batch_size=6, verbose=0)

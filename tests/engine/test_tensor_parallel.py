@@ -21,11 +21,12 @@ def adam(**options):
     return keras.optimizers.Adam(0.02, epsilon=1e-3, **options)
 
 
-def strategy_of(data=1, tensor=1, **options):
+def strategy_of(data=1, tensor=1, fsdp=1, **options):
     return mgpu_tf.create_model_parallel_strategy(
         data=data,
+        fsdp=fsdp,
         tensor=tensor,
-        num_virtual_devices=data * tensor,
+        num_virtual_devices=data * fsdp * tensor,
         smallest_split=4,
         **options,
     )
@@ -227,6 +228,38 @@ def test_weights_split_over_the_data_axis(data, tensor, options):
     assert difference < 1e-9
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    tiered(
+        [{"data": 2}, {"data": 3}, {"fsdp": 2}, {"data": 2, "tensor": 2}],
+        [{"data": 2}],
+    ),
+    ids=str,
+)
+def test_what_is_between_layers_of_the_rows_of_all(sizes):
+    """Draws, and a bias that is whole, also where a device has no row."""
+
+    def build():
+        network = [
+            keras.Input((6,)),
+            layers.Dense(12, activation="relu", name="wide"),
+            layers.Dropout(0.5),
+            layers.Dense(12, name="narrow"),
+            layers.Dense(3),
+        ]
+        return models.compiled(keras.Sequential(network), adam(), "mse")
+
+    x, y = models.mlp_data()
+    layout = {
+        ".*wide/kernel": (None, "batch"),
+        ".*narrow/kernel": ("batch", None),
+    }
+    strategy = strategy_of(**sizes, layout=layout)
+    # The last of eight batches has one row.
+    _, difference = compared(build, (x[:113], y[:113]), strategy)
+    assert difference < 1e-9
+
+
 def kept_split(plan):
     """The names of the layers that take parts from the layers before."""
     arrives = plan.structure.arrives
@@ -358,11 +391,7 @@ WRONG = [
             "devices": 4,
             "layout": {".*": (None, "batch")},
         },
-        "'batch' goes with the axes data and tensor",
-    ),
-    (
-        {"fsdp": 2, "layout": {".*": (None, "batch")}},
-        "'batch' goes with the axes data and tensor",
+        "'batch' goes with the axes data, fsdp and tensor",
     ),
     ({"tensor": 3, "devices": 4}, "data=1 x fsdp=1 x tensor=3 = 3 for 4"),
     ({"tensor": 2, "shard": "optimizer"}, "shard goes with fsdp"),

@@ -28,6 +28,16 @@ def part(value, axis, rank, size):
     return np.take(value, range(low, high), axis)
 
 
+def dealt_to(values, rank, cut):
+    """What a member gets, of members that have parts of the other axis."""
+    size = len(values)
+    pieces = [
+        part(part(value, 1 - cut, r, size), cut, rank, size)
+        for r, value in enumerate(values)
+    ]
+    return np.concatenate(pieces, 1 - cut)
+
+
 def expected(group, member, kind, axis):
     """The result of a member and its gradient, computed by hand."""
     size, rank = len(group), group.index(member)
@@ -39,6 +49,13 @@ def expected(group, member, kind, axis):
         parts = [part(value, axis, r, size) for r, value in enumerate(values)]
         weights = [weight_of(each, (ROWS, COLUMNS)) for each in group]
         return np.concatenate(parts, axis), part(sum(weights), axis, rank, size)
+    if kind == "all_to_all":
+        dealt = [dealt_to(values, r, axis) for r in range(size)]
+        weights = [
+            weight_of(each, dealt[r].shape) for r, each in enumerate(group)
+        ]
+        back = np.concatenate(weights, axis)
+        return dealt[rank], part(back, 1 - axis, rank, size)
     weights = [
         weight_of(each, part(values[0], axis, r, size).shape)
         for r, each in enumerate(group)
@@ -52,6 +69,8 @@ KINDS = [
     ("all_gather", 1),
     ("reduce_scatter", 0),
     ("reduce_scatter", -1),
+    ("all_to_all", 0),
+    ("all_to_all", 1),
 ]
 
 
@@ -99,6 +118,9 @@ def _on_replica(groups, kind, axis, known):
     own, length = value_of(me), value_of(me).shape[axis]
     if kind == "all_gather":
         own = part(own, axis, groups.rank(), groups.size)
+    if kind == "all_to_all":
+        own = part(own, 1 - axis, groups.rank(), groups.size)
+        length = value_of(me).shape[1 - axis]
     given = tf.constant(own)
     if not known:
         given = tf.compat.v1.placeholder_with_default(given, [None, None])
@@ -110,6 +132,10 @@ def _on_replica(groups, kind, axis, known):
             result = groups.all_reduce(given)
         elif kind == "all_gather":
             result = groups.all_gather(given, axis, length)
+        elif kind == "all_to_all":
+            result = groups.all_to_all(given, axis, 1 - axis, length)
+            values = [value_of(me)] * groups.size
+            shape = dealt_to(values, groups.rank(), axis).shape
         else:
             result = groups.reduce_scatter(given, axis)
             shape = part(value_of(0), axis, groups.rank(), groups.size).shape

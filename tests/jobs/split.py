@@ -157,6 +157,10 @@ ROWS_IN_PARTS = {
 }
 
 
+def experts():
+    return models.switch(keras.optimizers.Adam(0.02, epsilon=1e-3), 12, 0.5)
+
+
 def strategy_of(given, mesh=None, shard="weights", **options):
     """Returns a strategy over the devices of the one that a job was given."""
     topology = topology_of(given)
@@ -537,6 +541,15 @@ JOBS["parts_by_batch"] = trained(
         ".*dense[^/]*/kernel": (None, "batch"),
         ".*dense[^/]*/bias": ("batch",),
     },
+)
+TRAINED["experts"] = (
+    cases.Case(experts, functools.partial(named, models.transformer_data)),
+    {2: [(2, 1, 1), (1, 2, 1)], 3: [(3, 1, 1)], 4: [(2, 2, 1), (2, 1, 2)]},
+)
+JOBS["experts"] = trained(
+    "experts",
+    *TRAINED["experts"],
+    layout={".*/(inner|outer)/kernel": ("batch", None, None)},
 )
 TRAINED["spread_table"] = (
     cases.Case(spread_table, sentences),

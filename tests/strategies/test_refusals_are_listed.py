@@ -64,7 +64,7 @@ LISTED = {
     "LazyAdam updates the rows that a batch has looked up, and a device with a "
     "part of a vocabulary does not tell them apart.": "`LazyAdam`",
     "noise_scale compares the gradients of replicas, each of its own rows, "
-    "and a layer whose weights are split over the data axis is computed of the "
+    "and a layer whose weights a layout splits over 'batch' is computed of the "
     "rows of all.": "`noise_scale`",
     "TensorFlow's own checkpoints and SavedModel do not know sharded "
     "variables.": "`tf.train.Checkpoint`",

@@ -262,7 +262,7 @@ TRAINED = [
     *(
         (layout, row)
         for layout in BOTH
-        for row in (*split.ROWS_IN_PARTS, "parts_by_batch")
+        for row in (*split.ROWS_IN_PARTS, "parts_by_batch", "experts")
     ),
     ("2_workers_x4", "parts_transformer"),
     *((layout, "spread_table") for layout in OVER_FSDP),
@@ -274,6 +274,7 @@ TRAINED_FULL = [
     ("2_workers", "parts_cnn"),
     ("2_workers", "parts_transformer"),
     ("2_workers", "parts_by_batch"),
+    ("2_workers", "experts"),
 ]
 
 

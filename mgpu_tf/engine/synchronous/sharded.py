@@ -152,6 +152,8 @@ class ShardedEngine(SynchronousEngine):
 
     def _selected(self, gradients: list[Any], share: BatchShare) -> list[Any]:
         """As in `SynchronousEngine`, but weights that see the rows of all."""
+        if self._parts is not None and self._parts.has_rows_of_all:
+            return gradients
         held = itertools.compress(
             self._model.trainable_variables, self._step.present
         )
@@ -871,9 +873,9 @@ def _rows_of_part(
 
 
 def _sees_all_rows(variable: keras.Variable) -> bool:
-    """Whether a weight is split over the data axis."""
+    """Whether a weight is split over devices that have other rows."""
     held = keras_internals.stored(variable)
-    return isinstance(held, ShardedVariable) and held.split.over == "data"
+    return isinstance(held, ShardedVariable) and held.split.over == "rows"
 
 
 def _over_tensor(variable: keras.Variable) -> bool:
@@ -888,7 +890,7 @@ def _check_own_rows(variables: list[keras.Variable]) -> None:
     for variable in filter(_sees_all_rows, variables):
         raise ConfigurationError(
             "noise_scale compares the gradients of replicas, each of its own "
-            "rows, and a layer whose weights are split over the data axis is "
+            "rows, and a layer whose weights a layout splits over 'batch' is "
             f"computed of the rows of all. Received: {variable.path}. Leave "
             "out noise_scale, or split other axes."
         )

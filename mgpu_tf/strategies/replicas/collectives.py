@@ -7,6 +7,8 @@
     groups.all_gather(part, axis)    the parts in order, to each     the next
     groups.reduce_scatter(x, axis)   its part of the sum, to each    the one
                                                                      before
+    groups.all_to_all(x, cut, join)  its part along one axis, to     the way
+                                     each, joined along another      back
 
 Part r of n has the elements from `length * r // n` to `length * (r + 1) // n`
 of an axis. Members get the same bits, and the same bits again in each run.
@@ -258,6 +260,35 @@ class Groups:
 
         return scattered(value)
 
+    def all_to_all(
+        self, value: tf.Tensor, cut: int, join: int, length: Any
+    ) -> tf.Tensor:
+        """Returns this member's part of what all have. On a replica.
+
+        A member has a part of one axis and all of another, and gets a part of
+        the other and all of the one. It receives (n - 1)/n of `value`, where
+        to gather first is n - 1 times it.
+
+        Args:
+            value: What this member has, its part of axis `join`.
+            cut: The axis that is divided.
+            join: The axis along which what the members have lies.
+            length: The length of `join` with all parts, an integer or a tensor.
+        """
+        if self.size == 1:
+            return tf.identity(value)
+        cut, join = cut % value.shape.rank, join % value.shape.rank
+        whole = _length(value, cut)
+
+        @own_gradient
+        def moved(value: tf.Tensor) -> Any:
+            part = self._all_to_all(value, cut, join, (whole, length))
+            return part, lambda up: self.all_to_all(
+                tf.convert_to_tensor(up), join, cut, whole
+            )
+
+        return moved(value)
+
     def own_part(self, value: tf.Tensor, axis: int = 0) -> tf.Tensor:
         """Returns this member's part of a tensor. On a replica."""
         low, high = _bounds(_length(value, axis), self.rank(), self.size)
@@ -318,6 +349,42 @@ class Groups:
             bits = self._gathered(tf.bitcast(sent, tf.float16))
             return tf.bitcast(bits, tf.bfloat16)
         return tf.raw_ops.CollectiveGatherV2(input=sent, **self._call(sent))
+
+    def _all_to_all(
+        self, value: tf.Tensor, cut: int, join: int, lengths: tuple[Any, Any]
+    ) -> tf.Tensor:
+        if self._copies:
+            return self._exchanged(
+                value,
+                lambda group: self._dealt(group, cut, join, lengths[0]),
+            )
+        # Chunks of one size travel: each is as long as the longest.
+        rank, (whole, length) = self.rank(), lengths
+        most, longest = (-(-each // self.size) for each in lengths)
+        moved = _moved(_moved(value, join, 0), cut + (join > cut), 0)
+        pieces = [
+            _padded(moved[low:high], most)
+            for low, high in _every_bounds(whole, self.size)
+        ]
+        # [member, cut, join, ...]
+        chunks = _padded(tf.stack(pieces), longest, 2)
+        received = tf.raw_ops.CollectiveAllToAllV2(
+            input=chunks, **self._call(chunks)
+        )
+        mine, after = _bounds(whole, rank, self.size)
+        parts = [
+            received[place, : after - mine, : high - low]
+            for place, (low, high) in enumerate(
+                _every_bounds(length, self.size)
+            )
+        ]
+        # [cut, join, ...]
+        joined = _moved(tf.concat(parts, 1), 0, cut + (join > cut))
+        dealt = _moved(joined, 0, join)
+        shape = value.shape.as_list()
+        shape[cut] = after - mine if isinstance(whole, int) else None
+        shape[join] = length if isinstance(length, int) else None
+        return tf.ensure_shape(dealt, shape)
 
     def _reduce_scatter(
         self, value: tf.Tensor, axis: int, length: Any, dtype: tf.DType
@@ -453,6 +520,21 @@ class Groups:
             with tf.device(self._device(member, group)):
                 found[member] = tf.add_n(
                     [tf.cast(parts[rank], dtype) for parts in cut.values()]
+                )
+        return found
+
+    def _dealt(
+        self, group: dict[int, tf.Tensor], cut: int, join: int, whole: Any
+    ) -> dict[int, tf.Tensor]:
+        pieces = {}
+        for sender, value in group.items():
+            with tf.device(self._device(sender, group)):
+                pieces[sender] = _parts(value, cut, whole, self.size)
+        found = {}
+        for rank, member in enumerate(group):
+            with tf.device(self._device(member, group)):
+                found[member] = tf.concat(
+                    [parts[rank] for parts in pieces.values()], join
                 )
         return found
 
@@ -724,15 +806,18 @@ def _bounds(length: Any, rank: int, size: int) -> tuple[Any, Any]:
     return length * rank // size, length * (rank + 1) // size
 
 
+def _every_bounds(length: Any, size: int) -> list[tuple[Any, Any]]:
+    return [_bounds(length, rank, size) for rank in range(size)]
+
+
 def _parts(
     value: tf.Tensor, axis: int, length: Any, size: int
 ) -> list[tf.Tensor]:
     """Returns the parts of a tensor, cut by one operation where it can be."""
     if isinstance(length, int):
-        every = [_bounds(length, rank, size) for rank in range(size)]
+        every = _every_bounds(length, size)
         return tf.split(value, [high - low for low, high in every], axis)
-    length = _length(value, axis)
-    every = [_bounds(length, rank, size) for rank in range(size)]
+    every = _every_bounds(_length(value, axis), size)
     return [_slice(value, axis, low, high) for low, high in every]
 
 
@@ -761,9 +846,11 @@ def _missing(value: tf.Tensor, length: Any, full: Any) -> tf.Tensor:
     return tf.zeros([full - length, *rest], value.dtype)
 
 
-def _padded(value: tf.Tensor, length: Any) -> tf.Tensor:
-    """Returns a tensor with zeros after its first axis up to a length."""
-    missing = length - _length(value, 0)
+def _padded(value: tf.Tensor, length: Any, axis: int = 0) -> tf.Tensor:
+    """Returns a tensor with zeros at the end of an axis up to a length."""
+    missing = length - _length(value, axis)
     if isinstance(missing, int) and missing == 0:
         return value
-    return tf.pad(value, [[0, missing], *[[0, 0]] * (value.shape.rank - 1)])
+    pads = [[0, 0]] * value.shape.rank
+    pads[axis] = [0, missing]
+    return tf.pad(value, pads)

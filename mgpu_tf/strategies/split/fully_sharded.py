@@ -32,7 +32,7 @@ from tensorflow.python.distribute import mirrored_strategy
 
 from mgpu_tf.cluster.config import ClusterConfig
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.mesh import REPLICA_AXES, Mesh, Split
+from mgpu_tf.mesh import REPLICA_AXES, Mesh, Split, single
 from mgpu_tf.strategies.replicas.collectives import Groups
 from mgpu_tf.strategies.replicas.mirrored import (
     MirroredStrategy,
@@ -104,7 +104,7 @@ class SplittingStrategy:
         """The axis over which a `ShardedEmbedding` has its rows."""
         if self.mesh.fsdp > 1:
             return None  # They are split as other weights are.
-        axes = ("data", "tensor")
+        axes = ("rows", "tensor")
         return next((axis for axis in axes if self.mesh.length(axis) > 1), None)
 
     @contextlib.contextmanager
@@ -158,8 +158,9 @@ class SplittingStrategy:
 
     def along(self, *axes: str) -> Groups:
         """Returns the groups of replicas that differ on these axes only."""
+        given = single(axes)
         return self._groups_along[
-            tuple(axis for axis in self.mesh.several if axis in axes)
+            tuple(axis for axis in self.mesh.several if axis in given)
         ]
 
     def joined(self, split: Split, part: tf.Tensor) -> tf.Tensor:

@@ -5,7 +5,7 @@
 
 The terms are those of `keras.distribution.LayoutMap`: a regular expression
 that the whole path of a variable matches, and a name or None for each of its
-dimensions. "model" is the tensor axis, "batch" the data axis.
+dimensions. "model" is the tensor axis, "batch" are data and fsdp together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import keras
 from mgpu_tf.errors import ConfigurationError
 
 # The axes of a mesh by their names in a layout.
-AXES = {"model": "tensor", "batch": "data"}
+AXES = {"model": "tensor", "batch": "rows"}
 
 
 class Layout:
@@ -133,7 +133,7 @@ def _axes(pattern: Any, value: Any) -> tuple[str | None, ...]:
     if any(axis not in AXES for axis in named) or len(named) > 1:
         raise ConfigurationError(
             "A layout names at most one dimension, 'model' for the tensor "
-            "axis or 'batch' for the data axis. Received: "
+            "axis or 'batch' for data and fsdp together. Received: "
             f"{pattern!r}: {axes}. Write such as (None, 'model')."
         )
     return axes

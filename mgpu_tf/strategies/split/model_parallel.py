@@ -82,7 +82,8 @@ def create_model_parallel_strategy(
             embeddings and other dense layers, where the structure of the model
             allows. Or a mapping from patterns of the paths of weights to a
             tuple, as `keras.distribution.LayoutMap`: "model" at the dimension
-            that is split over the tensor axis, "batch" over the data axis.
+            that is split over the tensor axis, "batch" over the data and fsdp
+            axes together.
         shard: With `fsdp`, what is split: `weights`, `gradients` or
             `optimizer`.
         cluster: The cluster. Default: the cluster in `TF_CONFIG`, or that of
@@ -187,11 +188,11 @@ def _names(stages: Any) -> tuple[str, ...]:
 
 
 def _check_layout(layout: Any, mesh: Mesh) -> None:
-    if max(mesh.fsdp, mesh.pipeline) > 1 and "data" in Layout(layout).names:
+    if mesh.pipeline > 1 and "rows" in Layout(layout).names:
         raise ConfigurationError(
-            "In a layout, 'batch' goes with the axes data and tensor. "
+            "In a layout, 'batch' goes with the axes data, fsdp and tensor. "
             f"Received: layout={layout!r} with {mesh}. Name 'model', or use "
-            "fsdp=1 and pipeline=1."
+            "pipeline=1."
         )
     if mesh.pipeline > 1 and mesh.tensor == 1:
         raise ConfigurationError(

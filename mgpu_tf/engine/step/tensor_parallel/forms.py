@@ -6,12 +6,15 @@
     vocabulary   ids -> the rows of its own ids     -> summed
 
 Devices of the tensor axis have the same inputs. Where weights are split over
-the data axis, each has its own rows of the batch: the rows of all are gathered
-before, and each gets its own rows of the outputs after.
+the devices that have other rows of the batch, a layer needs the rows of all.
+They are gathered before it, and each device gets its own rows of the outputs. A
+device that computes with a part of the inputs alone, such as the tokens of its
+experts, is sent that part of the rows of all, and no more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +24,10 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import current_share
-from mgpu_tf.engine.row_proof import note_same
+from mgpu_tf.engine.random_rows import entered_again
+from mgpu_tf.engine.row_proof import axis_of_rows, note_same
 from mgpu_tf.engine.step.tensor_parallel.linear import Linear
+from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas.collectives import Groups
 
 Read = Callable[[keras.Variable], tf.Tensor]
@@ -80,32 +85,59 @@ class Form:
             *args: The others.
             **kwargs: Those by name.
         """
+        rows = self._axis_of_rows(inputs)
+        axis = self.linear.input_axis(self.dim)
         if self.own_rows and not self.arrives:
-            inputs = self._rows_of_all(inputs)
+            inputs = self._rows_of_all(inputs, rows, axis)
+        elif axis is not None and not self.arrives:
+            inputs = self.groups.own_part(inputs, axis)
         kernel = self.linear.kernel
         if self.by_rows:
-            return self._looked_up(part(kernel), inputs)
+            return self._looked_up(part(kernel), inputs, rows)
         with lent([(kernel, part(kernel))]):
             if self.dim == self.linear.rows:
-                return self._rows_of_table(own, inputs, *args, **kwargs)
-            axis = self.linear.input_axis(self.dim)
+                return self._rows_of_table(own, inputs, rows, *args, **kwargs)
             if axis is not None and self.arrives:
                 length = kernel.shape[self.dim] // self.groups.size
                 inputs = _of_length(inputs, axis, length)
-            elif axis is not None:
-                inputs = self.groups.own_part(inputs, axis)
             layer = self.linear.layer
             with keras_internals.without(
                 layer, "bias", "use_bias", "activation"
             ):
                 outputs = own(inputs, *args, **kwargs)
+        rows = self.linear.axis_of_outputs(rows) or 0
         if self.linear.sums(self.dim):
-            return self._summed(outputs, whole)
-        return self._columns(outputs, part, whole)
+            return self._summed(outputs, rows, whole)
+        return self._columns(outputs, rows, part, whole)
 
-    def _rows_of_all(self, inputs: tf.Tensor) -> tf.Tensor:
-        """Returns the rows of all devices, in the order of the batch."""
-        rows = tf.shape(inputs)[0]
+    def _axis_of_rows(self, inputs: tf.Tensor) -> int:
+        """Returns which axis of the inputs is that of the batch, from 0 on.
+
+        Raises:
+            ConfigurationError: It is not proven, and the first is that of the
+                experts; or rows are added up.
+        """
+        if not self.own_rows:
+            return 0
+        found = axis_of_rows(inputs)
+        rows = 0 if found is None else found
+        divided = self.linear.input_axis(self.dim)
+        is_divided = divided is not None and divided % inputs.shape.rank == rows
+        if is_divided or self.linear.axis_of_outputs(rows) is None:
+            raise _no_rows(inputs, self.linear.layer)
+        return rows
+
+    def _rows_of_all(
+        self, inputs: tf.Tensor, axis: int, divided: int | None
+    ) -> tf.Tensor:
+        """Returns the rows of all devices, in the order of the batch.
+
+        Args:
+            inputs: The inputs.
+            axis: Their axis of rows.
+            divided: The axis of which each device takes a part.
+        """
+        rows = tf.shape(inputs)[axis]
         share = current_share()
         if share is None:
             total = self.groups.all_reduce(rows)
@@ -118,16 +150,20 @@ class Form:
         check = tf.debugging.assert_equal(
             rows,
             expected,
-            "A layer whose weights are split over the data axis takes one row "
+            "A layer whose weights a layout splits over 'batch' takes one row "
             "for each example.",
         )
         with tf.control_dependencies([check]):
             inputs = tf.identity(inputs)
+        if divided is None:
+            every = self.groups.all_gather(inputs, axis, total)
+        else:
+            every = self.groups.all_to_all(inputs, divided, axis, total)
         # As rows of one batch, of which each device gets its own back.
-        return note_same(self.groups.all_gather(inputs, 0, total), inputs)
+        return note_same(every, inputs)
 
     def _columns(
-        self, outputs: tf.Tensor, part: Read, whole: Read
+        self, outputs: tf.Tensor, rows: int, part: Read, whole: Read
     ) -> tf.Tensor:
         axis = self.linear.output_axis(self.dim) or 0
         bias = self.linear.bias
@@ -142,19 +178,21 @@ class Form:
             outputs = self._with_bias(outputs, value)
         if self.gathers:
             length = self.linear.kernel.shape[self.dim]
-            outputs = self._whole(outputs, axis, length)
+            outputs = self._whole(outputs, axis, length, rows)
         else:
             # As in the trace that has shown what may stay split: code would
             # read the length of a part, where one device has that of all.
             outputs = _of_length(outputs, axis, None)
         return self._activated(outputs)
 
-    def _whole(self, outputs: tf.Tensor, axis: int, length: int) -> tf.Tensor:
-        every = self.groups.all_gather(outputs, axis, length)
-        every = _of_length(every, axis, length)
+    def _whole(
+        self, outputs: tf.Tensor, axis: int, length: int, rows: int
+    ) -> tf.Tensor:
         if self.own_rows:
-            every = self.groups.own_part(every)
-        return note_same(every, outputs)
+            every = self.groups.all_to_all(outputs, rows, axis, length)
+        else:
+            every = self.groups.all_gather(outputs, axis, length)
+        return note_same(_of_length(every, axis, length), outputs)
 
     def _has_part(self, bias: keras.Variable, dim: int | None) -> bool:
         """Whether this replica stores the part of the bias that it needs."""
@@ -164,16 +202,18 @@ class Form:
         other = keras_internals.stored(self.linear.kernel).split
         return mine.dim == dim and mine.over == other.over
 
-    def _summed(self, outputs: tf.Tensor, whole: Read) -> tf.Tensor:
-        outputs = self._sum(outputs)
+    def _summed(self, outputs: tf.Tensor, rows: int, whole: Read) -> tf.Tensor:
+        outputs = self._sum(outputs, rows)
         if self.linear.bias is not None:
             outputs = self._with_bias(outputs, whole(self.linear.bias))
         return self._activated(outputs)
 
-    def _sum(self, outputs: tf.Tensor) -> tf.Tensor:
-        over = self.groups
-        exchange = over.reduce_scatter if self.own_rows else over.all_reduce
-        return note_same(exchange(outputs), outputs)
+    def _sum(self, outputs: tf.Tensor, rows: int) -> tf.Tensor:
+        if self.own_rows:
+            total = self.groups.reduce_scatter(outputs, rows)
+        else:
+            total = self.groups.all_reduce(outputs)
+        return note_same(total, outputs)
 
     def _with_bias(self, outputs: tf.Tensor, bias: tf.Tensor) -> tf.Tensor:
         bias = tf.cast(bias, outputs.dtype)
@@ -185,23 +225,26 @@ class Form:
         activation = getattr(self.linear.layer, "activation", None)
         return outputs if activation is None else activation(outputs)
 
-    def _looked_up(self, table: tf.Variable, inputs: tf.Tensor) -> tf.Tensor:
+    def _looked_up(
+        self, table: tf.Variable, inputs: tf.Tensor, rows: int
+    ) -> tf.Tensor:
         """Returns the rows of ids, of which this replica stores some.
 
         Args:
             table: The rows that it stores.
             inputs: The ids, `[...]`.
+            rows: Their axis of rows of the batch.
         """
         ids, low, high = self._checked(inputs)
         mine = (ids >= low) & (ids < high)
-        rows = tf.gather(table, tf.boolean_mask(ids - low, mine))
-        rows = tf.cast(rows, self.linear.layer.compute_dtype)
+        found = tf.gather(table, tf.boolean_mask(ids - low, mine))
+        found = tf.cast(found, self.linear.layer.compute_dtype)
         shape = [*tf.unstack(tf.shape(ids)), table.shape[1]]
         outputs = tf.scatter_nd(
-            tf.where(mine), rows, tf.cast(tf.stack(shape), tf.int64)
+            tf.where(mine), found, tf.cast(tf.stack(shape), tf.int64)
         )
         outputs = tf.ensure_shape(outputs, [*ids.shape, table.shape[1]])
-        return self._sum(note_same(outputs, ids))
+        return self._sum(note_same(outputs, ids), rows)
 
     def _checked(self, inputs: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
         """Returns ids of the whole table, and the bounds of this part.
@@ -230,6 +273,7 @@ class Form:
         self,
         own: Callable[..., Any],
         inputs: tf.Tensor,
+        rows: int,
         *args: Any,
         **kwargs: Any,
     ) -> tf.Tensor:
@@ -239,20 +283,31 @@ class Form:
         ):
             outputs = own(inputs, *args, **kwargs)
             if self.linear.is_tied:
-                return self._whole(outputs, -1, length)
+                return self._whole(outputs, -1, length, rows)
             if self.own_rows:
-                outputs = note_same(self.groups.own_part(outputs), outputs)
+                own_rows = self.groups.own_part(outputs, rows)
+                outputs = note_same(own_rows, outputs)
             return outputs
         ids, low, high = self._checked(inputs)
         mine = (ids >= low) & (ids < high)
         outputs = own(tf.where(mine, ids - low, 0), *args, **kwargs)
         outputs = tf.where(mine[..., tf.newaxis], outputs, 0)
-        outputs = self._sum(outputs)
+        outputs = self._sum(outputs, rows)
         if self.linear.is_reversible:
             # It sets a mask itself, of other words than it has got here.
             mask = self.linear.layer.compute_mask(inputs)
             keras_internals.set_mask(outputs, mask)
         return outputs
+
+
+def _no_rows(inputs: tf.Tensor, layer: keras.layers.Layer) -> Exception:
+    return ConfigurationError(
+        "A layer whose weights a layout splits over 'batch', and one between "
+        "such layers, takes one row for each example, on an axis that follows "
+        f"from the graph. Received: {layer.name}, whose inputs of shape "
+        f"{inputs.shape} are not made of single rows, or which adds rows up. "
+        "Name 'model' in place of 'batch' in the layout."
+    )
 
 
 def _of_length(value: tf.Tensor, axis: int, length: int | None) -> tf.Tensor:
@@ -270,6 +325,8 @@ def dropped(
     axis: int,
     length: int,
     groups: Groups,
+    own_rows: bool,
+    layer: keras.layers.Layer,
     own: Callable[..., Any],
     inputs: tf.Tensor,
     *args: Any,
@@ -284,6 +341,9 @@ def dropped(
         axis: The axis along which inputs are split, from the end.
         length: Its whole length.
         groups: The devices that have the parts.
+        own_rows: Whether these have their own rows of the batch, of which all
+            are here.
+        layer: The layer.
         own: The layer's own `call`.
         inputs: Its first argument.
         *args: The others.
@@ -291,7 +351,20 @@ def dropped(
     """
     shape = tf.unstack(tf.shape(inputs))
     shape[axis] = length
-    factors = own(tf.ones(tf.stack(shape), inputs.dtype), *args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        if own_rows:
+            rows, share = axis_of_rows(inputs), current_share()
+            if rows is None:
+                raise _no_rows(inputs, layer)
+            every = shape[rows]
+            if share is not None:
+                shape[rows] = tf.cast(share.total, every.dtype)
+            stack.enter_context(entered_again(None))
+        factors = own(tf.ones(tf.stack(shape), inputs.dtype), *args, **kwargs)
+    if own_rows:
+        # Where a device has no row, another one's is in its place.
+        places = tf.range(every) * shape[rows] // every
+        factors = tf.gather(factors, places, axis=rows)
     static = inputs.shape.as_list()
     static[axis] = length
     factors = tf.ensure_shape(factors, static)

@@ -116,6 +116,22 @@ class Linear:
             return self._alike[dim][1]
         return self._outputs.get(dim)
 
+    def axis_of_outputs(self, axis: int) -> int | None:
+        """Returns where an axis of the inputs is in the outputs, from 0 on.
+
+        Args:
+            axis: One that no dimension of the kernel goes with. None is
+                returned where it is added up.
+        """
+        if not isinstance(self.layer, keras.layers.EinsumDense):
+            return axis
+        given, wanted = self.layer.equation.replace(" ", "").split("->")
+        inputs, _ = given.split(",")
+        if "." in inputs[: axis + 1]:
+            return axis
+        label = inputs[axis]
+        return wanted.index(label) if label in wanted else None
+
     def bias_dim(self, dim: int) -> int | None:
         """Returns the dimension of the bias that goes with one."""
         axis = self.output_axis(dim)

@@ -295,6 +295,8 @@ class _Chooser:
     ) -> Split | None:
         """Returns a split that also divides over the fsdp axis, if it can."""
         fsdp = self._mesh.fsdp
+        if split is not None and split.over == "rows":
+            return split  # Over fsdp too.
         shapes = [tuple(variable.shape)]
         if split is not None:
             shapes = [split.shape_of(part) for part in range(split.parts)]
@@ -425,7 +427,7 @@ class TensorParallel:
         self, model: keras.Model, strategy: tf.distribute.Strategy, plan: Plan
     ) -> None:
         self._groups = {
-            axis: strategy.along(axis) for axis in ("tensor", "data")
+            axis: strategy.along(axis) for axis in ("tensor", "rows")
         }
         found = plan.structure
         self.forms: dict[int, Form] = {}
@@ -438,7 +440,7 @@ class TensorParallel:
                 self._groups[axis],
                 gathers=key in found.gathered,
                 arrives=key in found.arrives,
-                own_rows=axis == "data",
+                own_rows=axis == "rows",
                 by_rows=_is_read_by_rows(linear, found.dims[key]),
             )
         # Where the model is not called as in the trace that the plan is of.
@@ -451,7 +453,7 @@ class TensorParallel:
         self._noted = _Noted()
         self._layers = [linear.layer for linear in plan.linear]
         self._dropouts = {
-            id(layer): (axis, length, self._groups[over])
+            id(layer): (axis, length, self._groups[over], over == "rows")
             for layer, axis, length, over in plan.dropouts
         }
         self._drawing = [layer for layer, *_ in plan.dropouts]
@@ -480,6 +482,17 @@ class TensorParallel:
     def looks_up_in_parts(self, layer: keras.layers.Layer) -> bool:
         """Whether a layer reads rows of a table where they are stored."""
         return any(id(v) in self._by_rows for v in layer.variables)
+
+    @property
+    def has_rows_of_all(self) -> bool:
+        """Whether devices compute, with any weight, for each other's rows.
+
+        Where a table is split by rows, they look up and compute nothing.
+        """
+        return any(
+            form.own_rows and form.dim != form.linear.rows
+            for form in self.forms.values()
+        )
 
     @property
     def tables(self) -> list[str]:
@@ -735,7 +748,7 @@ class TensorParallel:
         alone = self.forms is self._alone or not self._is_within
         if self._whole or alone:
             return own(*args, **kwargs)
-        return dropped(*self._dropouts[id(layer)], own, *args, **kwargs)
+        return dropped(*self._dropouts[id(layer)], layer, own, *args, **kwargs)
 
 
 def _joined(
@@ -753,7 +766,7 @@ def _joined(
             # Devices have other rows of the batch, and so other indices.
             raise ConfigurationError(
                 "Rows are looked up in a weight that the layout splits over "
-                f"the data axis. Received: {variable.path}, read by a layer "
+                f"'batch'. Received: {variable.path}, read by a layer "
                 "that is not Keras's Embedding. Leave it out of the layout."
             )
         values, indices = groups.all_reduce(rows.values), rows.indices
@@ -797,7 +810,7 @@ def _is_read_by_rows(linear: Linear, dim: int) -> bool:
 
 
 def _whole(variable: keras.Variable) -> tf.Tensor:
-    return tf.convert_to_tensor(variable.value)
+    return note(tf.convert_to_tensor(variable.value), FIXED)
 
 
 @contextlib.contextmanager
