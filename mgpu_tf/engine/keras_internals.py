@@ -963,7 +963,9 @@ def store_again(variable: keras.Variable) -> None:
 
     It is made where the strategy makes variables now.
     """
-    variable._initialize(tf.constant(variable._value.numpy()))
+    before = variable._value
+    variable._initialize(tf.constant(before.numpy()))
+    _known_as(variable._value, before)
 
 
 def kept_for_weights(
@@ -987,14 +989,6 @@ def variables_of(
 ) -> list[keras.Variable]:
     """Returns the weights that a built optimizer updates."""
     return list(optimizer._trainable_variables)
-
-
-def index_again(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes a built optimizer use variables that were made anew."""
-    optimizer._trainable_variables_indices = {
-        optimizer._var_key(variable): i
-        for i, variable in enumerate(optimizer._trainable_variables)
-    }
 
 
 def exchanges_statistics(layer: keras.layers.Layer) -> bool:
@@ -1196,7 +1190,17 @@ def inputs_unchecked(layers: list[keras.layers.Layer]) -> Iterator[None]:
 
 def store_as(variable: keras.Variable, held: tf.Variable) -> None:
     """Gives a variable of Keras another of TensorFlow behind it."""
-    variable._value = held
+    before, variable._value = variable._value, held
+    _known_as(held, before)
+
+
+def _known_as(held: tf.Variable, before: tf.Variable) -> None:
+    """Lets optimizers know a variable by what they knew another by.
+
+    Keras's keep such names: what is left out of weight decay, and the places
+    of slots. An author's may, too.
+    """
+    getattr(held, "_primary", held)._unique_id = before._unique_id
 
 
 def stored(variable: keras.Variable) -> tf.Variable:

@@ -12,6 +12,7 @@ import mgpu_tf
 from mgpu_tf.engine.step.tensor_parallel.linear import Linear
 from tests.engine import tensor_models as models
 from tests.engine.test_tensor_parallel import adam, compared, strategy_of
+from tests.strategies.test_bytes_between_devices import body_of, device
 from tests.tiers import tiered
 
 # Each device has its own experts, and is sent the tokens of all for them.
@@ -117,6 +118,29 @@ def test_tokens_go_to_experts(mesh, rate, caplog):
         assert weight.value.values[0].shape[0] == 12 // devices
 
 
+def test_a_device_gets_the_tokens_of_its_experts_alone():
+    devices, rows, experts = 3, 4, 12
+    strategy = strategy_of(devices, layout=BY_EXPERTS)
+    trainer = mgpu_tf.Trainer(lambda: build(experts), strategy)
+    x, y = models.transformer_data()
+    count = devices * rows
+    trainer.fit(x[:count], y[:count], batch_size=count, verbose=0)
+    sent = {
+        (tensor.name, device(op)): np.prod(
+            [rows if each is None else each for each in tensor.shape]
+        )
+        for op in body_of(trainer).get_operations()
+        for tensor in op.inputs
+        # Of experts, rows, places and features.
+        if tensor.dtype.is_floating and tensor.shape.rank == 4
+        if "" not in (device(op), device(tensor.op))
+        if device(op) != device(tensor.op)
+    }
+    tokens = experts * rows * models.CAPACITY * models.WIDTH
+    # To the experts of two layers and back, in both directions of the step.
+    assert sum(sent.values()) == 2 * 2 * 2 * (devices - 1) * tokens
+
+
 @pytest.mark.full
 def test_resumed_on_another_mesh(tmp_path):
     """With the experts over three devices, and then over two of four."""
@@ -165,7 +189,7 @@ def test_a_step_of_ones_own():
 
     x, y = models.transformer_data()
     strategy = strategy_of(2, layout=BY_EXPERTS)
-    trainer, difference = compared(built, (x[:17], y[:17]), strategy)
+    _, difference = compared(built, (x[:17], y[:17]), strategy)
     assert difference < 1e-9
 
 

@@ -40,6 +40,14 @@ class Elsewhere(Whitened):
         self.kept = dict(enumerate(self.kept))
 
 
+class HoldsWeights(Whitened):
+    """Its author compares weights with some that it holds."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.slow = variables[:1]
+
+
 class ReadsAgain(Whitened):
     """It writes a weight, and reads it by what it had made of it before."""
 
@@ -161,13 +169,17 @@ def test_rows_of_a_table_in_parts_are_refused(strategies):
     assert "looked up by its rows" in words
 
 
-def test_what_is_kept_elsewhere_is_refused(strategies):
+@pytest.mark.parametrize(
+    ("optimizer", "remedy"),
+    [(Elsewhere, "Put it into a list"), (HoldsWeights, "Keep its path")],
+)
+def test_what_is_kept_elsewhere_is_refused(optimizer, remedy, strategies):
     words = refused(
-        lambda: models.mlp(Elsewhere(0.1)),
+        lambda: models.mlp(optimizer(0.1)),
         models.mlp_data(),
         strategies["fsdp_x3"],
     )
-    assert "Put it into a list" in words
+    assert remedy in words
 
 
 def test_gradients_that_keras_accumulates_later_are_refused(strategies):

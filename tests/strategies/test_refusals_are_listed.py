@@ -55,6 +55,8 @@ LISTED = {
     "layers compute with in parts.": "Muon",
     "An optimizer keeps what belongs to weights that are split in lists, with "
     "one item for each weight.": "keeps slots elsewhere",
+    "An update_step of yours gets the weight that it updates, and holds no "
+    "weight that is split.": "or that holds weights",
     "Outside of a step an optimizer applies no gradients to weights that "
     "several processes hold parts of.": "`optimizer.apply` outside of a step,",
     "Within tf.function, tf.cond and loops of TensorFlow a step reads no "

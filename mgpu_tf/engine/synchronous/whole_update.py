@@ -168,14 +168,23 @@ def _check_slots(
 ) -> None:
     """Refuses what is kept for weights and cannot be found by the weight."""
     ids = {id(variable) for variable in known}
+    weights = set(map(id, keras_internals.variables_of(optimizer)))
     for variable in keras_internals.state_of(optimizer):
-        if keras_internals.is_split(variable) and id(variable) not in ids:
+        if not keras_internals.is_split(variable) or id(variable) in ids:
+            continue
+        if id(variable) in weights:
             raise ConfigurationError(
-                "An optimizer keeps what belongs to weights that are split in "
-                "lists, with one item for each weight. Received: "
-                f"{type(optimizer).__name__}, which keeps {variable.path} "
-                "elsewhere. Put it into a list, None where there is none."
+                "An update_step of yours gets the weight that it updates, and "
+                "holds no weight that is split. Received: "
+                f"{type(optimizer).__name__}, which holds {variable.path}. "
+                "Keep its path, and compare it with variable.path."
             )
+        raise ConfigurationError(
+            "An optimizer keeps what belongs to weights that are split in "
+            "lists, with one item for each weight. Received: "
+            f"{type(optimizer).__name__}, which keeps {variable.path} "
+            "elsewhere. Put it into a list, None where there is none."
+        )
 
 
 def _whole(variable: keras.Variable) -> tf.Tensor:

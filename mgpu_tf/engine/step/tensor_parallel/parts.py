@@ -81,8 +81,6 @@ def split_model(
     for variable, split in plan.splits:
         if not _is_stored_as(variable, split):
             _store_in_parts(model, variable, split)
-    for optimizer in _built_optimizers(model):
-        keras_internals.index_again(optimizer)
     return plan
 
 

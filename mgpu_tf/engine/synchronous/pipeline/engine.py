@@ -162,8 +162,6 @@ class PipelineEngine(SynchronousEngine):
                     strategy.placing(places[key], splits.get(key)),
                 ):
                     keras_internals.store_again(variable)
-        for optimizer in optimizers:
-            keras_internals.index_again(optimizer)
         for number, stage in enumerate(stages.every):
             for variable in stage.borrowed:
                 _log.info(
