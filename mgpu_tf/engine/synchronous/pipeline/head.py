@@ -189,8 +189,9 @@ def of_another_stage(path: str) -> ConfigurationError:
     return ReadRefused(
         "A stage of a pipeline reads the weights and the state of its own "
         f"layers. Received: a layer or a loss that reads {path}, which is of "
-        "another layer, of the loss or of the model itself. Name pipeline_stages so that both are in one "
-        "stage, call the layer in place of reading its weight, or use 'fsdp'."
+        "another layer, of the loss or of the model itself. Name "
+        "pipeline_stages so that both are in one stage, call the layer in "
+        "place of reading its weight, or use 'fsdp'."
     )
 
 
