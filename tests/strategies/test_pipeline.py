@@ -217,7 +217,7 @@ def of_layers(make):
     ("make", "options", "rule"),
     [
         (assigning, {}, "cannot assign its own weights"),
-        (reading, {}, "first/kernel of another"),
+        (reading, {}, "first/kernel, which is of another"),
         (recurrent, {}, "stateful=True"),
         (of_three_rows, {}, "any number of rows"),
         (assigning, {"recompute": "layers"}, "recompute='stages'"),

@@ -84,8 +84,9 @@ LISTED = {
     ),
     "Where layers are computed in parts, a part of the gradient flows back "
     "between them.": "`tf.custom_gradient`",
-    "Rows are looked up in a weight that the layout splits over the data "
-    "axis.": "a table that a layer of your own looks up",
+    "Rows are looked up in a weight that the layout splits over 'batch'.": (
+        "a table that a layer of your own looks up"
+    ),
     "A trace runs one operation after another, and gathers of weights wait "
     "for each other.": "`trainer.trace`",
     "On a pipeline a softmax is over the last axis.": "over another axis",
