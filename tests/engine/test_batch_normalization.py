@@ -49,6 +49,32 @@ def test_one_option_gives_the_numbers_of_one_device(name, strategies, float64):
 
 
 @full
+def test_what_is_added_to_a_count_of_words(strategies, float64):
+    """Keras adds 1e-7 to the count of what a mask keeps."""
+
+    def build():
+        words = keras.Input((5,), dtype="int32")
+        x = keras.layers.Embedding(9, 8, mask_zero=True)(words)
+        x = keras.layers.BatchNormalization(synchronized=True)(x)
+        model = keras.Model(words, keras.layers.Dense(3)(x))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, 9, size=(7, 5))
+    y = generator.normal(size=(7, 5, 3))
+    fit = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+    keras.utils.set_random_seed(1)
+    expected = build()
+    expected.fit(x, y, **fit)
+    keras.utils.set_random_seed(1)
+    trainer = mgpu_tf.Trainer(build, strategies["data_2_tensor_2"])
+    trainer.fit(x, y, **fit)
+    pairs = zip(trainer.model.weights, expected.weights, strict=True)
+    for weight, same in pairs:
+        np.testing.assert_allclose(weight, same, rtol=0, atol=1e-12)
+
+
 def test_one_line_names_layers_of_each_replica(strategies, caplog):
     with caplog.at_level(logging.INFO, "mgpu_tf"):
         trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"], seed=1)

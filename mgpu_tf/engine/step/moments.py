@@ -82,7 +82,7 @@ class Moments:
             return keras_own(inputs, mask)
         if mask is None:
             return _of_all(inputs, kept)
-        return _masked(inputs, mask, kept)
+        return _masked(inputs, mask, kept, share.same_rows)
 
 
 def _take_alone(
@@ -136,7 +136,7 @@ def _of_all(
 
 
 def _masked(
-    inputs: tf.Tensor, mask: tf.Tensor, kept: list[int]
+    inputs: tf.Tensor, mask: tf.Tensor, kept: list[int], same_rows: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Mean and variance of what is not masked out, over all replicas."""
     axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
@@ -147,7 +147,8 @@ def _masked(
         local = tf.reduce_sum(values, axes, keepdims=True)
         return sum_over_replicas(local)
 
-    epsilon = tf.cast(keras.config.epsilon(), inputs.dtype)
+    # Each row counts so many times, and so does what Keras adds to the count.
+    epsilon = tf.cast(same_rows * keras.config.epsilon(), inputs.dtype)
     count = total(tf.cast(mask, inputs.dtype)) + epsilon
     nothing = tf.zeros([], inputs.dtype)
     mean = total(tf.where(mask, inputs, nothing)) / count
