@@ -491,6 +491,245 @@ def stopped_early(strategy):
     }
 
 
+class Halves(keras.callbacks.Callback):
+    """Halves a kernel in a hook of one batch."""
+
+    def __init__(self, hook):
+        super().__init__()
+        setattr(self, hook, self.halve)
+
+    def halve(self, batch, logs=None):
+        if batch == 2:
+            kernel = self.model.trainable_variables[0]
+            kernel.assign(kernel / 2)
+
+
+class StopsAtBatch(keras.callbacks.Callback):
+    """Ends the training after a batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = batch == 3
+
+
+class Reads(keras.callbacks.Callback):
+    """Keeps what the model is after each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += [
+            int(self.model.optimizer.iterations),
+            float(np.sum(self.model.trainable_variables[0].numpy())),
+        ]
+
+
+class Scores(keras.callbacks.Callback):
+    """Evaluates and predicts in a hook."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.seen = []
+        setattr(self, hook, self.score)
+
+    def score(self, number, logs=None):
+        x, y = arrays(40)
+        self.seen += [
+            self.model.evaluate(x, y, verbose=0),
+            self.model.predict(x[:5], verbose=0),
+        ]
+
+
+CALLBACKS = {
+    "writes before a batch": lambda: Halves("on_train_batch_begin"),
+    "writes after a batch": lambda: Halves("on_train_batch_end"),
+    "stops": StopsAtBatch,
+    "reads": Reads,
+    "scores after an epoch": lambda: Scores("on_epoch_end"),
+    "scores after a batch": lambda: Scores("on_train_batch_end"),
+}
+
+
+def classifier():
+    """A classifier that has its weights."""
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(8, activation="tanh")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(3)(hidden))
+    model.compile(
+        sgd(0.1, momentum=0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy", Counted()],
+    )
+    return model
+
+
+class Counted(keras.metrics.Metric):
+    """Returns two numbers of one state, by name."""
+
+    def __init__(self):
+        super().__init__(name="counted")
+        self.chosen = self.add_weight(
+            shape=(3,), initializer="zeros", name="chosen"
+        )
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        best = keras.ops.argmax(y_pred, -1)
+        self.chosen.assign_add(
+            keras.ops.sum(keras.ops.one_hot(best, 3, dtype="float32"), 0)
+        )
+
+    def result(self):
+        return {
+            "least": keras.ops.min(self.chosen),
+            "most": keras.ops.max(self.chosen),
+        }
+
+
+def beside_keras(strategy, data, make=list, evaluated=None, **options):
+    """Trains on the strategy and with Keras; returns the differences."""
+    reference = classifier()
+    trainer = mgpu_tf.Trainer(classifier, strategy)
+    trainer.model.set_weights(reference.get_weights())
+    found = []
+    for each, model in ((trainer, trainer.model), (reference, reference)):
+        callbacks = make()
+        history = each.fit(
+            *data(),
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks,
+            validation_data=evaluated() if evaluated else None,
+            **options,
+        )
+        logs = history.history
+        found.append(
+            {
+                "weights": model.get_weights(),
+                "counts": [int(model.optimizer.iterations)],
+                "seen": [[0], *(getattr(c, "seen", 0) for c in callbacks)],
+                "logs": [
+                    logs[name]
+                    for name in sorted(logs)
+                    if not name.startswith("staleness_")
+                ],
+            }
+        )
+    return {what: largest(*(f[what] for f in found)) for what in found[0]}
+
+
+def named_results(strategy):
+    """A metric that returns several numbers by name, with validation."""
+    return beside_keras(
+        strategy, arrays, evaluated=arrays, batch_size=BATCH, epochs=2
+    )
+
+
+def callbacks_at_batches(strategy):
+    """What callbacks do between two batches, against Keras."""
+    return {
+        name: beside_keras(
+            strategy,
+            arrays,
+            lambda make=make: [make()],
+            batch_size=BATCH,
+            epochs=2,
+        )
+        for name, make in CALLBACKS.items()
+    }
+
+
+def methods_of_the_model(strategy):
+    """The same for methods of the model itself, and for named results."""
+    model = mgpu_tf.Trainer(classifier, strategy).model
+    x, y = arrays()
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    scores = model.evaluate(x, y, verbose=0, return_dict=True)
+    try:
+        model.train_on_batch(x, y)
+        refused = "nothing"
+    except ConfigurationError as error:
+        refused = str(error)
+    return {
+        "scores": scores,
+        "outputs": list(model.predict(x, verbose=0).shape),
+        "refused": refused,
+    }
+
+
+def raised_at_batch(strategy):
+    """A callback raises at a batch, and the trainer goes on after it."""
+
+    class Raises(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch >= 3:
+                raise RuntimeError("mine")
+
+    trainer = mgpu_tf.Trainer(classifier, strategy)
+    options = {"batch_size": 2, "verbose": 0}
+    raised = []
+    for _ in range(3):
+        try:
+            trainer.fit(*arrays(), callbacks=[Raises()], **options)
+        except RuntimeError as error:
+            raised.append(str(error))
+    iterations = trainer.model.optimizer.iterations
+    trainer.evaluate(*arrays(), verbose=0)  # Nothing is under way after it.
+    before = [int(iterations), trainer.global_step]
+    trainer.fit(*arrays(), epochs=2, **options)
+    return {
+        "raised": raised,
+        "before": before,
+        "steps": trainer.global_step - before[1],
+        "iterations": int(iterations) - before[0],
+        "examples": [record.examples for record in trainer.records],
+    }
+
+
+def few_batches(strategy):
+    """Data with fewer batches than there are workers."""
+    found = {}
+    x, y = arrays()
+    one = functools.partial(batches, x, y, 200)
+    for name, data, evaluated in (
+        ("one", lambda: (one(),), None),
+        ("unknown", lambda: (one().filter(lambda *_: True),), None),
+        ("evaluated", lambda: (one(),), one),
+        ("of one step", lambda: (x, y, 200), one),
+    ):
+        options = {"epochs": 4}
+        if name == "unknown":
+            options["steps_per_epoch"] = 1
+            data = functools.partial(lambda data: (data()[0].repeat(),), data)
+        found[name] = beside_keras(
+            strategy, data, evaluated=evaluated, **options
+        )
+    # Of two batches some worker has none.
+    trainer = mgpu_tf.Trainer(classifier, strategy)
+    trainer.fit(batches(x, y, 50), epochs=3, verbose=0)
+    found["steps of two"] = trainer.global_step
+
+    def none(*_):
+        return False
+
+    def empty(context):
+        return sharded(context).filter(none)
+
+    for name, data in (
+        ("none", batches(x, y).filter(none)),
+        ("none, again and again", batches(x, y).filter(none).repeat()),
+        ("function", empty),
+    ):
+        try:
+            trainer.fit(data, steps_per_epoch=3, verbose=0)
+            found[name] = "nothing"
+        except (ConfigurationError, tf.errors.OpError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    trainer.fit(batches(x, y, 50), verbose=0)
+    found["afterwards"] = trainer.global_step
+    return found
+
+
 def mistakes(strategy):
     """What is refused, and what an error on a worker says."""
 
@@ -652,5 +891,10 @@ CASES = {
     "staleness": staleness,
     "masks": masks,
     "stopped_early": stopped_early,
+    "named_results": named_results,
+    "callbacks_at_batches": callbacks_at_batches,
+    "methods_of_the_model": methods_of_the_model,
+    "raised_at_batch": raised_at_batch,
+    "few_batches": few_batches,
     "mistakes": mistakes,
 }

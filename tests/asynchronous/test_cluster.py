@@ -107,6 +107,7 @@ def one_worker(tmp_path_factory, of_this_run):
         *(f"equal_{n}" for n in of_this_run(EQUAL, "name", OF_EQUAL)),
         *(f"text_{n}" for n in of_this_run(TEXT, "name", OF_TEXT)),
     ]
+    cases += ["named_results"]
     cases += ["task_of_keras_hub", "saved_in_accumulation", "keeps_the_best"]
     start(1, 1, cases, folder)
     return folder
@@ -140,6 +141,11 @@ def test_one_worker_trains_embeddings_as_keras_does(name, one_worker):
     found = result(one_worker, f"text_{name}")
     assert found["moved"] > 0.01
     assert found["difference"] < 1e-12
+
+
+def test_a_metric_that_returns_a_dict(one_worker):
+    found = result(one_worker, "named_results")
+    assert max(found.values()) < 1e-5, found
 
 
 def test_a_task_of_keras_hub_equals_one_device(one_worker):

@@ -41,6 +41,7 @@ from mgpu_tf.engine.asynchronous.traced_workers import (
     shares_of,
 )
 from mgpu_tf.engine.author.state import ReplicaState
+from mgpu_tf.engine.logs import flat_logs
 from mgpu_tf.engine.snapshot import Snapshot
 from mgpu_tf.engine.step.base import (
     NO_VOTES,
@@ -359,7 +360,7 @@ class AsynchronousEngine(Engine):
     def metrics(self, sums: np.ndarray) -> Logs:
         """Returns the metrics by name from the sums of their state."""
         with keras.StatelessScope(state_mapping=self._split(sums)):
-            logs = self._model.get_metrics_result()
+            logs = flat_logs(self._model.get_metrics_result())
         return {name: _number(value) for name, value in logs.items()}
 
     def read_metrics(self) -> np.ndarray:
