@@ -127,7 +127,16 @@ class Piece:
                         return self._train(
                             data, size, done, first + done, metrics, sums
                         )
-                    return self._evaluate(data, size, metrics), sums, zero
+                    # A branch has its own names for what is outside, and
+                    # what is proven of rows goes by names.
+                    own = tf.nest.map_structure(
+                        lambda leaf: (
+                            None if leaf is None else tf.identity(leaf)
+                        ),
+                        (data, size, metrics),
+                        expand_composites=True,
+                    )
+                    return self._evaluate(*own), sums, zero
 
             if work.may_end:
                 metrics, sums, staleness = tf.cond(
