@@ -686,23 +686,35 @@ def raised_at_batch(strategy):
     }
 
 
+def scores_of_one_batch(strategy):
+    """Epochs of one step, each with an evaluation of one batch."""
+    x, y = arrays()
+    return beside_keras(
+        strategy,
+        arrays,
+        evaluated=lambda: batches(x, y, 200),
+        batch_size=200,
+        epochs=4,
+    )
+
+
 def few_batches(strategy):
     """Data with fewer batches than there are workers."""
     found = {}
     x, y = arrays()
     one = functools.partial(batches, x, y, 200)
-    for name, data, evaluated in (
-        ("one", lambda: (one(),), None),
-        ("unknown", lambda: (one().filter(lambda *_: True),), None),
-        ("evaluated", lambda: (one(),), one),
-        ("of one step", lambda: (x, y, 200), one),
+    for name, data, evaluated, options in (
+        ("one", lambda: (one(),), None, {}),
+        (
+            "unknown",
+            lambda: (one().filter(lambda *_: True).repeat(),),
+            None,
+            {"steps_per_epoch": 1},
+        ),
+        ("evaluated", lambda: (one(),), one, {}),
     ):
-        options = {"epochs": 4}
-        if name == "unknown":
-            options["steps_per_epoch"] = 1
-            data = functools.partial(lambda data: (data()[0].repeat(),), data)
         found[name] = beside_keras(
-            strategy, data, evaluated=evaluated, **options
+            strategy, data, evaluated=evaluated, epochs=4, **options
         )
     # Of two batches some worker has none.
     trainer = mgpu_tf.Trainer(classifier, strategy)
@@ -895,6 +907,7 @@ CASES = {
     "callbacks_at_batches": callbacks_at_batches,
     "methods_of_the_model": methods_of_the_model,
     "raised_at_batch": raised_at_batch,
+    "scores_of_one_batch": scores_of_one_batch,
     "few_batches": few_batches,
     "mistakes": mistakes,
 }

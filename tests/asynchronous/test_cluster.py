@@ -66,6 +66,8 @@ SEVERAL = [
     "each_example_once",
     "masks",
     "stopped_early",
+    "raised_at_batch",
+    "scores_of_one_batch",
     "mistakes",
     "sharded_embedding",
     "staleness:2:hold",
@@ -107,7 +109,7 @@ def one_worker(tmp_path_factory, of_this_run):
         *(f"equal_{n}" for n in of_this_run(EQUAL, "name", OF_EQUAL)),
         *(f"text_{n}" for n in of_this_run(TEXT, "name", OF_TEXT)),
     ]
-    cases += ["named_results"]
+    cases += ["named_results", "raised_at_batch"]
     cases += ["task_of_keras_hub", "saved_in_accumulation", "keeps_the_best"]
     start(1, 1, cases, folder)
     return folder
@@ -219,6 +221,21 @@ def test_a_callback_stops_within_an_epoch(three_workers):
     assert 11 <= found["global_step"] < 90
     for name in ("iterations", "examples_seen", "record"):
         assert found[name] == found["global_step"]
+
+
+def test_training_goes_on_after_a_callback_has_raised(
+    one_worker, three_workers
+):
+    for folder in (one_worker, three_workers):
+        found = result(folder, "raised_at_batch")
+        assert found["raised"] == ["mine"] * 3
+        assert found["steps"] == found["iterations"] == 2 * 45
+        assert found["examples"] == [90, 90]
+
+
+def test_an_evaluation_of_fewer_batches_than_workers(three_workers):
+    found = result(three_workers, "scores_of_one_batch")
+    assert max(found.values()) < 1e-5, found
 
 
 @pytest.mark.parametrize(

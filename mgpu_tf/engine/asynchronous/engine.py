@@ -26,7 +26,6 @@ import tensorflow as tf
 from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.asynchronous.piece import Piece, predict
-from mgpu_tf.engine.asynchronous.schedule.dispatch import Dispatcher
 from mgpu_tf.engine.asynchronous.schedule.feed import AsynchronousFeed
 from mgpu_tf.engine.asynchronous.schedule.run import Run
 from mgpu_tf.engine.asynchronous.schedule.work import Work
@@ -78,7 +77,7 @@ class AsynchronousEngine(Engine):
         options: How steps are made.
 
     Attributes:
-        dispatcher: What is under way on the workers.
+        coordinator: TensorFlow's, which hands out work.
         next_step: Index of the next step to hand out, among all of the run.
         current: The epoch of training that is under way, or was last.
 
@@ -122,7 +121,9 @@ class AsynchronousEngine(Engine):
             )
         self._options = options
         self.strategy = strategy
-        self.dispatcher = Dispatcher(strategy)
+        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(
+            strategy
+        )
         self.next_step = 0
         self.current: Run | None = None
         self._pieces: dict[Any, Any] = {}

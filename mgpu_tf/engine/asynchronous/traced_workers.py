@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from mgpu_tf.data import Source
+from mgpu_tf.engine.asynchronous.schedule.dispatch import Dispatcher
 from mgpu_tf.engine.asynchronous.schedule.feed import AsynchronousFeed
 from mgpu_tf.engine.asynchronous.schedule.work import Work
 from mgpu_tf.engine.asynchronous.schedule.workers import Workers
@@ -50,18 +51,18 @@ def once_each(
     feed = engine.feed(source, chain=True, training=training)
     work = feed.iterator(0, source.steps or workers).work
     function = tf.function(run(work), autograph=False)
+    dispatcher = Dispatcher(engine.strategy)
+    dispatcher.settle()
     first = engine.steps_made() if training else 0
     for place in range(workers):
         taken = work.take(1)
         if taken is None:
             break
         index = tf.constant(first + place, tf.int64)
-        engine.dispatcher.schedule(
-            place, function, (work.per_worker, taken[1], index)
-        )
+        dispatcher.schedule(place, function, (work.per_worker, taken[1], index))
     done: Done = {}
-    while not engine.dispatcher.idle:
-        place, values = engine.dispatcher.next()
+    while not dispatcher.idle:
+        place, values = dispatcher.next()
         done[place] = values
     return dict(sorted(done.items()))
 

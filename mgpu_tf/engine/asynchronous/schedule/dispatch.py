@@ -5,6 +5,8 @@
     name, values = dispatcher.next()           # in the order of arrival
 
 TensorFlow hands work again where a worker was lost; its result arrives once.
+What is handed out arrives where it was handed out: an epoch that ends early
+leaves nothing to the next one.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _LOST = (
 
 
 class Dispatcher:
-    """What is under way on the workers.
+    """What one epoch or evaluation has under way on the workers.
 
     Args:
         strategy: The strategy; this process is its coordinator.
@@ -58,6 +60,14 @@ class Dispatcher:
     def idle(self) -> bool:
         """Whether nothing is under way."""
         return not self._under_way
+
+    def settle(self) -> None:
+        """Waits until the workers have nothing to do, from any dispatcher.
+
+        Raises:
+            tf.errors.OpError: A function or a parameter server failed.
+        """
+        self.coordinator.join()
 
     def schedule(
         self, name: object, function: Callable[..., Any], args: Any
@@ -85,38 +95,29 @@ class Dispatcher:
         """
         while True:
             try:
-                name, remote, values = self._arrived.get(timeout=_POLL_SECONDS)
+                name, values = self._arrived.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 self.coordinator.done()  # Raises what has failed.
                 continue
-            if self._under_way.get(name) is not remote:
-                continue  # Was abandoned.
             if isinstance(values, BaseException):
-                self._fail_unless_again(name, remote, values)
+                self._fail_unless_again(name, values)
                 continue
             del self._under_way[name]
             self._tries.pop(name, None)
             return name, values
 
-    def abandon(self) -> None:
-        """Forgets what is under way; its results are dropped."""
-        self._under_way.clear()
-        self._tries.clear()
-
-    def _fail_unless_again(
-        self, name: object, remote: Any, error: BaseException
-    ) -> None:
+    def _fail_unless_again(self, name: object, error: BaseException) -> None:
         """Waits once more where another worker takes the work."""
         self.coordinator.done()
         self._tries[name] = tries = self._tries.get(name, 0) + 1
         if not isinstance(error, _LOST) or tries >= _MOST_TRIES:
             raise error
         time.sleep(_POLL_SECONDS)
-        self._pool.submit(self._wait, name, remote)
+        self._pool.submit(self._wait, name, self._under_way[name])
 
     def _wait(self, name: object, remote: Any) -> None:
         try:
             values = remote.fetch()
         except BaseException as error:
             values = error
-        self._arrived.put((name, remote, values))
+        self._arrived.put((name, values))

@@ -84,7 +84,7 @@ class AsynchronousFeed:
         assert limit is not None
         engine = self._engine
         if self._rows is None:
-            self._rows = RowReader(engine.dispatcher.coordinator, self.source)
+            self._rows = RowReader(engine.coordinator, self.source)
         first = 0
         if self._training:
             first = self._position
@@ -103,7 +103,7 @@ class AsynchronousFeed:
     def _shard_work(self, limit: int | None) -> Work:
         if self._shards is None:
             self._shards = Shards(
-                self._engine.dispatcher.coordinator,
+                self._engine.coordinator,
                 self.source,
                 self._engine.strategy.num_workers,
                 None if self._training else limit,

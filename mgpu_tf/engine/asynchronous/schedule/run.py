@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from mgpu_tf.engine.asynchronous.schedule.dispatch import Dispatcher
 from mgpu_tf.engine.asynchronous.schedule.staleness import (
     Admission,
     StalenessRecord,
@@ -32,7 +33,7 @@ class Run:
 
     def __init__(self, engine: Workers, work: Work) -> None:
         self._engine, self.work = engine, work
-        self._dispatcher = engine.dispatcher
+        self._dispatcher = Dispatcher(engine.strategy)
         self.staleness = StalenessRecord()
         self._admission = Admission(None)
         self._sums: Any = None
@@ -106,7 +107,9 @@ class Run:
 
     def next_outputs(self) -> Any | None:
         """Returns the model's outputs for the next batch in order."""
-        self._kind = "predict"
+        if not self._kind:
+            self._kind = "predict"
+            self._dispatcher.settle()
         while self._reported not in self._outputs:
             self._hand_out(self._engine.most_steps, math.inf)
             if self._dispatcher.idle:
@@ -127,6 +130,8 @@ class Run:
     def _begin(self, kind: str) -> None:
         engine = self._engine
         self._kind = kind
+        # Of a run that has ended early, or one that a callback is in.
+        self._dispatcher.settle()
         self._sums = engine.read_metrics()
         if kind != "train":
             return

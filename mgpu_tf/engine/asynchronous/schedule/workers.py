@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import numpy as np
+import tensorflow as tf
 
-from mgpu_tf.engine.asynchronous.schedule.dispatch import Dispatcher
 from mgpu_tf.engine.asynchronous.schedule.work import Work
 from mgpu_tf.engine.step.base import Logs
 from mgpu_tf.strategies.parameter_server import ParameterServerStrategy
@@ -17,13 +17,13 @@ class Workers(Protocol):
 
     Attributes:
         strategy: The strategy of the coordinator.
-        dispatcher: What is under way on the workers.
+        coordinator: TensorFlow's, which hands out work.
         next_step: Index of the next step to hand out, among all of the run.
         current: The epoch of training that is under way, or was last.
     """
 
     strategy: ParameterServerStrategy
-    dispatcher: Dispatcher
+    coordinator: tf.distribute.coordinator.ClusterCoordinator
     next_step: int
     current: Any
 
