@@ -145,6 +145,11 @@ class AsynchronousEngine(Engine):
         """Steps in an update; 1 before there are any."""
         return self._update.every if self._prepared else 1
 
+    @property
+    def waits_for_callbacks(self) -> bool:
+        """Whether steps are held back: with one worker, which is exact."""
+        return self.strategy.num_workers == 1
+
     def prepare(self, source: Source) -> None:
         """Creates what training and evaluation need; as in `Engine`."""
         if self._prepared:

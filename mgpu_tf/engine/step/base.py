@@ -242,6 +242,11 @@ class Engine(abc.ABC):
         return False
 
     @property
+    def waits_for_callbacks(self) -> bool:
+        """Whether a step must be held back until hooks of batches are done."""
+        return False
+
+    @property
     def can_be_compiled(self) -> bool:
         """Whether XLA can compile steps of training, of a prepared engine."""
         return False

@@ -141,6 +141,9 @@ class Training:
         )
         self._saver = totals.saver = self._saver_of(saving, callbacks)
         self._pace = distributed.pace(callbacks, exact=saving is not None)
+        self._waits = engine.waits_for_callbacks and any(
+            map(keras_internals.sees_every_batch, callbacks)
+        )
         self._stops_together = peers.any(bool(callbacks))
         self._hooks = distributed.hooks(
             self._watched_by(callbacks)
@@ -349,7 +352,7 @@ class Training:
             self._begins(step)
             votes = self._saver.votes()
             left = wanted if limit is None else limit - at.step
-            ahead = self._saver.room(step, left)
+            ahead = self._saver.room(step, wanted if self._waits else left)
             started = time.perf_counter()
             heartbeat.count(step)
             with (
