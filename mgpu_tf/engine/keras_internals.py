@@ -1677,7 +1677,10 @@ def overrides(model: keras.Model, method: str) -> bool:
 
 
 def delegate_calls(
-    model: keras.Model, names: Sequence[str], owner: weakref.ref[Any]
+    model: keras.Model,
+    names: Sequence[str],
+    owner: weakref.ref[Any],
+    refusal: Callable[[str], str] | None = None,
 ) -> None:
     """Delegates methods of a model to another object, while that lives.
 
@@ -1685,6 +1688,8 @@ def delegate_calls(
         model: The model, not its class.
         names: The methods.
         owner: Whose methods of these names are called.
+        refusal: Returns what is said of a method where the owner is gone; by
+            default the model's own is called.
     """
 
     def delegated(name: str) -> Callable[..., Any]:
@@ -1694,6 +1699,8 @@ def delegate_calls(
         def method(*arguments: Any, **named: Any) -> Any:
             found = owner()
             if found is None:
+                if refusal is not None:
+                    raise ConfigurationError(refusal(name))
                 return own(made(), *arguments, **named)
             return getattr(found, name)(*arguments, **named)
 

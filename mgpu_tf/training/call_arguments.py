@@ -248,6 +248,15 @@ def by_batch(method: str) -> str:
     )
 
 
+def without_trainer(method: str) -> str:
+    """Returns the message for a method of a model whose trainer is gone."""
+    return (
+        "With parameter servers, a model trains and predicts by its Trainer. "
+        f"Received: {method}() of a model whose Trainer is gone. Keep the "
+        "Trainer in a variable."
+    )
+
+
 def check_verbose(verbose: int | str) -> None:
     """Refuses a verbosity that Keras does not know."""
     is_number = is_integer(verbose) or isinstance(verbose, bool)

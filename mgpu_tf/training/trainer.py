@@ -76,6 +76,7 @@ from mgpu_tf.training.call_arguments import (
     saving_of,
     split_validation,
     unpack_validation,
+    without_trainer,
 )
 from mgpu_tf.training.callbacks import Callbacks
 from mgpu_tf.training.data_errors import explained
@@ -221,12 +222,7 @@ class Trainer:
             )
         self._profiler = profiler or Profiler(0, 0, None)
         self._totals = Totals()
-        kind = kind_of(self.strategy)
-        if kind.in_step and self.strategy.num_replicas_in_sync > 1:
-            # Keras's own, as in a callback, have the rows of each replica.
-            keras_internals.delegate_calls(
-                self.model, _KERAS_CALLS, weakref.ref(self)
-            )
+        self._delegate_calls()
 
     @property
     def model(self) -> keras.Model:
@@ -965,6 +961,21 @@ class Trainer:
             print(line)
         raise SystemExit(FOUND if blamed else 0)
 
+    def _delegate_calls(self) -> None:
+        """Makes the trainer's own of what a callback calls of its model.
+
+        Keras's have the rows of each replica, or cannot use workers at all.
+        """
+        kind = kind_of(self.strategy)
+        several = self.strategy.num_replicas_in_sync > 1
+        if kind.trains and (several or not kind.in_step):
+            keras_internals.delegate_calls(
+                self.model,
+                _KERAS_CALLS,
+                weakref.ref(self),
+                None if kind.in_step else without_trainer,
+            )
+
     def _leave_out(
         self, batch: LeftOut, saving: SaveOptions | None
     ) -> SaveOptions:
@@ -1015,4 +1026,5 @@ class Trainer:
         )
         self._totals.meter.fault("a parameter server was lost")
         self._distributed = self._distributed.again()
+        self._delegate_calls()
         return dataclasses.replace(saving, resume="auto")

@@ -1,6 +1,7 @@
 """What a coordinator does in the test clusters: each case returns numbers."""
 
 import functools
+import gc
 import os
 import tempfile
 
@@ -641,20 +642,26 @@ def callbacks_at_batches(strategy):
 
 def methods_of_the_model(strategy):
     """The same for methods of the model itself, and for named results."""
-    model = mgpu_tf.Trainer(classifier, strategy).model
+    trainer = mgpu_tf.Trainer(classifier, strategy)
+    model = trainer.model
     x, y = arrays()
     model.fit(x, y, batch_size=BATCH, verbose=0)
     scores = model.evaluate(x, y, verbose=0, return_dict=True)
+    outputs = list(model.predict(x, verbose=0).shape)
+    refused = [message_of(lambda: model.train_on_batch(x, y))]
+    del trainer
+    gc.collect()
+    refused.append(message_of(lambda: model.predict(x, verbose=0)))
+    return {"scores": scores, "outputs": outputs, "refused": refused}
+
+
+def message_of(call):
+    """Returns what is said of a call that is refused."""
     try:
-        model.train_on_batch(x, y)
-        refused = "nothing"
-    except ConfigurationError as error:
-        refused = str(error)
-    return {
-        "scores": scores,
-        "outputs": list(model.predict(x, verbose=0).shape),
-        "refused": refused,
-    }
+        call()
+    except (ConfigurationError, tf.errors.OpError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def raised_at_batch(strategy):
@@ -732,11 +739,9 @@ def few_batches(strategy):
         ("none, again and again", batches(x, y).filter(none).repeat()),
         ("function", empty),
     ):
-        try:
-            trainer.fit(data, steps_per_epoch=3, verbose=0)
-            found[name] = "nothing"
-        except (ConfigurationError, tf.errors.OpError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        found[name] = message_of(
+            lambda data=data: trainer.fit(data, steps_per_epoch=3, verbose=0)
+        )
     trainer.fit(batches(x, y, 50), verbose=0)
     found["afterwards"] = trainer.global_step
     return found

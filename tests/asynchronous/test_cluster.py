@@ -67,6 +67,7 @@ SEVERAL = [
     "masks",
     "stopped_early",
     "raised_at_batch",
+    "methods_of_the_model",
     "scores_of_one_batch",
     "mistakes",
     "sharded_embedding",
@@ -109,7 +110,8 @@ def one_worker(tmp_path_factory, of_this_run):
         *(f"equal_{n}" for n in of_this_run(EQUAL, "name", OF_EQUAL)),
         *(f"text_{n}" for n in of_this_run(TEXT, "name", OF_TEXT)),
     ]
-    cases += ["named_results", "raised_at_batch"]
+    cases += ["named_results", "raised_at_batch", "callbacks_at_batches"]
+    cases += ["methods_of_the_model"]
     cases += ["task_of_keras_hub", "saved_in_accumulation", "keeps_the_best"]
     start(1, 1, cases, folder)
     return folder
@@ -143,6 +145,25 @@ def test_one_worker_trains_embeddings_as_keras_does(name, one_worker):
     found = result(one_worker, f"text_{name}")
     assert found["moved"] > 0.01
     assert found["difference"] < 1e-12
+
+
+def test_callbacks_at_batches_do_what_they_do_in_keras(one_worker):
+    found = result(one_worker, "callbacks_at_batches")
+    assert len(found) == 6
+    for name, differences in found.items():
+        assert max(differences.values()) < 1e-5, (name, differences)
+
+
+def test_methods_of_the_model_are_those_of_the_trainer(
+    one_worker, three_workers
+):
+    for folder in (one_worker, three_workers):
+        found = result(folder, "methods_of_the_model")
+        assert found["scores"]["loss"] > 0
+        assert found["outputs"] == [90, 3]
+        of_batch, without_trainer = found["refused"]
+        assert "Received: train_on_batch()" in of_batch
+        assert "Keep the Trainer" in without_trainer
 
 
 def test_a_metric_that_returns_a_dict(one_worker):
@@ -231,6 +252,8 @@ def test_training_goes_on_after_a_callback_has_raised(
         assert found["raised"] == ["mine"] * 3
         assert found["steps"] == found["iterations"] == 2 * 45
         assert found["examples"] == [90, 90]
+    # With one worker nothing is under way when a callback raises.
+    assert result(one_worker, "raised_at_batch")["before"] == [12, 12]
 
 
 def test_an_evaluation_of_fewer_batches_than_workers(three_workers):

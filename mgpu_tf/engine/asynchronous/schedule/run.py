@@ -42,7 +42,7 @@ class Run:
         self._done = self._examples = self._reported = (
             self._reported_examples
         ) = 0
-        self._ended = False
+        self._ended = self._finished = False
         self._kind = ""
         self._outputs: dict[int, Any] = {}
         self._begins: list[int] = []
@@ -83,16 +83,28 @@ class Run:
             self._take_in()
         while settle and not self._dispatcher.idle:
             self._take_in()
+        if kind == "evaluate" and self._engine.current is not None:
+            self._engine.current.evaluated(self._sums)
         return self._totals()
 
     def finish(self) -> Execution:
         """Waits for what is under way, without handing out more."""
         while not self._dispatcher.idle:
             self._take_in()
+        self._finished = True
         steps, examples = self._totals()
         return Execution(
             steps, examples, self.logs() | self.staleness.logs(), 0.0
         )
+
+    def evaluated(self, sums: Any) -> None:
+        """Goes on from the metrics of an evaluation in a callback, as in Keras.
+
+        Args:
+            sums: Of the state of the metrics.
+        """
+        if not self._finished:
+            self._sums = sums
 
     def publish(self) -> None:
         """Writes the sums of the metrics where they are saved from."""
