@@ -69,6 +69,7 @@ SEVERAL = [
     "raised_at_batch",
     "methods_of_the_model",
     "scores_of_one_batch",
+    "few_batches",
     "mistakes",
     "sharded_embedding",
     "staleness:2:hold",
@@ -254,6 +255,16 @@ def test_training_goes_on_after_a_callback_has_raised(
         assert found["examples"] == [90, 90]
     # With one worker nothing is under way when a callback raises.
     assert result(one_worker, "raised_at_batch")["before"] == [12, 12]
+
+
+def test_fewer_batches_than_workers(three_workers):
+    found = result(three_workers, "few_batches")
+    for name in ("one", "unknown", "evaluated"):
+        assert max(found[name].values()) < 1e-5, (name, found[name])
+    assert found["steps of two"] == 2 * 3
+    for name in ("none", "none, again and again", "function"):
+        assert "ConfigurationError: The data must have one" in found[name]
+    assert found["afterwards"] == 2 * 4
 
 
 def test_an_evaluation_of_fewer_batches_than_workers(three_workers):

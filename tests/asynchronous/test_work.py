@@ -1,5 +1,7 @@
 """What the coordinator sends to workers, without a cluster."""
 
+import types
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -55,3 +57,34 @@ def test_a_piece_of_work_has_few_bytes_and_whole_updates(
     monkeypatch.setattr(work, "SENT_BYTES", 2 * BATCH * (3 * 4 + 8))
     _, pieces, _ = dealt(most=6, every=every)
     assert max(done for done, _ in pieces) == steps
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("endless", [False, True])
+def test_a_worker_without_a_batch_of_its_own_reads_those_of_all(
+    endless, apart, monkeypatch
+):
+    every = tf.data.Dataset.range(4, 9, 4)
+    shards = [every]
+    if not apart:
+        every = every.take(1)
+        shards = [every.take(0), every, every.take(0)]
+    if endless:
+        shards = [shard.repeat() for shard in shards]
+    source = types.SimpleNamespace(
+        endless=endless, shards=lambda workers: shards
+    )
+    dealt = work.Shards(Coordinator(), source, 3)
+    read = []
+    for worker in range(3):
+        monkeypatch.setattr(
+            tf.distribute.coordinator,
+            "experimental_get_current_worker_index",
+            lambda worker=worker: worker,
+        )
+        stream = dealt.streams()
+        read.append([int(next(stream)) for _ in range(3)])
+    some = [[4, 4, 4], [8, 8, 8], [4, 8, 4]] if apart else [[4, 4, 4]] * 3
+    if apart and endless:  # A share of a stream goes on over its passes.
+        some = [[4, 8, 4], [8, 4, 8], [4, 8, 4]]
+    assert read == some

@@ -223,10 +223,13 @@ class Shards:
     def dataset(self, graphs: tf.Tensor, place: tf.Tensor) -> tf.data.Dataset:
         """Returns the share at one place. On a worker."""
         graph = graphs[0] if self._apart else tf.gather(graphs, place)
-        dataset = tf.data.experimental.from_variant(
+        dataset = self._of_text(graph)
+        return dataset.shard(self.workers, place) if self._apart else dataset
+
+    def _of_text(self, graph: tf.Tensor) -> tf.data.Dataset:
+        return tf.data.experimental.from_variant(
             tf.raw_ops.DatasetFromGraph(graph_def=graph), self._spec
         )
-        return dataset.shard(self.workers, place) if self._apart else dataset
 
     @property
     def key(self) -> Any:
@@ -234,7 +237,10 @@ class Shards:
         return (str(self._spec), self._apart)
 
     def streams(self) -> Any:
-        """Starts an endless stream of its share on every worker."""
+        """Starts an endless stream of its share on every worker.
+
+        A worker whose share has no batch reads the shares of all.
+        """
         graphs, source = self.graphs, self.source
         place_of_worker = (
             tf.distribute.coordinator.experimental_get_current_worker_index
@@ -242,9 +248,12 @@ class Shards:
 
         def stream() -> tf.data.Dataset:
             dataset = self.dataset(graphs, place_of_worker())
+            texts = tf.data.Dataset.from_tensor_slices(graphs)
+            every = texts.flat_map(self._of_text)
             if not source.endless:
-                dataset = dataset.repeat()
-            return dataset.prefetch(2)
+                # Of nothing there is no repetition.
+                dataset, every = dataset.repeat(), every.repeat()
+            return dataset.concatenate(every).prefetch(2)
 
         return iter(self._coordinator.create_per_worker_dataset(stream))
 
