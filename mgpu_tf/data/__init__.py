@@ -39,13 +39,14 @@ from mgpu_tf.data.sources.tasks import (
     preprocess_of,
 )
 from mgpu_tf.data.sources.weights import with_class_weight
-from mgpu_tf.data.structures import NO_ROW, SIZES_DIFFER, pack
+from mgpu_tf.data.structures import NO_BATCH, NO_ROW, SIZES_DIFFER, pack
 from mgpu_tf.datasets.random_access import RandomAccess
 from mgpu_tf.errors import ConfigurationError, check_integer
 from mgpu_tf.strategies.registry import topology_of
 from mgpu_tf.strategies.replicas.topology import balance_of
 
 __all__ = [
+    "NO_BATCH",
     "NO_ROW",
     "SIZES_DIFFER",
     "ArraySource",

@@ -28,6 +28,11 @@ SIZES_DIFFER = (
 )
 
 
+NO_BATCH = (
+    "The data must have one batch or more. Received: no batch. Check the "
+    "filters of the dataset, or that a generator is not used up."
+)
+
 NO_ROW = (
     "A batch must have one row or more. Received: a batch of the data without "
     "a row. Leave it out, as with dataset.filter."

@@ -21,11 +21,6 @@ from mgpu_tf.errors import ConfigurationError, check_integer, is_integer
 from mgpu_tf.folders import check_path
 from mgpu_tf.options import SaveOptions
 
-NO_BATCH = (
-    "The data must have one batch or more. Received: no batch. Check the "
-    "filters of the dataset, or that a generator is not used up."
-)
-
 
 def _is_collection(value: Any) -> bool:
     return isinstance(value, Collection) and not isinstance(value, (str, dict))

@@ -16,7 +16,6 @@ import tensorflow as tf
 from mgpu_tf import data as data_lib
 from mgpu_tf.engine.step.calls.whole_layers import AS_MANY_ROWS, ROWS_FOR_EACH
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.training.call_arguments import NO_BATCH
 
 _LABEL = re.compile(
     r"label value of (-?\d+) which is outside the valid range of (\[.*?\))"
@@ -144,7 +143,7 @@ def explained(source: data_lib.Source) -> Iterator[None]:
         if "IteratorGetNext" not in str(error):
             raise
         # Of a stream that workers read again and again.
-        raise ConfigurationError(NO_BATCH) from error
+        raise ConfigurationError(data_lib.NO_BATCH) from error
     except (tf.errors.DataLossError, tf.errors.NotFoundError) as error:
         _check_files(source)
         said = (error.message or "").strip().partition("\n")[0]

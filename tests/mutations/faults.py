@@ -1383,7 +1383,7 @@ LAYOUTS = (
     Fault(
         "layouts: a callback evaluates the rows of each replica",
         "training/trainer.py",
-        "if kind.in_step and self.strategy.num_replicas_in_sync > 1:",
+        "if kind.trains and (several or not kind.in_step):",
         "if False:",
         (
             "tests/engine/test_overridden_step.py"

@@ -42,7 +42,6 @@ from mgpu_tf.strategies.registry import kind_of, lost_workers
 from mgpu_tf.strategies.replicas.topology import balance_of
 from mgpu_tf.training import callbacks as callbacks_lib
 from mgpu_tf.training.call_arguments import (
-    NO_BATCH,
     FitNumbers,
     check_finite,
     check_seeded,
@@ -417,7 +416,7 @@ class Training:
         at.step += rest.steps
         at.examples += rest.examples
         if not at.step:
-            raise ConfigurationError(NO_BATCH)
+            raise ConfigurationError(data_lib.NO_BATCH)
         if not at.trained:
             raise DivergedError(
                 "An epoch must keep one batch or more. Received: epoch "
@@ -558,7 +557,7 @@ def evaluate(
         lambda: model.stop_evaluating,
     )
     if not at.step:
-        raise ConfigurationError(NO_BATCH)
+        raise ConfigurationError(data_lib.NO_BATCH)
     if at.step != limit:
         feed.restart()
     if not model.stop_evaluating:
@@ -608,7 +607,7 @@ def predict(
         source.epochs.end()
     hooks.on_predict_end()
     if not batches:
-        raise ConfigurationError(NO_BATCH)
+        raise ConfigurationError(data_lib.NO_BATCH)
     return tf.nest.map_structure(_joined, *batches)
 
 
