@@ -48,7 +48,6 @@ def test_one_option_gives_the_numbers_of_one_device(name, strategies, float64):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
-@full
 def test_what_is_added_to_a_count_of_words(strategies, float64):
     """Keras adds 1e-7 to the count of what a mask keeps."""
 
@@ -75,6 +74,7 @@ def test_what_is_added_to_a_count_of_words(strategies, float64):
         np.testing.assert_allclose(weight, same, rtol=0, atol=1e-12)
 
 
+@full
 def test_one_line_names_layers_of_each_replica(strategies, caplog):
     with caplog.at_level(logging.INFO, "mgpu_tf"):
         trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"], seed=1)
