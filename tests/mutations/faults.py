@@ -49,6 +49,7 @@ def loss(name):
 
 
 NO_ROWS = "tests/engine/test_no_rows.py"
+TENSOR = "tests/engine/test_tensor_parallel.py"
 TWO_ROWS = "a step that normalizes a batch of two rows"
 FIXED_NUMBER = "test_a_fixed_number_of_rows_is_not_taken_for_those_of_the_batch"
 ENGINE = (
@@ -1396,6 +1397,48 @@ LAYOUTS = (
         "self._gathers = eager and self._local.ranges > 1",
         "self._gathers = False",
         ("tests/engine/test_run_eagerly.py",),
+    ),
+    Fault(
+        "layouts: dropout between layers of the rows of all draws a share",
+        "engine/step/tensor_parallel/forms.py",
+        "            stack.enter_context(entered_again(None))\n",
+        "",
+        (f"{TENSOR}::test_what_is_between_layers_of_the_rows_of_all",),
+    ),
+    Fault(
+        "layouts: a device without a row drops gradients of others' rows",
+        "engine/synchronous/sharded.py",
+        "if self._parts is not None and self._parts.has_rows_of_all:",
+        "if False:",
+        (f"{TENSOR}::test_what_is_between_layers_of_the_rows_of_all",),
+    ),
+    Fault(
+        "layouts: tokens come back in the order of devices' experts",
+        "engine/step/tensor_parallel/forms.py",
+        "every = self.groups.all_to_all(outputs, rows, axis, length)",
+        "every = self.groups.all_to_all(outputs, axis, rows, length)",
+        ("tests/engine/test_experts.py",),
+    ),
+    Fault(
+        "layouts: a weight that is stored anew has another name",
+        "engine/keras_internals.py",
+        """    getattr(held, "_primary", held)._unique_id = before._unique_id\n""",
+        "",
+        ("tests/engine/test_names_of_weights.py",),
+    ),
+    Fault(
+        "layouts: words count more than once beside what Keras adds",
+        "engine/step/moments.py",
+        "tf.cast(same_rows * keras.config.epsilon(), inputs.dtype)",
+        "tf.cast(keras.config.epsilon(), inputs.dtype)",
+        ("tests/engine/test_batch_normalization.py",),
+    ),
+    Fault(
+        "a call that cannot take a part of the rows ends a step",
+        "engine/step/calls/boundary.py",
+        "            if refusal_within(error) is None:\n",
+        "            if False:\n",
+        ("tests/engine/test_experts.py::test_a_step_of_ones_own",),
     ),
 )
 
