@@ -1422,7 +1422,7 @@ LAYOUTS = (
     Fault(
         "layouts: a weight that is stored anew has another name",
         "engine/keras_internals.py",
-        """    getattr(held, "_primary", held)._unique_id = before._unique_id\n""",
+        '    getattr(held, "_primary", held)._unique_id = before._unique_id\n',
         "",
         ("tests/engine/test_names_of_weights.py",),
     ),
