@@ -56,6 +56,36 @@ def pack(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
     return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
 
+def unpacked(data: Any) -> tuple[Any, Any, Any]:
+    """Returns the inputs, targets and weights of a batch, as Keras's steps do.
+
+    Raises:
+        ConfigurationError: A batch has another number of parts, which only a
+            step of the author's can take.
+    """
+    parts = len(data) if isinstance(data, list | tuple) else 1
+    if parts not in (1, 2, 3):
+        raise ConfigurationError(
+            "Keras's own steps take batches of x, (x, y) or (x, y, "
+            f"sample_weight). Received: batches of {parts} parts. Put inputs "
+            "into a tuple or a dict, or write train_step, test_step and "
+            "predict_step for such batches."
+        )
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    return x, y, sample_weight
+
+
+def parts_of(data: Any) -> list[tuple[str, Any]]:
+    """Returns the parts of a batch by name, whatever their number.
+
+    A batch for a step of the author's may have more than three.
+    """
+    if isinstance(data, list | tuple) and len(data) not in (1, 2, 3):
+        return [(f"part {n}", part) for n, part in enumerate(data, 1)]
+    parts = keras.utils.unpack_x_y_sample_weight(data)
+    return list(zip(("x", "y", "sample_weight"), parts, strict=True))
+
+
 def tensors_of(data: Any) -> Any:
     """Converts as Keras does: lists to tuples, floats to `floatx`."""
     return tf.nest.map_structure(

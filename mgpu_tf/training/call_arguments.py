@@ -15,6 +15,7 @@ import tensorflow as tf
 from mgpu_tf import data as data_lib
 from mgpu_tf.checkpoints import storage
 from mgpu_tf.checkpoints.run_state import CONTENT
+from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.step.base import DataFeed
 from mgpu_tf.errors import ConfigurationError, check_integer, is_integer
@@ -150,12 +151,11 @@ def check_real(source: data_lib.Source, model: keras.Model) -> None:
         source: The data.
         model: A model whose declared inputs are complex takes such inputs.
     """
-    parts = keras.utils.unpack_x_y_sample_weight(source.example())
     takes = any(
         "complex" in str(tensor.dtype)
         for tensor in keras.tree.flatten(getattr(model, "inputs", None) or [])
     )
-    for name, part in zip(("x", "y", "sample_weight"), parts, strict=True):
+    for name, part in structures.parts_of(source.example()):
         for spec in tf.nest.flatten(part):
             is_complex = spec is not None and spec.dtype.is_complex
             if is_complex and not (takes and name == "x"):

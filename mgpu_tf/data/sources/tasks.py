@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -186,9 +185,7 @@ class PreprocessedSource(BatchSource):
 
     def _mapped(self, raw: tf.data.Dataset) -> tf.data.Dataset:
         def preprocess(batch: Any) -> Any:
-            return self._preprocess(
-                *keras.utils.unpack_x_y_sample_weight(batch)
-            )
+            return self._preprocess(*structures.unpacked(batch))
 
         return raw.map(
             structures.whole(raw.element_spec, preprocess),

@@ -124,7 +124,7 @@ def build_layers(
     if keras_internals.overrides(model, "predict_step"):
         _run_once(model, model.predict_step, example)
         return StepFound()
-    batch = keras.utils.unpack_x_y_sample_weight(example)
+    batch = structures.unpacked(example)
     if training:
         _build_in_training(model, batch)
     x, _, _ = batch
@@ -202,7 +202,7 @@ def _build_in_training(model: keras.Model, batch: Any) -> None:
 
 
 def _build_from_call(model: keras.Model, example: Any) -> None:
-    batch = keras.utils.unpack_x_y_sample_weight(example)
+    batch = structures.unpacked(example)
     _build_in_training(model, batch)
 
     def run() -> None:

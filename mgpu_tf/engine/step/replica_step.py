@@ -195,7 +195,7 @@ class ReplicaStep:
             data = tf.nest.map_structure(of_unknown_length, data)
             if self._replicas > 1:
                 owners.note([given_rows, data], place_of(share))
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        x, y, sample_weight = structures.unpacked(data)
         sources = sources or []
         given, join = self._given(given, gathered, sources)
         if self._tensor is not None:
@@ -266,7 +266,7 @@ class ReplicaStep:
         y_pred, before = self._outputs.pop(_replica())
         if self._replicas > 1 or self._state.reads_rules:
             data = tf.nest.map_structure(of_unknown_length, data)
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        x, y, sample_weight = structures.unpacked(data)
         given, join = self._given(None, gathered, [])
         with self._scope(data, share, given, join) as scope:
             scope.kinds, scope.whole = before.kinds, before.whole
@@ -766,7 +766,7 @@ def outputs_of(model: keras.Model, data: Any, generator: Any) -> Any:
         keras_internals.lend_global_seed(generator)
     if keras_internals.overrides(model, "predict_step"):
         return model.predict_step(data)
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    x, _, _ = structures.unpacked(data)
     if keras_internals.takes_training(model):
         return model(x, training=False)
     return model(x)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from mgpu_tf.data import Source
+from mgpu_tf.data import Source, structures
 from mgpu_tf.engine.step.base import Engine
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.reports.pipeline_trace import BatchTrace, Excerpt, WeightTrace
@@ -40,9 +40,11 @@ def excerpts(data: Any, names: tuple[str, ...] = NAMES) -> list[Excerpt]:
         data: `x`, or `(x, y, sample_weight)` as Keras takes it.
         names: The names of the three.
     """
-    parts = keras.utils.unpack_x_y_sample_weight(data)
+    parts = structures.parts_of(data)
+    if len(parts) == len(names):
+        parts = [(n, part) for n, (_, part) in zip(names, parts, strict=True)]
     found = []
-    for name, part in zip(names, parts, strict=True):
+    for name, part in parts:
         leaves = [t for t in tf.nest.flatten(part) if t is not None]
         for number, leaf in enumerate(leaves):
             label = name if len(leaves) == 1 else f"{name} {number}"

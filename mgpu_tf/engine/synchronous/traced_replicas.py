@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from mgpu_tf.data import structures
 from mgpu_tf.engine.step.traced import excerpts
 from mgpu_tf.reports.pipeline_trace import Excerpt, ShareTrace
 from mgpu_tf.strategies.registry import topology_of
@@ -52,8 +53,7 @@ class TracedReplicas:
             dynamic = float(tf.convert_to_tensor(scaler.dynamic_scale))
         self._scale = self._factor * dynamic
         parts = [
-            self._by_replica(part)
-            for part in keras.utils.unpack_x_y_sample_weight(data)
+            self._by_replica(part) for _, part in structures.parts_of(data)
         ]
         sizes = self._strategy.experimental_local_results(local)
         rows = int(total)

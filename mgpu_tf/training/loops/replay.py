@@ -29,6 +29,7 @@ from mgpu_tf.checkpoints import step_losses, store
 from mgpu_tf.checkpoints.reading import Stored
 from mgpu_tf.checkpoints.saving.saver import Found, Saver
 from mgpu_tf.checkpoints.saving.writer import Variables, read_state
+from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.step.base import Execution
 from mgpu_tf.errors import ConfigurationError
@@ -391,8 +392,7 @@ def _by_replica(strategy: tf.distribute.Strategy, data: Any) -> list[Any]:
 
 def _bad_row(batch: Any, replica: int) -> str:
     """Returns the first input and row that is not finite, "" for none."""
-    parts = keras.utils.unpack_x_y_sample_weight(batch)
-    for name, part in zip(("x", "y", "sample_weight"), parts, strict=True):
+    for name, part in structures.parts_of(batch):
         for path, leaf in keras.tree.flatten_with_path(part):
             if leaf is None or not leaf.dtype.is_floating:
                 continue

@@ -22,6 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals, throwaway
 from mgpu_tf.engine.step.building import BuildContext
 from mgpu_tf.engine.step.tensor_parallel.linear import Linear
@@ -208,7 +209,7 @@ def _traced(
 
     def forward(batch: Any) -> Any:
         here.append(tf.compat.v1.get_default_graph())
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        x, _, _ = structures.unpacked(batch)
         named = {} if training is None else {"training": training}
         strategy = model.distribute_strategy
         with BuildContext(strategy), keras.StatelessScope():

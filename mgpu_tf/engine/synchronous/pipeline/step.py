@@ -435,7 +435,7 @@ class PipelineStep(ReplicaStep):
         training: bool,
     ) -> tuple[list[tf.Tensor], Writes]:
         """Returns the loss of a micro-batch, and what means grow by."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        x, y, sample_weight = structures.unpacked(data)
         loss, terms = self._loss(
             x,
             y,
@@ -669,7 +669,7 @@ class PipelineStep(ReplicaStep):
 
     def inputs_of(self, data: Any) -> list[tf.Tensor]:
         """Returns the model's inputs in order, of their types."""
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        x, _, _ = structures.unpacked(data)
         return keras_internals.flat_inputs(self._model, x)
 
     def orders(self, kind: str) -> list[list[Pass]]:
