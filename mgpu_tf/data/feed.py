@@ -17,6 +17,7 @@ import tensorflow as tf
 from mgpu_tf.data import structures
 from mgpu_tf.data.sources.batches import BatchSource, Epochs, Form, Source
 from mgpu_tf.data.structures import batch_size
+from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.registry import topology_of
 
 
@@ -275,11 +276,18 @@ class Feed:
             one = self._chain or not self.source.repeats
             for epoch, steps in enumerate(finished, self._first):
                 epochs.begin()
+                if not one:
+                    # The last may be one that a callback has stopped.
+                    is_last = epoch + 1 == self._first + len(finished)
+                    _check_length(epochs, epoch, steps, ended=not is_last)
                 # What says that the data has ended was read as well.
                 self._read(self.iterator(epoch), steps + (not one))
                 epochs.end()
             epochs.begin()
-            iterator = self.iterator(self._first + len(finished))
+            following = self._first + len(finished)
+            if not one:
+                _check_length(epochs, following, step, ended=False)
+            iterator = self.iterator(following)
             self._read(iterator, step)
             self._resumed = None if one else iterator
 
@@ -302,6 +310,31 @@ class Feed:
         """Forgets where an epoch that was cut short has stopped."""
         if self.source.repeats:
             self._iterator = None
+
+
+def _check_length(
+    epochs: Epochs, epoch: int, steps: int, *, ended: bool
+) -> None:
+    """Refuses data whose epoch is of another length when it is read again.
+
+    Args:
+        epochs: Those of the data, in which the epoch has begun.
+        epoch: Which one it is.
+        steps: What was read of it before.
+        ended: Whether it was read to its end.
+
+    Raises:
+        ConfigurationError: It has another number of batches now.
+    """
+    length = epochs.length()
+    if length is None or length == steps or (steps < length and not ended):
+        return
+    raise ConfigurationError(
+        "A resumed run reads data again, in epochs of the same length. "
+        f"Received: a PyDataset with {length} batches in epoch {epoch + 1}, of "
+        f"which {steps} were read before. Let its length follow from the calls "
+        "of on_epoch_end alone, or start anew in another folder."
+    )
 
 
 def drop(

@@ -1,10 +1,14 @@
 """Where a `keras.utils.PyDataset` is called around epochs, as Keras does."""
 
+import logging
+
 import keras
 import numpy as np
 import pytest
 
 import mgpu_tf
+from mgpu_tf.errors import ConfigurationError
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -80,3 +84,91 @@ def test_a_run_that_is_stopped_does_not_end_its_epoch(strategies):
         model.fit(data, epochs=2, verbose=0, callbacks=[Stop()])
         found.append(calls)
     assert found[1] == found[0] == ["data ends", "data begins"]
+
+
+class Changing(keras.utils.PyDataset):
+    """Has more batches, or fewer, after each epoch."""
+
+    def __init__(self, length, change, most=5):
+        super().__init__()
+        self.length, self.change, self.most = length, change, most
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if index >= self.length:
+            raise IndexError(f"{index} of {self.length}")
+        rows = slice(4 * index, 4 * index + 4)
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self):
+        self.length = max(1, min(self.most, self.length + self.change))
+
+
+class Stopped(Exception):
+    """Stands for what ends a run."""
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends a run within an epoch."""
+
+    step = 6
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == self.step:
+            raise Stopped
+
+
+def lengths(model, change, first, **options):
+    data = Changing(first, change)
+    if "steps_per_epoch" not in options:
+        options["validation_data"] = Changing(first, -change)
+    fit = model.fit(data, epochs=3, shuffle=False, verbose=0, **options)
+    again = model.fit(Changing(first, change), shuffle=False, verbose=0)
+    outputs = model.predict(Changing(first, change), verbose=0)
+    return [*fit.history.values(), again.history["loss"], outputs]
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize(
+    ("first", "change"), tiered([(5, -1), (2, 1), (3, -2)], [(5, -1)])
+)
+def test_length_changes_as_in_keras(first, change, strategies, caplog):
+    expected = lengths(build(), change, first)
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    found = lengths(trainer, change, first)
+    for own, value in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, value, rtol=1e-9)
+    said = [r for r in caplog.records if r.name == "mgpu_tf"]
+    said = [r for r in said if r.levelno == logging.WARNING]
+    assert [r.getMessage()[:9] for r in said] == (
+        ["epoch 1 e"] * 2 if change < 0 else []
+    )
+
+
+def test_fewer_batches_with_steps_per_epoch_are_refused(strategies):
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    with pytest.raises(ConfigurationError, match="keep its length"):
+        trainer.fit(Changing(5, -1), epochs=3, steps_per_epoch=2, verbose=0)
+
+
+def test_a_run_with_fewer_batches_resumes(strategies, tmp_path, monkeypatch):
+    strategy = strategies["mirrored_x3"]
+    given = {"epochs": 4, "shuffle": False, "verbose": 0}
+    whole = mgpu_tf.Trainer(build, strategy)
+    whole.fit(Changing(5, -1), **given)
+    given["checkpoint"] = mgpu_tf.SaveOptions(str(tmp_path), save_every_steps=1)
+    given["callbacks"] = [Stop()]
+    with pytest.raises(Stopped):  # The epochs have 4, 3, 2 and 1 steps.
+        mgpu_tf.Trainer(build, strategy).fit(Changing(5, -1), **given)
+    with pytest.raises(ConfigurationError, match="epochs of the same length"):
+        mgpu_tf.Trainer(build, strategy).fit(Changing(5, -2), **given)
+    monkeypatch.setattr(Stop, "step", 0)
+    resumed = mgpu_tf.Trainer(build, strategy)
+    resumed.fit(Changing(5, -1), **given)
+    assert resumed.global_step == whole.global_step == 10
+    for one, other in zip(
+        resumed.model.get_weights(), whole.model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)

@@ -92,6 +92,13 @@ class Epochs:
     def end(self) -> None:
         """Is called when an epoch was read to its end."""
 
+    def length(self) -> int | None:
+        """Returns the batches of the epoch that has begun.
+
+        None says that epochs are as long as passes, always.
+        """
+        return None
+
 
 class Source(abc.ABC):
     """Global batches, one pass over the data at a time.

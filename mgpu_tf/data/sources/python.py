@@ -22,13 +22,19 @@ _END = object()
 
 
 class _PyDatasetEpochs(Epochs):
-    """Calls a dataset as Keras does: before the first epoch, it is ended."""
+    """Calls a dataset as Keras does: before the first epoch, it is ended.
+
+    Its calls may change how many batches there are. Keras does not read more
+    of them than there were before the first epoch.
+    """
 
     def __init__(self, dataset: keras.utils.PyDataset) -> None:
         self._dataset = dataset
+        self._most = dataset.num_batches
         self._within = False
 
     def reset(self) -> None:
+        self._most = self._dataset.num_batches
         self.end()
 
     def begin(self) -> None:
@@ -40,13 +46,20 @@ class _PyDatasetEpochs(Epochs):
         self._dataset.on_epoch_end()
         self._within = False
 
+    def length(self) -> int | None:
+        now = self._dataset.num_batches
+        if self._most is None or now is None or not _has_hooks(self._dataset):
+            return None
+        return min(self._most, now)
+
 
 class PyDatasetSource(BatchSource):
     """A `keras.utils.PyDataset` of global batches.
 
     Every worker makes every batch and keeps its rows. `workers` threads make
     them, in order. `on_epoch_begin` and `on_epoch_end` are called around each
-    epoch, and the second before the first epoch too, as Keras does.
+    epoch, and the second before the first epoch too, as Keras does. An epoch
+    ends where the dataset has fewer batches since.
 
     Args:
         dataset: The batches.
@@ -95,21 +108,19 @@ class PyDatasetSource(BatchSource):
 
     def anew(self) -> Source:
         """Returns itself, if no pass changes the batches of the next."""
-        own, base = type(self._dataset), keras.utils.PyDataset
-        hooks = ("on_epoch_begin", "on_epoch_end")
-        if all(getattr(own, name) is getattr(base, name) for name in hooks):
-            return self
-        return super().anew()
+        return super().anew() if _has_hooks(self._dataset) else self
 
     def _batches(self, index: Any) -> Iterator[Any]:
         dataset = self._dataset
         order: Iterator[int] = itertools.count()
         if self.steps is not None:
-            indices = np.arange(self.steps)
+            length = self.epochs.length()
+            number = self.steps if length is None else dataset.num_batches
+            indices = np.arange(number)
             if self._shuffle:
                 generator = np.random.default_rng([self._seed, int(index)])
                 generator.shuffle(indices)
-            order = iter(indices.tolist())
+            order = iter(indices[:length].tolist())
         threads = max(1, dataset.workers)
         ahead = max(threads, dataset.max_queue_size) if threads > 1 else 1
         with futures.ThreadPoolExecutor(threads) as pool:
@@ -122,6 +133,13 @@ class PyDatasetSource(BatchSource):
                 for position in itertools.islice(order, 1):
                     waiting.append(pool.submit(dataset.__getitem__, position))
                 yield _batch(batch)
+
+
+def _has_hooks(dataset: keras.utils.PyDataset) -> bool:
+    """Returns whether the author's code runs where epochs begin or end."""
+    own, base = type(dataset), keras.utils.PyDataset
+    hooks = ("on_epoch_begin", "on_epoch_end")
+    return any(getattr(own, name) is not getattr(base, name) for name in hooks)
 
 
 class GeneratorSource(BatchSource):

@@ -127,6 +127,7 @@ class Training:
         self._verbose = verbose
         self._folder = "" if saving is None else saving.folder
         self._checked = -1
+        self._warned_of_length = False
         self._times = SectionTimes()
         self._engine = engine = distributed.prepare_training(source)
         self._run = RunState(
@@ -341,8 +342,8 @@ class Training:
 
     def _train(self, feed: DataFeed) -> EpochRecord:
         engine, source, at = self._engine, self._source, self._run.position
-        limit = self._numbers.steps_per_epoch or source.steps
         source.epochs.begin()
+        limit = self._limit()
         iterator = feed.iterator(at.epoch, limit)
         self._run.begin_epoch()
 
@@ -427,6 +428,41 @@ class Training:
         return EpochRecord(
             at.epoch, at.trained, at.examples, at.seconds, at.logs | rest.logs
         )
+
+    def _limit(self) -> int | None:
+        """Returns the steps of the epoch that has begun, if they are known.
+
+        Raises:
+            ConfigurationError: The data has fewer batches than before, where
+                it cannot be followed.
+        """
+        distributed, source = self._distributed, self._source
+        steps, given = source.steps, self._numbers.steps_per_epoch
+        length = source.epochs.length()
+        if length is None or steps is None:
+            return given or steps
+        if not distributed.peers.alone:
+            distributed.peers.compare({"batches of the epoch": str(length)})
+        if length >= steps:
+            return given or steps
+        if given is not None or not kind_of(distributed.strategy).in_step:
+            raise ConfigurationError(
+                "A PyDataset must keep its length where steps_per_epoch is "
+                "given, and with parameter servers. Received: one of "
+                f"{length} batches, which had {steps} before. Keep the length, "
+                "or leave out steps_per_epoch."
+            )
+        if distributed.is_chief and not self._warned_of_length:
+            _log.warning(
+                "epoch %d ends after %d steps: the PyDataset has fewer batches "
+                "than the %d that it had when fit began. Later epochs end "
+                "where it ends, too.",
+                self._run.position.epoch + 1,
+                length,
+                steps,
+            )
+            self._warned_of_length = True
+        return length
 
     def _check_replicas(self) -> None:
         """Compares the replicas where it is time to."""
@@ -529,9 +565,9 @@ def evaluate(
     engine = distributed.prepare(source)
     fixed = distributed.fixed_steps
     pace = Pace(fixed, steps_per_execution=fixed)
-    limit = steps or source.steps
     source.epochs.reset()
     source.epochs.begin()
+    limit = _limit_of(source, steps)
     iterator = feed.iterator(0, limit)
     model.stop_evaluating = False
     hooks.on_test_begin()
@@ -583,8 +619,8 @@ def predict(
     Raises:
         ConfigurationError: There is no batch.
     """
-    limit = steps or source.steps
     source.epochs.begin()
+    limit = _limit_of(source, steps)
     iterator = distributed.feed_once(source, steps).iterator(0, limit)
     engine, model = distributed.engine, distributed.model
     batches: list[Any] = []
@@ -609,6 +645,14 @@ def predict(
     if not batches:
         raise ConfigurationError(data_lib.NO_BATCH)
     return tf.nest.map_structure(_joined, *batches)
+
+
+def _limit_of(source: data_lib.Source, steps: int | None) -> int | None:
+    """Returns the steps of a pass that has begun, if they are known."""
+    length = source.epochs.length()
+    if length is None:
+        return steps or source.steps
+    return min(steps or length, length)
 
 
 def _joined(*parts: Any) -> Any:
