@@ -144,6 +144,13 @@ def run(call: Call) -> int:
             "--num_parameters=25.6M, or --scaling=FILE with --examples=N."
         )
     if values.model is not None:
+        for name in ("num_parameters", "scaling"):
+            if values[name].value is not None:
+                raise ConfigurationError(
+                    f"Give --model or --{name}, not both. Received: --model "
+                    f"beside --{name}={values[name].value}. Leave one out: a "
+                    "model has its own parameters and its own speed."
+                )
         return _model(values)
     parts = []
     if values.num_parameters is not None:

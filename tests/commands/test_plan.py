@@ -104,6 +104,14 @@ def test_the_bubble_is_told(capsys):
     assert "effect with pipeline_parallel" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("other", ["num_parameters=1G", "scaling=table.json"])
+def test_a_model_stands_alone(other, capsys):
+    assert cli.main(["plan", "--model=cnn", f"--{other}"]) != 0
+    said = capsys.readouterr().err.strip()
+    assert "not both. Received: --model beside --" in said
+    assert "\n" not in said
+
+
 def test_layers_in_parts():
     memory = planner.StateMemory(1 << 28, "adam", tensor=4)
     assert memory.total == 1 << 30

@@ -100,6 +100,28 @@ def test_a_model_that_tells_nothing_of_its_inputs_needs_a_batch():
     assert trace(build, batch).parameters == 5 * 2 + 2
 
 
+class _Scaled(keras.layers.Layer):
+    """A layer whose name begins with an underscore, as its class does."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), name="scale")
+
+    def call(self, x):
+        return x * self.scale
+
+
+def test_names_that_no_graph_begins_with():
+    def build():
+        inputs = keras.Input((6,))
+        hidden = _Scaled()(inputs)
+        return compiled(inputs, keras.layers.Dense(3, name="_head")(hidden))
+
+    graph = trace(build)
+    assert [layer.kind for layer in graph.layers[-2:]] == ["_Scaled", "Dense"]
+    assert graph.parameters == 6 + 6 * 3 + 3
+    assert all(weight.layer >= 0 for weight in graph.trainable)
+
+
 def test_what_is_no_compiled_model_is_refused():
     with pytest.raises(ConfigurationError, match="returns a compiled"):
         trace(lambda: keras.Sequential([keras.Input((2,))]))

@@ -60,7 +60,12 @@ def trace(build_model: Callable[[], keras.Model], data: Any = None) -> Graph:
     import keras
     import tensorflow as tf
 
-    with tf.Graph().as_default(), tf.variable_creator_scope(_declared):
+    with (
+        tf.Graph().as_default(),
+        # Within a scope, names may begin with "_", as some layers' do.
+        tf.name_scope("planned"),
+        tf.variable_creator_scope(_declared),
+    ):
         model = build_model()
         if not isinstance(model, keras.Model) or not model.compiled:
             raise ConfigurationError(
