@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -500,10 +501,12 @@ def _write(name: str, path: str, write: Callable[[], Any]) -> None:
     except ConfigurationError:
         raise
     except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "Free some space" if is_full else "Make the folder"
         raise ConfigurationError(
             f"{name} must be able to write its file. Received: "
-            f"{str(path)!r} ({error.strerror or error}). Make the "
-            "folder, or give another path."
+            f"{str(path)!r} ({error.strerror or error}). {remedy}, or give "
+            "another path."
         ) from error
     except ValueError as error:  # Such as another ending.
         said = " ".join(str(error).split())
