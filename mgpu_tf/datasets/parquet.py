@@ -116,12 +116,29 @@ class ParquetRows:
             table = self._group(group)
             first = int(self._ends[group]) - table.num_rows
             found = table.take(wanted[places] - first)
+            for name in found.column_names:
+                missing = _missing(found.column(name))
+                if missing.any() and not _is_empty(table.column(name)):
+                    row = wanted[places][missing.argmax()]
+                    raise ConfigurationError(self._lacks(group, row, name))
             columns = {
                 name: _values(found.column(name)) for name in found.column_names
             }
             for row, place in enumerate(places.tolist()):
                 rows[place] = {n: values[row] for n, values in columns.items()}
         return rows
+
+    def _lacks(self, group: int, number: int, column: str) -> str:
+        """Returns the message for a value that is missing."""
+        file, of_file = self._groups[group]
+        before = group - of_file
+        row = number - (int(self._ends[before - 1]) if before else 0)
+        return (
+            "Every row must have a value in each column that is read. "
+            f"Received: row {row} of {self._paths[file]!r}, counted from 0, "
+            f"with null in the column {column!r}. Write a value there, leave "
+            "the row out, or pass columns without it."
+        )
 
     def _read(self, file: int, group: int) -> Any:
         """Returns a row group of a file."""
@@ -151,6 +168,27 @@ class ParquetRows:
                 _, dropped = self._held.popitem(last=False)
                 size -= dropped.nbytes
             return table
+
+
+def _missing(column: Any) -> np.ndarray:
+    """Returns where values are null, or lists that have a null."""
+    import pyarrow as pa
+    from pyarrow import compute
+
+    missing = column.is_null().to_numpy()
+    lists = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
+    if isinstance(column.type, lists):
+        inner = compute.is_null(compute.list_flatten(column)).to_numpy()
+        if inner.any():
+            rows = compute.list_parent_indices(column).to_numpy()
+            missing = missing.copy()
+            missing[rows[inner]] = True
+    return missing
+
+
+def _is_empty(column: Any) -> bool:
+    """Returns whether no row of a row group has a value in a column."""
+    return column.null_count == len(column)
 
 
 def _values(column: Any) -> Any:

@@ -251,14 +251,24 @@ def test_mistakes_of_fitting(arguments, message, strategies):
             r"Received: \(3,\) after \(4,\)",
         ),
         (np.zeros(4), "one structure"),
+        ((np.zeros(4), None), r"None in example 1, .* after \('\*', '\*'\)"),
+        ((None, np.zeros(1)), r"None in example 1, .*\('-', '\*'\)"),
     ],
 )
-def test_examples_that_differ(second, message, strategies):
+@pytest.mark.parametrize("name", ["one_device", "mirrored_x3"])
+def test_examples_that_differ(second, message, name, strategies):
     rows = Rows([(np.zeros(4), np.zeros(1)), second])
-    trainer = mgpu_tf.Trainer(build, strategies["one_device"])
+    trainer = mgpu_tf.Trainer(build, strategies[name])
     with pytest.raises(ConfigurationError, match=message) as caught:
         trainer.fit(mgpu_tf.RandomAccess(rows), verbose=0)
     assert "\n" not in str(caught.value)
+
+
+def test_a_part_that_the_first_example_lacks(strategies):
+    rows = Rows([(None, np.zeros(4)), (np.ones(4), np.zeros(4))])
+    trainer = mgpu_tf.Trainer(build, strategies["one_device"])
+    with pytest.raises(ConfigurationError, match="a value in example 1, which"):
+        trainer.predict(mgpu_tf.RandomAccess(rows, lambda _, x: x), verbose=0)
 
 
 @pytest.mark.full

@@ -29,6 +29,12 @@ def batches(examples, batch_size=4, shuffle=False):
     return [batch for batch, _, _ in dataset.as_numpy_iterator()]
 
 
+def build():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """Images of several sizes and formats, in three classes."""
@@ -222,6 +228,39 @@ def test_mistakes_of_parquet(tables, tmp_path):
     (tmp_path / "2.parquet").write_text("no table")
     with pytest.raises(ConfigurationError, match="Parquet files alone"):
         ParquetRows(tables)
+
+
+@pytest.mark.parametrize("name", ["number", "text", "pair"])
+def test_a_value_that_is_missing_is_named(name, tmp_path, tables, strategies):
+    columns = {
+        "number": [float(n) for n in range(10)],
+        "text": list("abcdefghij"),
+        "pair": [[1.0, 2.0]] * 10,
+    }
+    columns[name][7] = [1.0, None] if name == "pair" else None
+    path = tmp_path / "2.parquet"
+    files.write_table(pyarrow.table(columns), path, row_group_size=3)
+
+    def parse(row):
+        return row["pair"][:1], tf.cast(row["number"], "float32")[None]
+
+    data = datasets.parquet(str(path), parse)
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    with pytest.raises(
+        ConfigurationError, match=rf"row 7 of '.*2.parquet', .* column '{name}'"
+    ) as caught:
+        trainer.fit(data, batch_size=4, verbose=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_column_without_any_value(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table(
+        {"x": [1.0, 2.0], "none": pyarrow.array([None, None], pyarrow.int64())}
+    )
+    files.write_table(table, path)
+    data = datasets.parquet(str(path), lambda row: row["x"])
+    assert batches(data)[0].tolist() == [1.0, 2.0]
 
 
 @pytest.fixture

@@ -237,7 +237,7 @@ class RandomAccessSource(Source):
                     f"Received: {len(found)} examples for {len(numbers)} "
                     "numbers."
                 )
-            return [self._checked(example) for example in found]
+            return [*map(self._checked, found, numbers)]
         # As few tasks as there are threads: a task costs as much as a short
         # read.
         size = -(-len(numbers) // self._threads) or 1
@@ -253,7 +253,7 @@ class RandomAccessSource(Source):
 
     def _checked_row(self, number: int) -> list[np.ndarray]:
         with self._one_by_one:
-            return self._checked(self._source[number])
+            return self._checked(self._source[number], number)
 
     def _overwrites(self) -> contextlib.AbstractContextManager[Any]:
         """Returns what to read an example in: a lock, if it is overwritten.
@@ -281,7 +281,7 @@ class RandomAccessSource(Source):
             return contextlib.nullcontext()
         return threading.Lock()
 
-    def _checked(self, raw: Any) -> list[np.ndarray]:
+    def _checked(self, raw: Any, number: int) -> list[np.ndarray]:
         example = _example(raw)
         try:
             tf.nest.assert_same_structure(self._structure, example)
@@ -290,6 +290,16 @@ class RandomAccessSource(Source):
                 "All examples of a source must have one structure. Received: "
                 f"{_outline(example)} after {_outline(self._structure)}."
             ) from None
+        known = tf.nest.flatten(self._structure)
+        for wanted, leaf in zip(known, tf.nest.flatten(example), strict=True):
+            if (wanted is None) != (leaf is None):
+                what = "None" if leaf is None else "a value"
+                raise ConfigurationError(
+                    "All examples of a source must have a value in the same "
+                    f"places. Received: {what} in example {number}, which is "
+                    f"{_outline(example)} after {_outline(self._structure)}. "
+                    "Return a value in its place, or leave the example out."
+                )
         return _leaves(example)
 
     def _one(self, number: int) -> Any:
