@@ -25,6 +25,9 @@ _UNFIT = re.compile(
     r"(Matrix size-incompatible|Incompatible shapes|Dimension mismatch"
     r"|Input to reshape is a tensor|must be of equal dimensions)[^\n]*"
 )
+# How it begins where several replicas have found an error.
+_ROOTS = re.compile(r"\d+ root error\(s\) found\.\s*\(0\)\s*(?:[A-Z_ ]+:)?")
+_NODE = re.compile(r"\{\{[^}]*\}\}\s*")
 # An error of this package in a function that a dataset calls.
 _MESSAGE = re.compile(r"ConfigurationError: ([^\n]*)")
 _ROWS = re.compile(
@@ -146,7 +149,7 @@ def explained(source: data_lib.Source) -> Iterator[None]:
         raise ConfigurationError(data_lib.NO_BATCH) from error
     except (tf.errors.DataLossError, tf.errors.NotFoundError) as error:
         _check_files(source)
-        said = (error.message or "").strip().partition("\n")[0]
+        said = _cause(error)
         raise ConfigurationError(
             "The files of the data must be whole, and stay while they are "
             f"read. Received: {said:.300}. Write them again."
@@ -219,6 +222,15 @@ def explained(source: data_lib.Source) -> Iterator[None]:
             f"The data must fit the model. Received: {_described(example)}; "
             f"Keras says: {said.strip()}{_remedy(said)}"
         ) from error
+
+
+def _cause(error: tf.errors.OpError) -> str:
+    """Returns what TensorFlow says, of several errors the first one."""
+    text = (error.message or "").strip()
+    several = _ROOTS.match(text)
+    if several is not None:
+        text = text[several.end() :]
+    return _NODE.sub("", text).partition("\n")[0].strip().rstrip(".")
 
 
 def _remedy(said: str) -> str:

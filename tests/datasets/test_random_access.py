@@ -523,6 +523,33 @@ def test_an_image_that_cannot_be_decoded_is_named(photos, tmp_path, strategies):
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("kind", ["truncated", "corrupted"])
+@pytest.mark.parametrize("name", ["one_device", "mirrored_x3"])
+def test_records_that_are_damaged(name, kind, strategies, tmp_path):
+    path = tmp_path / "a.tfrecord"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for number in range(20):
+            writer.write(np.full(2, number, "float32").tobytes())
+    content = bytearray(path.read_bytes())
+    if kind == "truncated":
+        del content[-7:]
+    else:
+        content[200] ^= 255
+    path.write_bytes(content)
+
+    def parse(record):
+        values = tf.io.decode_raw(record, "float32")
+        return values[:1], values[1:]
+
+    trainer = mgpu_tf.Trainer(build, strategies[name])
+    data = datasets.records(str(path), parse, batch_size=8)
+    with pytest.raises(
+        ConfigurationError, match=rf"Received: {kind} record at \d+[^.]*\. Wr"
+    ) as caught:
+        trainer.fit(data, verbose=0)
+    assert "\n" not in str(caught.value)
+
+
 def classifier():
     model = keras.Sequential(
         [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3)]
