@@ -48,7 +48,8 @@ def indexed_records(
 ) -> RandomAccess:
     """Reads TFRecord files by the number of a record.
 
-    Each worker reads its own records. Checksums are not checked.
+    Each worker reads its own records. Checksums are not checked: a damaged
+    byte within a record is read as it is. `records` checks them.
 
     Args:
         pattern: Local files without compression, such as
