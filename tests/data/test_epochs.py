@@ -86,6 +86,31 @@ def test_a_run_that_is_stopped_does_not_end_its_epoch(strategies):
     assert found[1] == found[0] == ["data ends", "data begins"]
 
 
+def batches_of_a_generator():
+    for first in range(0, 20, 4):
+        yield X[first : first + 4], Y[first : first + 4]
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize(
+    ("steps", "epochs"), tiered([(3, 2), (5, 1), (9, 1)], [(3, 2), (5, 1)])
+)
+def test_a_generator_that_ends_keeps_the_history(
+    steps, epochs, strategies, caplog
+):
+    given = {"epochs": 4, "steps_per_epoch": steps, "shuffle": False}
+    given["verbose"] = 0
+    history = build().fit(batches_of_a_generator(), **given).history
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    own = trainer.fit(batches_of_a_generator(), **given).history
+    np.testing.assert_allclose(own["loss"], history["loss"][:epochs], rtol=1e-9)
+    assert trainer.global_step == 5
+    said = [r.getMessage() for r in caplog.records if r.name == "mgpu_tf"]
+    assert [text[:24] for text in said] == ["the generator has ended "]
+    with pytest.raises(ConfigurationError, match="one batch or more"):
+        trainer.fit(iter([]), **given)
+
+
 class Changing(keras.utils.PyDataset):
     """Has more batches, or fewer, after each epoch."""
 

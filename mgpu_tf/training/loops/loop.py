@@ -127,7 +127,7 @@ class Training:
         self._verbose = verbose
         self._folder = "" if saving is None else saving.folder
         self._checked = -1
-        self._warned_of_length = False
+        self._warned_of_length = self._data_has_ended = False
         self._times = SectionTimes()
         self._engine = engine = distributed.prepare_training(source)
         self._run = RunState(
@@ -198,8 +198,10 @@ class Training:
             self._warn_complete(run.position.epoch)
         with self._saver.listening():
             for epoch in range(run.position.epoch, last):
-                self._epoch(epoch, feed)
-                if self._ends_epoch(feed, is_last=epoch + 1 == last):
+                if not self._epoch(epoch, feed):
+                    break
+                stopped = self._ends_epoch(feed, is_last=epoch + 1 == last)
+                if stopped or self._data_has_ended:
                     break
             self._saver.finish()
         totals.distributions[:] = peers.of_all(self._times.as_json())
@@ -258,8 +260,12 @@ class Training:
             validates=self._validation is not None,
         )
 
-    def _epoch(self, epoch: int, feed: DataFeed) -> None:
-        """Trains an epoch, evaluates, and notes what it took."""
+    def _epoch(self, epoch: int, feed: DataFeed) -> bool:
+        """Trains an epoch, evaluates, and notes what it took.
+
+        Returns:
+            Whether there was a batch to train on.
+        """
         numbers, hooks = self._numbers, self._hooks
         # TensorFlow reads over all replicas what it overwrites.
         with self._distributed.peers.inside():
@@ -267,6 +273,8 @@ class Training:
             self._engine.reset_metrics(first=first)
         hooks.on_epoch_begin(epoch)
         record = self._train(feed)
+        if record is None:
+            return False
         logs = dict(record.logs)
         if self._validation is not None and numbers.validates(epoch):
             with self._totals.meter.phase("evaluate"):
@@ -284,6 +292,7 @@ class Training:
             # A callback of one worker may have set it there alone.
             rates = keras_internals.learning_rates(self._model)
             self._distributed.peers.compare({RATES: str(rates)})
+        return True
 
     def _look_for_slow(self, epoch: int) -> None:
         """Names workers that are slower than the others, each once."""
@@ -340,7 +349,8 @@ class Training:
             )
         return True
 
-    def _train(self, feed: DataFeed) -> EpochRecord:
+    def _train(self, feed: DataFeed) -> EpochRecord | None:
+        """Trains an epoch; None where a generator has ended before it."""
         engine, source, at = self._engine, self._source, self._run.position
         source.epochs.begin()
         limit = self._limit()
@@ -416,7 +426,11 @@ class Training:
         self._check_replicas()
         at.step += rest.steps
         at.examples += rest.examples
+        if not source.repeats and not self._model.stop_training:
+            self._note_end(limit)
         if not at.step:
+            if self._data_has_ended:
+                return None
             raise ConfigurationError(data_lib.NO_BATCH)
         if not at.trained:
             raise DivergedError(
@@ -428,6 +442,28 @@ class Training:
         return EpochRecord(
             at.epoch, at.trained, at.examples, at.seconds, at.logs | rest.logs
         )
+
+    def _note_end(self, limit: int | None) -> None:
+        """Warns where a generator has ended before the last epoch, as Keras.
+
+        Args:
+            limit: The steps of the epoch.
+        """
+        at = self._run.position
+        missing = limit is not None and at.step < limit
+        if not missing or not (at.step or at.finished):
+            return
+        self._data_has_ended = True
+        if self._distributed.is_chief:
+            _log.warning(
+                "the generator has ended after %d of %d steps of epoch %d, "
+                "and the training ends there. Let it yield steps_per_epoch * "
+                "epochs batches to train %d epochs.",
+                at.step,
+                limit,
+                at.epoch + 1,
+                self._numbers.epochs,
+            )
 
     def _limit(self) -> int | None:
         """Returns the steps of the epoch that has begun, if they are known.
