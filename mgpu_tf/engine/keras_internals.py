@@ -13,19 +13,16 @@ import copy
 import dataclasses
 import functools
 import inspect
-import pathlib
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as tf_nn
 from keras.src.losses import loss as keras_loss
-from keras.src.saving import saving_lib
 from keras.src.utils.python_utils import is_default
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python import pywrap_tfe
@@ -2630,51 +2627,3 @@ def body_of_function(graph: Any, name: str) -> Any | None:
 def set_integer(op: tf.Operation, name: str, value: int) -> None:
     """Sets an integer attribute of an operation that is being traced."""
     op._set_attr(name, attr_value_pb2.AttrValue(i=value))
-
-
-class WeightsFile(Protocol):
-    """What HDF5 writes weights to in place of a path."""
-
-    def check(self) -> None:
-        """Is called before the weights of each object are written."""
-
-
-_saving = threading.Lock()
-
-
-@contextlib.contextmanager
-def weights_written_to(
-    open_file: Callable[[str], WeightsFile],
-) -> Iterator[None]:
-    """Lets Keras write files of weights to what a function opens.
-
-    Args:
-        open_file: Takes the path of a file of weights.
-    """
-    store = saving_lib.H5IOStore
-    own_file, own_make = store._get_h5_file, store.make
-    files: dict[int, WeightsFile] = {}
-    opened = []
-
-    def open_it(self: Any, path: Any, mode: str | None = None) -> Any:
-        is_path = isinstance(path, str | pathlib.Path) and not self.archive
-        sharded = isinstance(self, saving_lib.ShardedH5IOStore)
-        if not is_path or sharded or (mode or self.mode) != "w":
-            return own_file(self, path, mode)
-        files[id(self)] = open_file(str(path))
-        opened.append(own_file(self, files[id(self)], mode))
-        return opened[-1]
-
-    def make(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(self) in files:
-            files[id(self)].check()
-        return own_make(self, *args, **kwargs)
-
-    with _saving:
-        store._get_h5_file, store.make = open_it, make
-        try:
-            yield
-        finally:
-            store._get_h5_file, store.make = own_file, own_make
-            for file in opened:
-                file.close()  # Keras leaves it open after some errors.

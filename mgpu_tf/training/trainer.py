@@ -93,7 +93,7 @@ from mgpu_tf.training.loops.replay import (
     report_verdict,
 )
 from mgpu_tf.training.loops.totals import Totals
-from mgpu_tf.training.model_file import streamed
+from mgpu_tf.training.model_file import check_room, streamed
 from mgpu_tf.training.profiled import profile_of
 
 _log = logging.getLogger("mgpu_tf")
@@ -770,8 +770,12 @@ class Trainer:
     ) -> None:
         """Has the chief write a file, whole or not at all."""
         path = file_path(path)
+        kept = [*self.model.variables]
+        if self.model.optimizer is not None:
+            kept += self.model.optimizer.variables
 
         def write() -> None:
+            check_room(path, kept)
             is_file = path.endswith((".keras", ".weights.h5"))
             if is_file and not os.path.isdir(path) and not options:
                 write_whole(path, streamed(save))
