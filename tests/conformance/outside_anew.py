@@ -338,3 +338,95 @@ def a_model_that_says_what_is_trained(run):
         return models.compiled(model, "mse", models.sgd())
 
     outside.train(run, build, outside.points(), outside.numbers())
+
+
+class Printing(layers.Layer):
+    """A layer that its author looks into."""
+
+    def call(self, x):
+        tf.print(
+            "rows", tf.shape(x), x[:1, 0], output_stream="file:///dev/null"
+        )
+        return ops.tanh(x)
+
+
+@row(GROUP)
+def a_layer_that_prints_several_values(run):
+    data = outside.points(), outside.numbers()
+    trained(run, regression(Printing), *data, batch_size=outside.BATCH)
+
+
+@row(GROUP)
+def weights_left_out_of_weight_decay_by_a_list(run):
+    def build():
+        network = outside.mlp(1)
+        optimizer = keras.optimizers.AdamW(0.02, weight_decay=0.2)
+        optimizer.exclude_from_weight_decay(var_list=network.layers[-1].weights)
+        return models.compiled(network, "mse", optimizer)
+
+    outside.train(run, build, outside.points(), outside.numbers())
+
+
+class PolicyGradient(keras.Model):
+    """A step that takes state, target, advantage, weight and a mask apart."""
+
+    def train_step(self, data):
+        state, target, advantage, weight, done = data
+        with tf.GradientTape() as tape:
+            value = self(state, training=True)
+            error = ops.square(value - target) * weight * (1 - done)
+            loss = ops.mean(error) - 0.1 * ops.mean(advantage * value)
+        outside.learn(self.optimizer, tape, loss, self.trainable_variables)
+        return {"loss": loss}
+
+
+@row(GROUP)
+def batches_of_five_parts(run):
+    def build():
+        layered = outside.mlp(1)
+        model = PolicyGradient(layered.inputs, layered.outputs)
+        return models.compiled(model, None, models.sgd())
+
+    x, y = outside.points(), outside.numbers()
+    generator = np.random.default_rng(5)
+    parts = [generator.normal(size=y.shape) for _ in range(2)]
+    done = generator.integers(0, 2, size=y.shape).astype("float64")
+    arrays = (x, y, *parts, done)
+    dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(outside.BATCH)
+    trained(run, build, dataset)
+
+
+class ExpertsFirst(layers.Layer):
+    """Each expert has a word of each example; the mean of all is a loss."""
+
+    def build(self, shape):
+        self.experts = layers.EinsumDense("ebd,edh->ebh", (None, 5))
+        self.experts.build((3, None, shape[-1]))
+
+    def call(self, x):
+        words = ops.stack([x, ops.sin(x), ops.cos(x)])
+        made = self.experts(words)
+        mean = ops.mean(made, 1)
+        self.add_loss(0.1 * ops.sum(mean * mean))
+        return ops.mean(made, 0)
+
+
+class TakesLosses(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = ops.mean(ops.square(outputs - y)) + sum(self.losses)
+        outside.learn(self.optimizer, tape, loss, self.trainable_variables)
+        return {"loss": loss}
+
+
+@row(GROUP)
+def experts_first_in_a_step_of_ones_own(run):
+    def build():
+        inputs = keras.Input((models.FEATURES,))
+        outputs = layers.Dense(1)(ExpertsFirst()(inputs))
+        model = TakesLosses(inputs, outputs)
+        return models.compiled(model, None, models.sgd())
+
+    outside.train(run, build, outside.points(), outside.numbers())
