@@ -1801,10 +1801,17 @@ def is_within_compiled_convolution() -> bool:
 
 
 def learning_rates(model: keras.Model) -> list[float]:
-    """Returns the learning rate of each optimizer that a model holds."""
-    return [
-        float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+    """Returns the learning rates of the optimizers that a model holds."""
+    rates = [
+        # One that is made of others has none.
+        getattr(part, "learning_rate", None)
         for optimizer in optimizers_of(model)
+        for part in parts(optimizer)
+    ]
+    return [
+        float(keras.ops.convert_to_numpy(rate))
+        for rate in rates
+        if rate is not None
     ]
 
 

@@ -870,3 +870,18 @@ def test_an_optimizer_overwrites_variables_by_one_method():
     assert len(written) == 6
     assert float(layer.bias[0]) == pytest.approx(-0.1)
     assert float(layer.inputs_scale) == 1.0
+
+
+def test_rates_of_optimizers_that_are_made_of_others():
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        pytest.skip("This Keras has no MultiOptimizer.")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    one, other = keras.optimizers.SGD(0.5), keras.optimizers.Adam(0.25)
+    several = keras.optimizers.MultiOptimizer(
+        lambda v: one if "kernel" in v.path else other
+    )
+    model.compile(several, "mse")
+    several.build(model.trainable_variables)
+    assert sorted(keras_internals.learning_rates(model)) == [0.25, 0.5]
+    model.compile(keras.optimizers.LossScaleOptimizer(one), "mse")
+    assert set(keras_internals.learning_rates(model)) == {0.5}
