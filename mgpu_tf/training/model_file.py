@@ -7,7 +7,8 @@ optimizer's state three times the weights of Adam. It writes a folder variable
 by variable; the file is a zip archive of the folder.
 
 HDF5, which Keras writes weights with, ends the process where a file that it is
-to close cannot be written, as on a full disk. So `check_room` comes first.
+to close cannot be written, as on a full disk. So `check_room` comes first; what
+others write to the disk meanwhile it cannot know.
 """
 
 from __future__ import annotations
@@ -18,30 +19,34 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-# What a file has beside the numbers, and what it has of each variable, at most.
-_BYTES, _OF_VARIABLE = 2**16, 2**12
+from mgpu_tf.engine import keras_internals
+
+# What a file has beside the numbers: for itself, for each layer and variable.
+_BYTES, _OF_EACH = 2**16, 2**12
 
 
-def check_room(path: str, variables: Iterable[keras.Variable]) -> None:
-    """Raises where a folder has no room for a file of variables.
+def check_room(path: str, model: keras.Model) -> None:
+    """Raises where a folder has no room for a file of a model.
 
     Args:
         path: The file.
-        variables: What is written.
+        model: The model that is written, with its optimizer.
 
     Raises:
-        OSError: There is less room than they take.
+        OSError: There is less room than the file may take.
     """
-    needed = _BYTES + sum(
-        _OF_VARIABLE + math.prod(each.shape) * tf.as_dtype(each.dtype).size
-        for each in variables
-    )
+    kept = [*model.variables]
+    if model.optimizer is not None:
+        kept += model.optimizer.variables
+    count = len(kept) + len(keras_internals.layers_of(model))
+    sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in kept]
+    needed = _BYTES + count * _OF_EACH + sum(sizes)
     if shutil.disk_usage(os.path.dirname(path) or ".").free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 

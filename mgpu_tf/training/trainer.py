@@ -770,12 +770,9 @@ class Trainer:
     ) -> None:
         """Has the chief write a file, whole or not at all."""
         path = file_path(path)
-        kept = [*self.model.variables]
-        if self.model.optimizer is not None:
-            kept += self.model.optimizer.variables
 
         def write() -> None:
-            check_room(path, kept)
+            check_room(path, self.model)
             is_file = path.endswith((".keras", ".weights.h5"))
             if is_file and not os.path.isdir(path) and not options:
                 write_whole(path, streamed(save))

@@ -48,6 +48,19 @@ class HoldsWeights(Whitened):
         self.slow = variables[:1]
 
 
+class KeepsPlaces(keras.optimizers.SGD):
+    """What is named to the author of the one above."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.slow = {0}
+
+    def update_step(self, gradient, variable, learning_rate):
+        is_slow = self._get_variable_index(variable) in self.slow
+        rate = 0.1 * learning_rate if is_slow else learning_rate
+        super().update_step(gradient, variable, rate)
+
+
 class ReadsAgain(Whitened):
     """It writes a weight, and reads it by what it had made of it before."""
 
@@ -171,7 +184,7 @@ def test_rows_of_a_table_in_parts_are_refused(strategies):
 
 @pytest.mark.parametrize(
     ("optimizer", "remedy"),
-    [(Elsewhere, "Put it into a list"), (HoldsWeights, "Keep its path")],
+    [(Elsewhere, "Put it into a list"), (HoldsWeights, "Keep its place")],
 )
 def test_what_is_kept_elsewhere_is_refused(optimizer, remedy, strategies):
     words = refused(
@@ -180,6 +193,15 @@ def test_what_is_kept_elsewhere_is_refused(optimizer, remedy, strategies):
         strategies["fsdp_x3"],
     )
     assert remedy in words
+
+
+def test_the_remedy_for_weights_that_are_held(strategies):
+    _, difference = compared(
+        lambda: models.mlp(KeepsPlaces(0.1)),
+        models.mlp_data(),
+        strategies["fsdp_x3"],
+    )
+    assert difference < 1e-9
 
 
 def test_gradients_that_keras_accumulates_later_are_refused(strategies):

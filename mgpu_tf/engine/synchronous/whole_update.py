@@ -177,7 +177,8 @@ def _check_slots(
                 "An update_step of yours gets the weight that it updates, and "
                 "holds no weight that is split. Received: "
                 f"{type(optimizer).__name__}, which holds {variable.path}. "
-                "Keep its path, and compare it with variable.path."
+                "Keep its place in the list that build gets, and compare it "
+                "with self._get_variable_index(variable)."
             )
         raise ConfigurationError(
             "An optimizer keeps what belongs to weights that are split in "
