@@ -266,6 +266,7 @@ TRAINED = [
     ),
     ("2_workers_x4", "parts_transformer"),
     *((layout, "spread_table") for layout in OVER_FSDP),
+    ("3_workers", "experts"),
 ]
 TRAINED_QUICK = [("2_workers", row) for row in TRAINED_HERE]
 TRAINED_FULL = [
