@@ -1,6 +1,7 @@
 """How a run of CI decides, and what its plugins of pytest note."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -220,3 +221,26 @@ def test_each_test_that_the_release_runs_is_there(name):
     case = Item(f"{name}[a]")
     tiers.leave_to_the_matrix([case])
     assert "matrix" in case.marks
+
+
+@pytest.mark.full
+def test_each_process_finds_the_same_tests():
+    """Names of tests hold no order of a set, which each process draws."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", ""]
+    found = [
+        subprocess.Popen(
+            [*command, "--numprocesses=0"],
+            cwd=clusters.ROOT,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in "123"
+    ]
+    first, *others = (
+        [line for line in process.communicate()[0].splitlines() if "::" in line]
+        for process in found
+    )
+    assert len(first) > 1000
+    for other in others:
+        assert other == first

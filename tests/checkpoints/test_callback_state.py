@@ -50,7 +50,7 @@ def through_json(value):
         [],
         {},
         {3, 1},
-        frozenset("ab"),
+        frozenset([2, 1]),
         b"\x00\xff",
         1 + 2j,
         collections.deque([1, 2], maxlen=3),
