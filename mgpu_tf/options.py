@@ -119,6 +119,12 @@ class StrategyOptions:
         "In Python, the mapping itself also works.",
         needs=("strategy=model_parallel",),
     )
+    sequence_parallel: bool = option(
+        False,
+        "With tensor_parallel, devices have parts of a sequence between the "
+        "layers that are computed in parts: norms, dropouts and residuals.",
+        needs=("tensor_parallel",),
+    )
     shard: str = option(
         "weights",
         "With fsdp or model_parallel, what is split. weights: weights, "

@@ -56,6 +56,7 @@ VALUES = {
     "fsdp_parallel": 4,
     "tensor_parallel": 2,
     "layout": "layouts:of_my_model",
+    "sequence_parallel": True,
     "shard": "optimizer",
     "pipeline_parallel": 2,
     "micro_batches": 6,

@@ -189,9 +189,9 @@ def create_strategy(
                 machine, in a global batch: "2,1", or "auto".
             data_parallel, fsdp_parallel, shard: For `fsdp` and
                 `model_parallel`; as in `create_model_parallel_strategy`.
-            tensor_parallel, layout, pipeline_parallel, micro_batches,
-                pipeline_schedule, pipeline_stages: For `model_parallel`; as
-                there.
+            tensor_parallel, layout, sequence_parallel, pipeline_parallel,
+                micro_batches, pipeline_schedule, pipeline_stages: For
+                `model_parallel`; as there.
 
     Returns:
         The strategy.
@@ -392,6 +392,7 @@ def _model_parallel(options: StrategyOptions) -> tf.distribute.Strategy:
         micro_batches=options.micro_batches,
         schedule=options.pipeline_schedule,
         stages=stages and [name.strip() for name in stages.split(",")],
+        sequence_parallel=options.sequence_parallel,
     )
 
 

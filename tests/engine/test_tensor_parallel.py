@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import mgpu_tf
-from mgpu_tf.engine.step.tensor_parallel import parts
+from mgpu_tf.engine.step.tensor_parallel import plan as plans
 from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 from tests.engine import tensor_models as models
 from tests.tiers import tiered
@@ -275,7 +275,7 @@ def test_attention_and_the_layers_after_it_stay_split():
     with strategy.scope():
         model = models.transformer("adam")
     spec = tf.TensorSpec([None, models.LENGTH], tf.int32)
-    plan = parts.split_model(model, strategy, (spec,))
+    plan = plans.split_model(model, strategy, (spec,))
     names = kept_split(plan)
     assert len(names) == 4
     assert names[0] == names[2] == "attention_output"
@@ -328,7 +328,7 @@ def test_what_stays_split(name):
         model = keras.Sequential([keras.Input((6,)), ReadsLength(between)])
         model.compile("sgd", "mse")
     spec = tf.TensorSpec([None, 6])
-    plan = parts.split_model(model, strategy, (spec,))
+    plan = plans.split_model(model, strategy, (spec,))
     assert bool(kept_split(plan)) == stays
 
 
@@ -506,3 +506,32 @@ def test_rows_of_other_examples_are_refused():
     trainer = mgpu_tf.Trainer(lambda: own_table(adam()), strategy)
     with pytest.raises(mgpu_tf.ConfigurationError, match="own_table"):
         trainer.fit(*models.transformer_data(), batch_size=8, verbose=0)
+
+
+class AsksForFeatures(layers.Layer):
+    def call(self, x):
+        return x * 2.0 if x.shape[-1] == 24 else x * 3.0
+
+
+def asks_after_dropout():
+    hidden = [layers.Dense(24, activation="tanh"), layers.Dropout(0.3)]
+    last = [AsksForFeatures(), layers.Dense(12), layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6,)), *hidden, *last])
+    return models.compiled(model, adam(), "mse")
+
+
+def gated():
+    """The layers of Llama's feed forward, whose SiLU has its own gradient."""
+    x = keras.Input((6,))
+    gate = keras.ops.silu(layers.Dense(24)(x))
+    outputs = layers.Dense(3)(gate * layers.Dense(24)(x))
+    return models.compiled(keras.Model(x, outputs), adam(), "mse")
+
+
+@pytest.mark.parametrize("build", [asks_after_dropout, gated])
+@pytest.mark.full
+def test_what_stays_split_with_the_numbers_of_one(build, caplog):
+    caplog.set_level("INFO", "mgpu_tf")
+    _, difference = compared(build, models.mlp_data(), strategy_of(tensor=2))
+    assert difference < 1e-9
+    assert " 1 layers take parts from the layers before" in caplog.text

@@ -20,7 +20,7 @@ COMMANDS = [
 
 
 def test_the_page_has_commands():
-    assert len(COMMANDS) == 14
+    assert len(COMMANDS) == 15
 
 
 PLAN = [c for c in COMMANDS if c.startswith("mgpu-tf plan")]
@@ -76,3 +76,19 @@ def test_one_weird_trick(tmp_path):
     ):
         assert min(sizes, key=sizes.get) == "mixed"
     assert (tmp_path / "one_weird_trick.png").stat().st_size > 1000
+
+
+@pytest.mark.full
+def test_parts_of_sequences_take_less():
+    """The losses are equal; with whole sequences it is 1.3 times as much."""
+    small = ["--blocks=3", "--width=256", "--recompute"]
+    found = []
+    for flag in ("--nosequence_parallel", "--sequence_parallel"):
+        done = clusters.run(
+            ["experiments/sequence_memory.py", flag, *small], cwd=ROOT
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    whole, parts = found
+    assert whole["loss"] == pytest.approx(parts["loss"], rel=1e-6)
+    assert min(parts["beside_mib"]) < min(whole["beside_mib"])

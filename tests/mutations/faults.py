@@ -984,8 +984,8 @@ LAYOUTS = (
     Fault(
         "attached: logits stay behind in a part of a layer",
         "engine/step/tensor_parallel/parts.py",
-        "return keras_internals.carried(outputs, self._watched)",
-        "return self._watched(outputs)",
+        "outputs = keras_internals.carried(outputs, self._watched)",
+        "outputs = self._watched(outputs)",
         (f"{SLICE}[tensor_x3-a softmax of kinds that is certain]",),
     ),
     Fault(

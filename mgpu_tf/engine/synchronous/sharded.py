@@ -40,10 +40,8 @@ from mgpu_tf.engine.exchange.parts import (
 )
 from mgpu_tf.engine.exchange.reduction import Reduction, of_shape
 from mgpu_tf.engine.step.per_layer import LayerByLayer
-from mgpu_tf.engine.step.tensor_parallel.parts import (
-    TensorParallel,
-    split_model,
-)
+from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
+from mgpu_tf.engine.step.tensor_parallel.plan import split_model
 from mgpu_tf.engine.step.update import (
     Gradients,
     Update,

@@ -64,6 +64,8 @@ class SplittingStrategy:
         smallest_split: The elements of the smallest weight that is split.
         layout: Which layers are computed in parts. The engine splits their
             weights when the model is built.
+        sequence_parallel: Whether devices of the tensor axis have parts of
+            sequences between these layers, where they can.
         splitting: How the variables that are made now are divided, if they
             are weights of such layers.
         spreading: How a table is divided that is made now, if its rows are to
@@ -77,6 +79,7 @@ class SplittingStrategy:
     shard: str
     smallest_split: int
     layout: Layout
+    sequence_parallel: bool = False
     splitting: Split | None = None
     spreading: Split | None = None
     first_replica: int = 0
@@ -254,8 +257,10 @@ class SplittingStrategy:
         shard: str,
         smallest_split: int,
         layout: Any = "auto",
+        sequence_parallel: bool = False,
     ) -> None:
         self.mesh = mesh
+        self.sequence_parallel = sequence_parallel
         self.layout = Layout(layout)
         self.shard = shard
         self.smallest_split = smallest_split
@@ -290,6 +295,7 @@ class FullyShardedStrategy(SplittingStrategy, MirroredStrategy):
             or patterns of paths.
         communication: How groups of replicas exchange what is split; as for
             `Groups`.
+        sequence_parallel: As for `SplittingStrategy`.
     """
 
     def __init__(
@@ -301,8 +307,11 @@ class FullyShardedStrategy(SplittingStrategy, MirroredStrategy):
         smallest_split: int = SMALLEST_SPLIT,
         layout: Any = "auto",
         communication: str = "auto",
+        sequence_parallel: bool = False,
     ) -> None:
-        self._split_over(mesh, shard, smallest_split, layout)
+        self._split_over(
+            *(mesh, shard, smallest_split, layout, sequence_parallel)
+        )
         self._collective_key_base = next(self._groups)
         tf.distribute.Strategy.__init__(
             self, _ShardedExtended(self, devices, cross_device_ops)
@@ -324,6 +333,7 @@ class MultiWorkerFullyShardedStrategy(
         communication: `auto`, `ring` or `nccl`.
         smallest_split: The elements of the smallest weight that is split.
         layout: As for `FullyShardedStrategy`.
+        sequence_parallel: As there.
     """
 
     # A process may have several, over other meshes.
@@ -340,8 +350,11 @@ class MultiWorkerFullyShardedStrategy(
         communication: str,
         smallest_split: int = SMALLEST_SPLIT,
         layout: Any = "auto",
+        sequence_parallel: bool = False,
     ) -> None:
-        self._split_over(mesh, shard, smallest_split, layout)
+        self._split_over(
+            *(mesh, shard, smallest_split, layout, sequence_parallel)
+        )
         self._collective_key_base = next(self._bases)
         super().__init__(
             cluster,

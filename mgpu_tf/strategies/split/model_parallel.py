@@ -60,6 +60,7 @@ def create_model_parallel_strategy(
     micro_batches: int | None = None,
     schedule: str = "1f1b",
     stages: Sequence[str] | None = None,
+    sequence_parallel: bool = False,
 ) -> tf.distribute.Strategy:
     """Creates a strategy that splits a model over devices.
 
@@ -102,6 +103,10 @@ def create_model_parallel_strategy(
         schedule: With `pipeline`, `1f1b` or `gpipe`.
         stages: With `pipeline`, the names of the layers at which the second
             and further stages begin. Default: stages of equal cost.
+        sequence_parallel: With `tensor`, devices have parts of a sequence
+            between the layers that are computed in parts: norms, dropouts and
+            residuals (Korthikanti et al., 2022). Sequences are tensors
+            `[rows, positions, features]` of a known number of positions.
 
     Returns:
         A `tf.distribute.MirroredStrategy`, or in a cluster a
@@ -121,6 +126,7 @@ def create_model_parallel_strategy(
     begins = None if stages is None else _names(stages)
     _check_stages(pipeline, micro_batches, schedule, begins)
     check_shard(shard, tensor, pipeline, layout)
+    _check_sequence(sequence_parallel, tensor, pipeline)
     cluster = cluster or ClusterConfig.from_environment()
     workers = 1 if cluster is None else cluster.num_workers
     if cluster is not None and workers > 1:
@@ -156,6 +162,7 @@ def create_model_parallel_strategy(
                 communication=communication,
                 smallest_split=smallest_split,
                 layout=layout,
+                sequence_parallel=sequence_parallel,
             )
     reducing = None
     if communication != "ring" or pipeline > 1:
@@ -174,7 +181,9 @@ def create_model_parallel_strategy(
             layout,
         )
     return FullyShardedStrategy(
-        names, mesh, shard, reducing, smallest_split, layout, communication
+        *(names, mesh, shard, reducing, smallest_split, layout),
+        communication=communication,
+        sequence_parallel=sequence_parallel,
     )
 
 
@@ -185,6 +194,25 @@ def _names(stages: Any) -> tuple[str, ...]:
             f"stages={stages!r}. Write stages=['dense_1']."
         )
     return tuple(stages)
+
+
+def _check_sequence(
+    sequence_parallel: bool, tensor: int, pipeline: int
+) -> None:
+    if not sequence_parallel:
+        return
+    if tensor == 1:
+        raise ConfigurationError(
+            "sequence_parallel goes with tensor_parallel: devices that compute "
+            "parts of layers have parts of the sequence between them. "
+            f"Received: tensor_parallel={tensor}. Use 2 or more, or leave "
+            "sequence_parallel out."
+        )
+    if pipeline > 1:
+        raise ConfigurationError(
+            "sequence_parallel does not go with pipeline_parallel. Received: "
+            f"pipeline_parallel={pipeline}. Leave one of them out."
+        )
 
 
 def _check_layout(layout: Any, mesh: Mesh) -> None:

@@ -1,8 +1,11 @@
 """Layers that are computed in parts, one on each device of the tensor axis.
 
     linear.py      what the dimensions of a kernel do
+    alike.py       which operations treat parts alike
     structure.py   which activations may stay split between layers
+    sequence.py    which may be parts of a sequence
     lengths.py     after which ones code asks for a length
+    plan.py        which layers are computed in parts, and how
     forms.py       how a layer computes with parts of its weights
     parts.py       all of it in place, while a step is traced
 

@@ -27,6 +27,7 @@ from mgpu_tf.engine.author.contributions import current_share
 from mgpu_tf.engine.random_rows import entered_again
 from mgpu_tf.engine.row_proof import axis_of_rows, note_same
 from mgpu_tf.engine.step.tensor_parallel.linear import Linear
+from mgpu_tf.engine.step.tensor_parallel.sequence import Cut
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas.collectives import Groups
 
@@ -47,6 +48,8 @@ class Form:
         by_rows: Whether its kernel is a table that is only looked up. Then
             rows are read where they are stored, and the gradient has those
             of the ids that were looked up, and no others.
+        cut: How outputs that are summed or gathered are left as parts of a
+            sequence.
     """
 
     linear: Linear
@@ -56,6 +59,7 @@ class Form:
     arrives: bool
     own_rows: bool
     by_rows: bool
+    cut: Cut | None = None
 
     @property
     def leaves_split(self) -> bool:
@@ -99,7 +103,7 @@ class Form:
                 return self._rows_of_table(own, inputs, rows, *args, **kwargs)
             if axis is not None and self.arrives:
                 length = kernel.shape[self.dim] // self.groups.size
-                inputs = _of_length(inputs, axis, length)
+                inputs = of_length(inputs, axis, length)
             layer = self.linear.layer
             with keras_internals.without(
                 layer, "bias", "use_bias", "activation"
@@ -176,13 +180,15 @@ class Form:
                 if dim is not None:
                     value = self.groups.own_part(value, dim)
             outputs = self._with_bias(outputs, value)
-        if self.gathers:
-            length = self.linear.kernel.shape[self.dim]
+        length = self.linear.kernel.shape[self.dim]
+        if self.cut is not None:
+            outputs = self._part_of_sequence(outputs, axis, length, self.cut)
+        elif self.gathers:
             outputs = self._whole(outputs, axis, length, rows)
         else:
             # As in the trace that has shown what may stay split: code would
             # read the length of a part, where one device has that of all.
-            outputs = _of_length(outputs, axis, None)
+            outputs = of_length(outputs, axis, None)
         return self._activated(outputs)
 
     def _whole(
@@ -192,7 +198,15 @@ class Form:
             every = self.groups.all_to_all(outputs, rows, axis, length)
         else:
             every = self.groups.all_gather(outputs, axis, length)
-        return note_same(_of_length(every, axis, length), outputs)
+        return note_same(of_length(every, axis, length), outputs)
+
+    def _part_of_sequence(
+        self, outputs: tf.Tensor, axis: int, length: int, cut: Cut
+    ) -> tf.Tensor:
+        check_length(outputs, cut)
+        part = self.groups.all_to_all(outputs, cut.axis, axis, length)
+        part = of_length(of_length(part, axis, length), cut.axis, None)
+        return note_same(part, outputs)
 
     def _has_part(self, bias: keras.Variable, dim: int | None) -> bool:
         """Whether this replica stores the part of the bias that it needs."""
@@ -209,6 +223,10 @@ class Form:
         return self._activated(outputs)
 
     def _sum(self, outputs: tf.Tensor, rows: int) -> tf.Tensor:
+        if self.cut is not None:
+            check_length(outputs, self.cut)
+            part = self.groups.reduce_scatter(outputs, self.cut.axis)
+            return note_same(of_length(part, self.cut.axis, None), outputs)
         if self.own_rows:
             total = self.groups.reduce_scatter(outputs, rows)
         else:
@@ -310,7 +328,21 @@ def _no_rows(inputs: tf.Tensor, layer: keras.layers.Layer) -> Exception:
     )
 
 
-def _of_length(value: tf.Tensor, axis: int, length: int | None) -> tf.Tensor:
+class OtherLength(Exception):
+    """A sequence has another length than the one that is planned."""
+
+
+def check_length(value: tf.Tensor, cut: Cut) -> None:
+    """Looks whether a tensor is one that is cut so.
+
+    Raises:
+        OtherLength: It is not.
+    """
+    if value.shape[cut.axis] != cut.length:
+        raise OtherLength(f"{value.shape[cut.axis]} for {cut.length}")
+
+
+def of_length(value: tf.Tensor, axis: int, length: int | None) -> tf.Tensor:
     """Returns a tensor whose graph knows another length of an axis."""
     if not tf.is_symbolic_tensor(value):
         return value
@@ -369,4 +401,5 @@ def dropped(
     static[axis] = length
     factors = tf.ensure_shape(factors, static)
     # The factors depend on no number of the inputs.
-    return note_same(inputs * groups.own_part(factors, axis), inputs)
+    outputs = note_same(inputs * groups.own_part(factors, axis), inputs)
+    return of_length(outputs, axis, None)

@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.row_proof.writes import body_of, functions_of
 from mgpu_tf.engine.step.tensor_parallel.structure import Pass
 
@@ -22,15 +23,22 @@ _NAMES = frozenset(["seed", "seed2", "shape", "_class", "_output_shapes"])
 _SHAPES = frozenset(["Shape", "ShapeN", "Size"])
 
 
-def asked_for(known: Pass, unknown: Pass, layers: Collection[int]) -> set[int]:
+def asked_for(
+    known: Pass,
+    unknown: Pass,
+    layers: Collection[int],
+    through: Collection[int] = (),
+) -> set[int]:
     """Returns the layers after which two traces differ.
 
     Args:
         known: A trace that knows the lengths of outputs.
         unknown: One that does not know those of some layers.
         layers: These layers, by identity.
+        through: Other layers whose outputs have the lengths of their inputs.
     """
-    one, other = _Trace(known, layers), _Trace(unknown, layers)
+    one = _Trace(known, layers, through)
+    other = _Trace(unknown, layers, through)
     if one.called != other.called or len(one.ends) != len(other.ends):
         return set(layers)
     found: set[int] = set()
@@ -40,17 +48,45 @@ def asked_for(known: Pass, unknown: Pass, layers: Collection[int]) -> set[int]:
     return found
 
 
+def asked_inside(known: Pass, unknown: Pass) -> set[int]:
+    """Returns the layers whose own code two traces show to differ.
+
+    Args:
+        known: As for `asked_for`.
+        unknown: As there.
+    """
+    one, other = _Trace(known, ()), _Trace(unknown, ())
+    if one.called != other.called:
+        return set(one.called)
+    return {
+        layer
+        for layer, left, right in zip(
+            one.called, one.made, other.made, strict=True
+        )
+        if left is not None
+        and right is not None
+        and not _same(left, right, one, other)
+    }
+
+
 class _Trace:
     """A trace, cut at the calls of the layers that are noted.
 
     Attributes:
         called: The layers that were called, in order.
+        made: What each of them computed, before the copy of it that is noted.
         ends: What they were called with, and what the model returned.
     """
 
-    def __init__(self, one: Pass, layers: Collection[int]) -> None:
+    def __init__(
+        self,
+        one: Pass,
+        layers: Collection[int],
+        through: Collection[int] = (),
+    ) -> None:
         calls = [one.calls[first] for first in sorted(one.calls)]
         self.called = [id(call.layer) for call in calls]
+        self.made = [_made(call.outputs) for call in calls]
         self.ends = [
             leaf
             for given in [*[call.inputs for call in calls], one.returned]
@@ -75,10 +111,16 @@ class _Trace:
             for outside, inside in graph.captures
             if inside.dtype == tf.resource
         }
+        self._given = [tf.nest.flatten(call.inputs) for call in calls]
         for op in one.operations:
-            self._look_at(op, layers)
+            self._look_at(op, layers, through)
 
-    def _look_at(self, op: tf.Operation, layers: Collection[int]) -> None:
+    def _look_at(
+        self,
+        op: tf.Operation,
+        layers: Collection[int],
+        through: Collection[int],
+    ) -> None:
         made_of = frozenset[int]().union(*map(self.above, op.inputs))
         shapes = [each.name in self._of_shapes for each in op.inputs]
         constants = [each.op.type == "Const" for each in op.inputs]
@@ -92,12 +134,17 @@ class _Trace:
             if number is not None:
                 layer = self.called[number[0]]
                 made_of = frozenset([layer] if layer in layers else [])
+                if layer in through:
+                    given = self._given[number[0]]
+                    made_of = made_of.union(*map(self.above, given))
             elif of_shapes:
                 self._of_shapes.add(tensor.name)
             self._made_of[tensor.name] = made_of
 
-    def above(self, tensor: tf.Tensor) -> frozenset[int]:
+    def above(self, tensor: Any) -> frozenset[int]:
         """Returns the layers that a tensor is made of, up to the last calls."""
+        if not tf.is_symbolic_tensor(tensor):
+            return frozenset()
         return self._made_of.get(tensor.name, frozenset())
 
     def number(self, tensor: tf.Tensor) -> tuple[int, int] | None:
@@ -120,6 +167,16 @@ class _Trace:
     def is_of_shapes(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor is made of the shapes of such outputs alone."""
         return tensor.name in self._of_shapes
+
+
+def _made(output: Any) -> tf.Tensor | None:
+    """Returns what a layer computed, of which a call notes a copy."""
+    if not tf.is_symbolic_tensor(output):
+        return None
+    copy = output.op
+    if copy.type == "PlaceholderWithDefault":
+        copy = copy.inputs[0].op
+    return copy.inputs[0]
 
 
 def _same(
@@ -154,13 +211,16 @@ def _same(
 def _described(op: tf.Operation) -> Any:
     """Returns what an operation does, besides what it is given."""
     attributes = op.node_def.attr
+    names = _NAMES
+    if keras_internals.gradient_given(op) is None:
+        names |= {"_gradient_op_type"}  # Each trace counts its own.
     return (
         op.type,
         len(op.inputs),
         {
             name: attributes[name].SerializeToString(deterministic=True)
             for name in attributes
-            if name not in _NAMES and not attributes[name].HasField("func")
+            if name not in names and not attributes[name].HasField("func")
         },
         [_body(op, function) for function in functions_of(op)],
     )

@@ -1,6 +1,5 @@
 """Layers computed in parts, while a step is traced.
 
-    plan = split_model(model, strategy, example)   # weights are stored in parts
     tensor = TensorParallel(model, strategy, plan)
     with tensor.in_place():                        # around the steps of all
         ...                                        # traces forward, backward
@@ -17,9 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -32,374 +29,30 @@ from mgpu_tf.engine.author.state import Writes
 from mgpu_tf.engine.author.step_scope import Replay, StepScope, is_read_inside
 from mgpu_tf.engine.exchange.embedding_rows import own_rows
 from mgpu_tf.engine.exchange.parts import computed
-from mgpu_tf.engine.row_proof import FIXED, given_gradients, note
+from mgpu_tf.engine.row_proof import FIXED, note, note_same
 from mgpu_tf.engine.step.tensor_parallel import structure
-from mgpu_tf.engine.step.tensor_parallel.forms import Form, dropped
-from mgpu_tf.engine.step.tensor_parallel.layout import published_layout
-from mgpu_tf.engine.step.tensor_parallel.lengths import asked_for
-from mgpu_tf.engine.step.tensor_parallel.linear import Linear, linear_layers
+from mgpu_tf.engine.step.tensor_parallel.forms import (
+    Form,
+    OtherLength,
+    check_length,
+    dropped,
+    of_length,
+)
+from mgpu_tf.engine.step.tensor_parallel.linear import Linear
+from mgpu_tf.engine.step.tensor_parallel.plan import Plan
+from mgpu_tf.engine.step.tensor_parallel.sequence import (
+    NOTHING,
+    Cut,
+    Passage,
+    passage_of,
+)
 from mgpu_tf.engine.trace_again import TraceAgain
 from mgpu_tf.errors import ConfigurationError
-from mgpu_tf.mesh import Split
 from mgpu_tf.strategies.replicas.collectives import Groups
 from mgpu_tf.strategies.replicas.own_gradient import own_gradient
-from mgpu_tf.strategies.split.fully_sharded import split_over
-from mgpu_tf.strategies.split.layout import Layout
 from mgpu_tf.strategies.split.sharded_variable import ShardedVariable
 
 _log = logging.getLogger("mgpu_tf")
-
-# The most weights that the log names, of those that stay whole.
-_NAMED = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is computed in parts.
-
-    Attributes:
-        linear: The layers whose kernels are split.
-        structure: How they are computed.
-        over: The axis of the mesh of each, by identity.
-        dropouts: The layers that draw for parts, each with its axis from the
-            end, the length of that axis and the axis of the mesh.
-        splits: How weights are stored in parts.
-    """
-
-    linear: list[Linear]
-    structure: structure.Structure
-    over: dict[int, str]
-    dropouts: list[tuple[keras.layers.Layer, int, int, str]]
-    splits: list[tuple[keras.Variable, Split]]
-
-
-def split_model(
-    model: keras.Model, strategy: tf.distribute.Strategy, example: Any
-) -> Plan:
-    """Splits the weights of a model; the arguments are those of `plan_of`."""
-    plan = plan_of(model, strategy, example)
-    for variable, split in plan.splits:
-        if not _is_stored_as(variable, split):
-            _store_in_parts(model, variable, split)
-    return plan
-
-
-def plan_of(
-    model: keras.Model, strategy: tf.distribute.Strategy, example: Any
-) -> Plan:
-    """Returns what is split, as the layout of a strategy says.
-
-    Args:
-        model: A built model, made in the strategy's scope.
-        strategy: The strategy.
-        example: The specs of a batch.
-
-    Raises:
-        ConfigurationError: The layout does not fit the model.
-    """
-    chooser = _Chooser(model, strategy)
-    linear = linear_layers(model)
-    dropouts = keras_internals.dropout_layers(model)
-    noted = [each.layer for each in linear.values()] + dropouts
-    passes = _passes(model, example, noted)
-    for one in passes:
-        for op in given_gradients(one.operations[0].graph):
-            raise ConfigurationError(
-                "Where layers are computed in parts, a part of the gradient "
-                "flows back between them. Received: a tf.custom_gradient that "
-                f"is not linear in what flows back ({op.name}). Use 'fsdp', or "
-                "apply it to gradients in a train_step."
-            )
-    inside = set().union(*(one.inside for one in passes), chooser.shared)
-    linear = {key: each for key, each in linear.items() if key not in inside}
-    given, over = chooser.given(linear)
-    search = functools.partial(
-        structure.structure_of,
-        linear=linear,
-        choose=chooser.choose,
-        separate=lambda layer: over.get(layer, "tensor"),
-    )
-    found = search(passes, given=given)
-    while stays := _outputs_in_parts(linear, found):
-        # Code may have read a length that another device does not have.
-        again = _passes(model, example, noted, stays)
-        more = search(again, given=found.dims, gathered=found.gathered)
-        gathered = more.gathered if again else found.gathered | set(stays)
-        for known, unknown in zip(passes, again, strict=False):
-            gathered = gathered | asked_for(known, unknown, stays)
-        if gathered == found.gathered:
-            break
-        found = search(passes, given=given, gathered=gathered)
-    seen = {id(call.layer) for one in passes for call in one.calls.values()}
-    for key, each in linear.items():
-        if key not in seen:
-            found.gathered.add(key)
-            dim = chooser.choose(each, None)
-            if key not in found.dims and dim is not None:
-                found.dims[key] = dim
-    used = [linear[key] for key in found.dims]
-    splits = chooser.splits(found.dims, linear, over)
-    _report(model, strategy, splits, found)
-    drawn = _dropouts(passes, found, dropouts, over)
-    return Plan(used, found, over, drawn, splits)
-
-
-def _passes(
-    model: keras.Model,
-    example: Any,
-    noted: list[keras.layers.Layer],
-    unknown: dict[int, int] | None = None,
-) -> list[structure.Pass]:
-    try:
-        return structure.traced(model, example, noted, unknown)
-    except Exception as error:  # The author's code; the reason is theirs.
-        _log.warning(
-            "layout: outputs are gathered after each layer, since %s cannot "
-            "be traced to find which may stay split (%s: %s)",
-            model.name,
-            type(error).__name__,
-            " ".join(str(error).split()),
-        )
-        return []
-
-
-def _outputs_in_parts(
-    linear: dict[int, Linear], found: structure.Structure
-) -> dict[int, int]:
-    """Returns the layers whose outputs stay split, and along which axis."""
-    axes = {
-        key: linear[key].output_axis(dim)
-        for key, dim in found.dims.items()
-        if key not in found.gathered
-    }
-    return {key: axis for key, axis in axes.items() if axis is not None}
-
-
-class _Chooser:
-    """Decides along which dimensions weights are split."""
-
-    def __init__(
-        self, model: keras.Model, strategy: tf.distribute.Strategy
-    ) -> None:
-        self._model = model
-        self._mesh = strategy.mesh
-        self._smallest = strategy.smallest_split
-        layout: Layout = strategy.layout
-        self._by_structure = layout.is_auto and self._mesh.tensor > 1
-        if layout.is_auto:
-            published = published_layout(model)
-            if published is not None:
-                layout, self._by_structure = Layout(published), False
-        else:
-            layout.check_used([weight.path for weight in model.weights])
-        self._layout = layout
-        self.shared = _shared(model)
-
-    def given(
-        self, linear: dict[int, Linear]
-    ) -> tuple[dict[int, int], dict[int, str]]:
-        """Returns the dimensions of kernels that patterns name, and axes."""
-        dims, over = {}, {}
-        for key, each in linear.items():
-            found = self._named(each.kernel)
-            if found is None and keras_internals.is_split(each.kernel):
-                found = keras_internals.stored(each.kernel).split
-            if found is not None and found.dim in each.dims:
-                dims[key], over[key] = found.dim, found.over
-        return dims, over
-
-    def _named(self, variable: keras.Variable) -> Split | None:
-        found = self._layout.split_of(variable)
-        if found is None:
-            return None
-        dim, axis = found
-        return self._possible(variable, dim, axis)
-
-    def _possible(
-        self, variable: keras.Variable, dim: int, axis: str, rows: bool = False
-    ) -> Split | None:
-        parts = self._mesh.length(axis)
-        length = variable.shape[dim]
-        rows = rows or id(variable) in self._tables
-        if parts == 1 or length < parts or (length % parts and not rows):
-            return None
-        return Split(tuple(variable.shape), parts, dim, axis)
-
-    @functools.cached_property
-    def _tables(self) -> set[int]:
-        """The tables of embeddings, whose rows need not divide exactly."""
-        return {
-            id(each.kernel)
-            for each in linear_layers(self._model).values()
-            if each.rows is not None
-        }
-
-    def choose(self, linear: Linear, axis: int | None) -> int | None:
-        """Returns the dimension of a kernel by structure; None to leave it."""
-        kernel = linear.kernel
-        convolution = hasattr(linear.layer, "kernel_size")
-        if (
-            not self._by_structure
-            or convolution
-            or math.prod(kernel.shape) < self._smallest
-        ):
-            return None
-        if axis is not None:
-            dims = [d for d in linear.dims if linear.input_axis(d) == axis]
-        elif linear.rows is not None:
-            dims = [linear.rows]
-        else:
-            dims = linear.output_dims
-        for dim in dims:
-            if self._possible(kernel, dim, "tensor") is not None:
-                return dim
-        return None
-
-    def splits(
-        self,
-        dims: dict[int, int],
-        linear: dict[int, Linear],
-        over: dict[int, str],
-    ) -> list[tuple[keras.Variable, Split]]:
-        """Returns the variables that are split, and how.
-
-        What is split over the tensor axis is split over the fsdp axis again,
-        and what it leaves over that axis alone, where it is large enough.
-        """
-        found: dict[int, tuple[keras.Variable, Split]] = {}
-        for key, dim in dims.items():
-            each, axis = linear[key], over.get(key, "tensor")
-            split = self._possible(each.kernel, dim, axis)
-            assert split is not None
-            found[id(each.kernel)] = (each.kernel, split)
-            bias_dim = each.bias_dim(dim)
-            if self._by_structure and bias_dim is not None:
-                part = self._possible(each.bias, bias_dim, axis)
-                if part is not None:
-                    found[id(each.bias)] = (each.bias, part)
-        for variable in self._model.trainable_variables:
-            named = self._named(variable)
-            if id(variable) not in found and named is not None:
-                found[id(variable)] = (variable, named)
-        for variable in self._model.trainable_variables:
-            _, split = found.get(id(variable), (variable, None))
-            split = self._over_fsdp(variable, split)
-            if split is not None:
-                found[id(variable)] = (variable, split)
-        return list(found.values())
-
-    def _over_fsdp(
-        self, variable: keras.Variable, split: Split | None
-    ) -> Split | None:
-        """Returns a split that also divides over the fsdp axis, if it can."""
-        fsdp = self._mesh.fsdp
-        if split is not None and split.over == "rows":
-            return split  # Over fsdp too.
-        shapes = [tuple(variable.shape)]
-        if split is not None:
-            shapes = [split.shape_of(part) for part in range(split.parts)]
-        inner = [Split(shape, fsdp) for shape in shapes]
-        large = all(math.prod(each.shape) >= self._smallest for each in inner)
-        if fsdp == 1 or not large or not all(s.is_possible for s in inner):
-            return split
-        if split is None:
-            return inner[0]
-        return dataclasses.replace(split, again=fsdp)
-
-
-def _shared(model: keras.Model) -> set[int]:
-    """Returns the layers whose kernel is that of another layer too."""
-    owners: dict[int, list[int]] = {}
-    for key, each in linear_layers(model).items():
-        owners.setdefault(id(each.kernel), []).append(key)
-    return {key for keys in owners.values() if len(keys) > 1 for key in keys}
-
-
-def _is_stored_as(variable: keras.Variable, split: Split) -> bool:
-    if not keras_internals.is_split(variable):
-        return False
-    held: ShardedVariable = keras_internals.stored(variable)
-    return held.split == split
-
-
-def _store_in_parts(
-    model: keras.Model, variable: keras.Variable, split: Split
-) -> None:
-    """Splits a weight, and what built optimizers keep for it."""
-    beside = [
-        kept
-        for optimizer in _built_optimizers(model)
-        for weight, kept in keras_internals.kept_for_weights(optimizer)
-        if weight is variable and tuple(kept.shape) == tuple(weight.shape)
-    ]
-    for each in (variable, *beside):
-        held = keras_internals.stored(each)
-        strategy = model.distribute_strategy
-        keras_internals.store_as(each, split_over(strategy, held, split))
-
-
-def _built_optimizers(
-    model: keras.Model,
-) -> list[keras.optimizers.Optimizer]:
-    return [
-        part
-        for optimizer in keras_internals.optimizers_of(model)
-        for part in keras_internals.parts(optimizer)
-        if part.built
-    ]
-
-
-def _report(
-    model: keras.Model,
-    strategy: tf.distribute.Strategy,
-    splits: list[tuple[keras.Variable, Split]],
-    found: structure.Structure,
-) -> None:
-    parted = {id(variable) for variable, _ in splits}
-    weights = model.trainable_variables
-    whole = [
-        variable.path
-        for variable in weights
-        if id(variable) not in parted
-        and len(variable.shape) > 1
-        and math.prod(variable.shape) >= strategy.smallest_split
-    ]
-    held = sum(math.prod(variable.shape) for variable, _ in splits)
-    total = sum(math.prod(variable.shape) for variable in weights) or 1
-    more = f" and {len(whole) - _NAMED} more" if len(whole) > _NAMED else ""
-    _log.info(
-        "layout: %d of %d weights are split, %.1f %% of the elements; %d "
-        "layers take parts from the layers before; whole on each device: %s%s",
-        len(parted),
-        len(weights),
-        100 * held / total,
-        len(found.arrives),
-        ", ".join(whole[:_NAMED]) or "small weights and vectors",
-        more,
-    )
-
-
-def _dropouts(
-    passes: list[structure.Pass],
-    found: structure.Structure,
-    layers: list[keras.layers.Layer],
-    over: dict[int, str],
-) -> list[tuple[keras.layers.Layer, int, int, str]]:
-    drawn = []
-    for layer in layers:
-        axis = found.dropouts.get(id(layer))
-        if axis is None:
-            continue
-        call = next(
-            call
-            for one in passes
-            for call in one.calls.values()
-            if call.layer is layer
-        )
-        length = int(call.inputs.shape[axis])
-        source = found.dropout_sources[id(layer)]
-        drawn.append((layer, axis, length, over.get(source, "tensor")))
-    return drawn
 
 
 class _Noted(threading.local):
@@ -407,9 +60,12 @@ class _Noted(threading.local):
 
     Attributes:
         depth: How many calls of the model are under way.
+        wholes: Sequences that were gathered, by their parts.
     """
 
-    depth = 0
+    def __init__(self) -> None:
+        self.depth = 0
+        self.wholes: dict[Any, tf.Tensor] = {}
 
 
 class TensorParallel:
@@ -440,10 +96,13 @@ class TensorParallel:
                 arrives=key in found.arrives,
                 own_rows=axis == "rows",
                 by_rows=_is_read_by_rows(linear, found.dims[key]),
+                cut=plan.passages.get(key, NOTHING).cuts,
             )
         # Where the model is not called as in the trace that the plan is of.
         self._alone = {
-            key: dataclasses.replace(form, gathers=True, arrives=False)
+            key: dataclasses.replace(
+                form, gathers=True, arrives=False, cut=None
+            )
             for key, form in self.forms.items()
         }
         self._model = model
@@ -455,6 +114,11 @@ class TensorParallel:
             for layer, axis, length, over in plan.dropouts
         }
         self._drawing = [layer for layer, *_ in plan.dropouts]
+        self._passages, self._passing = plan.passages, plan.passing
+        self._ways = {id(layer): each for layer, *each in plan.gates}
+        self._holders = [layer for layer, *_ in plan.gates]
+        draws = {id(layer) for layer in keras_internals.dropout_layers(model)}
+        self._draws = draws - self._dropouts.keys()
         self._variables = [
             variable
             for variable in model.trainable_variables
@@ -511,7 +175,11 @@ class TensorParallel:
             keras_internals.calls_replaced([self._model], self._call_model),
             keras_internals.calls_replaced(self._layers, self._call),
             keras_internals.calls_replaced(self._drawing, self._drop),
-            keras_internals.inputs_unchecked(arriving),
+            keras_internals.calls_replaced(self._passing, self._pass),
+            keras_internals.calls_replaced(self._holders, self._pass_gates),
+            keras_internals.inputs_unchecked(
+                [*arriving, *self._passing, *self._holders]
+            ),
         ):
             yield
 
@@ -607,20 +275,167 @@ class TensorParallel:
         form = (self.forms if self._is_within else self._alone)[id(layer)]
         if self._whole or is_read_inside(()):
             return own(*args, **kwargs)
+        passage = self._passage(layer, args, kwargs)
         if _has_others(layer):
-            if form.arrives or form.leaves_split:
+            if form.arrives or form.leaves_split or passage != NOTHING:
                 self._leave_nothing(f"{layer.name} has other weights in a step")
             return own(*args, **kwargs)
+        args, kwargs = self._gathered(passage, args, kwargs)
         inputs = args[0] if args else kwargs.pop("inputs")
-        if form.arrives and self._notes:
-            inputs = keras_internals.with_mask_of(tf.identity(inputs), inputs)
-            self._noted.taken.add(inputs.op.name)
-        outputs = form(
-            self._part, _whole, _lent, own, inputs, *args[1:], **kwargs
-        )
-        if form.leaves_split and self._notes:
+        if form.arrives:
+            inputs = keras_internals.with_mask_of(self._taken(inputs), inputs)
+        with self._of_planned_length():
+            outputs = form(
+                self._part, _whole, _lent, own, inputs, *args[1:], **kwargs
+            )
+        if (form.leaves_split or passage.cuts is not None) and self._notes:
             self._noted.left.append(outputs)
-        return keras_internals.carried(outputs, self._watched)
+        outputs = keras_internals.carried(outputs, self._watched)
+        if passage.also is not None:
+            self._note_whole(outputs, passage.also)
+        return outputs
+
+    def _taken(self, part: tf.Tensor) -> tf.Tensor:
+        """Returns a copy of what was left split, for one that may take it.
+
+        A layer that is computed again makes it again.
+        """
+        copy = tf.identity(part)
+        if self._notes:
+            self._noted.taken.add(copy.op.name)
+        return copy
+
+    def _passage(
+        self, layer: keras.layers.Layer | structure.Gate, args: Any, kwargs: Any
+    ) -> Passage:
+        alone = self.forms is self._alone or not self._is_within
+        if self._whole or alone or is_read_inside(()):
+            return NOTHING
+        return passage_of(self._passages, layer, args, kwargs)
+
+    def _pass(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls a layer that has to do with parts of a sequence."""
+        passage = self._passage(layer, args, kwargs)
+        if passage == NOTHING:
+            return own(*args, **kwargs)
+        args, kwargs = self._gathered(passage, args, kwargs)
+        cut = passage.computes
+        if cut is not None and id(layer) in self._draws:
+            outputs = dropped(
+                *(cut.axis, cut.length, self._groups["tensor"], False),
+                *(layer, own, *args),
+                **kwargs,
+            )
+        else:
+            outputs = own(*args, **kwargs)
+        return self._left(passage, outputs)
+
+    def _pass_gates(
+        self,
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls a layer that holds layers, and may get or return parts."""
+        way_in, way_out = self._ways[id(layer)]
+        if args and tf.is_tensor(args[0]):
+            args = (self._through(way_in, args[0]), *args[1:])
+        outputs = own(*args, **kwargs)
+        if tf.is_tensor(outputs):
+            outputs = self._through(way_out, outputs)
+        return outputs
+
+    def _through(self, gate: structure.Gate, tensor: tf.Tensor) -> tf.Tensor:
+        passage = self._passage(gate, (), {})
+        if passage == NOTHING:
+            return tensor
+        (tensor,), _ = self._gathered(passage, (tensor,), {})
+        return self._left(passage, tensor)
+
+    def _left(self, passage: Passage, outputs: tf.Tensor) -> tf.Tensor:
+        """Returns outputs as others take them."""
+        if passage.gathers is not None:
+            return self._of_all(outputs, passage.gathers)
+        if passage.cuts is not None:
+            outputs = self._cut(outputs, passage.cuts)
+        if passage.also is not None:
+            self._note_whole(outputs, passage.also)
+        return outputs
+
+    def _gathered(
+        self, passage: Passage, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Returns what a layer is called with, its sequences whole."""
+        if not passage.joins:
+            return args, kwargs
+        flat = structure.flat_arguments(args, kwargs)
+        for place, cut in passage.joins.items():
+            flat[place] = self._of_all(flat[place], cut)
+        args, kwargs = tf.nest.pack_sequence_as([args, kwargs], flat)
+        return tuple(args), kwargs
+
+    def _of_all(self, part: tf.Tensor, cut: Cut) -> tf.Tensor:
+        """Returns a whole sequence, of which each device has a part."""
+        known = self._noted.wholes.get(part.ref())
+        if known is not None:
+            return known
+
+        def gathered(part: tf.Tensor) -> tf.Tensor:
+            taken, groups = self._taken(part), self._groups["tensor"]
+            every = groups.all_gather(taken, cut.axis, cut.length)
+            every = of_length(every, cut.axis, cut.length)
+            return self._watched(note_same(every, part))
+
+        return _moved(part, gathered)
+
+    def _note_whole(self, part: tf.Tensor, cut: Cut) -> None:
+        """Gathers a sequence once, for all that take it whole."""
+        if tf.is_symbolic_tensor(part):
+            whole = self._of_all(part, cut)
+            self._noted.wholes[part.ref()] = whole
+
+    def _cut(self, outputs: tf.Tensor, cut: Cut) -> tf.Tensor:
+        """Returns this device's part of a sequence."""
+
+        def own_part(whole: tf.Tensor) -> tf.Tensor:
+            with self._of_planned_length():
+                check_length(whole, cut)
+            part = self._groups["tensor"].own_part(whole, cut.axis)
+            part = self._watched(of_length(part, cut.axis, None))
+            if self._notes:
+                self._noted.left.append(part)
+            return part
+
+        return _moved(outputs, own_part)
+
+    @contextlib.contextmanager
+    def _of_planned_length(self) -> Iterator[None]:
+        """A block in which sequences are cut.
+
+        Raises:
+            TraceAgain: One is of another length: in another trace all are
+                whole.
+        """
+        try:
+            yield
+        except OtherLength as error:
+            self._passages = {}
+            for forms in (self.forms, self._alone):
+                for key, form in forms.items():
+                    forms[key] = dataclasses.replace(form, cut=None)
+            _log.info(
+                "sequence_parallel: sequences are whole on each device, since "
+                "some have another length than in training (%s)",
+                error,
+            )
+            raise TraceAgain from None
 
     @property
     def _is_within(self) -> bool:
@@ -640,6 +455,7 @@ class TensorParallel:
     def begin(self) -> None:
         """Begins a step. On a replica."""
         self._noted.calls, self._noted.taken = [], set()
+        self._noted.wholes = {}
 
     @contextlib.contextmanager
     def within_model(self) -> Iterator[None]:
@@ -785,6 +601,19 @@ def _joined(
         return groups.all_gather(part, dim, split.length), gradient
 
     return whole(part)
+
+
+def _moved(
+    tensor: tf.Tensor, move: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.Tensor:
+    """Returns a tensor that was moved, with its logits, and its mask as it is.
+
+    A mask is of the whole sequence.
+    """
+    parts, together = keras_internals.taken_apart(tensor)
+    return keras_internals.with_mask_of(
+        together(list(map(move, parts))), tensor
+    )
 
 
 def _has_others(layer: keras.layers.Layer) -> bool:

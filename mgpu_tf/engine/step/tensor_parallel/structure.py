@@ -15,9 +15,10 @@ with unknown operations costs communication, never right numbers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -25,83 +26,14 @@ import tensorflow as tf
 from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals, throwaway
 from mgpu_tf.engine.step.building import BuildContext
+from mgpu_tf.engine.step.tensor_parallel.alike import (
+    Halves,
+    Whole,
+    outputs_of,
+)
 from mgpu_tf.engine.step.tensor_parallel.linear import Linear
 
 _log = logging.getLogger("mgpu_tf")
-
-# Operations of one tensor, each element from that element alone.
-_UNARY = frozenset(
-    [
-        "Abs",
-        "Cast",
-        "Cos",
-        "Elu",
-        "Erf",
-        "Erfc",
-        "Exp",
-        "Expm1",
-        "Identity",
-        "IsFinite",
-        "IsInf",
-        "IsNan",
-        "LeakyRelu",
-        "Log",
-        "Log1p",
-        "LogicalNot",
-        "Neg",
-        "Reciprocal",
-        "Relu",
-        "Relu6",
-        "Rsqrt",
-        "Selu",
-        "Sigmoid",
-        "Sign",
-        "Sin",
-        "Softplus",
-        "Softsign",
-        "Sqrt",
-        "Square",
-        "StopGradient",
-        "Tanh",
-        "PreventGradient",
-        "Snapshot",
-        "CheckNumerics",
-        "ZerosLike",
-        "OnesLike",
-    ]
-)
-# Operations of several tensors that are broadcast to one shape.
-_BROADCAST = frozenset(
-    [
-        "Add",
-        "AddV2",
-        "Div",
-        "DivNoNan",
-        "Equal",
-        "Greater",
-        "GreaterEqual",
-        "Less",
-        "LessEqual",
-        "LogicalAnd",
-        "LogicalOr",
-        "Maximum",
-        "Minimum",
-        "Mul",
-        "MulNoNan",
-        "NotEqual",
-        "Pow",
-        "RealDiv",
-        "SelectV2",
-        "SquaredDifference",
-        "Sub",
-        "Xdivy",
-        "Xlogy",
-    ]
-)
-_REDUCTIONS = frozenset(["All", "Any", "Max", "Mean", "Min", "Prod", "Sum"])
-_POOLS = frozenset(
-    ["AvgPool", "AvgPool3D", "MaxPool", "MaxPool3D", "MaxPoolV2"]
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,18 +41,37 @@ class Call:
     """A call of a layer in a traced forward pass.
 
     Attributes:
-        layer: The layer.
+        layer: The layer; or a `Gate`.
         first: The first operation of the call.
         after: The operation after its last.
         inputs: What it was called with, the first argument.
         outputs: What it returned.
+        arguments: All that it was called with, in order.
+        reverses: Whether an embedding was called to make logits.
     """
 
-    layer: keras.layers.Layer
+    layer: Any
     first: int
     after: int
     inputs: Any
     outputs: Any
+    arguments: list[Any]
+    reverses: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gate:
+    """A place through which a tensor passes into a layer, or out of it.
+
+    Attributes:
+        name: The name of the layer, which holds layers.
+    """
+
+    name: str
+
+
+# The layer, the way in for its first argument, and the way out.
+Gates: TypeAlias = Sequence[tuple[keras.layers.Layer, Gate, Gate]]
 
 
 @dataclasses.dataclass
@@ -130,7 +81,7 @@ class Pass:
     Attributes:
         operations: The operations, in the order in which they were made.
         calls: The calls of layers of interest, by their first operation.
-        returned: The tensors that the model returned.
+        returned: The tensors that the model returned, and those that it wrote.
         outputs: Their names.
         inside: Layers that were called inside of loops or branches, and those
             of whose outputs nothing is made that the model returns: TensorFlow
@@ -149,6 +100,8 @@ def traced(
     example: Any,
     layers: list[keras.layers.Layer],
     unknown: Mapping[int, int] | None = None,
+    opened: Collection[int] = (),
+    gates: Gates = (),
 ) -> list[Pass]:
     """Traces forward passes of training and of inference.
 
@@ -159,12 +112,15 @@ def traced(
         unknown: The axis, from the end, of the outputs of some layers whose
             length is unknown. Code that takes it from the shape does so in
             the graph then, where it is seen.
+        opened: Layers, by identity, whose own operations are of interest.
+        gates: Gates of layers that hold layers; noted as calls.
     """
     modes: tuple[bool | None, ...] = (None,)
     if keras_internals.takes_training(model):
         modes = (True, False)
     return [
-        _traced(model, example, layers, mode, unknown or {}) for mode in modes
+        _traced(model, example, layers, mode, unknown or {}, opened, gates)
+        for mode in modes
     ]
 
 
@@ -174,6 +130,8 @@ def _traced(
     layers: list[keras.layers.Layer],
     training: bool | None,
     unknown: Mapping[int, int],
+    opened: Collection[int],
+    gates: Gates,
 ) -> Pass:
     calls: dict[int, Call] = {}
     inside: set[int] = set()
@@ -193,29 +151,72 @@ def _traced(
         given = args[0] if args else next(iter(kwargs.values()), None)
         first = len(graph.get_operations())
         # What the activation does is read from the graph.
-        with keras_internals.without(layer, "activation"):
+        hidden = () if id(layer) in opened else ("activation",)
+        activation = getattr(layer, "activation", None) if hidden else None
+        with keras_internals.without(layer, *hidden):
             outputs = own(*args, **kwargs)
         if tf.is_tensor(outputs):
-            given_mask, outputs = outputs, tf.identity(outputs)
-            if id(layer) in unknown:
-                shape = outputs.shape.as_list()
-                shape[unknown[id(layer)]] = None
-                outputs = tf.compat.v1.placeholder_with_default(outputs, shape)
-            keras_internals.with_mask_of(outputs, given_mask)
+            outputs = copied(outputs, id(layer))
         after = len(graph.get_operations())
-        calls[first] = Call(layer, first, after, given, outputs)
-        activation = getattr(layer, "activation", None)
+        calls[first] = Call(
+            *(layer, first, after, given, outputs),
+            arguments=flat_arguments(args, kwargs),
+            reverses=reverses(args, kwargs),
+        )
         return outputs if activation is None else activation(outputs)
+
+    def copied(tensor: tf.Tensor, key: int) -> tf.Tensor:
+        copy = tf.identity(tensor)
+        if key in unknown:
+            shape = copy.shape.as_list()
+            shape[unknown[key]] = None
+            copy = tf.compat.v1.placeholder_with_default(copy, shape)
+        return keras_internals.with_mask_of(copy, tensor)
+
+    def passed(gate: Gate, tensor: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        if graph is not here[0] or not tf.is_symbolic_tensor(tensor):
+            inside.add(id(gate))
+            return tensor
+        first = len(graph.get_operations())
+        copy = copied(tensor, id(gate))
+        after = len(graph.get_operations())
+        calls[first] = Call(
+            *(gate, first, after, tensor, copy),
+            arguments=[tensor],
+            reverses=False,
+        )
+        return copy
+
+    def note_gates(
+        layer: keras.layers.Layer,
+        own: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        way_in, way_out = ways[id(layer)]
+        args = (
+            tuple(map(functools.partial(passed, way_in), args[:1])) + args[1:]
+        )
+        return passed(way_out, own(*args, **kwargs))
+
+    ways = {id(layer): each for layer, *each in gates}
+    holders = [layer for layer, *_ in gates]
 
     def forward(batch: Any) -> Any:
         here.append(tf.compat.v1.get_default_graph())
         x, _, _ = structures.unpacked(batch)
         named = {} if training is None else {"training": training}
         strategy = model.distribute_strategy
-        with BuildContext(strategy), keras.StatelessScope():
-            return model(x, **named)
+        with BuildContext(strategy), keras.StatelessScope() as scope:
+            outputs = model(x, **named)
+        written = [v for v in scope.state_mapping.values() if tf.is_tensor(v)]
+        return outputs, written
 
-    with keras_internals.calls_replaced(layers, note):
+    with (
+        keras_internals.calls_replaced(layers, note),
+        keras_internals.calls_replaced(holders, note_gates),
+    ):
         graph = throwaway.graph_of(forward, example)
     returned = graph.outputs
     outputs = {tensor.name for tensor in returned}
@@ -228,6 +229,16 @@ def _traced(
     return Pass(graph.get_operations(), calls, returned, outputs, inside)
 
 
+def flat_arguments(args: Any, kwargs: Any) -> list[Any]:
+    """Returns what a layer is called with, one after another."""
+    return tf.nest.flatten([args, kwargs])
+
+
+def reverses(args: Any, kwargs: Any) -> bool:
+    """Whether an embedding that can make logits does so in a call."""
+    return kwargs.get("reverse") is True or args[1:2] == (True,)
+
+
 def _made_of(tensors: list[tf.Tensor]) -> set[str]:
     """Returns the names of the operations that tensors are made of."""
     found, waiting = set[str](), [tensor.op for tensor in tensors]
@@ -237,25 +248,6 @@ def _made_of(tensors: list[tf.Tensor]) -> set[str]:
             found.add(op.name)
             waiting += [each.op for each in op.inputs]
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Halves:
-    """What is split of a tensor.
-
-    Attributes:
-        axis: The axis along which each device has a part.
-        layers: The layers whose outputs it is made of, by identity.
-        is_shape: Whether the tensor is the shape of one that is split so.
-    """
-
-    axis: int
-    layers: frozenset[int]
-    is_shape: bool = False
-
-
-class Whole(Exception):
-    """An operation needs whole tensors."""
 
 
 @dataclasses.dataclass
@@ -448,215 +440,12 @@ class _Search:
         if not found:
             return
         layers = frozenset().union(*(halves.layers for halves in found))
-        held = [self._split.get(t.name) for t in op.inputs]
         try:
             if len({self._separate(layer) for layer in layers}) > 1:
                 raise Whole
-            shapes = any(h is not None and h.is_shape for h in held)
-            axes = [None if h is None else h.axis for h in held]
-            axes = _of_shape(op, axes) if shapes else _axes(op, axes)
+            made = outputs_of(op, [self._split.get(t.name) for t in op.inputs])
         except Whole:
             _log.debug("layout: %s needs whole inputs", op.name)
             self._need(*found)
             return
-        for tensor, axis in zip(op.outputs, axes, strict=True):
-            if axis is not None:
-                is_shape = op.type == "Shape" or (
-                    shapes and op.type == "StridedSlice"
-                )
-                self._split[tensor.name] = Halves(axis, layers, is_shape)
-
-
-def _axes(op: tf.Operation, held: list[int | None]) -> list[int | None]:
-    """Returns along which axis each output is split.
-
-    Args:
-        op: An operation.
-        held: The axis of each input, None of those that are whole.
-
-    Raises:
-        Whole: It cannot be computed from parts alone.
-    """
-    if any(tensor.shape.rank is None for tensor in op.inputs):
-        raise Whole
-    if op.type in _UNARY or op.type == "Shape":
-        return [held[0]]
-    if op.type == "IdentityN":
-        if keras_internals.gradient_given(op) is not None:
-            raise Whole  # What flows back may mix the parts.
-        return held
-    if op.type in _BROADCAST:
-        return [_broadcast(op, held)]
-    for kinds, rule in _RULES.items():
-        if op.type in kinds:
-            if any(axis is not None for axis in held[1:]) and rule not in (
-                _einsum,
-                _matmul,
-                _joined,
-                _divided,
-            ):
-                raise Whole
-            return [rule(op, held)] * len(op.outputs)
-    raise Whole
-
-
-def _of_shape(op: tf.Operation, held: list[Any]) -> list[int | None]:
-    """Returns what is split where an input is the shape of a split tensor."""
-    if op.type == "Fill":
-        return [held[0]]
-    if op.type != "StridedSlice" or any(a is not None for a in held[1:]):
-        raise Whole
-    masks = ("ellipsis_mask", "new_axis_mask")
-    begin, end, step = (int(_constant(t)[0]) for t in op.inputs[1:])
-    if any(op.get_attr(mask) for mask in masks) or step != 1:
-        raise Whole
-    length = op.inputs[0].shape[0]
-    begin = 0 if op.get_attr("begin_mask") else begin % length
-    if op.get_attr("shrink_axis_mask"):
-        if begin == held[0]:
-            raise Whole
-        return [None]
-    end = length if op.get_attr("end_mask") else min(end, length)
-    if end < 0:
-        end += length
-    if begin <= held[0] < end:
-        return [held[0] - begin]
-    return [None]
-
-
-def _broadcast(op: tf.Operation, held: list[Any]) -> int:
-    rank = op.outputs[0].shape.rank
-    from_end = {
-        axis - tensor.shape.rank
-        for tensor, axis in zip(op.inputs, held, strict=True)
-        if axis is not None
-    }
-    if len(from_end) != 1:
-        raise Whole
-    axis = from_end.pop()
-    for tensor, own in zip(op.inputs, held, strict=True):
-        reaches = tensor.shape.rank >= -axis
-        if own is None and reaches and tensor.shape[axis] != 1:
-            raise Whole
-    return rank + axis
-
-
-def _constant(tensor: Any) -> Any:
-    value = tf.get_static_value(tensor)
-    if value is None:
-        raise Whole
-    return value
-
-
-def _softmax(op: tf.Operation, held: list[Any]) -> int:
-    if held[0] == op.inputs[0].shape.rank - 1:
-        raise Whole
-    return held[0]
-
-
-def _transpose(op: tf.Operation, held: list[Any]) -> int:
-    return list(_constant(op.inputs[1])).index(held[0])
-
-
-def _expanded(op: tf.Operation, held: list[Any]) -> int:
-    rank = op.inputs[0].shape.rank
-    place = int(_constant(op.inputs[1])) % (rank + 1)
-    return held[0] + (place <= held[0])
-
-
-def _sliced(op: tf.Operation, held: list[Any]) -> int:
-    """A slice that takes all of the split axis."""
-    if op.get_attr("ellipsis_mask"):
-        raise Whole
-    begin, strides = _constant(op.inputs[1]), _constant(op.inputs[3])
-    axis = made = 0
-    for place in range(len(begin)):
-        bit = 1 << place
-        if op.get_attr("new_axis_mask") & bit:
-            made += 1
-            continue
-        if axis == held[0]:
-            whole = op.get_attr("begin_mask") & op.get_attr("end_mask") & bit
-            if not whole or strides[place] != 1:
-                raise Whole
-            return made
-        axis += 1
-        made += not op.get_attr("shrink_axis_mask") & bit
-    return made + held[0] - axis
-
-
-def _joined(op: tf.Operation, held: list[Any]) -> int:
-    """Tensors joined along another axis, all of them split alike."""
-    *tensors, last = held
-    axis = int(_constant(op.inputs[-1])) % op.inputs[0].shape.rank
-    if last is not None or len(set(tensors)) != 1 or tensors[0] == axis:
-        raise Whole
-    return tensors[0]
-
-
-def _divided(op: tf.Operation, held: list[Any]) -> int:
-    """A tensor cut along another axis."""
-    axis = int(_constant(op.inputs[0])) % op.inputs[1].shape.rank
-    if held[1] == axis:
-        raise Whole
-    return held[1]
-
-
-def _reduced(op: tf.Operation, held: list[Any]) -> int:
-    rank = op.inputs[0].shape.rank
-    axes = {int(a) % rank for a in _constant(op.inputs[1]).reshape(-1)}
-    if held[0] in axes:
-        raise Whole
-    if op.get_attr("keep_dims"):
-        return held[0]
-    return held[0] - sum(axis < held[0] for axis in axes)
-
-
-def _pooled(op: tf.Operation, held: list[Any]) -> int:
-    form = op.get_attr("data_format").decode()
-    if held[0] != form.index("C"):
-        raise Whole
-    return held[0]
-
-
-def _matmul(op: tf.Operation, held: list[Any]) -> int:
-    rank = op.outputs[0].shape.rank
-    same_rank = {tensor.shape.rank for tensor in op.inputs} == {rank}
-    if not same_rank or held[0] != held[1] or held[0] >= rank - 2:
-        raise Whole
-    return held[0]
-
-
-def _einsum(op: tf.Operation, held: list[Any]) -> int:
-    given, wanted = op.get_attr("equation").decode().split("->")
-    terms = given.split(",")
-    if "." in given:
-        raise Whole
-    labels = {
-        term[axis]
-        for term, axis in zip(terms, held, strict=True)
-        if axis is not None
-    }
-    if len(labels) != 1:
-        raise Whole
-    label = labels.pop()
-    for term, axis in zip(terms, held, strict=True):
-        if (label in term and axis is None) or term.count(label) > 1:
-            raise Whole
-    if label not in wanted:
-        raise Whole
-    return wanted.index(label)
-
-
-_RULES: dict[frozenset[str], Callable[..., int]] = {
-    frozenset(["Softmax", "LogSoftmax"]): _softmax,
-    frozenset(["Transpose"]): _transpose,
-    frozenset(["StridedSlice"]): _sliced,
-    frozenset(["ConcatV2"]): _joined,
-    frozenset(["Split"]): _divided,
-    frozenset(["ExpandDims"]): _expanded,
-    frozenset(["Einsum"]): _einsum,
-    frozenset(["BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"]): _matmul,
-    _REDUCTIONS: _reduced,
-    _POOLS: _pooled,
-}
+        self._split |= made

@@ -20,7 +20,8 @@ from mgpu_tf.data import Source
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.exchange.composites import without_another
 from mgpu_tf.engine.step import overwritten
-from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel, plan_of
+from mgpu_tf.engine.step.tensor_parallel.parts import TensorParallel
+from mgpu_tf.engine.step.tensor_parallel.plan import plan_of
 from mgpu_tf.engine.step.update import Update, unwrap
 from mgpu_tf.engine.synchronous.engine import SynchronousEngine
 from mgpu_tf.engine.synchronous.pipeline.head import Head
