@@ -50,6 +50,7 @@ def loss(name):
 
 NO_ROWS = "tests/engine/test_no_rows.py"
 TENSOR = "tests/engine/test_tensor_parallel.py"
+SEQUENCE = "tests/engine/test_sequence_parallel.py"
 TWO_ROWS = "a step that normalizes a batch of two rows"
 FIXED_NUMBER = "test_a_fixed_number_of_rows_is_not_taken_for_those_of_the_batch"
 ENGINE = (
@@ -1296,6 +1297,48 @@ LAYOUTS = (
         "[_body(op, function) for function in functions_of(op)],",
         "[],",
         (f"{SLICE}[data_2_tensor_2-a function that asks for a length]",),
+    ),
+    Fault(
+        "layouts: code behind a dropout may ask for the length of a part",
+        "engine/step/tensor_parallel/lengths.py",
+        "if layer in through:",
+        "if False:",
+        (f"{TENSOR}::test_what_stays_split_with_the_numbers_of_one",),
+    ),
+    Fault(
+        "layouts: a layer in parts is another one when computed again",
+        "engine/step/tensor_parallel/parts.py",
+        "copy = tf.identity(part)",
+        "copy = tf.identity(part) if self._notes else part",
+        (f"{SEQUENCE}::test_blocks_are_computed_again",),
+    ),
+    Fault(
+        "sequences: code may ask for the length of a part",
+        "engine/step/tensor_parallel/sequence.py",
+        "more.whole |= whole",
+        "more.whole |= set()",
+        (f"{SEQUENCE}::test_three_devices_have_the_numbers_of_one",),
+    ),
+    Fault(
+        "sequences: what is added to a part stays whole",
+        "engine/step/tensor_parallel/sequence.py",
+        "self.entering |= could.layers",
+        "pass",
+        (f"{SEQUENCE}::test_three_devices_have_the_numbers_of_one",),
+    ),
+    Fault(
+        "sequences: a layer writes a part to its state",
+        "engine/step/tensor_parallel/structure.py",
+        "return outputs, written",
+        "return outputs, []",
+        (f"{SEQUENCE}::test_three_devices_have_the_numbers_of_one",),
+    ),
+    Fault(
+        "sequences: those of another length are cut as planned",
+        "engine/step/tensor_parallel/forms.py",
+        "if value.shape[cut.axis] != cut.length:",
+        "if False:",
+        (f"{SEQUENCE}::test_other_lengths",),
     ),
     Fault(
         "layouts: parts are computed with weights from before a step",

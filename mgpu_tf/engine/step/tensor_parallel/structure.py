@@ -236,7 +236,8 @@ def flat_arguments(args: Any, kwargs: Any) -> list[Any]:
 
 def reverses(args: Any, kwargs: Any) -> bool:
     """Whether an embedding that can make logits does so in a call."""
-    return kwargs.get("reverse") is True or args[1:2] == (True,)
+    given = (kwargs.get("reverse"), *args[1:2])
+    return any(each is True for each in given)
 
 
 def _made_of(tensors: list[tf.Tensor]) -> set[str]:
