@@ -96,6 +96,12 @@ class AsksInGraph(layers.Layer):
         return x * (ops.cast(tf.shape(x)[1], x.dtype) / LENGTH)
 
 
+class AsksAfterBlock(PostNorm):
+    def call(self, x, training=None):
+        x = super().call(x, training=training)
+        return x * 2.0 if x.shape[1] == LENGTH else x * 3.0
+
+
 class Centred(layers.Layer):
     def call(self, x):
         return x - ops.mean(x, axis=1, keepdims=True)
@@ -266,6 +272,10 @@ CASES = {
         lambda: language(Attention(), Asks(), Attention()),
         True,
     ),
+    "a block that asks for a length": (
+        lambda: language(AsksAfterBlock(), PostNorm()),
+        True,
+    ),
     "code that asks in the graph": (
         lambda: language(PostNorm(), AsksInGraph(), PostNorm()),
         True,
@@ -329,26 +339,35 @@ def test_three_devices_have_the_numbers_of_one(name, caplog):
     assert has_parts(caplog) == in_parts
 
 
+FOUR = {"num_virtual_devices": 4}
+MESHES = {
+    "data_2_tensor_2": {"data": 2, "tensor": 2, **FOUR},
+    "fsdp_2_tensor_2": {"fsdp": 2, "tensor": 2, **FOUR},
+    "tensor_2_pipeline_2": {"tensor": 2, "pipeline": 2, **FOUR},
+    "ring": {"tensor": 3, "communication": "ring", "num_virtual_devices": 3},
+}
+
+
 @pytest.mark.parametrize(
     ("mesh", "name"),
     tiered(
         [
             (mesh, name)
-            for mesh in ("data_2_tensor_2", "fsdp_2_tensor_2", "ring")
-            for name in ("norms after", "a tied table", "a step of its own")
+            for mesh in MESHES
+            for name in ("norms after", "a functional model", "masks")
         ],
         [],
-        [("fsdp_2_tensor_2", "a tied table"), ("ring", "norms after")],
+        [
+            ("fsdp_2_tensor_2", "a functional model"),
+            ("ring", "norms after"),
+        ],
     ),
 )
 def test_other_meshes(mesh, name, caplog):
     caplog.set_level("INFO", "mgpu_tf")
-    axes = {
-        "data_2_tensor_2": {"data": 2, "tensor": 2},
-        "fsdp_2_tensor_2": {"fsdp": 2, "tensor": 2},
-        "ring": {"tensor": 3, "communication": "ring"},
-    }[mesh]
-    strategy = strategy_of(**axes, sequence_parallel=True)
+    strategy = mgpu_tf.create_model_parallel_strategy(
+        **MESHES[mesh], smallest_split=4, sequence_parallel=True
+    )
     build, _ = CASES[name]
     _, difference = compared(build, data_of(name), strategy)
     assert difference < 1e-9
@@ -449,15 +468,8 @@ def test_two_processes(tmp_path):
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("axes", "text"),
-    [
-        ({"data": 2}, "goes with tensor_parallel"),
-        ({"tensor": 2, "pipeline": 2}, "does not go with pipeline_parallel"),
-    ],
-)
-def test_what_it_goes_with(axes, text):
-    with pytest.raises(ConfigurationError, match=text):
+def test_it_goes_with_layers_in_parts():
+    with pytest.raises(ConfigurationError, match="goes with tensor_parallel"):
         mgpu_tf.create_model_parallel_strategy(
-            **axes, num_virtual_devices=4, sequence_parallel=True
+            data=4, num_virtual_devices=4, sequence_parallel=True
         )

@@ -126,7 +126,7 @@ def create_model_parallel_strategy(
     begins = None if stages is None else _names(stages)
     _check_stages(pipeline, micro_batches, schedule, begins)
     check_shard(shard, tensor, pipeline, layout)
-    _check_sequence(sequence_parallel, tensor, pipeline)
+    _check_sequence(sequence_parallel, tensor)
     cluster = cluster or ClusterConfig.from_environment()
     workers = 1 if cluster is None else cluster.num_workers
     if cluster is not None and workers > 1:
@@ -179,6 +179,7 @@ def create_model_parallel_strategy(
             reducing,
             smallest_split,
             layout,
+            sequence_parallel,
         )
     return FullyShardedStrategy(
         *(names, mesh, shard, reducing, smallest_split, layout),
@@ -196,22 +197,13 @@ def _names(stages: Any) -> tuple[str, ...]:
     return tuple(stages)
 
 
-def _check_sequence(
-    sequence_parallel: bool, tensor: int, pipeline: int
-) -> None:
-    if not sequence_parallel:
-        return
-    if tensor == 1:
+def _check_sequence(sequence_parallel: bool, tensor: int) -> None:
+    if sequence_parallel and tensor == 1:
         raise ConfigurationError(
             "sequence_parallel goes with tensor_parallel: devices that compute "
             "parts of layers have parts of the sequence between them. "
             f"Received: tensor_parallel={tensor}. Use 2 or more, or leave "
             "sequence_parallel out."
-        )
-    if pipeline > 1:
-        raise ConfigurationError(
-            "sequence_parallel does not go with pipeline_parallel. Received: "
-            f"pipeline_parallel={pipeline}. Leave one of them out."
         )
 
 

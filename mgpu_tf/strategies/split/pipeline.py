@@ -86,8 +86,11 @@ class StagedStrategy(SplittingStrategy):
         begins: tuple[str, ...] | None,
         smallest_split: int,
         layout: Any = "auto",
+        sequence_parallel: bool = False,
     ) -> None:
-        self._split_over(mesh, "weights", smallest_split, layout)
+        self._split_over(
+            *(mesh, "weights", smallest_split, layout, sequence_parallel)
+        )
         self.micro_batches = micro_batches
         self.schedule = schedule
         self.begins = begins
@@ -222,6 +225,7 @@ class PipelineStrategy(StagedStrategy, MirroredStrategy):
             the fsdp or the tensor axis.
         layout: Which layers are computed in parts on the tensor axis; as for
             `FullyShardedStrategy`.
+        sequence_parallel: As there.
     """
 
     def __init__(
@@ -234,9 +238,11 @@ class PipelineStrategy(StagedStrategy, MirroredStrategy):
         cross_device_ops: tf.distribute.CrossDeviceOps | None,
         smallest_split: int = SMALLEST_SPLIT,
         layout: Any = "auto",
+        sequence_parallel: bool = False,
     ) -> None:
         self._in_stages(
-            *(mesh, micro_batches, schedule, begins, smallest_split, layout)
+            *(mesh, micro_batches, schedule, begins, smallest_split, layout),
+            sequence_parallel=sequence_parallel,
         )
         self._names = devices
         self._collective_key_base = next(self._groups)

@@ -455,14 +455,13 @@ class TensorParallel:
     def begin(self) -> None:
         """Begins a step. On a replica."""
         self._noted.calls, self._noted.taken = [], set()
-        self._noted.wholes = {}
 
     @contextlib.contextmanager
     def within_model(self) -> Iterator[None]:
         """A block in which layers are called as in the trace."""
         before = self._noted.depth
         if not before:
-            self._noted.left = []
+            self._noted.left, self._noted.wholes = [], {}
         self._noted.depth = before + 1
         try:
             yield
