@@ -102,6 +102,22 @@ class AsksAfterBlock(PostNorm):
         return x * 2.0 if x.shape[1] == LENGTH else x * 3.0
 
 
+class ComparesLengths(layers.Layer):
+    """A part and a whole tensor beside each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = layers.LayerNormalization()
+        self.mix = layers.Dense(WIDTH)
+        self.wide, self.narrow = layers.Dense(24), layers.Dense(WIDTH)
+
+    def call(self, x):
+        y = self.norm(x + self.narrow(ops.relu(self.wide(x))))
+        mixed = self.mix(y)
+        known = y.shape[1] == mixed.shape[1]
+        return (y * 2.0 if known else y * 3.0) + ops.mean(mixed)
+
+
 class Centred(layers.Layer):
     def call(self, x):
         return x - ops.mean(x, axis=1, keepdims=True)
@@ -274,6 +290,14 @@ CASES = {
     ),
     "a block that asks for a length": (
         lambda: language(AsksAfterBlock(), PostNorm()),
+        True,
+    ),
+    "code that compares lengths": (
+        lambda: language(ComparesLengths(), PostNorm()),
+        True,
+    ),
+    "a mask of features": (
+        lambda: language(PostNorm(), layers.Masking(), PostNorm()),
         True,
     ),
     "code that asks in the graph": (

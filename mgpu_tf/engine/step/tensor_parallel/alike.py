@@ -107,6 +107,19 @@ class Halves:
     is_shape: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Where a sequence is cut.
+
+    Attributes:
+        axis: The axis, from the end.
+        length: Its whole length.
+    """
+
+    axis: int
+    length: int
+
+
 class Whole(Exception):
     """An operation needs whole tensors."""
 

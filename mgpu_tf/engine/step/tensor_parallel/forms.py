@@ -26,8 +26,8 @@ from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.author.contributions import current_share
 from mgpu_tf.engine.random_rows import entered_again
 from mgpu_tf.engine.row_proof import axis_of_rows, note_same
+from mgpu_tf.engine.step.tensor_parallel.alike import Cut
 from mgpu_tf.engine.step.tensor_parallel.linear import Linear
-from mgpu_tf.engine.step.tensor_parallel.sequence import Cut
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas.collectives import Groups
 

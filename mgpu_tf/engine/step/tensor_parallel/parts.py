@@ -31,6 +31,7 @@ from mgpu_tf.engine.exchange.embedding_rows import own_rows
 from mgpu_tf.engine.exchange.parts import computed
 from mgpu_tf.engine.row_proof import FIXED, note, note_same
 from mgpu_tf.engine.step.tensor_parallel import structure
+from mgpu_tf.engine.step.tensor_parallel.alike import Cut
 from mgpu_tf.engine.step.tensor_parallel.forms import (
     Form,
     OtherLength,
@@ -42,7 +43,6 @@ from mgpu_tf.engine.step.tensor_parallel.linear import Linear
 from mgpu_tf.engine.step.tensor_parallel.plan import Plan
 from mgpu_tf.engine.step.tensor_parallel.sequence import (
     NOTHING,
-    Cut,
     Passage,
     passage_of,
 )

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import math
+import types
 from collections.abc import Collection
 from typing import Any
 
@@ -177,7 +178,9 @@ def _with_passages(
     opened = {id(layer) for layer in leaves} - after.keys() - draws
     gates = gates_of(model)
     found = passages_of(
-        lambda unknown: _passes(model, example, leaves, unknown, opened, gates),
+        lambda unknown, whole: _passes(
+            model, example, leaves, unknown, opened, gates, whole
+        ),
         lambda known, unknown, layers: (
             asked_for(known, unknown, layers),
             asked_inside(known, unknown),
@@ -232,10 +235,11 @@ def _passes(
     unknown: dict[int, int] | None = None,
     opened: Collection[int] = (),
     gates: Gates = (),
+    whole: structure.Known = types.MappingProxyType({}),
 ) -> list[structure.Pass]:
     try:
         return structure.traced(
-            *(model, example, noted, unknown, opened, gates)
+            *(model, example, noted, unknown, opened, gates, whole)
         )
     except Exception as error:  # The author's code; the reason is theirs.
         _log.warning(

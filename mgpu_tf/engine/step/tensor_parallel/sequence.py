@@ -29,6 +29,7 @@ import tensorflow as tf
 
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.step.tensor_parallel.alike import (
+    Cut,
     Halves,
     Whole,
     outputs_of,
@@ -37,24 +38,12 @@ from mgpu_tf.engine.step.tensor_parallel.structure import (
     Call,
     Gate,
     Gates,
+    Known,
     Pass,
-    reverses,
+    call_key,
 )
 
 _log = logging.getLogger("mgpu_tf")
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """Where a sequence is cut.
-
-    Attributes:
-        axis: The axis, from the end.
-        length: Its whole length.
-    """
-
-    axis: int
-    length: int
 
 
 class After(enum.Enum):
@@ -88,6 +77,14 @@ class Passage:
     cuts: Cut | None = None
     gathers: Cut | None = None
     also: Cut | None = None
+
+    @property
+    def whole(self) -> dict[int | None, Cut]:
+        """What is gathered: arguments by place, and outputs as None."""
+        found: dict[int | None, Cut] = dict(self.joins.items())
+        if self.gathers is not None:
+            found[None] = self.gathers
+        return found
 
 
 NOTHING = Passage({})
@@ -126,11 +123,11 @@ def passage_of(
         args: What it is called with.
         kwargs: The same, by name.
     """
-    return passages.get(_key(layer, reverses(args, kwargs)), NOTHING)
+    return passages.get(call_key(layer, args, kwargs), NOTHING)
 
 
 def passages_of(
-    trace: Callable[[dict[int, int]], list[Pass]],
+    trace: Callable[[dict[int, int], Known], list[Pass]],
     asked: Callable[[Pass, Pass, Collection[int]], tuple[set[int], set[int]]],
     computed: Mapping[int, After],
     dropouts: Collection[int],
@@ -140,7 +137,8 @@ def passages_of(
 
     Args:
         trace: Returns forward passes in which the leaves of the model are
-            noted; without the lengths of the outputs of some layers.
+            noted; without the lengths of the outputs of some layers, and
+            with those of what is whole again.
         asked: Returns, of a pass that knows lengths and one that does not know
             those of some layers, the layers after which code has asked for
             them, and those whose own code has.
@@ -148,7 +146,7 @@ def passages_of(
         dropouts: The layers that multiply by what they draw.
         size: How many devices have a part each.
     """
-    passes = trace({})
+    passes = trace({}, {})
     if not passes:
         return {}
     opaque = {*computed, *dropouts}
@@ -159,7 +157,10 @@ def passages_of(
     search.settle(passes)
     while search.left:
         before = search.decided
-        again = trace({key: cut.axis for key, cut in search.left.items()})
+        again = trace(
+            {key: cut.axis for key, cut in search.left.items()},
+            {key: each.whole for key, each in search.passages().items()},
+        )
         if not again:
             return {}
         lengths = {key: cut.length for key, cut in search.left.items()}
@@ -175,11 +176,6 @@ def passages_of(
             break
         search.settle(passes)
     return search.passages()
-
-
-def _key(layer: keras.layers.Layer, reverses: bool) -> int:
-    """Returns by what calls of a layer are known: of one way, or the other."""
-    return -id(layer) if reverses else id(layer)
 
 
 class _Search:
@@ -305,7 +301,7 @@ class _Search:
             counter[key] += 1
 
     def _call(self, call: Call, one: Pass) -> None:
-        key = _key(call.layer, call.reverses)
+        key = call.key
         held = {
             place: (tensor, halves)
             for place, tensor in enumerate(call.arguments)
@@ -345,14 +341,14 @@ class _Search:
     ) -> None:
         """A dropout, of which each device draws what the whole has."""
         if others or not tf.is_tensor(call.outputs):
-            self.closed.add(id(call.layer))
+            self.closed.add(call.key)
             return
         self._count(self._taken, tensor)
         self._split[call.outputs.name] = halves
 
     def _end(self, call: Call, passage: Passage) -> None:
         """Notes what a call returns."""
-        key = _key(call.layer, call.reverses)
+        key = call.key
         made = [t for t in tf.nest.flatten(call.outputs) if tf.is_tensor(t)]
         found = [each for each in map(self._halves, made) if each is not None]
         single = tf.is_tensor(call.outputs)
@@ -382,7 +378,7 @@ class _Search:
         """Whole outputs are cut, or would be if it helped."""
         after = self._computed.get(abs(key))
         rank = output.shape.rank
-        if after is After.PARTS or call.reverses or rank is None or rank < 2:
+        if after is After.PARTS or key < 0 or rank is None or rank < 2:
             return passage
         halves = Halves(rank - 2, frozenset([key]))
         cut = self._cut(output, halves)

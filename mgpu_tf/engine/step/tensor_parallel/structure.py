@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -27,6 +28,7 @@ from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals, throwaway
 from mgpu_tf.engine.step.building import BuildContext
 from mgpu_tf.engine.step.tensor_parallel.alike import (
+    Cut,
     Halves,
     Whole,
     outputs_of,
@@ -47,7 +49,7 @@ class Call:
         inputs: What it was called with, the first argument.
         outputs: What it returned.
         arguments: All that it was called with, in order.
-        reverses: Whether an embedding was called to make logits.
+        key: By what calls of the layer are known; see `call_key`.
     """
 
     layer: Any
@@ -56,7 +58,7 @@ class Call:
     inputs: Any
     outputs: Any
     arguments: list[Any]
-    reverses: bool
+    key: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,6 +72,9 @@ class Gate:
     name: str
 
 
+# By `call_key`, how arguments are cut that are whole again, by place, and
+# outputs, as None.
+Known: TypeAlias = Mapping[int, Mapping[int | None, Cut]]
 # The layer, the way in for its first argument, and the way out.
 Gates: TypeAlias = Sequence[tuple[keras.layers.Layer, Gate, Gate]]
 
@@ -81,7 +86,8 @@ class Pass:
     Attributes:
         operations: The operations, in the order in which they were made.
         calls: The calls of layers of interest, by their first operation.
-        returned: The tensors that the model returned, and those that it wrote.
+        returned: The tensors that the model returned, their masks, and those
+            that it wrote.
         outputs: Their names.
         inside: Layers that were called inside of loops or branches, and those
             of whose outputs nothing is made that the model returns: TensorFlow
@@ -102,6 +108,7 @@ def traced(
     unknown: Mapping[int, int] | None = None,
     opened: Collection[int] = (),
     gates: Gates = (),
+    whole: Known = types.MappingProxyType({}),
 ) -> list[Pass]:
     """Traces forward passes of training and of inference.
 
@@ -114,12 +121,16 @@ def traced(
             the graph then, where it is seen.
         opened: Layers, by identity, whose own operations are of interest.
         gates: Gates of layers that hold layers; noted as calls.
+        whole: What calls get and return whose length is known again.
     """
     modes: tuple[bool | None, ...] = (None,)
     if keras_internals.takes_training(model):
         modes = (True, False)
     return [
-        _traced(model, example, layers, mode, unknown or {}, opened, gates)
+        _traced(
+            *(model, example, layers, mode, unknown or {}, opened, gates),
+            whole=whole,
+        )
         for mode in modes
     ]
 
@@ -132,6 +143,7 @@ def _traced(
     unknown: Mapping[int, int],
     opened: Collection[int],
     gates: Gates,
+    whole: Known,
 ) -> Pass:
     calls: dict[int, Call] = {}
     inside: set[int] = set()
@@ -150,28 +162,40 @@ def _traced(
         # A layer may return what it was given: the copies have names.
         given = args[0] if args else next(iter(kwargs.values()), None)
         first = len(graph.get_operations())
+        key = call_key(layer, args, kwargs)
+        arguments = flat_arguments(args, kwargs)
+        args, kwargs = of_known_length(key, args, kwargs)
         # What the activation does is read from the graph.
         hidden = () if id(layer) in opened else ("activation",)
         activation = getattr(layer, "activation", None) if hidden else None
         with keras_internals.without(layer, *hidden):
             outputs = own(*args, **kwargs)
         if tf.is_tensor(outputs):
-            outputs = copied(outputs, id(layer))
+            outputs = copied(outputs, key)
         after = len(graph.get_operations())
         calls[first] = Call(
-            *(layer, first, after, given, outputs),
-            arguments=flat_arguments(args, kwargs),
-            reverses=reverses(args, kwargs),
+            *(layer, first, after, given, outputs, arguments, key)
         )
         return outputs if activation is None else activation(outputs)
 
     def copied(tensor: tf.Tensor, key: int) -> tf.Tensor:
         copy = tf.identity(tensor)
-        if key in unknown:
-            shape = copy.shape.as_list()
-            shape[unknown[key]] = None
-            copy = tf.compat.v1.placeholder_with_default(copy, shape)
+        cut = whole.get(key, {}).get(None)
+        if cut is not None:
+            copy = _of_length(copy, cut.axis, cut.length)
+        elif key in unknown:
+            copy = _of_length(copy, unknown[key], None)
         return keras_internals.with_mask_of(copy, tensor)
+
+    def of_known_length(key: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        flat = flat_arguments(args, kwargs)
+        for place, cut in whole.get(key, {}).items():
+            if place is not None:
+                given = flat[place]
+                copy = _of_length(given, cut.axis, cut.length)
+                flat[place] = keras_internals.with_mask_of(copy, given)
+        args, kwargs = tf.nest.pack_sequence_as([args, kwargs], flat)
+        return tuple(args), kwargs
 
     def passed(gate: Gate, tensor: Any) -> Any:
         graph = tf.compat.v1.get_default_graph()
@@ -179,12 +203,11 @@ def _traced(
             inside.add(id(gate))
             return tensor
         first = len(graph.get_operations())
-        copy = copied(tensor, id(gate))
+        (given,), _ = of_known_length(id(gate), (tensor,), {})
+        copy = copied(given, id(gate))
         after = len(graph.get_operations())
         calls[first] = Call(
-            *(gate, first, after, tensor, copy),
-            arguments=[tensor],
-            reverses=False,
+            *(gate, first, after, tensor, copy, [tensor], id(gate))
         )
         return copy
 
@@ -211,7 +234,9 @@ def _traced(
         with BuildContext(strategy), keras.StatelessScope() as scope:
             outputs = model(x, **named)
         written = [v for v in scope.state_mapping.values() if tf.is_tensor(v)]
-        return outputs, written
+        tensors = filter(tf.is_tensor, tf.nest.flatten(outputs))
+        masks = filter(tf.is_tensor, map(keras_internals.mask_of, tensors))
+        return outputs, written, list(masks)
 
     with (
         keras_internals.calls_replaced(layers, note),
@@ -234,10 +259,19 @@ def flat_arguments(args: Any, kwargs: Any) -> list[Any]:
     return tf.nest.flatten([args, kwargs])
 
 
-def reverses(args: Any, kwargs: Any) -> bool:
-    """Whether an embedding that can make logits does so in a call."""
+def call_key(layer: Any, args: Any, kwargs: Any) -> int:
+    """Returns by what the calls of a layer are known that are alike.
+
+    An embedding that is called to make logits is another one.
+    """
     given = (kwargs.get("reverse"), *args[1:2])
-    return any(each is True for each in given)
+    return -id(layer) if any(each is True for each in given) else id(layer)
+
+
+def _of_length(value: tf.Tensor, axis: int, length: int | None) -> tf.Tensor:
+    shape = value.shape.as_list()
+    shape[axis] = length
+    return tf.compat.v1.placeholder_with_default(value, shape)
 
 
 def _made_of(tensors: list[tf.Tensor]) -> set[str]:
