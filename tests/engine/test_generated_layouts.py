@@ -1,8 +1,9 @@
 """Models and layouts that a seed makes, against Keras's own `fit`.
 
 A program has two to four layers of one of the kinds below. Each of its weights
-is split along a dimension and an axis of the mesh, or stays whole. The last
-batch has fewer rows than the others, in every other program a single one.
+is split along a dimension and an axis of the mesh, or stays whole. Some layouts
+divide sequences too. The last batch has fewer rows than the others, in every
+other program a single one.
 """
 
 import dataclasses
@@ -173,7 +174,11 @@ class Program:
                 split = [None] * len(weight.shape)
                 split[draw.randrange(len(split))] = draw.choice(axes)
                 layout[f"(.*/)?{weight.path}"] = tuple(split)
-        return strategy_of(**mesh, layout=layout or "auto")
+        return strategy_of(
+            **mesh,
+            layout=layout or "auto",
+            sequence_parallel="tensor" in mesh and draw.random() < 0.5,
+        )
 
 
 SEEDS = list(range(48))

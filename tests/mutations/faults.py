@@ -1320,6 +1320,13 @@ LAYOUTS = (
         (f"{SEQUENCE}::test_three_devices_have_the_numbers_of_one",),
     ),
     Fault(
+        "sequences: what is whole again has no length when code asks",
+        "engine/step/tensor_parallel/sequence.py",
+        "{key: each.whole for key, each in search.passages().items()},",
+        "{},",
+        (f"{SEQUENCE}::test_three_devices_have_the_numbers_of_one",),
+    ),
+    Fault(
         "sequences: what is added to a part stays whole",
         "engine/step/tensor_parallel/sequence.py",
         "self.entering |= could.layers",
