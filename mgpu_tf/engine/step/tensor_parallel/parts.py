@@ -373,13 +373,17 @@ class TensorParallel:
         self, passage: Passage, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
         """Returns what a layer is called with, its sequences whole."""
-        if not passage.joins:
-            return args, kwargs
-        flat = structure.flat_arguments(args, kwargs)
-        for place, cut in passage.joins.items():
-            flat[place] = self._of_all(flat[place], cut)
-        args, kwargs = tf.nest.pack_sequence_as([args, kwargs], flat)
-        return tuple(args), kwargs
+        given = structure.arguments_of(args, kwargs)
+        if not passage.joins.keys() <= given.keys():
+            self._leave_sequences_whole("a layer is called in another way")
+        return structure.with_arguments(
+            args,
+            kwargs,
+            {
+                place: self._of_all(given[place], cut)
+                for place, cut in passage.joins.items()
+            },
+        )
 
     def _of_all(self, part: tf.Tensor, cut: Cut) -> tf.Tensor:
         """Returns a whole sequence, of which each device has a part."""
@@ -420,22 +424,22 @@ class TensorParallel:
         """A block in which sequences are cut.
 
         Raises:
-            TraceAgain: One is of another length: in another trace all are
-                whole.
+            TraceAgain: One is of another length than in training.
         """
         try:
             yield
         except OtherLength as error:
-            self._passages = {}
-            for forms in (self.forms, self._alone):
-                for key, form in forms.items():
-                    forms[key] = dataclasses.replace(form, cut=None)
-            _log.info(
-                "sequence_parallel: sequences are whole on each device, since "
-                "some have another length than in training (%s)",
-                error,
-            )
-            raise TraceAgain from None
+            self._leave_sequences_whole(f"other lengths: {error}")
+
+    def _leave_sequences_whole(self, reason: str) -> NoReturn:
+        self._passages = {}
+        for forms in (self.forms, self._alone):
+            for key, form in forms.items():
+                forms[key] = dataclasses.replace(form, cut=None)
+        _log.info(
+            "sequence_parallel: sequences are whole on each device: %s", reason
+        )
+        raise TraceAgain
 
     @property
     def _is_within(self) -> bool:

@@ -40,6 +40,7 @@ from mgpu_tf.engine.step.tensor_parallel.structure import (
     Gates,
     Known,
     Pass,
+    Place,
     call_key,
 )
 
@@ -72,16 +73,16 @@ class Passage:
         also: How outputs are cut that others take whole too.
     """
 
-    joins: dict[int, Cut]
+    joins: dict[Place, Cut]
     computes: Cut | None = None
     cuts: Cut | None = None
     gathers: Cut | None = None
     also: Cut | None = None
 
     @property
-    def whole(self) -> dict[int | None, Cut]:
+    def whole(self) -> dict[Place | None, Cut]:
         """What is gathered: arguments by place, and outputs as None."""
-        found: dict[int | None, Cut] = dict(self.joins.items())
+        found: dict[Place | None, Cut] = dict(self.joins.items())
         if self.gathers is not None:
             found[None] = self.gathers
         return found
@@ -304,7 +305,7 @@ class _Search:
         key = call.key
         held = {
             place: (tensor, halves)
-            for place, tensor in enumerate(call.arguments)
+            for place, tensor in call.arguments.items()
             if (halves := self._halves(tensor)) is not None
         }
         for _, halves in held.values():

@@ -38,6 +38,11 @@ from mgpu_tf.engine.step.tensor_parallel.linear import Linear
 _log = logging.getLogger("mgpu_tf")
 
 
+# Of a tensor in a call: the number or the name of the argument, and its number
+# in that.
+Place: TypeAlias = tuple[int | str, int]
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A call of a layer in a traced forward pass.
@@ -48,7 +53,7 @@ class Call:
         after: The operation after its last.
         inputs: What it was called with, the first argument.
         outputs: What it returned.
-        arguments: All that it was called with, in order.
+        arguments: All that it was called with, by place.
         key: By what calls of the layer are known; see `call_key`.
     """
 
@@ -57,7 +62,7 @@ class Call:
     after: int
     inputs: Any
     outputs: Any
-    arguments: list[Any]
+    arguments: dict[Place, Any]
     key: int
 
 
@@ -74,7 +79,7 @@ class Gate:
 
 # By `call_key`, how arguments are cut that are whole again, by place, and
 # outputs, as None.
-Known: TypeAlias = Mapping[int, Mapping[int | None, Cut]]
+Known: TypeAlias = Mapping[int, Mapping[Place | None, Cut]]
 # The layer, the way in for its first argument, and the way out.
 Gates: TypeAlias = Sequence[tuple[keras.layers.Layer, Gate, Gate]]
 
@@ -163,7 +168,7 @@ def _traced(
         given = args[0] if args else next(iter(kwargs.values()), None)
         first = len(graph.get_operations())
         key = call_key(layer, args, kwargs)
-        arguments = flat_arguments(args, kwargs)
+        arguments = arguments_of(args, kwargs)
         args, kwargs = of_known_length(key, args, kwargs)
         # What the activation does is read from the graph.
         hidden = () if id(layer) in opened else ("activation",)
@@ -188,14 +193,18 @@ def _traced(
         return keras_internals.with_mask_of(copy, tensor)
 
     def of_known_length(key: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        flat = flat_arguments(args, kwargs)
-        for place, cut in whole.get(key, {}).items():
-            if place is not None:
-                given = flat[place]
-                copy = _of_length(given, cut.axis, cut.length)
-                flat[place] = keras_internals.with_mask_of(copy, given)
-        args, kwargs = tf.nest.pack_sequence_as([args, kwargs], flat)
-        return tuple(args), kwargs
+        given = arguments_of(args, kwargs)
+        return with_arguments(
+            args,
+            kwargs,
+            {
+                place: keras_internals.with_mask_of(
+                    _of_length(given[place], cut.axis, cut.length), given[place]
+                )
+                for place, cut in whole.get(key, {}).items()
+                if place is not None
+            },
+        )
 
     def passed(gate: Gate, tensor: Any) -> Any:
         graph = tf.compat.v1.get_default_graph()
@@ -207,7 +216,9 @@ def _traced(
         copy = copied(given, id(gate))
         after = len(graph.get_operations())
         calls[first] = Call(
-            *(gate, first, after, tensor, copy, [tensor], id(gate))
+            *(gate, first, after, tensor, copy),
+            arguments=arguments_of((tensor,), {}),
+            key=id(gate),
         )
         return copy
 
@@ -254,9 +265,33 @@ def _traced(
     return Pass(graph.get_operations(), calls, returned, outputs, inside)
 
 
-def flat_arguments(args: Any, kwargs: Any) -> list[Any]:
-    """Returns what a layer is called with, one after another."""
-    return tf.nest.flatten([args, kwargs])
+def arguments_of(args: Any, kwargs: Any) -> dict[Place, Any]:
+    """Returns all that a layer is called with, by place."""
+    return {
+        (name, number): leaf
+        for name, given in [*enumerate(args), *kwargs.items()]
+        for number, leaf in enumerate(tf.nest.flatten(given))
+    }
+
+
+def with_arguments(
+    args: Any, kwargs: Any, others: Mapping[Place, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns what a layer is called with, with others at some places."""
+
+    def changed(name: int | str, given: Any) -> Any:
+        if not any(name == each for each, _ in others):
+            return given
+        flat = [
+            others.get((name, number), leaf)
+            for number, leaf in enumerate(tf.nest.flatten(given))
+        ]
+        return tf.nest.pack_sequence_as(given, flat)
+
+    return (
+        tuple(changed(number, given) for number, given in enumerate(args)),
+        {name: changed(name, given) for name, given in kwargs.items()},
+    )
 
 
 def call_key(layer: Any, args: Any, kwargs: Any) -> int:
