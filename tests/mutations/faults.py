@@ -51,6 +51,7 @@ def loss(name):
 NO_ROWS = "tests/engine/test_no_rows.py"
 TENSOR = "tests/engine/test_tensor_parallel.py"
 SEQUENCE = "tests/engine/test_sequence_parallel.py"
+OF_ONE = "test_three_devices_have_the_numbers_of_one"
 TWO_ROWS = "a step that normalizes a batch of two rows"
 FIXED_NUMBER = "test_a_fixed_number_of_rows_is_not_taken_for_those_of_the_batch"
 ENGINE = (
@@ -1317,28 +1318,28 @@ LAYOUTS = (
         "engine/step/tensor_parallel/sequence.py",
         "more.whole |= whole",
         "more.whole |= set()",
-        (f"{SEQUENCE}::test_three_devices_have_the_numbers_of_one",),
+        (f"{SEQUENCE}::{OF_ONE}[a block that asks for a length]",),
     ),
     Fault(
         "sequences: what is whole again has no length when code asks",
         "engine/step/tensor_parallel/sequence.py",
         "{key: each.whole for key, each in search.passages().items()},",
         "{},",
-        (f"{SEQUENCE}::test_three_devices_have_the_numbers_of_one",),
+        (f"{SEQUENCE}::{OF_ONE}[code that compares lengths]",),
     ),
     Fault(
         "sequences: what is added to a part stays whole",
         "engine/step/tensor_parallel/sequence.py",
         "self.entering |= could.layers",
         "pass",
-        (f"{SEQUENCE}::test_three_devices_have_the_numbers_of_one",),
+        (f"{SEQUENCE}::{OF_ONE}[norms after]",),
     ),
     Fault(
         "sequences: a layer writes a part to its state",
         "engine/step/tensor_parallel/structure.py",
         "return outputs, written",
         "return outputs, []",
-        (f"{SEQUENCE}::test_three_devices_have_the_numbers_of_one",),
+        (f"{SEQUENCE}::{OF_ONE}[state of positions]",),
     ),
     Fault(
         "sequences: those of another length are cut as planned",
