@@ -351,7 +351,14 @@ def has_parts(caplog):
     tiered(
         list(CASES),
         ["norms before", "norms after"],
-        ["a tied table", "masks", "a vision transformer", "state of positions"],
+        [
+            "a tied table",
+            "masks",
+            "a vision transformer",
+            "state of positions",
+            "a block that asks for a length",
+            "code that compares lengths",
+        ],
     ),
 )
 def test_three_devices_have_the_numbers_of_one(name, caplog):

@@ -1332,7 +1332,7 @@ LAYOUTS = (
         "engine/step/tensor_parallel/sequence.py",
         "self.entering |= could.layers",
         "pass",
-        (f"{SEQUENCE}::{OF_ONE}[norms after]",),
+        (f"{SEQUENCE}::{OF_ONE}[norms before]",),
     ),
     Fault(
         "sequences: a layer writes a part to its state",

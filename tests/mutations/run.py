@@ -130,9 +130,12 @@ def _pytest_in(tests, folder, marks):
 
 
 @functools.cache
-def passes(tests, root, marks):
-    """Returns whether tests pass on the unbroken code; each is run once."""
-    return tested(tests, root, marks)[0] == 0
+def passes(tests, root):
+    """Returns whether tests pass on the unbroken code; each is run once.
+
+    Of whatever tier: which one a case has depends on those collected with it.
+    """
+    return tested(tests, root, "not gpu")[0] == 0
 
 
 def seen_by(fault, root):
@@ -140,7 +143,7 @@ def seen_by(fault, root):
     tier, test = failed_with(fault, root)
     if tier in TIERS:
         tests = fault.tests if test == TIME_LIMIT else (test,)
-        if not passes(tests, root, TIERS[tier]):
+        if not passes(tests, root):
             return UNDECIDED, test
     return tier, test
 
