@@ -16,6 +16,7 @@ MODULES = [
     "engine/synchronous/whole_weights.py",
     "strategies/split/sharded_variable.py",
     "engine/step/tensor_parallel/parts.py",
+    "engine/step/tensor_parallel/plan.py",
     "engine/step/tensor_parallel/structure.py",
     "engine/synchronous/pipeline/engine.py",
     "engine/synchronous/pipeline/blocks.py",
