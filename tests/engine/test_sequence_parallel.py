@@ -485,6 +485,43 @@ def test_other_lengths(length, parallel, seen_by_a_device, caplog):
     assert (whole in caplog.text) == (length == LENGTH and parallel)
 
 
+@pytest.mark.parametrize(
+    ("task", "tolerance"),
+    # Llama computes its norms and its attention in float32.
+    [("bert", 1e-9), ("gpt2", 1e-9), ("llama", 1e-6)],
+)
+@pytest.mark.full
+def test_models_of_keras_hub(task, tolerance, caplog):
+    hub_tasks = pytest.importorskip("tests.engine.hub_tasks")
+    caplog.set_level("INFO", "mgpu_tf")
+    x, y, sample_weight = hub_tasks.data_of(task)
+    data = tf.data.Dataset.from_tensor_slices((x, y, sample_weight)).batch(16)
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+
+    def trained(fit, model):
+        fit(data, shuffle=False, verbose=0)
+        return model().get_weights()
+
+    def build():
+        keras.utils.set_random_seed(1)
+        return hub_tasks.compiled(hub_tasks.TASKS[task]())
+
+    try:
+        with tf.device("CPU:0"):
+            stock = build()
+            expected = trained(stock.fit, lambda: stock)
+        strategy = strategy_of(tensor=2, sequence_parallel=True)
+        trainer = mgpu_tf.Trainer(build, strategy)
+        found = trained(trainer.fit, lambda: trainer.model)
+    finally:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+    assert has_parts(caplog)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=tolerance)
+
+
 @pytest.mark.full
 def test_two_processes(tmp_path):
     from tests.jobs import sequences  # It takes the models from here.

@@ -80,7 +80,7 @@ def test_one_weird_trick(tmp_path):
 
 @pytest.mark.full
 def test_parts_of_sequences_take_less():
-    """The losses are equal; with whole sequences it is 1.3 times as much."""
+    """The losses are equal; 46 to 48 MiB were measured, for 50 to 52."""
     small = ["--blocks=3", "--width=256", "--recompute"]
     found = []
     for flag in ("--nosequence_parallel", "--sequence_parallel"):

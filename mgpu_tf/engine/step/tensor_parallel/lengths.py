@@ -85,7 +85,7 @@ class _Trace:
         through: Collection[int] = (),
     ) -> None:
         calls = [one.calls[first] for first in sorted(one.calls)]
-        self.called = [id(call.layer) for call in calls]
+        self.called = [call.key for call in calls]
         self.made = [_made(call.outputs) for call in calls]
         self.ends = [
             leaf

@@ -6,7 +6,7 @@ normalization, a dropout or a residual, computes with that part:
 
     row -> scattered -> dropout -> + -> normalization -> gathered -> column
 
-A reduce-scatter and an all-gather send as many bytes as the all-reduce in their
+A reduce-scatter and an all-gather are the two halves of the all-reduce in their
 place. As in `structure.py`, the graph of a forward pass shows what is so, and
 what is not known to treat positions alike gets the whole sequence: layers are
 closed, and outputs are made whole, until nothing is left to be changed.

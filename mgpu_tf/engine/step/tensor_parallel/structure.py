@@ -300,7 +300,10 @@ def call_key(layer: Any, args: Any, kwargs: Any) -> int:
     An embedding that is called to make logits is another one.
     """
     given = (kwargs.get("reverse"), *args[1:2])
-    return -id(layer) if any(each is True for each in given) else id(layer)
+    reverses = isinstance(layer, keras.layers.ReversibleEmbedding) and any(
+        each is True for each in given
+    )
+    return -id(layer) if reverses else id(layer)
 
 
 def _of_length(value: tf.Tensor, axis: int, length: int | None) -> tf.Tensor:
