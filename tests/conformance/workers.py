@@ -31,13 +31,13 @@ def run(ledger, column, names, num_workers, balance=None):
     Rows that crashed on one machine come last: each costs a cluster.
     """
     names = [name for name in names if not ledger.has(name, column)]
-    for name in list(names):
-        if judge.reference(ROWS[name]).kind != "ran":
-            ledger.note(name, column, judge.left_out(ROWS[name]))
-            names.remove(name)
     names.sort(key=lambda name: _crashed(ledger, name))
     while names:
-        part = names[:ROWS_OF_A_CLUSTER]
+        part, later = names[:ROWS_OF_A_CLUSTER], names[ROWS_OF_A_CLUSTER:]
+        for name in list(part):
+            if judge.reference(ROWS[name]).kind != "ran":
+                ledger.note(name, column, judge.left_out(ROWS[name]))
+                part.remove(name)
         with tempfile.TemporaryDirectory() as folder:
             done, ended = _cluster(part, folder, num_workers, balance)
             said = None
@@ -53,7 +53,7 @@ def run(ledger, column, names, num_workers, balance=None):
             name = part[len(done)]
             ledger.note(name, column, Cell("CRASH", np.inf, ended))
             done = [*done, None]
-        names = names[len(done) :]
+        names = part[len(done) :] + later
 
 
 def _is_stale(cell, said, elsewhere):
