@@ -1,13 +1,15 @@
-"""What the devices of one process send each other in a step, after placement.
+"""What the devices of a process send in a step, after placement.
 
     python experiments/exchanges.py --layout=fsdp --devices=4
     python experiments/exchanges.py --layout=tensor --devices=8 --blocks=4 \
         --communication=ring
+    mgpu-tf launch --num_workers=2 -- python experiments/exchanges.py
 
 Trains a model of blocks (attention and a feed-forward part) for one step, and
 counts the nodes of TensorFlow's partition graphs: pairs of Send and Recv, of
 which each has a callback on the host, and collective operations. `ring` takes
-the operations that GPUs run by NCCL; `auto` on CPUs copies.
+the operations that GPUs run by NCCL; `auto` on CPUs copies. In a cluster each
+process has one device and counts its own nodes.
 
 Prints one line of JSON: the counts of a step, the nodes of the graph, and the
 seconds of the first step with its trace. A model of 2 blocks on 4 devices takes
@@ -87,10 +89,13 @@ def nodes_of(run):
 def main(arguments):
     """Trains a step and prints what was counted."""
     del arguments
+    cluster = mgpu_tf.ClusterConfig.from_environment()
+    processes = cluster.num_workers if cluster else 1
+    devices = processes if cluster else DEVICES.value
     strategy = mgpu_tf.create_model_parallel_strategy(
-        num_virtual_devices=DEVICES.value,
+        num_virtual_devices=None if cluster else devices,
         communication=COMMUNICATION.value,
-        **{LAYOUT.value: DEVICES.value},
+        **{LAYOUT.value: devices},
     )
     trainer = mgpu_tf.Trainer(build, strategy, steps_per_execution=1)
     x = np.random.default_rng(0).normal(size=(ROWS, LENGTH, WIDTH))
@@ -109,7 +114,8 @@ def main(arguments):
         json.dumps(
             {
                 "layout": LAYOUT.value,
-                "devices": DEVICES.value,
+                "devices": devices,
+                "processes": processes,
                 "blocks": BLOCKS.value,
                 "communication": COMMUNICATION.value,
                 "copies": kinds["_Send"] + kinds["_HostSend"],
