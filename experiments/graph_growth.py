@@ -5,8 +5,8 @@
 
 Runs `exchanges.py` for `fsdp`, once for each pair: on parts of one CPU, and in
 processes of one device each. Writes the table of
-[docs/growth.md](../docs/growth.md) after each run. Half a minute for 2 blocks on
-4 devices on 2 idle cores, and in proportion.
+[docs/growth.md](../docs/growth.md) after each run. Half a minute for 2 blocks
+on 4 devices on 2 idle cores, and in proportion.
 """
 
 import argparse

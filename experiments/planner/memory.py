@@ -1,4 +1,4 @@
-"""The planner's memory against the allocator's peak: 32 cases of 13 models.
+"""The planner's memory against the allocator's peak: 35 cases of 14 models.
 
     python -m experiments.planner.memory --output_dir=docs
 
@@ -70,6 +70,9 @@ CASES = (
     ("encoder", 64, "adam", "mixed_bfloat16", "one_device", 1),
     ("unet", 16, "sgd", "mixed_bfloat16", "one_device", 1),
     ("language_model", 16, "adam", "float32", "tensor", 2),
+    ("blocks", 16, "adam", "float32", "one_device", 1),
+    ("blocks", 16, "adam", "float32", "tensor", 2),
+    ("blocks", 16, "adam", "float32", "sequence", 2),
 )
 MICRO_BATCHES = 4
 _SLOTS = {"sgd": 0.0, "momentum": 4.0, "adam": 8.0}
@@ -93,8 +96,13 @@ _TRIED: dict[str, tuple[float, ...]] = {
 
 def layout(kind: str, devices: int) -> Layout:
     """Returns the layout of a case."""
-    if kind == "tensor":
-        return layout_of("model_parallel", devices, tensor_parallel=devices)
+    if kind in ("tensor", "sequence"):
+        return layout_of(
+            "model_parallel",
+            devices,
+            tensor_parallel=devices,
+            sequence_parallel=kind == "sequence",
+        )
     if kind == "pipeline":
         return layout_of(
             "model_parallel",

@@ -8,6 +8,7 @@ All are trained from random weights, so nothing is downloaded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -67,6 +68,36 @@ def language_model() -> keras.Model:
         hidden = _block(hidden, 192, 6, causal=True)
     hidden = layers.LayerNormalization()(hidden)
     return keras.Model(inputs, layers.Dense(4000)(hidden))
+
+
+class Block(layers.Layer):
+    """A causal block as authors write it, in a class with layers inside."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norms = [layers.LayerNormalization() for _ in range(2)]
+        self.drops = [layers.Dropout(0.1) for _ in range(2)]
+        self.attention = layers.MultiHeadAttention(heads, width // heads)
+        self.inner = layers.Dense(4 * width, activation="gelu")
+        self.outer = layers.Dense(width)
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        """Returns the block's output, of the shape of its input."""
+        y = self.norms[0](x)
+        y = self.attention(y, y, use_causal_mask=True)
+        x = x + self.drops[0](y, training=training)
+        y = self.outer(self.inner(self.norms[1](x)))
+        return x + self.drops[1](y, training=training)
+
+
+def blocks() -> keras.Model:
+    """A causal transformer whose blocks are layers of an author."""
+    inputs = keras.Input((128,), dtype="int32")
+    hidden = layers.Embedding(1000, 256)(inputs)
+    for _ in range(6):
+        hidden = Block(256, 8)(hidden)
+    hidden = layers.LayerNormalization()(hidden)
+    return keras.Model(inputs, layers.Dense(1000)(hidden))
 
 
 def vision_transformer() -> keras.Model:
@@ -192,6 +223,7 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
         plain_cnn,
         encoder,
         language_model,
+        blocks,
         vision_transformer,
         unet,
         autoencoder,

@@ -32,6 +32,8 @@ class Layout:
         schedule: The order of work of a pipeline.
         accumulation: Over how many steps gradients are added up.
         recompute: "layers", "stages", or None.
+        sequence_parallel: Whether devices of the tensor axis have parts of a
+            sequence between layers.
         num_ps: Parameter servers; 0 for synchronous training.
         central: Whether one copy of the weights serves all devices.
 
@@ -48,6 +50,7 @@ class Layout:
     schedule: str = "1f1b"
     accumulation: int = 1
     recompute: str | None = None
+    sequence_parallel: bool = False
     num_ps: int = 0
     central: bool = False
 
@@ -121,6 +124,8 @@ class Layout:
             found["micro_batches"] = self.parts
         if self.schedule != "1f1b":
             found["pipeline_schedule"] = self.schedule
+        if self.sequence_parallel:
+            found["sequence_parallel"] = True
         if self.recompute:
             found["recompute"] = self.recompute
         if self.accumulation > 1:
@@ -167,6 +172,7 @@ class Layout:
                 if self.accumulation > 1
                 else []
             ),
+            *(["sequence parallel"] if self.sequence_parallel else []),
             *([f"recompute {self.recompute}"] if self.recompute else []),
         ]
         return ", ".join([" x ".join(axes) or "one device", *notes])
@@ -186,6 +192,7 @@ def layout_of(
     shard: str = "weights",
     micro_batches: int | None = None,
     pipeline_schedule: str = "1f1b",
+    sequence_parallel: bool = False,
 ) -> Layout:
     """Returns the layout that options of a strategy stand for.
 
@@ -202,6 +209,7 @@ def layout_of(
         shard: As there.
         micro_batches: As there.
         pipeline_schedule: As there.
+        sequence_parallel: As there.
 
     Raises:
         ConfigurationError: Options do not go together.
@@ -223,6 +231,7 @@ def layout_of(
             shard=shard,
             micro_batches=micro_batches,
             schedule=pipeline_schedule,
+            sequence_parallel=sequence_parallel,
             **common,  # type: ignore[arg-type]
         )
     return Layout(

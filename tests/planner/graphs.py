@@ -27,9 +27,18 @@ def dense_graph(widths=(4, 8, 2), slots=8.0, kind="Dense"):
         kernel = tensor(width, units)
         taken = values[-1]
         made = tensor(BATCH, units)
-        operations.append(Operation("MatMul", (taken, kernel), (made,), place))
+        operations.append(
+            Operation("MatMul", (taken, kernel), (made,), place, inner=place)
+        )
         weights.append(
-            Weight(f"{place}/kernel", (width, units), 4, kernel, layer=place)
+            Weight(
+                f"{place}/kernel",
+                (width, units),
+                4,
+                kernel,
+                layer=place,
+                inner=place,
+            )
         )
         values.append(made)
         layers.append(Layer(f"dense_{place}", kind))
@@ -47,6 +56,7 @@ def dense_graph(widths=(4, 8, 2), slots=8.0, kind="Dense"):
                 (gradient,),
                 place,
                 backward=True,
+                inner=place,
                 attributes={"transpose_a": True},
             )
         )
@@ -56,6 +66,7 @@ def dense_graph(widths=(4, 8, 2), slots=8.0, kind="Dense"):
             4,
             weight.tensor,
             layer=place,
+            inner=place,
             gradient=gradient,
         )
         if place:
@@ -67,6 +78,7 @@ def dense_graph(widths=(4, 8, 2), slots=8.0, kind="Dense"):
                     (below,),
                     place,
                     backward=True,
+                    inner=place,
                     attributes={"transpose_b": True},
                 )
             )
@@ -80,4 +92,5 @@ def dense_graph(widths=(4, 8, 2), slots=8.0, kind="Dense"):
         [inputs],
         [slots] * len(weights),
         loss=loss,
+        inner=layers,
     )

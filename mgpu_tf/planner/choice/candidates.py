@@ -4,7 +4,8 @@
 
 Every product of data, fsdp, tensor and pipeline that is a number of devices
 up to all of them, with the options that trade time for memory: recomputing,
-accumulating, micro-batches. What the engine refuses is not among them.
+accumulating, micro-batches, parts of sequences. What the engine refuses is not
+among them.
 
 This module does not import TensorFlow.
 """
@@ -16,6 +17,7 @@ import itertools
 from collections.abc import Iterator
 
 from mgpu_tf.planner.layout import Layout
+from mgpu_tf.planner.operations import splits
 from mgpu_tf.planner.operations.graph import Graph
 from mgpu_tf.planner.speed.step_time import Machines
 
@@ -103,9 +105,12 @@ def _with_options(
     micro: list[int | None] = [None]
     if axes.pipeline > 1:
         micro = [axes.pipeline * each for each in _MICRO]
+    sequences = [False]
+    if axes.tensor > 1 and splits.sequence_tensors(graph):
+        sequences.append(True)
     steps = [2**power for power in range(MOST_ACCUMULATION.bit_length())]
-    for accumulation, recompute, shard, parts in itertools.product(
-        steps, recomputes, shards, micro
+    for accumulation, recompute, shard, parts, sequence in itertools.product(
+        steps, recomputes, shards, micro, sequences
     ):
         layout = dataclasses.replace(
             axes,
@@ -113,6 +118,7 @@ def _with_options(
             recompute=recompute,
             shard=shard,
             micro_batches=parts,
+            sequence_parallel=sequence,
         )
         smallest = layout.replicas * accumulation * layout.parts
         if smallest <= global_batch_size:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.planner.layout import Layout
 from mgpu_tf.planner.memory.per_device import graph_of, memory_of
+from mgpu_tf.planner.operations import splits
 from mgpu_tf.planner.operations.graph import Graph
 
 if TYPE_CHECKING:
@@ -129,6 +130,13 @@ def remedies(
         batch = global_batch_size * split.replicas // layout.replicas
         name = f"the strategy 'fsdp' on {count} devices"
         yield Remedy(name, saved(split, batch))
+    if (
+        layout.tensor > 1
+        and not layout.sequence_parallel
+        and splits.sequence_tensors(graph)
+    ):
+        parts_of_it = dataclasses.replace(layout, sequence_parallel=True)
+        yield Remedy("sequence_parallel=True", saved(parts_of_it))
     floating = sum(
         now.by_kind.get(kind, 0.0)
         for kind in ("activations", "micro-batches", "temporary")
@@ -158,6 +166,7 @@ def layout_here(strategy: Any, options: Any) -> Layout:
         micro_batches=getattr(strategy, "micro_batches", None),
         schedule=getattr(strategy, "schedule", "1f1b"),
         recompute=options.recomputes_all,
+        sequence_parallel=getattr(strategy, "sequence_parallel", False),
     )
 
 

@@ -50,6 +50,13 @@ class Program:
         self._is_last = self._layers.stop >= len(graph.layers)
         self._is_first = self._layers.start == 0
         divided = splits.divided_tensors(graph, layout.tensor)
+        # Of which each device has a part of the positions, and who takes all.
+        self._sequences: frozenset[int] = frozenset()
+        self._take_whole: frozenset[int] = frozenset()
+        if layout.sequence_parallel:
+            self._sequences = splits.sequence_tensors(graph)
+            self._take_whole = splits.parts_of(graph).whole_inputs
+        self._whole: dict[int, int] = {}
         # What devices of a tensor axis sum or join, each with copies of others.
         self._exchanged: set[int] = set()
         if layout.tensor > 1:
@@ -57,7 +64,7 @@ class Program:
             self._exchanged = {*parts.summed.values(), *parts.gathered.values()}
         self._weights = splits.weights_with_parts(graph, layout.tensor)
         sizes = list(graph.sizes(rows))
-        for number in divided:
+        for number in divided | self._sequences:
             sizes[number] /= layout.tensor
         for weight in graph.weights:
             sizes[weight.tensor] = 0.0
@@ -249,6 +256,11 @@ class Program:
     ) -> None:
         here = self._here
         taken = [here.get(t, t) for t in each.inputs] if here else each.inputs
+        if each.inner in self._take_whole:
+            taken = [
+                self._joined(own) if known in self._sequences else own
+                for known, own in zip(each.inputs, taken, strict=True)
+            ]
         made = outputs or each.outputs
         scratch = scratch_of(each, self._fitted)
         if scratch:
@@ -266,6 +278,14 @@ class Program:
         self._schedule.run(each.kind, taken, made, kind=kind, scratch=scratch)
         for gradient in held:
             self._made(self._by_gradient[gradient], gradient)
+
+    def _joined(self, part: int) -> int:
+        """Returns the whole sequence of which each device has a part."""
+        if part not in self._whole:
+            size = self._schedule.size(part) * self._layout.tensor
+            whole = self._whole[part] = self._schedule.new(size)
+            self._schedule.run("Gather", [part], [whole], kind="activations")
+        return self._whole[part]
 
     def _inside(self, operations: Sequence[Operation]) -> float:
         """Returns the most that a turn of a loop holds."""

@@ -66,6 +66,8 @@ class Operation:
         backward: Whether it is of the backward pass.
         times: How often it runs: more than once in a loop.
         attributes: What its cost depends on, such as `transpose_a`.
+        inner: The place in `Graph.inner` of the layer that it computes; -1 for
+            what is of none of those.
     """
 
     kind: str
@@ -75,6 +77,7 @@ class Operation:
     backward: bool = False
     times: int = 1
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    inner: int = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class Weight:
         tensor: The number of its value among the tensors.
         trainable: Whether it is trained.
         layer: The place of the first layer that has it; -1 for none.
+        inner: Likewise of the layers in `Graph.inner`.
         gradient: The number of its gradient, None without one.
         sparse: Whether the gradient is rows of an embedding.
         split: The dimension along which a tensor axis divides it, None where
@@ -101,6 +105,7 @@ class Weight:
     tensor: int
     trainable: bool = True
     layer: int = -1
+    inner: int = -1
     gradient: int | None = None
     sparse: bool = False
     split: int | None = None
@@ -151,6 +156,8 @@ class Graph:
             update.
         optimizer: The name of the class of the optimizer.
         loss: The number of the tensor of the loss.
+        inner: The calls of layers that a tensor axis may divide, of those of
+            Keras's that the layers are made of, in their order.
     """
 
     name: str
@@ -165,6 +172,7 @@ class Graph:
     clips: bool = False
     optimizer: str = ""
     loss: int = -1
+    inner: list[Layer] = dataclasses.field(default_factory=list)
 
     @property
     def trainable(self) -> list[Weight]:

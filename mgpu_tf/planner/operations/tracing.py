@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mgpu_tf.errors import ConfigurationError
+from mgpu_tf.planner.operations import splits
 from mgpu_tf.planner.operations.graph import (
     BATCH,
     Graph,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import keras
 
 _LAYER = re.compile(r"planned_layer_(\d+)(?:_\d+)?/")
+_INNER = re.compile(r"planned_inner_(\d+)(?:_\d+)?/")
 _SPARSE_TABLES = ("ResourceGather", "GatherV2")
 # What a loop whose length is not known is taken to run.
 _UNKNOWN_LENGTH = 32
@@ -104,6 +106,7 @@ class _Tracing:
         self._units: list[Any] = []
         self._again: dict[int, bool] = {}
         self._calls: list[int] = []
+        self._inner: list[Layer] = []
 
     def graph(self) -> Graph:
         import tensorflow as tf
@@ -123,6 +126,9 @@ class _Tracing:
         before = len(here.get_operations())
         with (
             kernels.in_place(),
+            keras_internals.calls_replaced(
+                self._inner_layers(), self._call_inner
+            ),
             keras_internals.calls_replaced(self._units, self._call),
             tf.GradientTape() as tape,
         ):
@@ -154,8 +160,16 @@ class _Tracing:
         """The places of the layers among the units, in the order of calls."""
         return self._calls
 
+    @property
+    def inner(self) -> list[Layer]:
+        """The calls of layers that a tensor axis may divide, in their order."""
+        return self._inner
+
     def assigns(self, call: int) -> bool:
-        """Whether a call of a layer has assigned variables."""
+        """Whether a call of a layer has assigned other than states of seeds.
+
+        What is computed again draws what it has drawn before.
+        """
         return not self._again.get(call, True)
 
     def _call(
@@ -178,9 +192,48 @@ class _Tracing:
             outputs = own(*args, **kwargs)
         self._again[number] = not any(
             operation.type.startswith("Assign")
+            and operation.inputs[0].ref() not in self._seeds
             for operation in here.get_operations()[before:]
         )
         return outputs
+
+    def _inner_layers(self) -> list[Any]:
+        from mgpu_tf.engine import keras_internals
+
+        return [
+            layer
+            for layer in keras_internals.layers_of(self._model)
+            if type(layer).__name__ in splits.KINDS
+        ]
+
+    def _call_inner(
+        self,
+        layer: Any,
+        own: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        import tensorflow as tf
+
+        here = tf.compat.v1.get_default_graph()
+        if _INNER.search((here.get_name_scope() or "") + "/"):
+            return own(*args, **kwargs)
+        number = len(self._inner)
+        self._inner.append(Layer(layer.name, type(layer).__name__))
+        with tf.name_scope(f"planned_inner_{number}"):
+            return own(*args, **kwargs)
+
+    @property
+    def _seeds(self) -> set[Any]:
+        """The states of generators, which layers may make when called."""
+        from mgpu_tf.engine import keras_internals
+
+        states = [
+            state for _, state in keras_internals.random_layers(self._model)
+        ]
+        known = keras_internals.global_seed_state()
+        states += [] if known is None else [known]
+        return {state.value.handle.ref() for state in states}
 
     def _outputs(self, x: Any) -> Any:
         from mgpu_tf.engine import keras_internals
@@ -317,6 +370,7 @@ class _Reading:
             clips=bool(inner.global_clipnorm),
             optimizer=type(inner).__name__,
             loss=self._number(self._loss),
+            inner=self._tracing.inner,
         )
 
     def _layers(self) -> list[Layer]:
@@ -366,11 +420,14 @@ class _Reading:
         import tensorflow as tf
 
         first: dict[int, int] = {}
+        inner: dict[int, int] = {}
         tables: set[int] = set()
         for operation in self._read:
             for tensor in operation.inputs:
                 if operation.layer >= 0 and not operation.backward:
                     first.setdefault(tensor, operation.layer)
+                if operation.inner >= 0 and not operation.backward:
+                    inner.setdefault(tensor, operation.inner)
                 if operation.kind in _SPARSE_TABLES:
                     tables.add(operation.inputs[0])
         gradients = dict(
@@ -389,6 +446,7 @@ class _Reading:
             weights[place] = dataclasses.replace(
                 weight,
                 layer=first.get(weight.tensor, -1),
+                inner=inner.get(weight.tensor, -1),
                 gradient=None if value is None else self._number(value),
                 sparse=sparse,
                 table=weight.tensor in tables,
@@ -425,6 +483,7 @@ class _Reading:
                 ]
                 return
         layer = _LAYER.search(operation.name)
+        inner = _INNER.search(operation.name)
         inputs = [
             self._number(tensor)
             for tensor in operation.inputs
@@ -446,6 +505,7 @@ class _Reading:
                 place,
                 backward,
                 attributes=_attributes(operation),
+                inner=int(inner[1]) if inner else -1,
             )
         )
 

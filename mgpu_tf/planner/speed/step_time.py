@@ -201,17 +201,19 @@ def passes(
 ) -> tuple[_Work, _Work]:
     """Returns the work of a forward and of a backward pass of some rows."""
     divided = splits.divided_tensors(graph, layout.tensor)
+    if layout.sequence_parallel:
+        divided |= splits.sequence_tensors(graph)
     found = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     device = machines.device
     good = device.efficiencies
     rate = device.rate(machines.precision) * good.products
     vector = device.vector_rate() * good.products
     bandwidth = device.bytes_per_second * good.memory
-    parts = _layers_in_parts(graph, layout.tensor)
+    parts = splits.parts_of(graph).layers if layout.tensor > 1 else frozenset()
     for each, cost in _costs(graph, rows):
         own = 1.0
         if layout.tensor > 1 and (
-            each.layer in parts or any(t in divided for t in each.outputs)
+            each.inner in parts or any(t in divided for t in each.outputs)
         ):
             own = 1.0 / layout.tensor
         sums = found[each.backward]
@@ -226,17 +228,6 @@ def passes(
         if cost.moved:
             sums[2] += good.overhead_seconds * each.times
     return _Work(*found[0]), _Work(*found[1])
-
-
-def _layers_in_parts(graph: Graph, length: int) -> frozenset[int]:
-    if length == 1:
-        return frozenset()
-    parts = splits.parts_of(graph)
-    return frozenset(
-        graph.weights[place].layer
-        for place in parts.weights
-        if graph.weights[place].layer >= 0
-    )
 
 
 @functools.lru_cache(maxsize=16)
