@@ -61,6 +61,34 @@ def averaged():
     return model
 
 
+def gated(x):
+    gate = layers.Dense(4 * WIDTH, activation="silu", name="gate")(x)
+    up = layers.Dense(4 * WIDTH, name="up")(x)
+    return layers.Dense(WIDTH, name="down")(layers.Multiply()([gate, up]))
+
+
+def normalized(x):
+    x = layers.Dense(4 * WIDTH, name="gate")(x)
+    return layers.Dense(WIDTH, name="down")(layers.RMSNormalization()(x))
+
+
+def added_to_whole(x):
+    x = layers.Add()([x, layers.Dense(WIDTH, name="gate")(x)])
+    return layers.Dense(WIDTH, name="down")(x)
+
+
+def taken_twice(x):
+    gate = layers.Dense(4 * WIDTH, name="gate")(x)
+    mean = layers.GlobalAveragePooling1D(keepdims=True)(gate)
+    down = layers.Dense(WIDTH, name="down")(gate)
+    return down + layers.Dense(WIDTH, name="mean")(mean)
+
+
+def sliced(x):
+    gate = layers.Dense(4 * WIDTH, name="gate")(x)
+    return layers.Dense(WIDTH, name="down")(gate[..., 1:])
+
+
 @functools.cache
 def graph_of(build):
     return trace(build)
@@ -87,6 +115,30 @@ def test_layers_inside_of_an_authors_layer_are_divided():
     divided = memory_of(graph, Layout(tensor=2), ROWS).largest.by_kind
     assert divided["slots"] < 0.6 * whole["slots"]
     assert divided["activations"] < 0.85 * whole["activations"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "sums", "joins"),
+    [
+        (gated, {"down"}, set()),
+        (normalized, set(), {"gate", "down"}),
+        (added_to_whole, set(), {"gate", "down"}),
+        (taken_twice, set(), {"gate", "down", "mean"}),
+        (sliced, set(), {"gate", "down"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_outputs_stay_in_parts_up_to_a_sum(layer, sums, joins):
+    def build():
+        inputs = keras.Input((POSITIONS, WIDTH))
+        model = keras.Model(inputs, layer(inputs))
+        model.compile("sgd", "mse")
+        return model
+
+    graph = trace(build)
+    parts = splits.parts_of(graph)
+    assert {graph.inner[place].name for place in parts.summed} == sums
+    assert {graph.inner[place].name for place in parts.gathered} == joins
 
 
 def test_a_block_that_draws_can_be_computed_again():

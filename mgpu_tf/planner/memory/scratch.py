@@ -42,7 +42,7 @@ FITTED: dict[str, float] = {
     "passes one_device": 0.0,
     "passes mirrored": 0.0,
     "passes fsdp": 0.05,
-    "passes tensor": 0.1,
+    "passes tensor": 0.2,
     "passes pipeline": 0.0,
 }
 # Kinds of memory that are there between steps.

@@ -3,7 +3,7 @@
     column -> activation -> row          the outputs of the first are parts
     attention                            by heads
 
-A linear layer keeps its outputs in parts where the next layers work on each
+A linear layer keeps its outputs in parts where what follows works on each
 element alone, up to a linear layer; then that one sums. This follows the
 structure that the engine finds (`engine/step/tensor_parallel/structure.py`).
 
@@ -18,14 +18,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Set
 
-from mgpu_tf.planner.operations.graph import Graph, Weight
+from mgpu_tf.planner.operations.graph import Graph, Operation, Weight
 
 LINEAR = {"Dense", "EinsumDense", "Conv1D", "Conv2D", "Conv3D"}
 ATTENTION = {"MultiHeadAttention", "GroupedQueryAttention"}
 BETWEEN = {"Activation", "ReLU", "Dropout", "LeakyReLU", "ELU"}
 TABLES = {"Embedding", "ReversibleEmbedding"}
 KINDS = LINEAR | ATTENTION | BETWEEN | TABLES
+_OVER_FEATURES = {
+    "BatchMatMulV2",
+    "Cumsum",
+    "Einsum",
+    "LogSoftmax",
+    "MatMul",
+    "Reverse",
+    "Roll",
+    "Softmax",
+    "Transpose",
+}
 _SMALLEST = 2
 _RANK_OF_SEQUENCES = 3
 
@@ -56,7 +68,7 @@ class Parts:
 @functools.lru_cache(maxsize=8)
 def parts_of(graph: Graph) -> Parts:
     """Returns what a tensor axis of any length above 1 divides."""
-    follows = _followers(graph)
+    stays = _stays_in_parts(graph)
     made = _outputs(graph, "inner")
     weights: set[int] = set()
     divided_layers: set[int] = set()
@@ -64,36 +76,36 @@ def parts_of(graph: Graph) -> Parts:
     gathered: dict[int, int] = {}
     whole_outputs: set[int] = set()
     whole_inputs: set[int] = set()
-    rows: set[int] = set()
     for place, layer in enumerate(graph.inner):
         if layer.kind in ATTENTION:
             divided_layers.add(place)
             whole_inputs.add(place)
             whole_outputs.add(made.get(place, -1))
             summed[place] = made.get(place, -1)
-        elif layer.kind in TABLES:
+        elif layer.kind in TABLES or place in stays.arrives:
             summed[place] = made.get(place, -1)
-        elif layer.kind in LINEAR and place not in rows:
+        elif layer.kind in LINEAR:
             whole_inputs.add(place)
-            chain, end = _chain(graph, follows, place)
-            if end is None:
+            if place in stays.leaves:
+                divided_layers.add(place)
+            else:
                 gathered[place] = made.get(place, -1)
-                continue
-            divided_layers.update([place, *chain])
-            rows.add(end)
-            summed[end] = made.get(end, -1)
     for place, weight in enumerate(graph.weights):
         kind = graph.inner[weight.inner].kind if weight.inner >= 0 else ""
         known = kind in LINEAR | ATTENTION | TABLES
         if known and len(weight.shape) >= _SMALLEST and weight.trainable:
             weights.add(place)
-    tensors = {
-        tensor
-        for each in graph.operations
-        if each.inner in divided_layers
-        for tensor in each.outputs
-        if graph.tensors[tensor].has_rows and tensor not in whole_outputs
-    }
+    tensors = set(stays.tensors)
+    for each in graph.operations:
+        own = each.inner in divided_layers
+        between = _kind(graph, each) not in LINEAR | ATTENTION | TABLES
+        if own or (between and not tensors.isdisjoint(each.inputs)):
+            tensors.update(
+                tensor
+                for tensor in each.outputs
+                if graph.tensors[tensor].has_rows
+                and tensor not in whole_outputs
+            )
     return Parts(
         frozenset(weights),
         frozenset(tensors),
@@ -147,37 +159,73 @@ def weights_with_parts(graph: Graph, length: int) -> list[Weight]:
     ]
 
 
-def _chain(
-    graph: Graph, follows: dict[int, set[int]], place: int
-) -> tuple[list[int], int | None]:
-    """Returns the layers up to the next linear one, and that one."""
-    chain: list[int] = []
-    here = place
+@dataclasses.dataclass(frozen=True)
+class _Stays:
+    """What stays in parts between layers.
+
+    Attributes:
+        leaves: The layers that leave their outputs in parts.
+        arrives: Those that take them, and sum.
+        tensors: What is in parts, of the forward pass.
+    """
+
+    leaves: set[int]
+    arrives: set[int]
+    tensors: set[int]
+
+
+def _stays_in_parts(graph: Graph) -> _Stays:
+    """Leaves the outputs of all linear layers in parts, but for whose cannot.
+
+    That is where something else than a linear layer of the same kind takes
+    them, and does not work on each element alone.
+    """
+    leaves = {p for p, layer in enumerate(graph.inner) if layer.kind in LINEAR}
     while True:
-        after = follows.get(here, set())
-        if len(after) != 1:
-            return [], None
-        (here,) = after
-        kind = graph.inner[here].kind
-        if kind in LINEAR and kind == graph.inner[place].kind:
-            return chain, here
-        if kind not in BETWEEN:
-            return [], None
-        chain.append(here)
+        found, cannot = _with(graph, leaves)
+        if not cannot:
+            return found
+        leaves -= cannot
 
 
-def _followers(graph: Graph) -> dict[int, set[int]]:
-    """Returns which layers take what each layer makes; -1 for the others."""
-    maker: dict[int, int] = {}
-    found: dict[int, set[int]] = {}
+def _with(graph: Graph, leaves: set[int]) -> tuple[_Stays, set[int]]:
+    """Returns what is in parts then, and which layers cannot leave them."""
+    # The layers whose parts a tensor is made of.
+    sources: dict[int, set[int]] = {}
+    arrives: set[int] = set()
+    cannot: set[int] = set()
     for each in graph.forward():
-        for tensor in each.inputs:
-            by = maker.get(tensor)
-            if by is not None and by != each.inner and by >= 0:
-                found.setdefault(by, set()).add(each.inner)
-        for tensor in each.outputs:
-            maker[tensor] = each.inner
-    return {k: v for k, v in found.items() if -1 not in v}
+        place, kind = each.inner, _kind(graph, each)
+        taken = [sources[t] for t in each.inputs if t in sources]
+        of = set().union(*taken) - {place}
+        rows = [t for t in each.outputs if graph.tensors[t].has_rows]
+        if kind in LINEAR:
+            if of and all(graph.inner[one].kind == kind for one in of):
+                arrives.add(place)
+            else:
+                cannot |= of
+            if place in leaves - arrives:
+                sources |= {tensor: {place} for tensor in rows}
+        elif taken and each.kind != "Shape":
+            if kind in BETWEEN or _by_element(graph, each, sources.keys()):
+                sources |= dict.fromkeys(rows, of)
+            else:
+                cannot |= of
+    return _Stays(leaves - arrives, arrives, set(sources)), cannot
+
+
+def _by_element(graph: Graph, each: Operation, in_parts: Set[int]) -> bool:
+    """Whether all that an operation makes is made of elements in parts."""
+    sizes = {math.prod(graph.tensors[t].shape) for t in each.outputs}
+    alike = {
+        t for t in each.inputs if math.prod(graph.tensors[t].shape) in sizes
+    }
+    by_element = len(sizes) == 1 and each.kind not in _OVER_FEATURES
+    return by_element and bool(alike) and in_parts >= alike
+
+
+def _kind(graph: Graph, each: Operation) -> str:
+    return graph.inner[each.inner].kind if each.inner >= 0 else ""
 
 
 def outputs_of(graph: Graph) -> dict[int, int]:
