@@ -1365,6 +1365,17 @@ def set_mask(tensor: tf.Tensor, mask: Any) -> None:
         keras.src.backend.set_keras_mask(tensor, mask)
 
 
+def mask_of_table(
+    layer: keras.layers.ReversibleEmbedding, words: tf.Tensor
+) -> tf.Tensor | None:
+    """Returns the mask that a tied embedding gives what it looks up.
+
+    It does so in its `call`; its own `compute_mask` returns None.
+    """
+    own = keras.layers.ReversibleEmbedding
+    return super(own, layer).compute_mask(words)
+
+
 def kept_shares(model: keras.Model) -> dict[int, float]:
     """Returns by identity how much of a moving statistic a step keeps."""
     own = keras.layers.BatchNormalization

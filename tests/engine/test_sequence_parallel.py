@@ -152,9 +152,9 @@ class WithClass(layers.Layer):
 class Tied(keras.Model):
     """One table for words that go in and come out."""
 
-    def __init__(self):
+    def __init__(self, **options):
         super().__init__()
-        self.table = layers.ReversibleEmbedding(VOCABULARY, WIDTH)
+        self.table = layers.ReversibleEmbedding(VOCABULARY, WIDTH, **options)
         self.places = layers.Embedding(LENGTH, WIDTH)
         self.blocks = [Attention(), PostNorm()]
         self.norm = layers.LayerNormalization()
@@ -163,6 +163,26 @@ class Tied(keras.Model):
         x = self.table(words) + self.places(ops.arange(LENGTH))
         for block in self.blocks:
             x = block(x, training=training)
+        return self.table(self.norm(x), reverse=True)
+
+
+class ReadsMask(layers.Layer):
+    def call(self, x, mask=None):
+        return x if mask is None else ops.where(mask[..., None], x, 0.5 * x)
+
+    def compute_mask(self, x, mask=None):
+        return mask
+
+
+class TiedWithMask(Tied):
+    def __init__(self):
+        super().__init__(mask_zero=True)
+        self.reads = [ReadsMask(), ReadsMask()]
+
+    def call(self, words, training=None):
+        x = self.places(ops.arange(LENGTH)) + self.reads[0](self.table(words))
+        for block in self.blocks:
+            x = block(self.reads[1](x), training=training)
         return self.table(self.norm(x), reverse=True)
 
 
@@ -272,6 +292,7 @@ CASES = {
         True,
     ),
     "masks": (masked, True),
+    "masks of a tied table": (lambda: compiled(TiedWithMask()), True),
     "a recurrent layer between": (
         lambda: language(
             Attention(), layers.LSTM(WIDTH, return_sequences=True), PostNorm()
@@ -333,7 +354,7 @@ def data_of(name):
     if name == "a vision transformer":
         x = generator.normal(size=(models.ROWS, LENGTH * WIDTH))
         return x, words[:, 0]
-    if name == "masks":
+    if name.startswith("masks"):
         lengths = generator.integers(2, LENGTH + 1, (models.ROWS, 1))
         x = np.where(np.arange(LENGTH) < lengths, words, 0)
         return x, np.roll(words, -1, 1)
@@ -354,6 +375,7 @@ def has_parts(caplog):
         [
             "a tied table",
             "masks",
+            "masks of a tied table",
             "a vision transformer",
             "state of positions",
             "a block that asks for a length",

@@ -313,7 +313,7 @@ class Form:
         outputs = self._sum(outputs, rows)
         if self.linear.is_reversible:
             # It sets a mask itself, of other words than it has got here.
-            mask = self.linear.layer.compute_mask(inputs)
+            mask = keras_internals.mask_of_table(self.linear.layer, inputs)
             keras_internals.set_mask(outputs, mask)
         return outputs
 
