@@ -152,6 +152,62 @@ def one_after_another(strategy, folder):
     }
 
 
+def without_elements(strategy, folder):
+    """Tensors that have no element, of known and of unknown shape.
+
+    Returns:
+        For each operation and kind of shape the shape of the result and that
+        of its gradient.
+    """
+    del folder
+    groups = Groups(strategy, [[0, 1, 2, 3]])
+
+    def on_replica(kind, empty, known):
+        shape = [0, COLUMNS] if empty == "rows" else [groups.size, 0]
+        if kind in ("all_reduce", "reduce_scatter") and empty == "columns":
+            shape = [ROWS, 0]
+        given = tf.zeros(shape)
+        if not known:
+            given = tf.compat.v1.placeholder_with_default(given, [None, None])
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            if kind == "all_to_all":
+                length = shape[1] * groups.size
+                result = groups.all_to_all(given, 0, 1, length)
+            elif kind == "gather_rows":
+                rows = tf.constant([shape[0]] * groups.size)
+                with tape.stop_recording():  # It has no gradient.
+                    result = groups.gather_rows(given, rows)
+                result = result + tf.reduce_sum(given)
+            else:
+                result = getattr(groups, kind)(given)
+            loss = tf.reduce_sum(result)
+        return tf.shape(result), tf.shape(tape.gradient(loss, given))
+
+    cases = [
+        (kind, empty, known)
+        for kind in (
+            *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
+            "gather_rows",
+        )
+        for empty in ("rows", "columns")
+        for known in (True, False)
+    ]
+
+    @tf.function
+    def step():
+        return strategy.run(lambda: [on_replica(*case) for case in cases])
+
+    return {
+        " ".join(map(str, case)): [
+            shape.numpy().tolist()
+            for each in pair
+            for shape in strategy.experimental_local_results(each)
+        ]
+        for case, pair in zip(cases, step(), strict=True)
+    }
+
+
 def a_member_is_missing(strategy, folder):
     """Replicas of one process wait for those of another."""
     del folder
@@ -170,4 +226,7 @@ def a_member_is_missing(strategy, folder):
     return "no error"
 
 
-JOBS = {job.__name__: job for job in (one_after_another, a_member_is_missing)}
+JOBS = {
+    job.__name__: job
+    for job in (one_after_another, without_elements, a_member_is_missing)
+}

@@ -280,6 +280,29 @@ def test_across_processes(cluster):
 
 
 @pytest.mark.full
+def test_tensors_without_elements_are_exchanged_too(cluster):
+    rows = jobs.ROWS
+    expected = {
+        "all_reduce": ([0, 7], [0, 7], [rows, 0], [rows, 0]),
+        "all_gather": ([0, 7], [0, 7], [16, 0], [4, 0]),
+        "reduce_scatter": ([0, 7], [0, 7], None, [rows, 0]),
+        "all_to_all": ([0, 28], [0, 7], [1, 0], [4, 0]),
+        "gather_rows": ([0, 7], [0, 7], [16, 0], [4, 0]),
+    }
+    for worker, found in enumerate(cluster["without_elements"]):
+        assert len(found) == 20
+        for case, shapes in found.items():
+            kind, empty, _ = case.split()
+            result, gradient = expected[kind][0 if empty == "rows" else 2 :][:2]
+            ranks = range(2 * worker, 2 * worker + 2)
+            results = [
+                result or [rows * (r + 1) // 4 - rows * r // 4, 0]
+                for r in ranks
+            ]
+            assert shapes == [*results, gradient, gradient], case
+
+
+@pytest.mark.full
 def test_who_waits_for_a_missing_member_gets_an_error(cluster):
     first, second = cluster["a_member_is_missing"]
     assert first not in ("no error", "not called")

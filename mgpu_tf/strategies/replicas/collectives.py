@@ -348,7 +348,37 @@ class Groups:
             # TensorFlow's operation has none. Bits are sent as they are.
             bits = self._gathered(tf.bitcast(sent, tf.float16))
             return tf.bitcast(bits, tf.bfloat16)
-        return tf.raw_ops.CollectiveGatherV2(input=sent, **self._call(sent))
+
+        def gathered(sent: tf.Tensor) -> tf.Tensor:
+            return tf.raw_ops.CollectiveGatherV2(input=sent, **self._call(sent))
+
+        if _has_elements(sent):
+            return gathered(sent)
+        sizes = tf.unstack(tf.shape(sent))
+        every = gathered(_not_empty(tf.reshape(sent, [-1])))
+        every = tf.reshape(every, [self.size, -1])[:, : tf.size(sent)]
+        every = tf.reshape(every, [self.size * sizes[0], *sizes[1:]])
+        return tf.ensure_shape(every, [None, *sent.shape[1:]])
+
+    def _dealt_chunks(self, chunks: tf.Tensor) -> tf.Tensor:
+        """Returns the chunks for this member, of all members, `[members, ...]`.
+
+        Args:
+            chunks: What this member has for each, `[members, ...]`.
+        """
+
+        def dealt(chunks: tf.Tensor) -> tf.Tensor:
+            return tf.raw_ops.CollectiveAllToAllV2(
+                input=chunks, **self._call(chunks)
+            )
+
+        if _has_elements(chunks):
+            return dealt(chunks)
+        each = tf.size(chunks) // self.size
+        sent = tf.reshape(chunks, [self.size, each])
+        sent = tf.pad(sent, [[0, 0], [0, tf.maximum(1 - each, 0)]])
+        received = tf.reshape(dealt(sent)[:, :each], tf.shape(chunks))
+        return tf.ensure_shape(received, chunks.shape)
 
     def _all_to_all(
         self, value: tf.Tensor, cut: int, join: int, lengths: tuple[Any, Any]
@@ -368,9 +398,7 @@ class Groups:
         ]
         # [member, cut, join, ...]
         chunks = _padded(tf.stack(pieces), longest, 2)
-        received = tf.raw_ops.CollectiveAllToAllV2(
-            input=chunks, **self._call(chunks)
-        )
+        received = self._dealt_chunks(chunks)
         mine, after = _bounds(whole, rank, self.size)
         parts = [
             received[place, : after - mine, : high - low]
@@ -427,11 +455,9 @@ class Groups:
                 **self._call(chunks),
             )
         # On CPUs the operation above ends all collectives of the process.
-        rest = [_length(chunks, axis) for axis in range(1, chunks.shape.rank)]
-        chunks = tf.reshape(chunks, [self.size, -1, *rest])
-        received = tf.raw_ops.CollectiveAllToAllV2(
-            input=chunks, **self._call(chunks)
-        )
+        length, *rest = [_length(chunks, a) for a in range(chunks.shape.rank)]
+        chunks = tf.reshape(chunks, [self.size, length // self.size, *rest])
+        received = self._dealt_chunks(chunks)
         return tf.add_n(
             [tf.cast(each, dtype) for each in tf.unstack(received, self.size)]
         )
@@ -646,12 +672,17 @@ class Line:
         }
 
 
-def _not_empty(value: tf.Tensor) -> tf.Tensor:
-    """Returns a vector, one zero where it has no element.
+def _has_elements(value: tf.Tensor) -> bool:
+    """Whether it is known of a tensor that it has elements.
 
-    An empty one does not arrive.
+    One without does not arrive, or ends TensorFlow's process.
     """
-    if value.shape[0]:
+    return bool(value.shape.num_elements())
+
+
+def _not_empty(value: tf.Tensor) -> tf.Tensor:
+    """Returns a vector, one zero where it has no element."""
+    if _has_elements(value):
         return value
     missing = tf.maximum(1 - tf.size(value), 0)
     return tf.pad(value, [[0, missing]])
