@@ -514,9 +514,28 @@ def test_a_full_disk_leaves_the_one_before(
     monkeypatch.setattr(parts, "commit", committed)
     with caplog.at_level(logging.WARNING, "mgpu_tf"):
         run(strategies["one_device"], tmp_path)
-    assert "step 8 was not written (No space left" in caplog.text
+    said = "step 8 was not written (No space left on device); that of step 4 "
+    assert said + "stays usable" in caplog.text
+    assert str(tmp_path) in caplog.text
     assert 4 in written and 8 not in written and 12 in written
     assert not torn
+
+
+def test_a_disk_that_stays_full_ends_with_one_line(
+    run, strategies, tmp_path, caplog, monkeypatch
+):
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(parts, "commit", full)
+    with pytest.raises(mgpu_tf.CheckpointError) as raised:
+        run(strategies["one_device"], tmp_path)
+    line = str(raised.value)
+    assert f"checkpoint_dir={str(tmp_path)!r}" in line
+    assert "(No space left on device); there is no other" in line
+    assert "\n" not in line
+    assert raised.value.__suppress_context__
+    assert "stays usable" not in caplog.text
 
 
 def test_a_write_that_fails_otherwise_is_no_success(

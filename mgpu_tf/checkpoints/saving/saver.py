@@ -41,7 +41,7 @@ from mgpu_tf.checkpoints.saving.writer import (
 )
 from mgpu_tf.cluster import heartbeat
 from mgpu_tf.engine.step.base import NO_VOTES, Votes
-from mgpu_tf.errors import ConfigurationError, Preempted
+from mgpu_tf.errors import CheckpointError, ConfigurationError, Preempted
 from mgpu_tf.folders import keep_private
 from mgpu_tf.mesh import Piece
 from mgpu_tf.options import SaveOptions
@@ -105,7 +105,7 @@ class Saver:
         """Saves the end of the run, and waits until it is on the disk.
 
         Raises:
-            OSError: It could not be written.
+            CheckpointError: The disk has no room for it, or fails.
         """
 
     @contextlib.contextmanager
@@ -156,6 +156,8 @@ class CheckpointSaver(Saver):
         # Saves to the folder of each machine since the last to the shared one.
         self._local_saves = 0
         self._failed: Exception | None = None
+        # The step of the newest checkpoint, as far as this worker knows.
+        self._newest_step: int | None = None
         self._best = _best(options)
         self._validates = validates
         # Whether the logs are known to have the metric of the best.
@@ -200,6 +202,7 @@ class CheckpointSaver(Saver):
         if stored is not None:
             found = read_state(stored), Variables(stored)
             self._saved = True
+            self._newest_step = stored.step
             self._local_saves = found[0].get("local_saves", 0)
             self._keep_as(found[0])
         if self._local is not None:
@@ -606,22 +609,43 @@ class CheckpointSaver(Saver):
             best = self._best if writer is self._writer else None
             writer.finish(state, keep, before, why, best)
             self._for_good = keeping.for_good_of(state)
-            self._failed = None
+            self._failed, self._newest_step = None, step
         except Exception as error:
             # Logged now, and raised by the thread that trains at the end.
             self._failed = error
             _log.warning(
-                "the checkpoint of step %d was not written (%s); the one "
-                "before stays usable",
-                step,
-                reason_of(error),
+                "checkpoint_dir=%r: the checkpoint of step %d was not written "
+                "(%s); %s",
+                *(self._options.folder, step, self._reason(error), self._left),
             )
+
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, FileNotFoundError) and not self._is_chief:
+            return "its folder is gone, as when worker 0 has given it up"
+        return reason_of(error)
+
+    @property
+    def _left(self) -> str:
+        """What stays to go on from, after a save that has failed."""
+        if not self._is_chief:
+            return "worker 0 knows which stays usable"
+        if self._newest_step is None:
+            return "there is no other"
+        return f"that of step {self._newest_step} stays usable"
 
     def _flush(self) -> None:
         with self._meter.phase("save"), heartbeat.at(heartbeat.SAVE):
             if self._thread is not None:
                 self._thread.join()
             storage.of(self._options.folder).settle()
+        if isinstance(self._failed, OSError):
+            raise CheckpointError(
+                "A run ends with a checkpoint of its last step. Received: "
+                f"checkpoint_dir={self._options.folder!r}, where it was not "
+                f"written ({self._reason(self._failed)}); {self._left}. Make "
+                "room there, or catch mgpu_tf.CheckpointError and save the "
+                "model elsewhere."
+            ) from None
         if self._failed is not None:
             raise self._failed
 
