@@ -169,6 +169,8 @@ class RunState:
         self._begun: State | None = None
         self._drawn = False
         self._loaded: tuple[State, Stored] | None = None
+        # What has changed since, said once the run goes on with it.
+        self._settings, self._notes = "", list[str]()
         self.position = Position(epoch=first_epoch)
         self.resumed = False
         self.stopped = False
@@ -200,7 +202,7 @@ class RunState:
             )
         for name, value in self._data.items():
             if name == CONTENT:
-                self._warn_of_other_data(state["data"].get(name, value))
+                self._note_other_data(state["data"].get(name, value))
             elif state["data"].get(name) != value:
                 raise ConfigurationError(
                     f"A run resumes with the same {name}. Received: {value}, "
@@ -223,9 +225,9 @@ class RunState:
         self._begun = state.get("begun")
         self.resumed = True
 
-    def _warn_of_other_data(self, saved: str) -> None:
+    def _note_other_data(self, saved: str) -> None:
         if saved != self._data[CONTENT]:
-            _log.warning(
+            self._notes.append(
                 "The data is of the same shapes as before the checkpoint, but "
                 "its values or its order have changed. The run goes on with "
                 "the new data, from the position of the checkpoint. Use "
@@ -233,7 +235,7 @@ class RunState:
             )
 
     def _compare_configuration(self, saved: Mapping[str, str] | None) -> None:
-        """Refuses other layers and optimizers; warns of other settings."""
+        """Refuses other layers and optimizers; notes other settings."""
         if saved is None:
             return  # Of a checkpoint from before they were kept.
         mine = self._configuration
@@ -253,13 +255,14 @@ class RunState:
             )
         if changed:
             more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
-            _log.warning(
-                "Since the checkpoint was saved this changed: %s%s. The run "
-                "goes on with the new settings, but with the variables of the "
-                "checkpoint, such as the learning rate. Use another "
-                "checkpoint_dir for a new run.",
-                "; ".join(change[:200] for change in changed[:3]),
-                more,
+            shown = "; ".join(change[:200] for change in changed[:3])
+            self._settings = (
+                f"Since the checkpoint was saved this changed: {shown}{more}."
+            )
+            self._notes.append(
+                f"{self._settings} The run goes on with the new settings, but "
+                "with the variables of the checkpoint, such as the learning "
+                "rate. Use another checkpoint_dir for a new run."
             )
 
     def begin(self, restored_epoch: int | None) -> None:
@@ -385,7 +388,11 @@ class RunState:
     def _restore(self, state: State, stored: Stored) -> None:
         self._loaded = None
         determinism.warn_of_other_environment(state["environment"])
-        self._snapshot.put(stored)
+        try:
+            self._snapshot.put(stored)
+        except ConfigurationError as error:
+            words = f"{error} {self._settings}".rstrip()
+            raise ConfigurationError(words) from None
         counts = self._counts
         counts.global_step = state["global_step"]
         counts.examples_seen = state["examples_seen"]
@@ -406,6 +413,8 @@ class RunState:
         ):
             remind(callback, values)
         restore_generators(state["generators"], own=not self._drawn)
+        for note in self._notes:
+            _log.warning("%s", note)
 
     def _every_callback(self) -> list[keras.callbacks.Callback]:
         return [self._model.history, *self._callbacks]

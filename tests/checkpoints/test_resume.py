@@ -749,11 +749,12 @@ def network(
     optimizer="Adam",
     rate=0.001,
     last=keras.layers.Dense,
+    units=4,
 ):
     model = keras.Sequential(
         [
             keras.Input((6,)),
-            keras.layers.Dense(4, activation),
+            keras.layers.Dense(units, activation),
             *(keras.layers.Identity() for _ in range(20)),
             last(3),
         ]
@@ -789,6 +790,15 @@ def test_other_layers_and_optimizers_are_refused(
 ):
     with pytest.raises(ConfigurationError, match=line):
         resumed_with(strategies["one_device"], tmp_path, **changed)
+
+
+def test_a_refusal_names_the_setting_that_changed(strategies, tmp_path, caplog):
+    line = (
+        "Received: .* where the checkpoint has .* this changed: .*units: 4 -> 9"
+    )
+    with pytest.raises(ConfigurationError, match=line):
+        resumed_with(strategies["one_device"], tmp_path, units=9)
+    assert "The run goes on" not in caplog.text
 
 
 SETTINGS = [
