@@ -172,18 +172,22 @@ class ParquetRows:
 
 def _missing(column: Any) -> np.ndarray:
     """Returns where values are null, or lists that have a null."""
-    import pyarrow as pa
     from pyarrow import compute
 
-    missing = column.is_null().to_numpy()
-    lists = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
-    if isinstance(column.type, lists):
-        inner = compute.is_null(compute.list_flatten(column)).to_numpy()
-        if inner.any():
-            rows = compute.list_parent_indices(column).to_numpy()
-            missing = missing.copy()
-            missing[rows[inner]] = True
+    missing = column.is_null().to_numpy().copy()
+    inner, rows = column, np.arange(len(column))
+    while _is_list(inner.type):
+        rows = rows[compute.list_parent_indices(inner).to_numpy()]
+        inner = compute.list_flatten(inner)
+        missing[rows[inner.is_null().to_numpy()]] = True
     return missing
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    lists = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
+    return isinstance(kind, lists)
 
 
 def _is_empty(column: Any) -> bool:
@@ -200,11 +204,38 @@ def _values(column: Any) -> Any:
     if numeric and column.null_count == 0:
         return column.to_numpy()
     values = column.to_pylist()
-    lists = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
-    if isinstance(kind, lists) and column.null_count == 0:
-        dtype = kind.value_type.to_pandas_dtype()
+    inner = kind
+    while _is_list(inner):
+        inner = inner.value_type
+    if inner is kind or column.null_count:
+        return values
+    dtype = inner.to_pandas_dtype()
+    try:
         return [np.asarray(value, dtype) for value in values]
-    return values
+    except ValueError:
+        raise ConfigurationError(
+            "A list of lists must be a matrix, its rows of one length. "
+            "Received: rows of several lengths. Write one list and its shape, "
+            "or pass columns without it."
+        ) from None
+
+
+def _can_be_read(kind: Any) -> bool:
+    """Whether a column of a type holds what an example may hold."""
+    import pyarrow as pa
+
+    if _is_list(kind) or isinstance(kind, pa.DictionaryType):
+        return _can_be_read(kind.value_type)
+    if isinstance(kind, pa.StructType):
+        fields = (kind.field(place) for place in range(kind.num_fields))
+        return all(_can_be_read(field.type) for field in fields)
+    known = (
+        *(pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean),
+        *(pa.types.is_string, pa.types.is_large_string, pa.types.is_binary),
+        *(pa.types.is_large_binary, pa.types.is_fixed_size_binary),
+        pa.types.is_null,
+    )
+    return any(is_kind(kind) for is_kind in known)
 
 
 def _paths(pattern: str) -> list[str]:
@@ -250,6 +281,15 @@ def _lengths(path: str, columns: Sequence[str] | None) -> list[int]:
                 f"{', '.join(missing)}, not in {path!r} with "
                 f"{', '.join(sorted(known))}."
             )
+        for field in opened.schema_arrow:
+            wanted = columns is None or field.name in columns
+            if wanted and not _can_be_read(field.type):
+                raise ConfigurationError(
+                    "A column must hold numbers, booleans, text or bytes, or "
+                    f"lists of them. Received: {path!r} with the column "
+                    f"{field.name!r} of {field.type}. Write it as a number or "
+                    "as text, or pass columns without it."
+                )
         metadata = opened.metadata
         return [
             metadata.row_group(group).num_rows

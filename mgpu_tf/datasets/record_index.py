@@ -175,10 +175,12 @@ def _read_index(path: str) -> np.ndarray | None:
 
 def _agrees(path: str, places: np.ndarray) -> bool:
     """Whether some records, the last among them, are where an index says."""
-    end = sum(map(int, places[-1])) + _CHECKSUM if len(places) else 0
+    if not len(places):
+        return os.path.getsize(path) == 0
+    end = sum(map(int, places[-1])) + _CHECKSUM
     some = np.linspace(0, len(places) - 1, _COMPARED, dtype=int)
     with open_regular(path, "rb") as file:
-        for start, size in places[np.unique(some[some >= 0])].tolist():
+        for start, size in places[np.unique(some)].tolist():
             file.seek(start - _HEADER)
             if _length(file.read(_LENGTH)) != size:
                 return False

@@ -1,5 +1,7 @@
 """Sources that are read by number: image folders, TFRecord files, TFDS."""
 
+import datetime
+import decimal
 import gzip
 import os
 import resource
@@ -253,6 +255,65 @@ def test_a_value_that_is_missing_is_named(name, tmp_path, tables, strategies):
     assert "\n" not in str(caught.value)
 
 
+def test_matrices_of_parquet(tmp_path):
+    kind = pyarrow.list_(pyarrow.list_(pyarrow.float32()))
+    rows = [[[1.0, 2.0, 3.0], [4.0, 5.0, number]] for number in range(5)]
+
+    def written(values):
+        path = tmp_path / "a.parquet"
+        table = pyarrow.table({"x": pyarrow.array(values, kind)})
+        files.write_table(table, path, row_group_size=2)
+        return datasets.parquet(str(path), lambda row: row["x"])
+
+    found = np.concatenate(batches(written(rows), 2))
+    assert found.dtype == np.float32
+    assert found.tolist() == rows
+    rows[3] = [[1.0, 2.0, 3.0], [4.0, None, 0.0]]
+    with pytest.raises(tf.errors.OpError, match=r"row 3 of .* column 'x'"):
+        batches(written(rows), 2)
+    rows[3] = [[1.0, 2.0, 3.0], [4.0]]
+    with pytest.raises(tf.errors.OpError, match="rows of one length"):
+        batches(written(rows), 2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [datetime.datetime(2020, 1, 1)],
+        [decimal.Decimal("1.5")],
+        [[datetime.date(2020, 1, 1)]],
+        [{"day": datetime.date(2020, 1, 1), "number": 1}],
+    ],
+    ids=["timestamp", "decimal", "list", "struct"],
+)
+def test_a_column_of_another_type_is_refused_by_name(values, tmp_path):
+    path = str(tmp_path / "a.parquet")
+    table = pyarrow.table({"number": [1], "other": values})
+    files.write_table(table, path)
+    line = rf"'{path}' with the column 'other' of .* columns without it"
+    with pytest.raises(ConfigurationError, match=line):
+        datasets.parquet(path)
+    assert batches(datasets.parquet(path, columns=["number"]))
+
+
+def test_a_value_of_another_type_is_refused():
+    rows = mgpu_tf.RandomAccess([{"x": datetime.date(2020, 1, 1)}])
+    with pytest.raises(ConfigurationError, match="Received: a date"):
+        batches(rows)
+
+
+def test_a_number_too_large_for_the_first_type_is_refused(tmp_path):
+    for name, values, kind in (
+        ("0", [1.0, np.inf], pyarrow.float32()),
+        ("1", [0.1, 1e300], pyarrow.float64()),
+    ):
+        table = pyarrow.table({"x": pyarrow.array(values, kind)})
+        files.write_table(table, tmp_path / f"{name}.parquet")
+    data = datasets.parquet(str(tmp_path / "*.parquet"), lambda row: row["x"])
+    with pytest.raises(tf.errors.OpError, match="float64 after float32"):
+        batches(data, 2)
+
+
 def test_a_column_without_any_value(tmp_path):
     path = tmp_path / "a.parquet"
     table = pyarrow.table(
@@ -331,6 +392,12 @@ def test_an_index_of_other_records_is_found(records, tmp_path):
     rewrite([2, 6, 4, 8], seconds=120)
     assert len(RecordFiles(records)) == 7
     assert index.stat().st_ino == written
+
+
+def test_an_empty_file_that_was_copied_has_no_records(records, tmp_path):
+    RecordFiles(records)
+    os.utime(tmp_path / "1.tfrecord", ns=(1, 1))
+    assert len(RecordFiles(records)) == 7
 
 
 @pytest.fixture

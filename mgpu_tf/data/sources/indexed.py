@@ -27,6 +27,7 @@ BATCH_SIZE = 32
 # Elements that are read at a time: the next begins while the last rows of the
 # one before it are read.
 _ELEMENTS = 2
+_OF_VALUES = "An example must hold numbers, booleans, text or bytes. Received: "
 
 
 class RandomAccessSource(Source):
@@ -400,7 +401,7 @@ def _array(leaf: Any) -> Any:
     if leaf is None:
         return None
     if isinstance(leaf, float):
-        return np.asarray(leaf, keras.config.floatx())
+        return _as_type(np.asarray(leaf), np.dtype(keras.config.floatx()))
     # A source may write its next example into the same array.
     array = np.array(leaf)
     if array.dtype.kind in "SU":
@@ -408,6 +409,9 @@ def _array(leaf: Any) -> Any:
         array = np.asarray(leaf, object)
     if array.dtype == object:
         texts = [t.encode() if isinstance(t, str) else t for t in array.flat]
+        others = [type(t).__name__ for t in texts if not isinstance(t, bytes)]
+        if others:
+            raise ConfigurationError(_OF_VALUES + f"a {others[0]}.")
         array = np.array([*texts, None], object)[:-1].reshape(array.shape)
     return array
 
@@ -417,8 +421,7 @@ def _type(leaf: np.ndarray) -> tf.DType:
         return tf.string if leaf.dtype == object else tf.as_dtype(leaf.dtype)
     except TypeError:
         raise ConfigurationError(
-            "An example must hold numbers, booleans, text or bytes. Received: "
-            f"an array of {leaf.dtype}."
+            _OF_VALUES + f"an array of {leaf.dtype}."
         ) from None
 
 
@@ -444,8 +447,13 @@ def _as_type(found: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
         return found
     is_text = object in (found.dtype, dtype)
     if not is_text and np.can_cast(found.dtype, dtype, "same_kind"):
-        kept = found.astype(dtype)
-        if found.dtype.kind not in "iu" or np.array_equal(found, kept):
+        with np.errstate(over="ignore"):
+            kept = found.astype(dtype)
+        if found.dtype.kind in "iu":
+            is_kept = np.array_equal(found, kept)
+        else:
+            is_kept = np.array_equal(np.isfinite(found), np.isfinite(kept))
+        if is_kept:
             return kept
     raise ConfigurationError(
         "All examples of a source must have one type. Received: "
