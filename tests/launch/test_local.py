@@ -213,6 +213,21 @@ if index == 1:
     assert_gone(*noted(tmp_path, "pid0", "pid2"))
 
 
+def test_who_has_failed_first_is_named(tmp_path):
+    body = """
+if index == 0:
+    wait_for("pid1")
+    from mgpu_tf.errors import WorkerError
+    raise WorkerError("worker 1: RuntimeError: no such row")
+"""
+    done = launch(body + STAY, tmp_path, "--isolate=off")
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "mgpu-tf launch: worker 0 failed with exit code 1 (since worker 1: "
+        "RuntimeError: no such row); ended worker 1.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [

@@ -23,10 +23,12 @@ from collections.abc import (
 from typing import IO
 
 from mgpu_tf.cluster import ports
-from mgpu_tf.errors import PREEMPTED, ConfigurationError
+from mgpu_tf.errors import PREEMPTED, ConfigurationError, WorkerError
 from mgpu_tf.folders import own_only
 from mgpu_tf.launch import noise
 
+# How Python prints the error of a worker that another one has failed.
+_OF_ANOTHER = f"{WorkerError.__name__}: "
 TAIL_LINES = 20
 
 # What progress bars write to redraw a line; only the last drawing is kept.
@@ -120,11 +122,17 @@ class Task(abc.ABC):
         return 128 - code if code < 0 else code
 
     def cause(self) -> str:
-        """Returns in words what ended the process."""
+        """Returns in words what ended the process, another one among it."""
         code = self.returncode or 0
         if code == PREEMPTED:
             return f"exit code {code} (preempted)"
-        return f"exit code {code}" if code >= 0 else _signal_name(-code)
+        if code < 0:
+            return _signal_name(-code)
+        for line in reversed(self.tail()):
+            _, is_error, another = line.rstrip().partition(_OF_ANOTHER)
+            if is_error and code:
+                return f"exit code {code} (since {another})"
+        return f"exit code {code}"
 
     def tail(self) -> list[str]:
         """Returns the last lines of its output; none where it was raw."""
