@@ -16,7 +16,7 @@ from tests.conformance.rows import ROWS
 from tests.conformance.worker import outcome_file
 
 # What rows see in files, which the chief alone writes.
-OF_THE_CHIEF = ("csv ", "file ", "events ", "training_metadata")
+OF_THE_CHIEF = ("csv ", "file ", "events ", "summaries ", "training_metadata")
 # Without a new outcome for so long a cluster hangs; the first takes longer.
 PATIENCE_SECONDS = 300
 # Rows of one cluster: what it has found is kept when it ends.
