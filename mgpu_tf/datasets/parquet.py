@@ -226,6 +226,8 @@ def _can_be_read(kind: Any) -> bool:
 
     if _is_list(kind) or isinstance(kind, pa.DictionaryType):
         return _can_be_read(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return _can_be_read(kind.storage_type)
     if isinstance(kind, pa.StructType):
         fields = (kind.field(place) for place in range(kind.num_fields))
         return all(_can_be_read(field.type) for field in fields)
