@@ -281,8 +281,8 @@ def test_tensors_of_parquet_are_lists(tmp_path):
     column = pyarrow.FixedShapeTensorArray.from_numpy_ndarray(values)
     path = str(tmp_path / "a.parquet")
     files.write_table(pyarrow.table({"x": column}), path)
-    [found] = batches(datasets.parquet(path, lambda row: row["x"]))
-    assert found.tolist() == values.reshape(2, 6).tolist()
+    rows = ParquetRows(path).__getitems__([0, 1])
+    assert [row["x"] for row in rows] == values.reshape(2, 6).tolist()
 
 
 @pytest.mark.parametrize(
