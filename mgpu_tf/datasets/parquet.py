@@ -203,6 +203,8 @@ def _values(column: Any) -> Any:
     numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if numeric and column.null_count == 0:
         return column.to_numpy()
+    if isinstance(kind, pa.FixedShapeTensorType) and column.null_count == 0:
+        return np.concatenate([c.to_numpy_ndarray() for c in column.chunks])
     values = column.to_pylist()
     inner = kind
     while _is_list(inner):
