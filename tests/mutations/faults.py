@@ -1317,6 +1317,27 @@ LAYOUTS = (
         (f"{SEQUENCE}::test_blocks_are_computed_again",),
     ),
     Fault(
+        "tables: a tied table in parts gives no mask",
+        "engine/step/tensor_parallel/forms.py",
+        "mask = keras_internals.mask_of_table(self.linear.layer, inputs)",
+        "mask = self.linear.layer.compute_mask(inputs)",
+        (f"{SEQUENCE}::{OF_ONE}[masks of a tied table]",),
+    ),
+    Fault(
+        "plans: a block that draws is computed once",
+        "planner/operations/tracing.py",
+        "and operation.inputs[0].ref() not in self._seeds",
+        "and True",
+        ("tests/planner/test_splits.py",),
+    ),
+    Fault(
+        "plans: what layers in parts take is a part of a sequence",
+        "planner/operations/splits.py",
+        "if not taken or each.inner in parts.whole_inputs:",
+        "if not taken:",
+        ("tests/planner/test_splits.py",),
+    ),
+    Fault(
         "sequences: code may ask for the length of a part",
         "engine/step/tensor_parallel/sequence.py",
         "more.whole |= whole",
