@@ -226,7 +226,10 @@ def _can_be_read(kind: Any) -> bool:
     """Whether a column of a type holds what an example may hold."""
     import pyarrow as pa
 
-    if _is_list(kind) or isinstance(kind, pa.DictionaryType):
+    if _is_list(kind):
+        inner = kind.value_type
+        return not isinstance(inner, pa.StructType) and _can_be_read(inner)
+    if isinstance(kind, pa.DictionaryType):
         return _can_be_read(kind.value_type)
     if isinstance(kind, pa.BaseExtensionType):
         return _can_be_read(kind.storage_type)

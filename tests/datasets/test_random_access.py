@@ -292,8 +292,9 @@ def test_tensors_of_parquet(tmp_path):
         [decimal.Decimal("1.5")],
         [[datetime.date(2020, 1, 1)]],
         [{"day": datetime.date(2020, 1, 1), "number": 1}],
+        [[{"number": 1}]],
     ],
-    ids=["timestamp", "decimal", "list", "struct"],
+    ids=["timestamp", "decimal", "list", "struct", "list of structs"],
 )
 def test_a_column_of_another_type_is_refused_by_name(values, tmp_path):
     path = str(tmp_path / "a.parquet")

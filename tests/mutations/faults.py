@@ -1326,7 +1326,7 @@ LAYOUTS = (
     Fault(
         "plans: a block that draws is computed once",
         "planner/operations/tracing.py",
-        "and operation.inputs[0].ref() not in self._seeds",
+        "and operation.inputs[0].ref() not in seeds",
         "and True",
         ("tests/planner/test_splits.py",),
     ),

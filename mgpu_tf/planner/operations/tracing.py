@@ -190,9 +190,10 @@ class _Tracing:
         before = here.version
         with tf.name_scope(f"planned_layer_{number}"):
             outputs = own(*args, **kwargs)
+        seeds = self._seeds()
         self._again[number] = not any(
             operation.type.startswith("Assign")
-            and operation.inputs[0].ref() not in self._seeds
+            and operation.inputs[0].ref() not in seeds
             for operation in here.get_operations()[before:]
         )
         return outputs
@@ -223,9 +224,8 @@ class _Tracing:
         with tf.name_scope(f"planned_inner_{number}"):
             return own(*args, **kwargs)
 
-    @property
     def _seeds(self) -> set[Any]:
-        """The states of generators, which layers may make when called."""
+        """Returns states of generators, which layers may make when called."""
         from mgpu_tf.engine import keras_internals
 
         states = [
