@@ -43,8 +43,6 @@ SCRIPT, SERVE, START, COLLECTIVE = "script", "serve", "start-up", "collective"
 STEP, EVALUATE, PREDICT = "step", "evaluate", "predict"
 CALLBACKS, SAVE, AGREE = "callbacks", "save", "agreement"
 TOGETHER = (STEP, EVALUATE, PREDICT, COLLECTIVE, AGREE, START)
-# Phases that no time limits.
-ENDLESS = (SCRIPT, SERVE)
 
 ENTRIES = 64
 CHECKS = 8

@@ -48,7 +48,6 @@ class Program:
         self._fitted = fitted
         self._layers = layers or range(len(graph.layers))
         self._is_last = self._layers.stop >= len(graph.layers)
-        self._is_first = self._layers.start == 0
         divided = splits.divided_tensors(graph, layout.tensor)
         # Of which each device has a part of the positions, and who takes all.
         self._sequences: frozenset[int] = frozenset()

@@ -261,7 +261,7 @@ class _Tracing:
                 f"{type(self._model).__name__} without inputs. Pass "
                 "data=(x, y), a batch of arrays."
             )
-        every = [_placeholder(spec, rows_first=True) for spec in specs]
+        every = [_placeholder(spec) for spec in specs]
         return every[0] if len(every) == 1 else every, None
 
     def _targets(self, y: Any, y_pred: Any) -> Any:
@@ -285,7 +285,7 @@ class _Tracing:
         return tf.nest.pack_sequence_as(y_pred, made)
 
 
-def _placeholder(value: Any, *, rows_first: bool = False) -> Any:
+def _placeholder(value: Any) -> Any:
     import keras
     import tensorflow as tf
 

@@ -95,14 +95,12 @@ class _Traced:
         written: The variables that it writes, in order.
         alike: Of each trainable weight, whether all parts of a batch look up
             the same rows of it.
-        has_loss: Whether it contributes to the loss.
         reaches: Of each of its outputs, None for the loss, which weights and
             which inputs have a gradient from it, by their places.
     """
 
     written: list[keras.Variable]
     alike: list[bool]
-    has_loss: bool
     reaches: dict[Key | None, tuple[set[int], set[int]]]
 
 
@@ -372,7 +370,6 @@ class PipelineStep(ReplicaStep):
                 _looks_up_alike(scope, weight, variable.path)
                 for variable, weight in zip(trained, weights, strict=True)
             ],
-            bool(losses),
             {
                 key: _reached(end, parameters, [given for given, _ in taken])
                 for key, end in zip(
