@@ -26,6 +26,7 @@ from mgpu_tf.checkpoints.callback_state import (
     remind,
 )
 from mgpu_tf.checkpoints.keeping import SCORES
+from mgpu_tf.data.sources.batches import RowOrder
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.snapshot import Snapshot, Stored
 from mgpu_tf.engine.step.base import NO_VOTES, Engine, Logs, Votes
@@ -133,6 +134,7 @@ class RunState:
         model: Its model.
         engine: Its engine, prepared.
         data: What distinguishes its data.
+        order: In which order its data is read; None where the data decides.
         callbacks: The user's.
         first_epoch: Index of the first epoch.
         configuration: How layers, optimizers and loss are configured, each
@@ -151,6 +153,7 @@ class RunState:
         model: keras.Model,
         engine: Engine,
         data: Mapping[str, str],
+        order: RowOrder | None,
         callbacks: Sequence[keras.callbacks.Callback],
         first_epoch: int,
         configuration: Mapping[str, str],
@@ -159,6 +162,7 @@ class RunState:
         self._counts = counts
         self._model = model
         self._data = dict(data)
+        self._order = order
         self._callbacks = list(callbacks)
         self.first_epoch = first_epoch
         self._engine = engine
@@ -209,6 +213,9 @@ class RunState:
                     f"where the checkpoint has {state['data'].get(name)}. "
                     "Use another checkpoint_dir, or the data of before."
                 )
+        if self._order is not None:
+            # Checkpoints of before it was kept have none.
+            self._take_order(self._order, state.get("order") or {})
         self._compare_configuration(state.get("configuration"))
         position = dict(state["position"])
         for name in ("logs", "last_logs"):
@@ -233,6 +240,18 @@ class RunState:
                 "the new data, from the position of the checkpoint. Use "
                 "another checkpoint_dir for a new run."
             )
+
+    def _take_order(self, order: RowOrder, saved: Mapping[str, Any]) -> None:
+        """Lets rows be read in the order of the run, whose epoch goes on."""
+        for name, value in saved.items():
+            mine = getattr(order, name)
+            if mine != value:
+                self._notes.append(
+                    "A run goes on in the order of rows with which it began, "
+                    f"{name}={value}. Received: {name}={mine}. Use another "
+                    "checkpoint_dir for a new run."
+                )
+                setattr(order, name, value)
 
     def _compare_configuration(self, saved: Mapping[str, str] | None) -> None:
         """Refuses other layers and optimizers; notes other settings."""
@@ -362,6 +381,7 @@ class RunState:
             },
             "first_epoch": self.first_epoch,
             "data": self._data,
+            "order": self._order and vars(self._order).copy(),
             "configuration": self._configuration,
             "num_replicas": strategy.num_replicas_in_sync,
             "shares": balance_of(strategy).shares,

@@ -1974,6 +1974,17 @@ def given_seed() -> int | None:
     return keras.src.utils.rng_utils.get_random_seed()
 
 
+def give_seed(seed: int) -> None:
+    """Sets what `given_seed` returns, and no generator.
+
+    Args:
+        seed: As for `keras.utils.set_random_seed`.
+    """
+    keras.src.backend.common.global_state.set_global_attribute(
+        keras.src.utils.rng_utils.GLOBAL_RANDOM_SEED, seed
+    )
+
+
 def global_seed_generator() -> Any:
     """Returns the generator behind `keras.random` and no seed, if any."""
     seeds = keras.src.random.seed_generator

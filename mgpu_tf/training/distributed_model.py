@@ -109,6 +109,9 @@ class DistributedModel:
             self.peers.compare(self._facts())
             with strategy.scope(), self.peers.same_variables():
                 self.model = _model_of(build_model, self._options.precision)
+            if seed is not None:
+                # A build_model that sets a seed leaves the next Trainer's.
+                keras_internals.give_seed(seed)
             self._engine = self._new_engine()
             keras_internals.quantizes_in(self.model, strategy.scope)
             self.configuration = agreement.configuration(self.model)

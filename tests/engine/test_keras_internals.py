@@ -221,6 +221,8 @@ def test_given_seed():
     assert keras_internals.given_seed() is None
     keras.utils.set_random_seed(7)
     assert keras_internals.given_seed() == 7
+    keras_internals.give_seed(3)
+    assert keras_internals.given_seed() == 3
 
 
 def test_global_seed_state():

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.data import structures
-from mgpu_tf.data.sources.batches import Rows, Source
+from mgpu_tf.data.sources.batches import RowOrder, Rows, Source
 from mgpu_tf.errors import ConfigurationError
 from mgpu_tf.strategies.replicas.topology import LocalReplicas
 
@@ -47,8 +47,7 @@ class ArraySource(Source):
         if batch_size is None:
             batch_size = -(-self._examples // steps) if steps else BATCH_SIZE
         self._batch_size = self.batch_size = batch_size
-        self._shuffle = shuffle
-        self._seed = seed
+        self.row_order: RowOrder = RowOrder(shuffle, seed)
         self._steps = -(-self._examples // batch_size)
         self.steps = self._steps
 
@@ -90,7 +89,7 @@ class ArraySource(Source):
         self, index: Any, local: LocalReplicas, start: int
     ) -> tf.data.Dataset:
         """Returns pass `index` from a batch on, without reading the others."""
-        order = self._order(index) if self._shuffle else None
+        order = self._order(index) if self.row_order.shuffle else None
 
         def element(position: tf.Tensor) -> tuple[Any, tf.Tensor, tf.Tensor]:
             start = (position // local.count) * self._batch_size
@@ -118,7 +117,7 @@ class ArraySource(Source):
         """Returns the arrays and the order of their rows."""
 
         def order(index: int) -> np.ndarray:
-            if self._shuffle:
+            if self.row_order.shuffle:
                 return self._order(index).numpy()
             return np.arange(self._examples)
 
@@ -137,9 +136,9 @@ class ArraySource(Source):
     def _order(self, index: Any) -> tf.Tensor:
         rows = tf.range(self._examples, dtype=tf.int64)
         seed = tf.stack(
-            [tf.cast(self._seed, tf.int64), tf.cast(index, tf.int64)]
+            [tf.cast(self.row_order.seed, tf.int64), tf.cast(index, tf.int64)]
         )
-        if self._shuffle != "batch":
+        if self.row_order.shuffle != "batch":
             return tf.random.experimental.stateless_shuffle(rows, seed)
         within = tf.random.stateless_uniform(
             [self._examples], seed, dtype=tf.float64

@@ -100,6 +100,20 @@ class Epochs:
         return None
 
 
+@dataclasses.dataclass
+class RowOrder:
+    """In which order a source reads its rows.
+
+    Attributes:
+        shuffle: Whether in a new order in each pass; as for `Trainer.fit`.
+        seed: Decides the order, together with the pass. A resumed run takes
+            that with which it began.
+    """
+
+    shuffle: bool | str = False
+    seed: int = 0
+
+
 class Source(abc.ABC):
     """Global batches, one pass over the data at a time.
 
@@ -118,6 +132,7 @@ class Source(abc.ABC):
         cuts_each: Whether each array of a batch is cut by its own number of
             rows. Set by who takes batches that `may_differ`.
         epochs: Is to be called where epochs begin and end.
+        row_order: In which order rows are read; None where the data decides.
     """
 
     steps: int | None
@@ -129,6 +144,7 @@ class Source(abc.ABC):
     portable: bool = True
     cuts_each: bool = False
     epochs: Epochs = Epochs()
+    row_order: RowOrder | None = None
 
     @property
     def may_differ(self) -> bool:
@@ -492,7 +508,7 @@ class MappedSource(Source):
         self.repeats = source.repeats
         self.batch_size = source.batch_size
         self.portable = source.portable
-        self.epochs = source.epochs
+        self.epochs, self.row_order = source.epochs, source.row_order
 
     @property
     def enterable(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from mgpu_tf.data import structures
-from mgpu_tf.data.sources.batches import Rows, Source
+from mgpu_tf.data.sources.batches import RowOrder, Rows, Source
 from mgpu_tf.data.sources.permutation import permuted
 from mgpu_tf.datasets.random_access import RandomAccess, Table
 from mgpu_tf.errors import ConfigurationError
@@ -68,7 +68,7 @@ class RandomAccessSource(Source):
         if batch_size is None:
             batch_size = -(-self._examples // steps) if steps else BATCH_SIZE
         self._batch_size = self.batch_size = batch_size
-        self._shuffle, self._seed = bool(shuffle), seed
+        self.row_order: RowOrder = RowOrder(bool(shuffle), seed)
         self._passes = -(-self._examples // batch_size)
         self.steps = self._passes
         self._table = None
@@ -209,9 +209,9 @@ class RandomAccessSource(Source):
         """Returns the rows at some positions; `place` as for `_rows`."""
         index, low, high = place.tolist()
         positions = np.arange(low, high, dtype=np.int64)
-        if not self._shuffle:
+        if not self.row_order.shuffle:
             return positions
-        return permuted(positions, self._examples, self._seed, index)
+        return permuted(positions, self._examples, self.row_order.seed, index)
 
     def _stacked(self, place: np.ndarray) -> list[np.ndarray]:
         """Reads examples, and returns an array for each of their leaves."""

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from mgpu_tf.cluster import heartbeat
 from mgpu_tf.data import structures
-from mgpu_tf.data.sources.batches import BatchSource, Epochs, Source
+from mgpu_tf.data.sources.batches import BatchSource, Epochs, RowOrder, Source
 from mgpu_tf.errors import ConfigurationError
 
 # Batches that show which dimensions vary, such as padded lengths.
@@ -71,8 +71,7 @@ class PyDatasetSource(BatchSource):
         self, dataset: keras.utils.PyDataset, shuffle: bool, seed: int
     ) -> None:
         self._dataset = dataset
-        self._shuffle = shuffle
-        self._seed = seed
+        self.row_order: RowOrder = RowOrder(shuffle, seed)
         self.epochs = _PyDatasetEpochs(dataset)
         self.steps = dataset.num_batches
         self.endless = self.steps is None
@@ -117,8 +116,9 @@ class PyDatasetSource(BatchSource):
             length = self.epochs.length()
             number = self.steps if length is None else dataset.num_batches
             indices = np.arange(number)
-            if self._shuffle:
-                generator = np.random.default_rng([self._seed, int(index)])
+            if self.row_order.shuffle:
+                seeds = [self.row_order.seed, int(index)]
+                generator = np.random.default_rng(seeds)
                 generator.shuffle(indices)
             order = iter(indices[:length].tolist())
         threads = max(1, dataset.workers)

@@ -142,7 +142,7 @@ class PreprocessedSource(BatchSource):
         self.seekable = source.seekable
         self.totals_known = source.totals_known
         self.repeats = source.repeats
-        self.epochs = source.epochs
+        self.epochs, self.row_order = source.epochs, source.row_order
         try:
             spec = self.batches(0).element_spec
         except Exception as error:  # A preprocessor may raise anything.

@@ -135,6 +135,7 @@ class Training:
             self._model,
             engine,
             data_shape(source) if saving is None else data_facts(source),
+            source.row_order,
             callbacks,
             numbers.initial_epoch,
             distributed.configuration,
