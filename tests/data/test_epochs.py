@@ -197,3 +197,35 @@ def test_a_run_with_fewer_batches_resumes(strategies, tmp_path, monkeypatch):
         resumed.model.get_weights(), whole.model.get_weights(), strict=True
     ):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("steps", [2, None])
+def test_a_validation_generator_that_ends(steps, strategies, caplog):
+    x = np.random.default_rng(0).normal(size=(12, 3)).astype("float32")
+
+    def batches():
+        for begin in (0, 4, 8):
+            yield x[begin : begin + 4], x[begin : begin + 4, :1]
+
+    def build():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+    with caplog.at_level("WARNING"):
+        history = trainer.fit(
+            *(x, x[:, :1]),
+            batch_size=4,
+            epochs=3,
+            verbose=0,
+            validation_data=batches(),
+            validation_steps=steps,
+        ).history
+    assert len(history["loss"]) == 3
+    assert len(history["val_loss"]) == (2 if steps else 1)
+    said = caplog.text
+    assert ("had 1 of 2 batches" in said) == bool(steps)
+    assert "had 0 batches" in said
+    with pytest.raises(ConfigurationError, match="one batch or more"):
+        trainer.evaluate(iter(()))

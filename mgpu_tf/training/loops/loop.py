@@ -128,6 +128,7 @@ class Training:
         self._folder = "" if saving is None else saving.folder
         self._checked = -1
         self._warned_of_length = self._data_has_ended = False
+        self._validated = False
         self._times = SectionTimes()
         self._engine = engine = distributed.prepare_training(source)
         self._run = RunState(
@@ -284,7 +285,9 @@ class Training:
                     self._validation,
                     numbers.validation_steps,
                     hooks,
+                    again=self._validated,
                 )
+            self._validated = True
             logs |= {f"val_{name}": v for name, v in scores.items()}
         self._totals.records.append(dataclasses.replace(record, logs=logs))
         self._look_for_slow(epoch)
@@ -581,6 +584,7 @@ def evaluate(
     hooks: keras.callbacks.CallbackList,
     *,
     first: bool = False,
+    again: bool = False,
 ) -> Logs:
     """Evaluates a model.
 
@@ -590,6 +594,8 @@ def evaluate(
         steps: How many; all by default.
         hooks: The callbacks.
         first: Whether no step was trained before.
+        again: Whether there was an evaluation before in this `fit`, which a
+            generator that has ended since does not end.
 
     Returns:
         Loss and metrics by name.
@@ -629,14 +635,31 @@ def evaluate(
         hooks.on_test_batch_end,
         lambda: model.stop_evaluating,
     )
-    if not at.step:
+    if not at.step and not (again and not source.repeats):
         raise ConfigurationError(data_lib.NO_BATCH)
+    if not source.repeats and not model.stop_evaluating:
+        _warn_of_end(distributed, at.step, limit)
     if at.step != limit:
         feed.restart()
     if not model.stop_evaluating:
         source.epochs.end()
     hooks.on_test_end(at.logs)
     return at.logs
+
+
+def _warn_of_end(
+    distributed: DistributedModel, steps: int, limit: int | None
+) -> None:
+    """Warns where a generator has ended within an evaluation."""
+    if steps >= (limit or 1) or not distributed.is_chief:
+        return
+    _log.warning(
+        "an evaluation had %d%s batches, since its generator has ended. Each "
+        "goes on where the last one has ended: let the generator yield "
+        "validation_steps batches for each.",
+        steps,
+        f" of {limit}" if limit else "",
+    )
 
 
 def predict(
