@@ -1,6 +1,7 @@
 """Where a `keras.utils.PyDataset` is called around epochs, as Keras does."""
 
 import logging
+import re
 
 import keras
 import numpy as np
@@ -224,8 +225,8 @@ def test_a_validation_generator_that_ends(steps, strategies, caplog):
         ).history
     assert len(history["loss"]) == 3
     assert len(history["val_loss"]) == (2 if steps else 1)
-    said = caplog.text
-    assert ("had 1 of 2 batches" in said) == bool(steps)
-    assert "had 0 batches" in said
+    expected = ["1 of 2", "0 of 2"] if steps else ["0", "0"]
+    said = re.findall(r"had (.*) batches, since", caplog.text)
+    assert said == expected
     with pytest.raises(ConfigurationError, match="one batch or more"):
         trainer.evaluate(iter(()))
