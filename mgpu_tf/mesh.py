@@ -230,19 +230,30 @@ def mesh_of(
 
 
 def _check_together(mesh: Mesh, devices: int, workers: int) -> None:
-    if mesh.pipeline > 1 and mesh.tensor > 1 and workers > 1:
+    if workers == 1:
+        return
+    if mesh.tensor > 1 and mesh.blocks > 1:
         raise ConfigurationError(
-            "The axis pipeline goes with tensor in one process. Received: "
-            f"pipeline={mesh.pipeline}, tensor={mesh.tensor} for {workers} "
-            "workers. Use fsdp or data with one of them."
+            "With tensor, a worker has all stages of a pipeline: their number "
+            "must divide that of its devices. Received: "
+            f"pipeline={mesh.pipeline}, tensor={mesh.tensor} for {devices} "
+            "devices of each worker. Use fewer stages or more devices, or "
+            "fsdp in place of tensor."
         )
-    for axis in ("tensor", "pipeline"):
+    # Devices that have a place of their own on an axis.
+    for axis, own in (
+        ("pipeline", devices),
+        ("tensor", max(devices // mesh.stages, 1)),
+    ):
         length = mesh.length(axis)
-        if workers > 1 and length % devices and devices % length:
+        if length % own and own % length:
+            places = f"{devices} devices"
+            if own != devices:
+                places += f", {own} for each stage,"
             raise ConfigurationError(
                 f"The size of the {axis} axis must divide the number of "
                 "devices of a worker, or be a multiple of it. Received: "
-                f"{axis}={length} for {devices} devices of each worker. "
+                f"{axis}={length} for {places} of each worker. "
                 f"Change {axis}_parallel."
             )
 

@@ -157,9 +157,29 @@ def test_one_part_may_have_all():
     assert [r.size for r in halves.regions(1, 1)] == [0]
 
 
-def test_axes_that_do_not_go_together():
-    with pytest.raises(ConfigurationError, match="pipeline=2, tensor=2"):
-        mesh_of(4, None, None, tensor=2, pipeline=2, workers=2)
+@pytest.mark.parametrize(
+    ("devices", "tensor", "stages", "match"),
+    [
+        (4, 2, 2, None),
+        (2, 2, 2, None),
+        (6, 3, 2, None),
+        (6, 2, 2, "tensor=2 for 6 devices, 3 for each stage, of each worker"),
+        (2, 2, 4, "With tensor, a worker has all stages.*pipeline=4, tensor=2"),
+        (3, 2, 2, "pipeline=2 for 3 devices of each worker"),
+    ],
+)
+def test_stages_in_parts_over_workers(devices, tensor, stages, match):
+    """A worker has all stages, each with whole groups or a part of one."""
+
+    def mesh():
+        return mesh_of(devices, None, 1, tensor, stages, workers=4)
+
+    if match:
+        with pytest.raises(ConfigurationError, match=match):
+            mesh()
+        return
+    data = 4 * devices // tensor // stages
+    assert mesh() == Mesh(data, tensor=tensor, pipeline=stages)
 
 
 def test_stages_may_be_computed_in_parts():

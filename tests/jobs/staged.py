@@ -60,6 +60,10 @@ def squares():
     return {"loss": "mse", "metrics": ["mae"]}
 
 
+def loss_alone():
+    return {"loss": "mse"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A model, and the pipeline that trains it."""
@@ -85,6 +89,25 @@ def own_loss():
     return test_head.OwnLoss(inputs, keras.layers.Dense(2)(x))
 
 
+class Clips(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        gradients, norm = tf.clip_by_global_norm(gradients, 0.3)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss, "norm": norm}
+
+
+def own_step():
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(8, "tanh")(inputs)
+    x = keras.layers.Dropout(0.3, seed=2)(x)
+    return Clips(inputs, keras.layers.Dense(2)(x))
+
+
 def unlike():
     """Stages that know each other's kernels by their shapes."""
     return keras.Sequential(
@@ -99,6 +122,7 @@ def unlike():
 
 
 TWO = {"pipeline": 2}
+PARTS = {"data": 2, "tensor": 2}
 ROWS = {
     "skip": Row(models.skip, TWO | {"micro_batches": 3}, lion),
     "gpipe": Row(models.skip, TWO | {"micro_batches": 2, "schedule": "gpipe"}),
@@ -140,6 +164,23 @@ ROWS = {
     "skip_fsdp_2": Row(models.skip, TWO | {"fsdp": 2, "micro_batches": 2}),
     "transformer_data_2": Row(
         models.transformer, TWO | {"data": 2, "micro_batches": 2}, momentum
+    ),
+    # Each process has all stages.
+    "own_step_data_2": Row(own_step, TWO | {"data": 2}, others=loss_alone),
+    "muon_fsdp_2": Row(
+        models.skip,
+        TWO | {"fsdp": 2, "micro_batches": 2},
+        lambda: keras.optimizers.Muon(0.01),
+    ),
+    "transformer_tensor_2": Row(
+        models.transformer, TWO | {"tensor": 2, "micro_batches": 2}
+    ),
+    "transformer_data_2_tensor_2": Row(
+        models.transformer, TWO | PARTS | {"micro_batches": 2}, momentum
+    ),
+    "own_step_data_2_tensor_2": Row(own_step, TWO | PARTS, others=loss_alone),
+    "drops_fsdp_2_tensor_2": Row(
+        models.drops, TWO | {"fsdp": 2, "tensor": 2, "micro_batches": 3}
     ),
 }
 
@@ -287,10 +328,10 @@ def shapes_in(graph):
     return found
 
 
-def checkpointed(given, folder):
+def checkpointed(given, folder, **options):
     """A run of two epochs in one go, and in two with an end between."""
     cases.set_floatx("float64")
-    strategy = strategy_of(given, pipeline=2, micro_batches=2)
+    strategy = strategy_of(given, pipeline=2, micro_batches=2, **options)
     path = os.path.join(folder, "checkpoints")
     for epochs in (1, 2):
         resumed = mgpu_tf.Trainer(plain(), strategy)
@@ -305,6 +346,11 @@ def checkpointed(given, folder):
         np.savez(os.path.join(folder, "whole.npz"), *left)
     cases.set_floatx("float32")
     return {"same": same, "step": resumed.global_step}
+
+
+def checkpointed_in_parts(given, folder):
+    """As `checkpointed`, with layers in parts, where processes have copies."""
+    return checkpointed(given, folder, **PARTS)
 
 
 def sentences():
@@ -402,4 +448,7 @@ def refused(given, folder):
 
 
 JOBS = {row: trained(row) for row in ROWS}
-JOBS |= {job.__name__: job for job in (stored, checkpointed, lengths, refused)}
+JOBS |= {
+    job.__name__: job
+    for job in (stored, checkpointed, checkpointed_in_parts, lengths, refused)
+}

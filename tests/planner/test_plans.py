@@ -39,6 +39,10 @@ def test_several_machines_have_long_pipelines_and_no_wide_tensor_axis():
     assert {layout.devices for layout in found} == {8}
     assert {layout.pipeline for layout in found} == {1, 2, 4, 8}
     assert max(layout.tensor for layout in found) == 2
+    assert not {x.pipeline for x in found if x.tensor > 1} - {1}
+    found = list(layouts(machines(4, 2), 256, GRAPH, all_devices=True))
+    both = {(x.tensor, x.pipeline) for x in found if x.tensor > 1}
+    assert both == {(2, 1), (2, 2), (4, 1)}
     # With 3 devices each, no machine has 2 stages of every pipeline.
     found = list(layouts(machines(3, 2), 256, GRAPH, all_devices=True))
     assert {layout.pipeline for layout in found} == {1, 3, 6}

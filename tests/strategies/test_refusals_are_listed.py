@@ -122,21 +122,21 @@ LISTED = {
     "A trace goes with strategies whose replicas have one device.": (
         "`trainer.trace`"
     ),
-    "A pipeline over several processes goes with Keras's own train_step, "
-    "test_step and compute_metrics.": "Your own `train_step`",
+    "Stages in several processes go with Keras's own train_step, test_step "
+    "and compute_metrics.": "Your own `train_step`",
     "A pipeline proves in a graph that micro-batches can be computed one "
     "after another.": "`run_eagerly=True`, `trainer.trace`, `step_parts`",
-    "{} goes with a pipeline in one process.": (
+    "{} goes with stages in one process.": (
         "`noise_scale`, and `check_replicas_every`"
     ),
-    "A pipeline over several processes updates weights where their stages "
-    "are, element by element.": "Muon, Adafactor",
+    "Stages in several processes update weights where they are, element by "
+    "element.": "Muon, Adafactor",
     "Stages in several processes draw from the seeds of their layers.": (
         "Draws without a seed"
     ),
-    "A loss or a metric that needs all rows goes with one replica where a "
-    "pipeline is over several processes.": "on several replicas, and where",
-    "On a pipeline over several processes, a loss that needs all rows has a "
+    "A loss or a metric that needs all rows goes with one replica where "
+    "stages are in several processes.": "on several replicas, and where",
+    "With stages in several processes, a loss that needs all rows has a "
     "gradient for each output of the model.": "has no gradient",
     "A compute_loss of your own has the regularizers of all weights, and each "
     "process of a pipeline its own weights.": "Regularizers beside",

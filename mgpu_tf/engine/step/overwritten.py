@@ -63,9 +63,9 @@ def check(
             )
     if mesh is not None and (mesh.tensor > 1 or mesh.blocks > 1):
         raise ConfigurationError(
-            "Layers in float8 train without 'tensor', and on pipelines in one "
-            f"process. Received: {variables[0].path} on {mesh}. Use 'data' and "
-            "'fsdp', or mixed_bfloat16."
+            "Layers in float8 train without 'tensor', and on pipelines whose "
+            f"stages are in one process. Received: {variables[0].path} on "
+            f"{mesh}. Use 'data' and 'fsdp', or mixed_bfloat16."
         )
     if kind_of(strategy).stored_once and replicas > 1:
         raise ConfigurationError(

@@ -74,12 +74,16 @@ def _axes(devices: int, machines: Machines, layers: int) -> Iterator[Layout]:
         for pipeline in _divisors(devices // tensor):
             if pipeline > 1 and pipeline > layers:
                 continue
-            if several and pipeline > 1 and tensor > 1:
-                continue  # They go together in one process.
             # A machine has whole pipelines, or a block of stages of one.
             own = machines.per_node
             if several and pipeline % own and own % pipeline:
                 continue
+            if (
+                several
+                and min(tensor, pipeline) > 1
+                and own % (tensor * pipeline)
+            ):
+                continue  # Of what is in parts it has all stages.
             rest = devices // tensor // pipeline
             for fsdp in _divisors(rest):
                 yield Layout(rest // fsdp, fsdp, tensor, pipeline)

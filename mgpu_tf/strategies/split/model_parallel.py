@@ -152,6 +152,8 @@ def create_model_parallel_strategy(
                     begins=begins,
                     communication=communication,
                     smallest_split=smallest_split,
+                    layout=layout,
+                    sequence_parallel=sequence_parallel,
                 )
             return MultiWorkerFullyShardedStrategy(
                 cluster,

@@ -183,7 +183,7 @@ class StagedStrategy(SplittingStrategy):
         large = math.prod(shape) >= self.smallest_split and split.is_possible
         splits = self.mesh.fsdp > 1 and held.trainable and large
         splits = splits and held.dtype.is_floating
-        if not self.is_apart:
+        if self.mesh.blocks == 1:
             return split if splits else None
         return self.within(shape, stage, self.mesh.fsdp if splits else 1)
 
@@ -273,6 +273,8 @@ class MultiWorkerPipelineStrategy(StagedStrategy, MultiWorkerMirroredStrategy):
         begins: As for `PipelineStrategy`.
         communication: `auto`, `ring` or `nccl`.
         smallest_split: As for `PipelineStrategy`.
+        layout: As for `PipelineStrategy`.
+        sequence_parallel: As for `PipelineStrategy`.
     """
 
     # A process may have several, over other meshes.
@@ -290,8 +292,13 @@ class MultiWorkerPipelineStrategy(StagedStrategy, MultiWorkerMirroredStrategy):
         begins: tuple[str, ...] | None,
         communication: str,
         smallest_split: int = SMALLEST_SPLIT,
+        layout: Any = "auto",
+        sequence_parallel: bool = False,
     ) -> None:
-        self._in_stages(mesh, micro_batches, schedule, begins, smallest_split)
+        self._in_stages(
+            *(mesh, micro_batches, schedule, begins, smallest_split, layout),
+            sequence_parallel=sequence_parallel,
+        )
         self._collective_key_base = next(self._bases)
         super().__init__(
             cluster,

@@ -20,20 +20,31 @@ LAYOUTS = {
     "2_workers_x2": (2, 2),
     "3_workers": (3, 1),
     "4_workers": (4, 1),
+    "2_workers_x4": (2, 4),
 }
 TRAINED = {
     "2_workers": [
         *("skip", "gpipe", "drops", "normalizes", "scaled", "masked"),
         *("own_loss", "shared_table", "shared_layer", "transformer"),
     ],
-    "2_workers_x2": ["of_4", "drops_data_2"],
+    "2_workers_x2": [
+        *("of_4", "drops_data_2", "own_step_data_2", "muon_fsdp_2"),
+        "transformer_tensor_2",
+    ],
     "3_workers": ["of_3", "transformer_of_3"],
     "4_workers": [
         *("drops_data_2", "skip_fsdp_2", "transformer_data_2"),
     ],
+    "2_workers_x4": [
+        *("transformer_data_2_tensor_2", "own_step_data_2_tensor_2"),
+        "drops_fsdp_2_tensor_2",
+    ],
 }
 PAIRS = [(layout, row) for layout, rows in TRAINED.items() for row in rows]
-FULL = [("2_workers", "shared_table"), ("2_workers", "masked")]
+FULL = [
+    *(("2_workers", "shared_table"), ("2_workers", "masked")),
+    *(("2_workers_x4", row) for row in TRAINED["2_workers_x4"]),
+]
 # A busy machine takes long for all jobs of a cluster; each has its own limit.
 pytestmark = pytest.mark.timeout(3600)
 
@@ -79,6 +90,12 @@ def on_two(job):
     return pytest.mark.parametrize(("layout", "job"), [("2_workers", job)])
 
 
+RESUMED = pytest.mark.parametrize(
+    ("layout", "job"),
+    [("2_workers", "checkpointed"), ("2_workers_x4", "checkpointed_in_parts")],
+)
+
+
 @pytest.mark.parametrize(
     ("layout", "job"), tiered(PAIRS, [("2_workers", "skip")], FULL)
 )
@@ -90,8 +107,10 @@ def test_the_numbers_of_one_device(layout, job, observed, folders, float64):
     copies = staged.ROWS[job].options.get("data", 1)
     for path, sizes in elements(every).items():
         held = sorted(size for size in sizes if size)
-        splits = staged.ROWS[job].options.get("fsdp", 1)
-        assert len(held) in (copies, splits * copies), path
+        options = staged.ROWS[job].options
+        splits, parts = options.get("fsdp", 1), options.get("tensor", 1)
+        whole = splits * copies
+        assert len(held) in (copies, whole, parts * whole), path
 
 
 @pytest.mark.parametrize(
@@ -154,7 +173,7 @@ def test_files_have_the_ordinary_layout(layout, job, observed, folders):
 
 
 @full
-@on_two("checkpointed")
+@RESUMED
 def test_resumed_bit_for_bit(layout, job, observed):
     for worker in observed(layout, job):
         assert worker["step"] == 10
@@ -162,7 +181,7 @@ def test_resumed_bit_for_bit(layout, job, observed):
 
 
 @full
-@on_two("checkpointed")
+@RESUMED
 def test_resumed_on_one_device(
     layout, job, observed, folders, tmp_path, strategies, float64
 ):

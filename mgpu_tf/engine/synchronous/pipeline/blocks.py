@@ -299,10 +299,11 @@ class RunOfBlock(Run):
             tensor, _ = self._values[0][key]
             if tensor.dtype.is_floating and key not in self._upstream[0]:
                 raise ConfigurationError(
-                    "On a pipeline over several processes, a loss that needs "
-                    "all rows has a gradient for each output of the model. "
+                    "With stages in several processes, a loss that needs all "
+                    "rows has a gradient for each output of the model. "
                     f"Received: an output of shape {tensor.shape} without. "
-                    "Leave it out of the model, or use one process."
+                    "Leave it out of the model, or let each process have all "
+                    "stages."
                 )
 
     def _check_regularizers(self) -> None:
@@ -313,7 +314,8 @@ class RunOfBlock(Run):
                         "A compute_loss of your own has the regularizers of "
                         "all weights, and each process of a pipeline its own "
                         f"weights. Received: {variable.path}. Leave out the "
-                        "regularizer, or use one process or 'fsdp'."
+                        "regularizer, let each process have all stages, or "
+                        "use 'fsdp'."
                     )
 
     def _passed(self, each: Pass) -> None:

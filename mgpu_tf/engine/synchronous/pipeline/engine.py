@@ -81,7 +81,7 @@ class PipelineEngine(SynchronousEngine):
         self._parts: TensorParallel | None = None
         _check_model(model)
         _check_options(options)
-        if self._strategy.is_apart:
+        if self._strategy.mesh.blocks > 1:
             _check_apart(model, options)
         if self._jit_compile:
             _log.info(
@@ -128,7 +128,7 @@ class PipelineEngine(SynchronousEngine):
             for number, stage in enumerate(stages.every)
             for variable in stage.variables
         }
-        if strategy.is_apart:
+        if strategy.mesh.blocks > 1:
             _check_optimizers(self._model)
         optimizers = [
             part
@@ -149,7 +149,7 @@ class PipelineEngine(SynchronousEngine):
                 place = kept[id(own)] = owned.get(id(weight), 0)
                 if own.shape == weight.shape:
                     splits[id(own)] = splits.get(id(weight))
-                elif strategy.is_apart:
+                elif strategy.mesh.blocks > 1:
                     splits[id(own)] = strategy.within(own.shape, place, 1)
         every = [
             *self._model.variables,
@@ -282,7 +282,9 @@ class PipelineEngine(SynchronousEngine):
             if tf.distribute.in_cross_replica_context():
                 return own(*arguments, **named)
             devices = self._strategy.devices_of(stage_of[id(layer)])
-            with tf.device(devices[this_replica(where_all_are_one=0)]):
+            first = self._strategy.first_replica
+            replica = this_replica(where_all_are_one=first)
+            with tf.device(devices[replica - first]):
                 return own(*arguments, **named)
 
         layers = [
@@ -368,20 +370,21 @@ def _check_options(options: StepOptions) -> None:
 
 
 def _check_apart(model: keras.Model, options: StepOptions) -> None:
-    """Refuses what several processes do not have."""
+    """Refuses what stages in several processes do not have."""
     for name in ("train_step", "test_step", "compute_metrics"):
         if keras_internals.overrides(model, name):
             raise ConfigurationError(
-                "A pipeline over several processes goes with Keras's own "
-                f"train_step, test_step and compute_metrics. Received: {name} "
-                f"of {type(model).__name__}. Use one process, or 'fsdp'."
+                "Stages in several processes go with Keras's own train_step, "
+                f"test_step and compute_metrics. Received: {name} of "
+                f"{type(model).__name__}. Let each process have all stages, "
+                "or use 'fsdp'."
             )
     for name in ("noise_scale", "check_replicas_every"):
         if getattr(options, name):
             raise ConfigurationError(
-                f"{name} goes with a pipeline in one process. Received: "
-                f"{name}={getattr(options, name)} with several. Leave it out, "
-                "or use one process."
+                f"{name} goes with stages in one process. Received: "
+                f"{name}={getattr(options, name)} with stages in several. "
+                "Leave it out, or let each process have all stages."
             )
 
 
@@ -390,11 +393,11 @@ def _check_optimizers(model: keras.Model) -> None:
         for part in keras_internals.parts(unwrap(optimizer)[1]):
             if needs_whole(part) or keras_internals.handles_gradients(part):
                 raise ConfigurationError(
-                    "A pipeline over several processes updates weights where "
-                    "their stages are, element by element. Received: "
+                    "Stages in several processes update weights where they "
+                    "are, element by element. Received: "
                     f"{type(part).__name__}, which needs whole weights or all "
-                    "gradients. Use Adam or another such optimizer, one "
-                    "process, or 'fsdp'."
+                    "gradients. Use Adam or another such optimizer, let each "
+                    "process have all stages, or use 'fsdp'."
                 )
 
 

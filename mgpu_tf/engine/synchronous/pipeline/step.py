@@ -636,15 +636,16 @@ class PipelineStep(ReplicaStep):
                     "Stages in several processes draw from the seeds of their "
                     "layers. Received: draws without a seed in the stage of "
                     f"{self._stages.every[number].first_name}. Draw from a "
-                    "keras.random.SeedGenerator that the layer keeps, or use "
-                    "one process."
+                    "keras.random.SeedGenerator that the layer keeps, or let "
+                    "each process have all stages."
                 )
         if kind in self._by_head and self._strategy.mesh.ranges > 1:
             raise ConfigurationError(
                 "A loss or a metric that needs all rows goes with one replica "
-                "where a pipeline is over several processes. Received: "
+                "where stages are in several processes. Received: "
                 f"{self._strategy.mesh.ranges} replicas. Use data=1 and "
-                "fsdp=1, a loss that adds up over rows, or one process."
+                "fsdp=1, a loss that adds up over rows, or let each process "
+                "have all stages."
             )
 
     def device(self, stage: int) -> str:

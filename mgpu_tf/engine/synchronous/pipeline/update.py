@@ -131,7 +131,7 @@ class PipelineUpdate(ShardedUpdate):
         """As in `ShardedUpdate`; a process updates what it stores alone."""
         if self._splits and super()._moved(optimizer, gradients, variables):
             return True
-        if not self._strategy.is_apart:
+        if self._strategy.mesh.blocks == 1:
             return False
         here = list(map(is_here, variables))
         keras_internals.update_by_steps(
