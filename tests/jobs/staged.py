@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import mgpu_tf
 from mgpu_tf.engine import keras_internals
+from mgpu_tf.engine.exchange import noise_scale
 from mgpu_tf.strategies.registry import topology_of
 from tests.engine.pipeline import models, test_head, test_shared_weights
 from tests.parity import cases
@@ -108,6 +109,20 @@ def own_step():
     return Clips(inputs, keras.layers.Dense(2)(x))
 
 
+class Peaks(keras.Model):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        found = super().compute_metrics(x, y, y_pred, sample_weight)
+        return found | {"peak": keras.ops.max(y_pred)}
+
+
+def measured():
+    """Metrics of its own, and draws without a seed."""
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(8, "tanh")(inputs)
+    x = Unseeded()(keras.layers.Dense(6, "tanh")(x))
+    return Peaks(inputs, keras.layers.Dense(2)(x))
+
+
 def unlike():
     """Stages that know each other's kernels by their shapes."""
     return keras.Sequential(
@@ -179,6 +194,11 @@ ROWS = {
         models.transformer, TWO | PARTS | {"micro_batches": 2}, momentum
     ),
     "own_step_data_2_tensor_2": Row(own_step, TWO | PARTS, others=loss_alone),
+    "measured_data_2_tensor_2": Row(
+        measured,
+        TWO | PARTS | {"micro_batches": 2},
+        steps={"noise_scale": True, "check_replicas_every": 2},
+    ),
     "drops_fsdp_2_tensor_2": Row(
         models.drops, TWO | {"fsdp": 2, "tensor": 2, "micro_batches": 3}
     ),
@@ -241,6 +261,8 @@ def run(row, strategy, **options):
     ).history
     scores = trainer.evaluate(x, y, batch_size=BATCH, verbose=0)
     predicted = trainer.predict(x, batch_size=BATCH, verbose=0)
+    for name in noise_scale.NAMES:
+        history.pop(name, None)  # Keras has none.
     found = results(trainer.model, history, scores, predicted)
     return found, trainer.model
 

@@ -37,7 +37,7 @@ TRAINED = {
     ],
     "2_workers_x4": [
         *("transformer_data_2_tensor_2", "own_step_data_2_tensor_2"),
-        "drops_fsdp_2_tensor_2",
+        *("drops_fsdp_2_tensor_2", "measured_data_2_tensor_2"),
     ],
 }
 PAIRS = [(layout, row) for layout, rows in TRAINED.items() for row in rows]
