@@ -759,6 +759,27 @@ DATA = (
 
 CHECKPOINTS = (
     Fault(
+        "a resumed run goes on in the order of another seed",
+        "checkpoints/run_state.py",
+        "                setattr(order, name, value)\n",
+        "",
+        ("tests/checkpoints/test_row_order.py",),
+    ),
+    Fault(
+        "the seed of build_model is that of the next trainer",
+        "training/distributed_model.py",
+        "                keras_internals.give_seed(seed)\n",
+        "                pass\n",
+        ("tests/checkpoints/test_row_order.py",),
+    ),
+    Fault(
+        "a validation generator that has ended ends a fit",
+        "training/loops/loop.py",
+        "if not at.step and not (again and not source.repeats):",
+        "if not at.step:",
+        ("tests/data/test_epochs.py",),
+    ),
+    Fault(
         "bytes that have changed are read",
         "checkpoints/reading.py",
         "if of_checkpoint(path, file.name, checksum) != file.sha256:",
@@ -1507,6 +1528,13 @@ LAYOUTS = (
         "tf.cast(same_rows * keras.config.epsilon(), inputs.dtype)",
         "tf.cast(keras.config.epsilon(), inputs.dtype)",
         ("tests/engine/test_batch_normalization.py",),
+    ),
+    Fault(
+        "a step of ones own computes on the devices of the first worker",
+        "engine/synchronous/pipeline/engine.py",
+        "            with tf.device(devices[replica - first]):\n",
+        "            with tf.device(devices[replica]):\n",
+        ("tests/engine/pipeline/test_over_workers.py",),
     ),
     Fault(
         "a call that cannot take a part of the rows ends a step",
