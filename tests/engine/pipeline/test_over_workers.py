@@ -43,6 +43,7 @@ TRAINED = {
 PAIRS = [(layout, row) for layout, rows in TRAINED.items() for row in rows]
 FULL = [
     *(("2_workers", "shared_table"), ("2_workers", "masked")),
+    ("2_workers_x2", "own_step_data_2"),
     *(("2_workers_x4", row) for row in TRAINED["2_workers_x4"]),
 ]
 # A busy machine takes long for all jobs of a cluster; each has its own limit.
