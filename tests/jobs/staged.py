@@ -181,7 +181,7 @@ ROWS = {
         models.transformer, TWO | {"data": 2, "micro_batches": 2}, momentum
     ),
     # Each process has all stages.
-    "own_step_data_2": Row(own_step, TWO | {"data": 2}, others=loss_alone),
+    "own_step": Row(own_step, TWO | {"data": 4}, others=loss_alone),
     "muon_fsdp_2": Row(
         models.skip,
         TWO | {"fsdp": 2, "micro_batches": 2},

@@ -28,8 +28,7 @@ TRAINED = {
         *("own_loss", "shared_table", "shared_layer", "transformer"),
     ],
     "2_workers_x2": [
-        *("of_4", "drops_data_2", "own_step_data_2", "muon_fsdp_2"),
-        "transformer_tensor_2",
+        *("of_4", "drops_data_2", "muon_fsdp_2", "transformer_tensor_2"),
     ],
     "3_workers": ["of_3", "transformer_of_3"],
     "4_workers": [
@@ -43,7 +42,6 @@ TRAINED = {
 PAIRS = [(layout, row) for layout, rows in TRAINED.items() for row in rows]
 FULL = [
     *(("2_workers", "shared_table"), ("2_workers", "masked")),
-    ("2_workers_x2", "own_step_data_2"),
     *(("2_workers_x4", row) for row in TRAINED["2_workers_x4"]),
 ]
 # A busy machine takes long for all jobs of a cluster; each has its own limit.
@@ -112,6 +110,13 @@ def test_the_numbers_of_one_device(layout, job, observed, folders, float64):
         splits, parts = options.get("fsdp", 1), options.get("tensor", 1)
         whole = splits * copies
         assert len(held) in (copies, whole, parts * whole), path
+
+
+@full
+@pytest.mark.parametrize(("layout", "job"), [("2_workers_x4", "own_step")])
+def test_a_step_of_ones_own(layout, job, observed, folders, float64):
+    observed(layout, job)
+    check(staged.file_of(folders[layout], job), staged.by_hand(job))
 
 
 @pytest.mark.parametrize(
