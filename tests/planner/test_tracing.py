@@ -110,6 +110,58 @@ class _Scaled(keras.layers.Layer):
         return x * self.scale
 
 
+@pytest.mark.filterwarnings("ignore:.build... was called on layer")
+def test_a_model_whose_own_build_leaves_its_layers_unbuilt():
+    class Words(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table = keras.layers.Embedding(11, 4)
+            self.head = keras.layers.Dense(3)
+
+        def call(self, x):
+            return self.head(self.table(x))
+
+    def build():
+        model = Words()
+        model.build((None, 5))
+        model.compile("adam", "mse")
+        return model
+
+    batch = np.zeros((2, 5), "int32"), np.zeros((2, 5, 3), "float32")
+    assert trace(build, batch).parameters == 11 * 4 + 4 * 3 + 3
+
+
+def stateful():
+    inputs = keras.Input((4, 6), batch_size=12)
+    hidden = keras.layers.LSTM(5, stateful=True)(inputs)
+    return compiled(inputs, keras.layers.Dense(3)(hidden))
+
+
+def reshaped():
+    inputs = keras.Input((6,), batch_size=12)
+    return compiled(inputs, keras.ops.reshape(inputs, (12, 2, 3)))
+
+
+TWELVE = np.zeros((12, 4, 6), "float32"), np.zeros((12, 3), "float32")
+
+
+@pytest.mark.parametrize(
+    ("build", "data"), [(stateful, None), (stateful, TWELVE), (reshaped, None)]
+)
+def test_layers_that_need_a_number_of_rows_are_refused(build, data):
+    with pytest.raises(ConfigurationError, match="layers need batches of 12"):
+        trace(build, data)
+
+
+def test_a_number_of_rows_that_no_layer_needs():
+    inputs = keras.Input((6,), batch_size=12)
+
+    def build():
+        return compiled(inputs, keras.layers.Dense(3)(inputs))
+
+    assert trace(build).parameters == 6 * 3 + 3
+
+
 def test_names_that_no_graph_begins_with():
     def build():
         inputs = keras.Input((6,))

@@ -116,8 +116,9 @@ class _Tracing:
 
         model = self._model
         x, y = self._batch()
-        if not model.built:
-            model(x, training=True)
+        every_layer = [model, *keras_internals.layers_of(model)]
+        if not all(layer.built for layer in every_layer):
+            self._outputs(x)
         kernels = Kernels(model, tf.distribute.get_strategy(), "fused")
         self._units = keras_internals.outermost_layers(model)
         trained = model.trainable_variables
@@ -238,9 +239,22 @@ class _Tracing:
     def _outputs(self, x: Any) -> Any:
         from mgpu_tf.engine import keras_internals
 
+        training = {}
         if keras_internals.takes_training(self._model):
-            return self._model(x, training=True)
-        return self._model(x)
+            training = {"training": True}
+        try:
+            return self._model(x, **training)
+        except Exception as error:  # Layers may raise anything.
+            specs = getattr(self._model, "inputs", None) or ()
+            sizes = [n for n in (spec.shape[0] for spec in specs) if n]
+            if not sizes:
+                raise
+            raise ConfigurationError(
+                "A plan needs a model that takes any number of rows. Received: "
+                f"{self._model.name!r}, whose layers need batches of "
+                f"{sizes[0]}. Leave out batch_size and stateful=True for the "
+                "plan, or plan with num_parameters."
+            ) from error
 
     def _batch(self) -> tuple[Any, Any]:
         import tensorflow as tf
