@@ -245,8 +245,7 @@ class _Tracing:
         try:
             return self._model(x, **training)
         except Exception as error:  # Layers may raise anything.
-            specs = getattr(self._model, "inputs", None) or ()
-            sizes = [n for n in (spec.shape[0] for spec in specs) if n]
+            sizes = [n for n in (s.shape[0] for s in self._specs()) if n]
             if not sizes:
                 raise
             raise ConfigurationError(
@@ -265,10 +264,7 @@ class _Tracing:
                 tf.nest.map_structure(_placeholder, x),
                 tf.nest.map_structure(_placeholder, y),
             )
-        try:
-            specs = self._model.inputs
-        except (AttributeError, ValueError):
-            specs = None
+        specs = self._specs()
         if not specs:
             raise ConfigurationError(
                 "A plan needs to know what the model takes. Received: "
@@ -277,6 +273,13 @@ class _Tracing:
             )
         every = [_placeholder(spec) for spec in specs]
         return every[0] if len(every) == 1 else every, None
+
+    def _specs(self) -> list[Any]:
+        """Returns the specs of inputs; none where the model has not said."""
+        try:
+            return self._model.inputs or []
+        except (AttributeError, ValueError):
+            return []
 
     def _targets(self, y: Any, y_pred: Any) -> Any:
         """Returns targets as the loss takes them, where none are given."""
