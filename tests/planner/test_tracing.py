@@ -149,7 +149,9 @@ TWELVE = np.zeros((12, 4, 6), "float32"), np.zeros((12, 3), "float32")
     ("build", "data"), [(stateful, None), (stateful, TWELVE), (reshaped, None)]
 )
 def test_layers_that_need_a_number_of_rows_are_refused(build, data):
-    with pytest.raises(ConfigurationError, match="layers need batches of 12"):
+    with pytest.raises(
+        ConfigurationError, match="batch_size=12; its call says: Exc"
+    ):
         trace(build, data)
 
 

@@ -249,10 +249,11 @@ class _Tracing:
             if not sizes:
                 raise
             raise ConfigurationError(
-                "A plan needs a model that takes any number of rows. Received: "
-                f"{self._model.name!r}, whose layers need batches of "
-                f"{sizes[0]}. Leave out batch_size and stateful=True for the "
-                "plan, or plan with num_parameters."
+                "A plan calls the model with another number of rows. Received: "
+                f"{self._model.name!r}, with batch_size={sizes[0]}; its call "
+                f"says: {' '.join(str(error).split()):.200}. Leave out "
+                "batch_size and stateful=True for the plan, or plan with "
+                "num_parameters."
             ) from error
 
     def _batch(self) -> tuple[Any, Any]:
