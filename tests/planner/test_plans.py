@@ -1,5 +1,6 @@
 """Candidates, their order, and what is said of them."""
 
+import dataclasses
 import json
 
 import pytest
@@ -46,6 +47,12 @@ def test_several_machines_have_long_pipelines_and_no_wide_tensor_axis():
     # With 3 devices each, no machine has 2 stages of every pipeline.
     found = list(layouts(machines(3, 2), 256, GRAPH, all_devices=True))
     assert {layout.pipeline for layout in found} == {1, 3, 6}
+
+
+def test_no_pipeline_has_more_stages_than_the_engine_can_cut():
+    graph = dataclasses.replace(GRAPH, stages=2)
+    found = list(layouts(machines(8), 64, graph))
+    assert {layout.pipeline for layout in found} == {1, 2}
 
 
 def test_machines_of_one_device_divide_layers_between_them():

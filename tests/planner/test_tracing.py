@@ -176,6 +176,63 @@ def test_names_that_no_graph_begins_with():
     assert all(weight.layer >= 0 for weight in graph.trainable)
 
 
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(5)
+        self.outer = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.outer(self.hidden(x))
+
+
+class Predicting(keras.Model):
+    def predict_step(self, data):
+        return super().predict_step(data) + 1.0
+
+
+def subclassed():
+    model = Subclassed()
+    model.compile("adam", "mse")
+    return model
+
+
+def synchronized():
+    inputs = keras.Input((6,))
+    layer = keras.layers.BatchNormalization(synchronized=True)
+    return compiled(inputs, keras.layers.Dense(3)(layer(inputs)))
+
+
+def predicting():
+    inputs = keras.Input((6,))
+    model = Predicting(inputs, keras.layers.Dense(3)(inputs))
+    model.compile("adam", "mse")
+    return model
+
+
+def with_shared_statistics():
+    inputs = keras.Input((6,))
+    shared = keras.layers.BatchNormalization()
+    hidden = keras.layers.Dense(6)(shared(inputs))
+    return compiled(inputs, keras.layers.Dense(3)(shared(hidden)))
+
+
+@pytest.mark.parametrize(
+    ("build", "stages"),
+    [
+        (dense, 2),
+        (subclassed, 1),
+        (synchronized, 1),
+        (predicting, 1),
+        (with_shared_statistics, 2),
+    ],
+)
+def test_a_pipeline_has_the_stages_that_the_engine_can_cut(build, stages):
+    data = np.zeros((4, 6), "float32"), np.zeros((4, 3), "float32")
+    graph = trace(build, data)
+    assert graph.most_stages == stages
+
+
 def test_what_is_no_compiled_model_is_refused():
     with pytest.raises(ConfigurationError, match="returns a compiled"):
         trace(lambda: keras.Sequential([keras.Input((2,))]))

@@ -4,8 +4,8 @@
 
 Every product of data, fsdp, tensor and pipeline that is a number of devices
 up to all of them, with the options that trade time for memory: recomputing,
-accumulating, micro-batches, parts of sequences. What the engine refuses is not
-among them.
+accumulating, micro-batches, parts of sequences. No pipeline is among them where
+the engine cannot cut the model.
 
 This module does not import TensorFlow.
 """
@@ -44,7 +44,7 @@ def layouts(
     total = machines.devices
     counts = [total] if all_devices else _counts(machines)
     for devices in counts:
-        for axes in _axes(devices, machines, len(graph.layers)):
+        for axes in _axes(devices, machines, graph.most_stages):
             yield from _with_options(axes, global_batch_size, graph)
 
 
@@ -64,7 +64,7 @@ def _counts(machines: Machines) -> list[int]:
     return sorted({*within, *whole})
 
 
-def _axes(devices: int, machines: Machines, layers: int) -> Iterator[Layout]:
+def _axes(devices: int, machines: Machines, stages: int) -> Iterator[Layout]:
     """Yields the axes whose product is a number of devices."""
     several = devices > machines.per_node
     for tensor in _divisors(devices):
@@ -72,7 +72,7 @@ def _axes(devices: int, machines: Machines, layers: int) -> Iterator[Layout]:
         if 1 < machines.per_node < tensor:
             continue
         for pipeline in _divisors(devices // tensor):
-            if pipeline > 1 and pipeline > layers:
+            if pipeline > 1 and pipeline > stages:
                 continue
             # A machine has whole pipelines, or a block of stages of one.
             own = machines.per_node

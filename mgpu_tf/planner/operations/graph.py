@@ -158,6 +158,8 @@ class Graph:
         loss: The number of the tensor of the loss.
         inner: The calls of layers that a tensor axis may divide, of those of
             Keras's that the layers are made of, in their order.
+        stages: How many stages the layers can be cut into at most; 1 where a
+            pipeline does not take the model, None for one for each layer.
     """
 
     name: str
@@ -173,6 +175,13 @@ class Graph:
     optimizer: str = ""
     loss: int = -1
     inner: list[Layer] = dataclasses.field(default_factory=list)
+    stages: int | None = None
+
+    @property
+    def most_stages(self) -> int:
+        """Returns how many stages a pipeline can have."""
+        layers = len(self.layers)
+        return layers if self.stages is None else min(layers, self.stages)
 
     @property
     def trainable(self) -> list[Weight]:

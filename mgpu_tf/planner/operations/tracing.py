@@ -319,6 +319,15 @@ def _placeholder(value: Any) -> Any:
     return tf.compat.v1.placeholder(name, [BATCH, *shape[1:]])
 
 
+def _most_stages(model: keras.Model) -> int:
+    from mgpu_tf.engine.synchronous.pipeline.split import most_stages
+
+    try:
+        return most_stages(model)
+    except ConfigurationError:
+        return 1
+
+
 class _Reading:
     """Reads a graph of TensorFlow into one of the planner."""
 
@@ -389,6 +398,7 @@ class _Reading:
             optimizer=type(inner).__name__,
             loss=self._number(self._loss),
             inner=self._tracing.inner,
+            stages=_most_stages(self._model),
         )
 
     def _layers(self) -> list[Layer]:

@@ -28,7 +28,8 @@ from mgpu_tf.engine.synchronous.pipeline.head import Head
 from mgpu_tf.engine.synchronous.pipeline.schedule import orders, timing
 from mgpu_tf.engine.synchronous.pipeline.split import (
     Stages,
-    no_graph,
+    check_model,
+    check_rows,
     stages_of,
 )
 from mgpu_tf.engine.synchronous.pipeline.state import BlockState, PipelineState
@@ -79,7 +80,7 @@ class PipelineEngine(SynchronousEngine):
         self._stages: Stages | None = None
         self._plan: PipelinePlan | None = None
         self._parts: TensorParallel | None = None
-        _check_model(model)
+        check_model(model)
         _check_options(options)
         if self._strategy.mesh.blocks > 1:
             _check_apart(model, options)
@@ -122,7 +123,8 @@ class PipelineEngine(SynchronousEngine):
         strategy = self._strategy
         count = strategy.mesh.pipeline
         stages = stages_of(self._model, count, strategy.begins)
-        _check_layers(self._model, strategy)
+        if strategy.mesh.ranges * strategy.micro_batches > 1:
+            check_rows(self._model)
         owned = {
             id(variable): number
             for number, stage in enumerate(stages.every)
@@ -340,20 +342,6 @@ def _no_trace() -> ConfigurationError:
     )
 
 
-def _check_model(model: keras.Model) -> None:
-    if keras_internals.overrides(model, "predict_step"):
-        raise ConfigurationError(
-            "A pipeline predicts in stages, with Keras's own predict_step. "
-            f"Received: {type(model).__name__}, which has its own. Use 'fsdp' "
-            "or 'mirrored'."
-        )
-    if not (
-        keras_internals.has_graph(model)
-        and keras_internals.is_unpatched(model, "call")
-    ):
-        raise no_graph(model)
-
-
 def _check_options(options: StepOptions) -> None:
     if options.recompute not in (None, "stages"):
         raise ConfigurationError(
@@ -399,28 +387,3 @@ def _check_optimizers(model: keras.Model) -> None:
                     "gradients. Use Adam or another such optimizer, let each "
                     "process have all stages, or use 'fsdp'."
                 )
-
-
-def _check_layers(model: keras.Model, strategy: StagedStrategy) -> None:
-    if strategy.mesh.ranges * strategy.micro_batches == 1:
-        return
-    for layer in keras_internals.layers_of(model):
-        if isinstance(layer, keras.layers.RNN) and layer.stateful:
-            raise ConfigurationError(
-                "A recurrent layer with stateful=True keeps a state for each "
-                "row of a batch, which a pipeline cuts into micro-batches. "
-                f"Received: the layer {layer.name!r}. Use 'one_device', or "
-                "return_state=True and pass initial_state yourself."
-            )
-        if getattr(layer, "synchronized", False):
-            raise ConfigurationError(
-                "A pipeline normalizes each micro-batch by itself. Received: "
-                f"the layer {layer.name!r} with synchronized=True. Use "
-                "synchronized=False, LayerNormalization, or 'mirrored'."
-            )
-    if any(spec.shape[0] is not None for spec in model.inputs):
-        raise ConfigurationError(
-            "A pipeline cuts batches, so a model must take any number of "
-            "rows. Received: inputs with a batch size of their own. Leave "
-            "batch_size out of keras.Input."
-        )

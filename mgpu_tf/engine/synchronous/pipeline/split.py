@@ -1,4 +1,4 @@
-"""Which layers of a model each stage of a pipeline has.
+"""Which models a pipeline takes, and which layers each stage has.
 
 The calls of a functional model are put in an order in which they can run, and
 the order is cut. By default the cuts make the most expensive stage as cheap as
@@ -95,7 +95,7 @@ def stages_of(
     """
     graph = keras_internals.graph_of(model)
     if graph is None:
-        raise no_graph(model)
+        raise _no_graph(model)
     calls, inputs, outputs = graph
     tied = _tied(calls, _weights_of(model))
     if begins is None:
@@ -107,8 +107,61 @@ def stages_of(
     return Stages(_joined(parts, outputs), inputs, outputs)
 
 
-def no_graph(model: keras.Model) -> ConfigurationError:
-    """Returns the error of a model that has no graph of layers."""
+def most_stages(model: keras.Model) -> int:
+    """Returns how many stages a built model can be cut into at most.
+
+    Raises:
+        ConfigurationError: A pipeline does not take the model.
+    """
+    check_model(model)
+    check_rows(model)
+    graph = keras_internals.graph_of(model)
+    if graph is None:
+        raise _no_graph(model)
+    calls, _, _ = graph
+    return len(calls) - len(_tied(calls, _weights_of(model)))
+
+
+def check_model(model: keras.Model) -> None:
+    """Refuses a model that is not called layer by layer."""
+    if keras_internals.overrides(model, "predict_step"):
+        raise ConfigurationError(
+            "A pipeline predicts in stages, with Keras's own predict_step. "
+            f"Received: {type(model).__name__}, which has its own. Use 'fsdp' "
+            "or 'mirrored'."
+        )
+    if not (
+        keras_internals.has_graph(model)
+        and keras_internals.is_unpatched(model, "call")
+    ):
+        raise _no_graph(model)
+
+
+def check_rows(model: keras.Model) -> None:
+    """Refuses a built model whose batches cannot be cut."""
+    for layer in keras_internals.layers_of(model):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise ConfigurationError(
+                "A recurrent layer with stateful=True keeps a state for each "
+                "row of a batch, which a pipeline cuts into micro-batches. "
+                f"Received: the layer {layer.name!r}. Use 'one_device', or "
+                "return_state=True and pass initial_state yourself."
+            )
+        if getattr(layer, "synchronized", False):
+            raise ConfigurationError(
+                "A pipeline normalizes each micro-batch by itself. Received: "
+                f"the layer {layer.name!r} with synchronized=True. Use "
+                "synchronized=False, LayerNormalization, or 'mirrored'."
+            )
+    if any(spec.shape[0] is not None for spec in model.inputs):
+        raise ConfigurationError(
+            "A pipeline cuts batches, so a model must take any number of "
+            "rows. Received: inputs with a batch size of their own. Leave "
+            "batch_size out of keras.Input."
+        )
+
+
+def _no_graph(model: keras.Model) -> ConfigurationError:
     return ConfigurationError(
         "A pipeline needs a functional or Sequential model, whose layers it "
         f"can cut into stages. Received: {type(model).__name__}. Build it "
