@@ -6,7 +6,13 @@ import re
 import pytest
 from absl import flags
 
-from mgpu_tf import Trainer, cli, create_mirrored_strategy
+from mgpu_tf import (
+    Trainer,
+    cli,
+    create_mirrored_strategy,
+    create_model_parallel_strategy,
+    create_strategy,
+)
 from mgpu_tf.errors import ClusterError, ConfigurationError, unknown_name
 from mgpu_tf.fields import made_of, names_of
 from mgpu_tf.names import COMMUNICATIONS, ELSEWHERE, PRECISIONS, STRATEGIES
@@ -125,7 +131,8 @@ def test_flags_of_other_tools(arguments, part, capsys):
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_what_is_meant_exists(name):
     meant = ELSEWHERE[name]
-    known = {*PRECISIONS, *STRATEGIES, *COMMUNICATIONS}
+    mesh = inspect.signature(create_model_parallel_strategy).parameters
+    known = {*PRECISIONS, *STRATEGIES, *COMMUNICATIONS, *mesh}
     values = {command: flags.FlagValues() for command in ("train", "launch")}
     for command in values:
         cli.COMMANDS[command].define(values[command])
@@ -146,3 +153,12 @@ def test_what_is_meant_exists(name):
 def test_a_function_says_what_was_meant():
     with pytest.raises(ConfigurationError, match="Did you mean 'devices'"):
         create_mirrored_strategy(gpus=2)
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "pipeline"])
+def test_axes_have_a_name_in_each_function(axis):
+    long = f"{axis}_parallel"
+    with pytest.raises(ConfigurationError, match=f"Did you mean '{long}'"):
+        create_strategy("model_parallel", **{axis: 2})
+    with pytest.raises(ConfigurationError, match=f"Did you mean '{axis}'"):
+        create_model_parallel_strategy(**{long: 2})

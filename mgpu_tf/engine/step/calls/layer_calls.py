@@ -470,7 +470,9 @@ class LayerCalls:
         for row, mask in masked:
             if mask is not None:
                 keras_internals.set_mask(row, mask)
-        unproven = "what it adds to the loss is a sum or a mean over the rows"
+        unproven = (
+            "what it adds to the loss is one number, a sum or a mean over rows"
+        )
         if added:
             unproven = APART
         if apart and added:
