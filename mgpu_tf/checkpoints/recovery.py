@@ -72,7 +72,7 @@ class Owner:
         who = f"process {os.getpid()} on {socket.gethostname()}"
         self._mine = f"{uuid.uuid4().hex} {who}\n"
         self._checked = 0.0
-        self._taken = False
+        self._taken = self._lost = False
         self._claim: Claim | None = None
         self._lock: weakref.finalize | None = None
 
@@ -124,9 +124,19 @@ class Owner:
             else:
                 text = storage.of(self._path).text(self._path).decode()
         except FileNotFoundError:
-            # Somebody has cleaned up; no other run has come.
+            # No other run has come.
+            if not self._lost:
+                self._lost = True
+                _log.warning(
+                    "checkpoint_dir=%s is no longer the folder with which the "
+                    "run began: it was emptied, moved or unmounted. What was "
+                    "saved there before is not there; the run goes on, and "
+                    "saves there from now on",
+                    self._folder,
+                )
             with contextlib.suppress(OSError):
                 self.take()
+                self._lost = False
                 return True
             return False
         except (OSError, ValueError):

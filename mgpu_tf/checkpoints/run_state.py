@@ -137,6 +137,7 @@ class RunState:
         order: In which order its data is read; None where the data decides.
         callbacks: The user's.
         first_epoch: Index of the first epoch.
+        epochs: Index of the last epoch, plus 1.
         configuration: How layers, optimizers and loss are configured, each
             entry by the place where it stands.
 
@@ -144,7 +145,8 @@ class RunState:
         position: Where the run is.
         first_epoch: Index of the epoch at which the run began.
         resumed: Whether a checkpoint was loaded.
-        stopped: Whether a callback had ended the run that was loaded.
+        stopped: Whether a callback had ended the run that was loaded, of as
+            many epochs or more.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class RunState:
         order: RowOrder | None,
         callbacks: Sequence[keras.callbacks.Callback],
         first_epoch: int,
+        epochs: int,
         configuration: Mapping[str, str],
     ) -> None:
         self._configuration = dict(configuration)
@@ -165,6 +168,7 @@ class RunState:
         self._order = order
         self._callbacks = list(callbacks)
         self.first_epoch = first_epoch
+        self._epochs = epochs
         self._engine = engine
         self._snapshot = engine.snapshot()
         self._before: list[State] = []
@@ -183,6 +187,11 @@ class RunState:
     def snapshot(self) -> Snapshot:
         """The variables of the run."""
         return self._snapshot
+
+    @property
+    def trained(self) -> int:
+        """Returns the epochs above which a run that is complete goes on."""
+        return self._epochs if self.stopped else self.position.epoch
 
     def load(self, found: tuple[State, Stored] | None) -> None:
         """Takes the position from a checkpoint, and keeps the rest.
@@ -225,7 +234,11 @@ class RunState:
         ]
         self.position = Position(**position)
         self.first_epoch = state["first_epoch"]
-        self.stopped = state["stopped"]
+        # Checkpoints of before it was kept have none.
+        before = state.get("epochs", self._epochs)
+        self.stopped = state["stopped"] and self._epochs <= before
+        if self.stopped:
+            self._epochs = before
         if balance_of(self._model.distribute_strategy).measured:
             self._engine.take_shares(state.get("shares"))
         self._loaded = found
@@ -380,6 +393,7 @@ class RunState:
                 "left_out": [vars(batch).copy() for batch in position.left_out],
             },
             "first_epoch": self.first_epoch,
+            "epochs": self._epochs,
             "data": self._data,
             "order": self._order and vars(self._order).copy(),
             "configuration": self._configuration,
@@ -419,7 +433,7 @@ class RunState:
         counts.records[:] = [
             EpochRecord(**decode(record)) for record in state["records"]
         ]
-        self._model.stop_training = state["stopped"]
+        self._model.stop_training = self.stopped
         names = [type(callback).__name__ for callback in self._every_callback()]
         saved = [name for name, _ in state["callbacks"]]
         if names != saved:

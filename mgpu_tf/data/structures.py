@@ -51,7 +51,7 @@ def pack(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         ConfigurationError: The weights do not have the structure of the
             targets.
     """
-    if sample_weight is not None and tf.nest.is_nested(y):
+    if tf.nest.is_nested(y) or isinstance(sample_weight, dict):
         sample_weight = _weights_for(y, sample_weight)
     return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
@@ -341,6 +341,8 @@ def _tuples(data: Any) -> Any:
 
 def _weights_for(y: Any, sample_weight: Any) -> Any:
     """Returns weights in the structure of the targets, by Keras's rule."""
+    if sample_weight is None:
+        return None
     if tf.nest.is_nested(sample_weight):
         try:
             tf.nest.assert_same_structure(_tuples(y), _tuples(sample_weight))
@@ -387,12 +389,16 @@ def _tensor_of_array(leaf: Any) -> tf.Tensor:
         with tf.device("CPU:0"):
             return tf.convert_to_tensor(array)
     except (TypeError, ValueError) as error:
+        remedy = (
+            'x.astype("float32"), np.stack(x) of rows that are arrays, or '
+            "tf.ragged.constant(x) where they differ in length"
+        )
+        if array.dtype.kind in "mM":
+            remedy = 'x.astype("int64") counts units of time'
         raise ConfigurationError(
             "Arrays must hold numbers, booleans or strings. Received: an "
             f"array of {array.dtype} that TensorFlow does not take: "
-            f"{str(error).rstrip('.')}. "
-            'Convert it: x.astype("float32"), np.stack(x) of rows that are '
-            "arrays, or tf.ragged.constant(x) where they differ in length."
+            f"{str(error).rstrip('.')}. Convert it: {remedy}."
         ) from None
 
 

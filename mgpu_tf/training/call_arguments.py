@@ -19,7 +19,7 @@ from mgpu_tf.data import structures
 from mgpu_tf.engine import keras_internals
 from mgpu_tf.engine.step.base import DataFeed
 from mgpu_tf.errors import ConfigurationError, check_integer, is_integer
-from mgpu_tf.folders import check_path
+from mgpu_tf.folders import check_path, is_address
 from mgpu_tf.options import SaveOptions
 
 
@@ -363,7 +363,13 @@ def saving_of(
     if checkpoint is None or checkpoint.checkpoint_dir is None:
         return None
     storage.check("checkpoint_dir", checkpoint.checkpoint_dir)
-    return checkpoint
+    # Code of the author's may change the working directory.
+    folders = {
+        name: os.path.abspath(path)
+        for name in ("checkpoint_dir", "local_checkpoint_dir")
+        if (path := getattr(checkpoint, name)) and not is_address(path)
+    }
+    return dataclasses.replace(checkpoint, **folders)
 
 
 def check_finite(

@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -306,21 +306,28 @@ def refuse_restoring(callbacks: list[keras.callbacks.Callback]) -> None:
             )
 
 
-def warn_of_new_files(callbacks: list[keras.callbacks.Callback]) -> None:
-    """Warns that a resumed run writes a file without its earlier epochs."""
-    for callback in callbacks:
-        if (
-            isinstance(callback, keras.callbacks.CSVLogger)
-            and not callback.append
-            and tf.io.gfile.exists(callback.filename)
-        ):
-            _log.warning(
-                "A resumed run keeps what its earlier epochs wrote only if it "
-                "is added to. Received: %s(%r), which begins its file anew. "
-                "Pass append=True.",
-                type(callback).__name__,
-                callback.filename,
-            )
+@contextlib.contextmanager
+def files_go_on(callbacks: list[keras.callbacks.Callback]) -> Iterator[None]:
+    """Lets each `CSVLogger` add to its file, for a resumed run.
+
+    It would empty the file, which has the epochs before.
+
+    Args:
+        callbacks: Their `on_train_begin`, which opens files, is called within.
+    """
+    loggers = [
+        callback
+        for callback in callbacks
+        if isinstance(callback, keras.callbacks.CSVLogger)
+    ]
+    before = [logger.append for logger in loggers]
+    for logger in loggers:
+        logger.append = True
+    try:
+        yield
+    finally:
+        for logger, append in zip(loggers, before, strict=True):
+            logger.append = append
 
 
 def _check_tensorboard() -> None:

@@ -172,6 +172,8 @@ def explained(source: data_lib.Source) -> Iterator[None]:
         example, said = source.example(), str(error)
         if not (_has_names(example) and _is_of_keras(error)):
             raise
+        if said.strip("'") in example[1]:
+            raise ConfigurationError(_unweighted(example, said)) from error
         path, lacking = _PATH.search(said), f", none for the output {said}"
         if path is not None:
             if path[1] not in example[1]:
@@ -268,6 +270,15 @@ def _misnamed(targets: Mapping[str, Any], lacking: str = "") -> str:
         f"keys. Received: targets {', '.join(map(repr, targets))}{lacking}. "
         "Name a target for each output, or pass the array of a single output "
         "alone."
+    )
+
+
+def _unweighted(example: Any, output: str) -> str:
+    weights = example[2] if len(example) > 2 else {}
+    return (
+        "sample_weight in a dict needs the keys of the targets. Received: "
+        f"sample_weight of {', '.join(map(repr, weights))}, none for the "
+        f"output {output}. Give ones where every example counts alike."
     )
 
 

@@ -324,3 +324,16 @@ def test_what_the_script_has_not_made_is_named(caplog):
     assert not hasattr(second, "mean")
     for name in ("phase", "mean"):
         assert f"Late begins anew with {name}, which" in caplog.text
+
+
+def test_what_keras_makes_when_it_is_needed_is_not_named(caplog, tmp_path):
+    def made():
+        return keras.callbacks.TensorBoard(str(tmp_path))
+
+    first, second = made(), made()
+    before = remembered(first)
+    first._writers = {"train": keras.metrics.Mean()}
+    first._global_train_batch = 7
+    remind(second, stored(changes(before, remembered(first))))
+    assert second._global_train_batch == 7
+    assert not caplog.text

@@ -742,6 +742,84 @@ def test_a_complete_run_is_told(strategies, tmp_path, caplog):
     assert "is complete" not in caplog.text
     fit()
     assert "is complete after 1 epochs: nothing is trained" in caplog.text
+    assert "Give more than 1 epochs to go on" in caplog.text
+
+
+class EndsAfter(keras.callbacks.Callback):
+    """Ends the training after some epochs."""
+
+    def __init__(self, epochs):
+        super().__init__()
+        self._epochs = epochs
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch + 1 == self._epochs:
+            self.model.stop_training = True
+
+
+def test_a_run_that_a_callback_has_ended(strategies, tmp_path, caplog):
+    def fit(epochs, ends_after, folder="run"):
+        caplog.clear()
+        trainer = mgpu_tf.Trainer(build, strategies["mirrored_x3"])
+        history = trainer.fit(
+            *arrays(),
+            batch_size=BATCH,
+            epochs=epochs,
+            verbose=0,
+            callbacks=[EndsAfter(ends_after)],
+            checkpoint_dir=str(tmp_path / folder),
+        )
+        return history.history, weights_sha256(trainer.model.get_weights())
+
+    first, weights = fit(5, 2)
+    assert len(first["loss"]) == 2
+    # The same call does nothing more: a restart must not.
+    for epochs in (5, 1):
+        assert fit(epochs, 2) == (first, weights)
+        assert (
+            "was ended by a callback after 2 epochs: nothing is trained. Give "
+            "more than 5 epochs to go on"
+        ) in caplog.text
+    whole = fit(6, 4, "whole")
+    assert fit(6, 4) == whole
+    assert "nothing is trained" not in caplog.text
+    assert fit(6, 4) == whole
+    assert "Give more than 6 epochs to go on" in caplog.text
+
+
+@pytest.mark.parametrize("remains", [True, False])
+def test_a_folder_that_is_emptied_in_between(
+    remains, run, strategies, tmp_path, caplog
+):
+    class Empties(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                shutil.rmtree(tmp_path / "run")
+                if remains:
+                    (tmp_path / "run").mkdir()
+
+    whole = run(strategies["one_device"], tmp_path / "whole")
+    found = run(
+        strategies["one_device"], tmp_path / "run", callbacks=[Empties()]
+    )
+    assert found == whole
+    [line] = [m for m in caplog.messages if "is no longer the folder" in m]
+    assert f"checkpoint_dir={tmp_path / 'run'}" in line
+    assert store.newest(str(tmp_path / "run")) is not None
+
+
+def test_a_working_directory_that_changes(
+    run, strategies, tmp_path, monkeypatch
+):
+    class Moves(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            monkeypatch.chdir(tmp_path / "other")
+
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run(strategies["one_device"], "run", callbacks=[Moves()])
+    assert store.newest(str(tmp_path / "run")) is not None
+    assert os.listdir(tmp_path / "other") == []
 
 
 def network(

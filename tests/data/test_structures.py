@@ -343,6 +343,18 @@ WRONG = {
         {"sample_weight": np.ones([ROWS, 2])},
         "number for each example",
     ),
+    "weights in a dict for one target": (
+        A,
+        Y,
+        {"sample_weight": {"a": WEIGHTS}},
+        "structure of y",
+    ),
+    "dates": (
+        np.arange(ROWS).astype("datetime64[D]"),
+        Y,
+        {},
+        r'x.astype\("int64"\)',
+    ),
     "shuffle": (A, Y, {"shuffle": "rows"}, "shuffle"),
 }
 

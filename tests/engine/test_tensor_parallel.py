@@ -528,6 +528,28 @@ def gated():
     return models.compiled(keras.Model(x, outputs), adam(), "mse")
 
 
+@pytest.mark.parametrize("equation", ["abc,cc->abc", "abb,bc->abc"])
+def test_a_label_that_comes_twice_stays_whole(equation):
+    """A diagonal, which no part of an axis has."""
+
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((4, 6)),
+                layers.Dense(4, activation="tanh"),
+                layers.EinsumDense(equation, (4, 4)),
+                layers.Flatten(),
+                layers.Dense(2),
+            ]
+        )
+        return models.compiled(model, adam(), "mse")
+
+    generator = np.random.default_rng(0)
+    data = generator.normal(size=(7, 4, 6)), generator.normal(size=(7, 2))
+    _, difference = compared(build, data, strategy_of(tensor=2))
+    assert difference < 1e-9
+
+
 @pytest.mark.parametrize("build", [asks_after_dropout, gated])
 @pytest.mark.full
 def test_what_stays_split_with_the_numbers_of_one(build, caplog):

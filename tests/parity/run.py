@@ -208,9 +208,12 @@ def main():
             if not layout[2] or name in SPLIT_ROWS
             if (column, name) not in SPLIT_REFUSED
         ]
-        _cluster(ledger, column, layout, names, "")
+        _cluster(ledger, column, layout, names, strategies)
     quiet_names = [name for name in rows if _judged_by_noise(name)]
-    _cluster(ledger, CLUSTER_FLOAT32, (2, 1, ""), quiet_names, "float32")
+    _cluster(
+        *(ledger, CLUSTER_FLOAT32, (2, 1, ""), quiet_names, strategies),
+        floatx="float32",
+    )
     _write_tables(ledger)
     cells = [cell for row in ledger["rows"].values() for cell in row.values()]
     red = sum(not cell["holds"] for cell in cells)
@@ -315,7 +318,7 @@ def _float32(strategies, name, result=None):
     )
 
 
-def _cluster(ledger, column, layout, names, floatx):
+def _cluster(ledger, column, layout, names, strategies, floatx=""):
     from tests.parity import cases, judge, worker
 
     missing = [n for n in names if column not in ledger["rows"].get(n, {})]
@@ -328,7 +331,7 @@ def _cluster(ledger, column, layout, names, floatx):
             for name in chunk:
                 result = cases.Result.load(worker.result_file(folder, name))
                 if floatx:
-                    found = _float32({}, name, result)
+                    found = _float32(strategies, name, result)
                 else:
                     found = judge.verdict(name, result, hashes[name])
                 _record(ledger, column, name, *found)

@@ -556,6 +556,14 @@ OTHERS = {
         fit_two({"x": X}, {"a": Y, "c": Y}),
         "a dict with the same keys. Received: targets 'a', 'c'",
     ),
+    "no_weight_for_one_of_two_targets": (
+        lambda s: in_fit(
+            tf.data.Dataset.from_tensor_slices(
+                ({"x": X}, {"a": Y, "b": Y}, {"a": X[:, 0]})
+            ).batch(4)
+        )(mgpu_tf.Trainer(build_two, s)),
+        "sample_weight of 'a', none for the output 'b'. Give ones",
+    ),
     "a_target_too_many": (
         fit_two({"x": X}, {"a": Y, "b": Y, "c": Y}),
         "for outputs {'a': '*', 'b': '*'}. Pass a target for each output",

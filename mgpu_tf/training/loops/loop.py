@@ -139,6 +139,7 @@ class Training:
             source.row_order,
             callbacks,
             numbers.initial_epoch,
+            numbers.epochs,
             distributed.configuration,
         )
         self._saver = totals.saver = self._saver_of(saving, callbacks)
@@ -176,11 +177,10 @@ class Training:
         totals, peers = self._totals, self._distributed.peers
         run.load(self._saver.find())
         self._print_start()
-        if run.resumed:
-            callbacks_lib.warn_of_new_files(hooks.callbacks)
         totals.left_out[:] = run.leave_out(totals.left_out)
         self._model.stop_training = False
-        hooks.on_train_begin()
+        with callbacks_lib.files_go_on(hooks.callbacks if run.resumed else []):
+            hooks.on_train_begin()
         run.begin(keras_internals.take_restored_epoch(self._model))
         if self._distributed.options.on_nan == "restore":
             self._saver.begin()
@@ -197,7 +197,7 @@ class Training:
             self._source.epochs.reset()
         last = run.position.epoch if run.stopped else numbers.epochs
         if run.resumed and run.position.epoch >= last:
-            self._warn_complete(run.position.epoch)
+            self._warn_complete()
         with self._saver.listening():
             for epoch in range(run.position.epoch, last):
                 if not self._epoch(epoch, feed):
@@ -229,13 +229,16 @@ class Training:
                 f"resumed {where}, from {self._folder}"
             )
 
-    def _warn_complete(self, epochs: int) -> None:
+    def _warn_complete(self) -> None:
         if self._distributed.is_chief:
+            run = self._run
             _log.warning(
-                "The run of this checkpoint_dir is complete after %d epochs: "
-                "nothing is trained. Raise epochs to go on, or give another "
+                "The run of this checkpoint_dir %s after %d epochs: nothing "
+                "is trained. Give more than %d epochs to go on, or another "
                 "folder for a new run.",
-                epochs,
+                "was ended by a callback" if run.stopped else "is complete",
+                run.position.epoch,
+                run.trained,
             )
 
     def _saver_of(

@@ -63,6 +63,8 @@ class Linear:
             )
             if "." in behind + rest:
                 continue  # The place of what is before it is not known.
+            if any(term.count(label) > 1 for term in (inputs, kernel, wanted)):
+                continue  # A diagonal is no part of an axis.
             match label in inputs, label in wanted:
                 case False, True:
                     self._outputs[dim] = -1 - len(rest)
