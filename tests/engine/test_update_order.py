@@ -134,3 +134,42 @@ def test_apply_gradients_of_ones_own_sees_the_gradient_of_the_batch(
         return model
 
     check(build_model, *data(35), strategies[name])
+
+
+def product(y, p):
+    return keras.ops.mean(y * p)
+
+
+def looked_up():
+    model = keras.Sequential(
+        [
+            keras.Input((1,), dtype="int32"),
+            keras.layers.Embedding(3, 1, "ones"),
+            keras.layers.Flatten(),
+        ]
+    )
+    model.compile(
+        keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1), initial_scale=2.0**100
+        ),
+        product,
+    )
+    return model
+
+
+@pytest.mark.parametrize("column", ["one_device", *STRATEGIES])
+def test_an_overflow_before_a_later_row_of_the_same_word(column, strategies):
+    """Keras looks at the last row of a word alone; docs/guarantees.md says so.
+
+    The gradient of the first row overflows, that of the second does not.
+    """
+    words, y = np.array([[1], [1], [2]]), np.array([[1e300], [1.0], [1.0]])
+    reference = looked_up()
+    reference.fit(words, y, batch_size=3, shuffle=False, verbose=0)
+    assert not np.isfinite(reference.get_weights()[0]).all()
+    trainer = mgpu_tf.Trainer(looked_up, strategies[column])
+    trainer.fit(words, y, batch_size=3, shuffle=False, verbose=0)
+    np.testing.assert_array_equal(
+        trainer.model.get_weights()[0], np.ones((3, 1))
+    )
+    assert trainer.model.optimizer.dynamic_scale.numpy() == 2.0**99
