@@ -154,9 +154,9 @@ _VALIDATION = Meant((), "Trainer.fit(validation_data=(x, y))")
 ELSEWHERE: dict[str, Meant] = {
     # Devices and strategies.
     "accelerator": _STRATEGY,
+    "data_parallel": Meant(("data",)),
     "device": _DEVICES,
     "devices": _DEVICES,
-    "data_parallel": Meant(("data",)),
     "distribute": _STRATEGY,
     "distribute_strategy": _STRATEGY,
     "distribution": _STRATEGY,

@@ -128,10 +128,10 @@ class Owner:
             if not self._lost:
                 self._lost = True
                 _log.warning(
-                    "checkpoint_dir=%s is no longer the folder with which the "
+                    "%s is no longer the folder of checkpoints with which the "
                     "run began: it was emptied, moved or unmounted. What was "
-                    "saved there before is not there; the run goes on, and "
-                    "saves there from now on",
+                    "saved before is not there; the run goes on, and saves "
+                    "there from now on",
                     self._folder,
                 )
             with contextlib.suppress(OSError):
