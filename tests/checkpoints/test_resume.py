@@ -794,7 +794,8 @@ def test_a_folder_that_is_emptied_in_between(
     class Empties(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 1:
-                shutil.rmtree(tmp_path / "run")
+                # At once, whatever the writing thread does.
+                os.rename(tmp_path / "run", tmp_path / "moved")
                 if remains:
                     (tmp_path / "run").mkdir()
 
@@ -803,8 +804,9 @@ def test_a_folder_that_is_emptied_in_between(
         strategies["one_device"], tmp_path / "run", callbacks=[Empties()]
     )
     assert found == whole
-    [line] = [m for m in caplog.messages if "is no longer the folder" in m]
-    assert line.startswith(f"{tmp_path / 'run'} is no longer")
+    # The thread that writes may see it too.
+    lines = [m for m in caplog.messages if "is no longer the folder" in m]
+    assert lines[0].startswith(f"{tmp_path / 'run'} is no longer")
     assert store.newest(str(tmp_path / "run")) is not None
 
 
