@@ -189,7 +189,7 @@ class RunState:
         return self._snapshot
 
     @property
-    def trained(self) -> int:
+    def goes_on_above(self) -> int:
         """Returns the epochs above which a run that is complete goes on."""
         return self._epochs if self.stopped else self.position.epoch
 
@@ -234,7 +234,7 @@ class RunState:
         ]
         self.position = Position(**position)
         self.first_epoch = state["first_epoch"]
-        # Checkpoints of before it was kept have none.
+        # Older checkpoints have none.
         before = state.get("epochs", self._epochs)
         self.stopped = state["stopped"] and self._epochs <= before
         if self.stopped:

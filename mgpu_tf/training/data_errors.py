@@ -172,8 +172,9 @@ def explained(source: data_lib.Source) -> Iterator[None]:
         example, said = source.example(), str(error)
         if not (_has_names(example) and _is_of_keras(error)):
             raise
-        if said.strip("'") in example[1]:
-            raise ConfigurationError(_unweighted(example, said)) from error
+        weights, output = _weights(example), said.strip("'")
+        if weights and output in example[1] and output not in weights:
+            raise ConfigurationError(_unweighted(weights, said)) from error
         path, lacking = _PATH.search(said), f", none for the output {said}"
         if path is not None:
             if path[1] not in example[1]:
@@ -273,8 +274,13 @@ def _misnamed(targets: Mapping[str, Any], lacking: str = "") -> str:
     )
 
 
-def _unweighted(example: Any, output: str) -> str:
-    weights = example[2] if len(example) > 2 else {}
+def _weights(example: Any) -> Mapping[str, Any]:
+    """Returns weights by name, none where they are no dict."""
+    found = example[2] if len(example) > 2 else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _unweighted(weights: Mapping[str, Any], output: str) -> str:
     return (
         "sample_weight in a dict needs the keys of the targets. Received: "
         f"sample_weight of {', '.join(map(repr, weights))}, none for the "

@@ -238,7 +238,7 @@ class Training:
                 "folder for a new run.",
                 "was ended by a callback" if run.stopped else "is complete",
                 run.position.epoch,
-                run.trained,
+                run.goes_on_above,
             )
 
     def _saver_of(
